@@ -57,6 +57,27 @@ class FileLock:
         self._close()
 
 
+def is_locked(file: Path) -> bool:
+    """Whether some process of this machine holds the lock; False for a missing file, or one that cannot be read.
+
+    Example: False for the `run.lock` of a run that has ended, however it ended.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        # Which also gives the shared lock back.
+        os.close(descriptor)
+    return False
+
+
 def _holder(descriptor: int) -> str:
     """Who wrote itself into the file; it may be writing at this moment."""
     process, _, since = os.pread(descriptor, 100, 0).decode(errors="replace").strip().partition(" ")

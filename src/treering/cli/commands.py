@@ -259,14 +259,20 @@ def doctor(
 
 @app.command()
 def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft`, or of a demo; it may be running."),
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folder of a run of `train` or `sft`, or of a demo; several are compared.",
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="The page; without it report.html in the folder.")
+        Path | None,
+        typer.Option(metavar="FILE.html", help="The page; else report.html in the folder, or comparison.html here."),
     ] = None,
-    open_page: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Show the page in the browser; of a run that trains it follows the run.")
+    ] = False,
     rollouts: Annotated[
         Path | None,
         typer.Option(metavar="FILE.parquet", help="Write all rollouts as a table too; needs treering[datasets]."),
@@ -276,15 +282,17 @@ def report(
     """Make one HTML page of a run: its figures, one forest, and where the tokens of a rollout came from.
 
     The page holds everything and loads nothing from a network. A run that is running, was killed or is damaged has one
-    too, which says what is missing.
+    too, which says what is missing. Of several runs it has their curves in common charts and a table of final figures.
 
     Example: treering report runs/demo --open
+
+    Example: treering report runs/a runs/b
 
     Example: treering report runs/train --rollouts rollouts.parquet
     """
     from treering.cli.report.command import run
 
-    run(folder=folder, out=out, open_page=open_page, rollouts=rollouts, json_output=json_output)
+    run(folders=folders, out=out, open_page=open_page, rollouts=rollouts, json_output=json_output)
 
 
 @app.command()

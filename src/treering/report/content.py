@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from treering import metrics
 from treering.data import Trajectory
-from treering.errors import TreeringError
+from treering.errors import InputError, TreeringError
 from treering.report import epochs
+from treering.report.facts import facts_of
 from treering.report.forest import as_json, bounds_of, draw
 from treering.report.origins import GIVEN, SAMPLED, has_drafts, num_history_epochs, token_origins
-from treering.report.rollouts import Rollouts, choose_prompts, groups_of, read_newest, tokens_of
+from treering.report.rollouts import Rollouts, choose_prompts, groups_of, read_newest, read_samples, tokens_of
 from treering.report.run import METRICS_FILE, RunData, number, read_demo, read_runs
 from treering.report.timeline import read_timeline
 from treering.types import PromptId, read_shape
@@ -23,37 +25,54 @@ TextOf = Callable[[int], str]
 CHECKPOINTS_FOLDER = "checkpoints"
 
 
-def page_content(folder: Path, find_text: Callable[[RunData], TextOf | None]) -> dict[str, Any]:
+def page_content(
+    folder: Path, find_text: Callable[[RunData], TextOf | None], *, others: Sequence[Path] = ()
+) -> dict[str, Any]:
     """Everything that the page of a folder shows.
 
     Args:
         folder: of a run, or of a demo.
         find_text: gives the texts of a run's tokens; None where they are not known, then ids are shown.
+        others: folders of runs to compare it with; the page then has their curves, and no rollouts.
 
     Raises:
-        InputError: the folder holds no run.
+        InputError: a folder holds no run, or some runs are supervised and others not.
 
     Example: `page_content(folder, lambda run: None)["runs"][0]["rows"]` are the rows of the run's metrics.jsonl.
     """
-    runs = read_runs(folder)
+    runs = _compared([folder, *others]) if others else read_runs(folder)
     ours = runs[-1]
     notes = [note if len(runs) == 1 else f"{run.name}: {note}" for run in runs for note in run.notes]
     content = {
-        "title": folder.resolve().name,
+        "title": " · ".join(run.name for run in runs) if others else folder.resolve().name,
+        "compared": bool(others),
         "kind": "sft" if ours.is_supervised else "rl",
         "made": datetime.now().isoformat(" ", "minutes"),
         "status": _status(ours),
         "runs": [_run_content(run) for run in runs],
-        "demo": read_demo(folder),
+        "demo": {} if others else read_demo(folder),
         "bounds": [],
         "prompts": [],
         "texts": {},
         "replayed": False,
         "notes": notes,
     }
-    if not ours.is_supervised:
+    if not others:
         content |= _rollout_content(ours, find_text, notes)
     return {name: _finite(part) for name, part in content.items()}
+
+
+def _compared(folders: Sequence[Path]) -> tuple[RunData, ...]:
+    """One run of each folder, ours of a demo's; runs of one name have their folder's name before it."""
+    found = [read_runs(folder)[-1] for folder in folders]
+    if len({run.is_supervised for run in found}) > 1:
+        kinds = ", ".join(f"{run.name} of {'sft' if run.is_supervised else 'train'}" for run in found)
+        raise InputError(f"runs of one kind are compared, got {kinds}; compare those of sft and of train apart")
+    names = [run.name for run in found]
+    return tuple(
+        replace(run, name=f"{run.folder.resolve().parent.name}/{run.name}") if names.count(run.name) > 1 else run
+        for run in found
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -69,6 +88,7 @@ def _run_content(run: RunData) -> dict[str, Any]:
     return {
         "name": run.name,
         "rows": run.rows,
+        "facts": facts_of(run),
         "names": epochs.names_of(run.rows),
         "epochs": epochs.by_epoch(run.rows),
         "phases": [{"step": row["step"], **epochs.phase_seconds(row)} for row in run.rows],
@@ -95,7 +115,10 @@ def _status(run: RunData) -> str:
 
 def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None], notes: list[str]) -> dict[str, Any]:
     """Bounds, forests and colours, from the newest rollouts; adds what is missing to `notes`."""
-    rollouts = read_newest(run.folder, num_history_epochs(run.config) + 1)
+    if run.is_supervised:
+        rollouts = read_samples(run.folder)
+    else:
+        rollouts = read_newest(run.folder, num_history_epochs(run.config) + 1)
     notes.extend(rollouts.notes)
     if not rollouts.epochs:
         return {}
@@ -109,7 +132,7 @@ def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None]
     return {
         "epoch": max(rollouts.epochs),
         "num_prompts": len(groups),
-        "bounds": _bounds(run, rollouts, notes),
+        "bounds": [] if run.is_supervised else _bounds(run, rollouts, notes),
         "prompts": [_prompt_content(prompt, group, origins[prompt]) for prompt, group in drawn.items()],
         "texts": {} if text_of is None else {str(token): text_of(token) for token in ids},
         "replayed": replayed,

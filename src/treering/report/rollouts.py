@@ -11,6 +11,8 @@ from treering.errors import InputError
 from treering.types import PromptId
 
 ROLLOUTS_FOLDER = "rollouts"
+SAMPLES_FILE = "samples.jsonl"
+"""Tasks of a supervised run's data, as trajectories."""
 MAX_READ_BYTES = 200_000_000
 """Rollout files that are read, newest first; the newest one is skipped too if it is larger."""
 MAX_DRAWN_TOKENS = 40_000
@@ -43,6 +45,16 @@ def read_newest(folder: Path, num_epochs: int) -> Rollouts:
     """
     files = sorted((folder / ROLLOUTS_FOLDER).glob("epoch-*.jsonl"))[-num_epochs:]
     notes = [] if files else ["There are no rollouts: none is logged yet, or run.rollouts is off."]
+    return _read(files, notes)
+
+
+def read_samples(folder: Path) -> Rollouts:
+    """Reads the sampled tasks of a supervised run as those of epoch 0, without rewards."""
+    file = folder / SAMPLES_FILE
+    return _read([file], []) if file.is_file() else _read([], ["The run has kept no samples of its data."])
+
+
+def _read(files: Sequence[Path], notes: list[str]) -> Rollouts:
     found: dict[int, list[Trajectory]] = {}
     num_bytes = 0
     for file in reversed(files):

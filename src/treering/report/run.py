@@ -9,12 +9,14 @@ from typing import Any
 
 from treering import metrics
 from treering.errors import InputError
+from treering.file_lock import is_locked
 from treering.step_lines import read_rows, spans
 from treering.writing import check_regular
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 DEMO_FILE = "demo.json"
+LOCK_FILE = "run.lock"
 SIDES = ("plain", "treering")
 """The runs of a demo's folder, ours last."""
 
@@ -91,6 +93,11 @@ def read_run(folder: Path) -> RunData:
 def read_demo(folder: Path) -> Mapping[str, Any]:
     """The comparison that `treering demo` writes when it ends; empty before, and for other folders."""
     return _object(folder / DEMO_FILE, []) if (folder / DEMO_FILE).is_file() else {}
+
+
+def is_training(folder: Path) -> bool:
+    """Whether a process of this machine trains in a run's folder, or in one of a demo's."""
+    return any(is_locked(place / LOCK_FILE) for place in (folder, *(folder / side for side in SIDES)))
 
 
 def number(value: object) -> float | None:

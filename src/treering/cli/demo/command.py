@@ -15,11 +15,12 @@ from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
 from treering.cli.display.progress import StepProgress, note_compiling, warnings_as_lines
 from treering.cli.display.run_display import RunDisplay
-from treering.cli.run_folder import LOCK_FILE, locked
+from treering.cli.run_folder import locked
 from treering.cli.signals import advising
 from treering.cli.train.summary import totals
 from treering.errors import InputError
 from treering.history.draft.kernel import propose
+from treering.report.run import LOCK_FILE
 from treering.train.loop.checkpoint import num_tensor_bytes, told_why
 from treering.tree.build import lay_out
 from treering.writing import writing

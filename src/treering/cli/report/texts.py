@@ -22,7 +22,9 @@ def find_text(run: RunData) -> Callable[[int], str] | None:
     """
     task = run.config.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
-    folder = _tokenizer_folder(run)
+    data = run.config.get("data")
+    is_folded = isinstance(data, dict) and data.get("vocab") == "folded"
+    folder = None if is_folded else _tokenizer_folder(run)
     try:
         if kind in ("sums", "calculator"):
             return _text_of_symbols(str(kind))

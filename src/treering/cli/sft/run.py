@@ -16,7 +16,7 @@ from treering.cli.hub import find_model, with_commits
 from treering.cli.models import build_model, load_teacher
 from treering.cli.push.card import model_card
 from treering.cli.ranks import is_first, joined
-from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
+from treering.cli.run_folder import locked, log_start, open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import (
     attention_in_words,
     compute_options,
@@ -25,6 +25,7 @@ from treering.cli.settings import (
     parameters_in_words,
     with_costs,
 )
+from treering.cli.sft.samples import write_samples
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
 from treering.config import SftConfig
@@ -90,6 +91,9 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     sinks: list[Sink] = []
     if group.rank == 0:
         write_settings(config, config.run)
+        log_start(config.run.dir, opened, model, group.size)
+        if opened.is_new:
+            write_samples(config.run.dir, corpus.tasks)
         _announce(console, config, corpus, model, opened, num_steps)
         with printed_warnings(console):
             sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))

@@ -18,6 +18,7 @@ from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
     locked,
+    log_start,
     open_sinks,
     printed_warnings,
     run_date,
@@ -138,6 +139,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
             opened = open_run(config.run.dir, loop, checkpoints)
         if group.rank == 0:
             write_settings(config, config.run)
+            log_start(config.run.dir, opened, model, max(group.size, config.runtime.trainer_ranks))
             _announce(console, config, source, model, opened, num_steps)
         if opened.step == 0:
             warm_up(config, model, group, console)

@@ -8,7 +8,10 @@ const STYLES = [
   { color: "var(--c1)", dash: "6 4", mark: "square" },
   { color: "var(--c2)", dash: "2 3", mark: "diamond" },
   { color: "var(--c3)", dash: "8 3 2 3", mark: "circle" },
+  { color: "var(--c4)", dash: "12 3", mark: "square" },
 ];
+// More lines than styles: colours again, with other dashes.
+const styleOf = (i) => (i < STYLES.length ? STYLES[i] : { ...STYLES[i % STYLES.length], dash: `${2 + (i % 4)} ${3 + (i % 5)}` });
 
 function svg(name, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -67,7 +70,7 @@ function mark(kind, x, y, size, color) {
 
 function legend(figure) {
   const keys = figure.series.map((series, i) => {
-    const style = series.style ?? STYLES[i];
+    const style = series.style ?? styleOf(i);
     const line = svg("line", { x1: 0, x2: 24, y1: 6, y2: 6, stroke: style.color, "stroke-width": 2, "stroke-dasharray": style.dash });
     const block = svg("rect", { x: 5, y: 0, width: 12, height: 12, rx: 2, fill: style.color });
     const parts = figure.kind === "stack" ? [block] : [line, mark(style.mark, 12, 6, 3, style.color)];
@@ -99,6 +102,18 @@ function frame(figure, width, height, xs, low, high) {
   return { picture, x, y, left, right: width - right, top, floor: height - bottom };
 }
 
+// A mark between the steps where a run was resumed.
+function resumes(plot) {
+  for (const run of content.runs)
+    for (const step of run.facts.resumed) {
+      const x = plot.x(step + 0.5);
+      if (x < plot.left || x > plot.right) continue;
+      const title = svg("title", {}, `${run.name} was resumed after step ${step}`);
+      plot.picture.append(svg("line", { class: "resumed", x1: x, x2: x, y1: plot.top, y2: plot.floor }, title));
+      plot.picture.append(svg("text", { x, y: plot.floor - 3, "text-anchor": "middle" }, "↻"));
+    }
+}
+
 function drawLines(figure, width) {
   const points = figure.series.flatMap((series) => series.points);
   const values = points.map(([, y]) => y);
@@ -108,7 +123,8 @@ function drawLines(figure, width) {
   const room = (high - low || Math.abs(high) || 1) * 0.06;
   const plot = frame(figure, width, 210, points.map(([x]) => x), low === figure.from ? low : low - room, high === figure.to ? high : high + room);
   // The solid line is drawn first and broad, so that others are seen where they lie on it.
-  const styles = figure.series.map((series, i) => series.style ?? STYLES[i]);
+  const styles = figure.series.map((series, i) => series.style ?? styleOf(i));
+  if (figure.x === "step") resumes(plot);
   const order = figure.series.map((_, i) => i).sort((a, b) => styles[a].dash.length - styles[b].dash.length);
   order.forEach((i) => {
     const [series, style] = [figure.series[i], styles[i]];
@@ -127,7 +143,7 @@ function drawStack(figure, width) {
   const gap = (plot.right - plot.left) / totals.size;
   const below = new Map();
   figure.series.forEach((series, i) => {
-    const style = series.style ?? STYLES[i];
+    const style = series.style ?? styleOf(i);
     for (const [x, y] of series.points) {
       const from = below.get(x) ?? 0;
       below.set(x, from + y);

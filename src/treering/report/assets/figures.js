@@ -3,11 +3,26 @@
 const runs = content.runs;
 const ours = runs[runs.length - 1];
 const isRl = content.kind === "rl";
+const isCompared = content.compared;
 
-// A run's place among the styles: ours is always the first one.
-const styled = (run) => ({ style: STYLES[runs.length - 1 - runs.indexOf(run)] });
+// A run's place among the styles: in a demo ours is the first one.
+const styled = (run) => ({ style: styleOf(isCompared ? runs.indexOf(run) : runs.length - 1 - runs.indexOf(run)) });
 const bySteps = (name) => runs.map((run) => ({ name: runs.length > 1 ? run.name : name, ...styled(run), points: run.rows.filter((row) => name in row).map((row) => [row.step, row[name]]) }));
 const byEpochs = (name, label) => runs.map((run) => ({ name: runs.length > 1 ? run.name : label, ...styled(run), points: run.epochs.filter((row) => row[name] !== null).map((row) => [row.epoch, row[name]]) }));
+
+// Figures that only some runs have; several names are lines of one chart where there is one run.
+function optional() {
+  const figures = [
+    { id: "entropy", title: "Entropy", help: "Of the sampled distributions, in nats; near 0 the policy explores no more.", names: ["train/entropy"] },
+    { id: "kl", title: "KL to the start", help: "Estimated at the sampled tokens, in nats per token; it grows as the policy leaves its start.", names: ["train/kl"] },
+    { id: "approx-kl", title: "KL to the sampler", help: "Between the policy that sampled a step and the one that it trained.", names: ["train/approx_kl"] },
+    { id: "clipped", title: "Clipped tokens", help: "The share of trained tokens whose gradient the clip cuts.", names: ["train/clip_low", "train/clip_high"], from: 0 },
+    { id: "reward-spread", title: "Spread of rewards", help: "The standard deviation over a step's rollouts; 0 teaches nothing.", names: ["reward/std"], from: 0 },
+  ];
+  return figures
+    .map((figure) => ({ x: "step", ...figure, series: isCompared ? bySteps(figure.names.at(-1)) : figure.names.flatMap((name) => bySteps(name).map((each, i) => (figure.names.length > 1 ? { ...each, name: runs.length > 1 ? `${each.name} ${name}` : name, style: undefined } : each))) }))
+    .filter((figure) => figure.series.some((each) => each.points.length));
+}
 
 function learning() {
   if (!isRl)
@@ -33,12 +48,14 @@ function drafting() {
 }
 
 function sharing() {
+  const computed = (run) => run.rows.filter((row) => "train/num_tokens" in row).map((row) => [row.step, 1 - row["train/num_tokens"] / row["train/num_branch_tokens"]]);
+  const series = isCompared ? runs.map((run) => ({ name: run.name, ...styled(run), points: computed(run) })) : [{ name: "sharing", points: computed(ours) }];
   const points = (name) => content.bounds.map((row) => [row.epoch, row[name]]);
   const tokens = ours.epochs.filter((row) => row.token_bound !== null).map((row) => [row.epoch, row.token_bound]);
   return [
-    { id: "sharing", title: "Sharing", help: "The share of trained tokens that another branch of the tree has already computed; 0 means no tree can help.", x: "step", series: [{ name: "sharing", points: ours.rows.filter((row) => "train/num_tokens" in row).map((row) => [row.step, 1 - row["train/num_tokens"] / row["train/num_branch_tokens"]]) }], from: 0, to: 1 },
+    { id: "sharing", title: "Sharing", help: "The share of trained tokens that another branch of the tree has already computed; 0 means no tree can help.", x: "step", series, from: 0, to: 1 },
     { id: "bounds", title: "Best possible speedup of training", help: `How many times less there is to compute as trees: in tokens, as trained${isRl ? "; and in FLOPs with attention, from the rollouts that the page has read" : ""}.`, x: "epoch", series: [{ name: "by tokens", points: tokens }, { name: "by FLOPs", points: points("flop_bound") }], from: 1 },
-  ];
+  ].slice(0, isCompared ? 1 : 2);
 }
 
 const PHASES = [
@@ -64,7 +81,7 @@ function phases() {
 }
 
 function workers() {
-  if (!ours.has_workers) return [];
+  if (!runs.some((run) => run.has_workers)) return [];
   return [
     { id: "bubble", title: "Idle time of the workers", help: "The bubble: the share of the workers' time without a rollout to decode; 0 is best.", x: "step", series: bySteps("rollout/bubble"), from: 0, to: 1 },
     { id: "staleness", title: "Staleness", help: "Steps between the weights that sampled a step and the weights that it trained; 0 is on-policy.", x: "step", series: bySteps("rollout/staleness"), from: 0 },
@@ -110,9 +127,43 @@ function timeline() {
   return element.append(plot), element;
 }
 
+// The final figures of several runs, and the settings in which they differ.
+function finals() {
+  const last = (run, name) => run.rows.findLast((row) => isNumber(row[name]))?.[name] ?? null;
+  const epoch = (run, name) => run.epochs.at(-1)?.[name] ?? null;
+  const rows = [
+    ["steps", (run) => last(run, "step")],
+    ["reward of the newest epoch", (run) => epoch(run, "reward")],
+    ["loss", (run) => last(run, "train/loss")],
+    ["tokens per forward", (run) => epoch(run, "tokens_per_forward")],
+    ["accepted drafts", (run) => epoch(run, "acceptance")],
+    ["sharing", (run) => epoch(run, "sharing")],
+    ["entropy", (run) => last(run, "train/entropy")],
+    ["KL to the start", (run) => last(run, "train/kl")],
+    ["seconds of all steps", (run) => PHASES.reduce((total, [phase]) => total + secondsOf(run.phases, phase), 0)],
+  ].map(([name, value]) => [name, ...runs.map(value)]);
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.facts.settings)))].sort();
+  const settings = names.map((name) => [name, ...runs.map((run) => run.facts.settings[name] ?? null)]).filter(([, ...values]) => new Set(values).size > 1);
+  const part = (id, title, help, body) => html("section", { class: "card wide", id }, html("h3", {}, title), html("p", { class: "help" }, help), html("div", { class: "scroll" }, facts(["", ...runs.map((run) => run.name)], body)));
+  return [
+    part("finals", "Final figures", "The newest value of each run.", rows.filter((row) => row.slice(1).some(isNumber))),
+    part("differences", "Settings that differ", "All others are equal.", settings),
+  ];
+}
+
+// Settings, model and machine of each run.
+function aboutCards() {
+  return runs.map((run) => {
+    const element = html("section", { class: "card wide about" }, html("h3", {}, runs.length > 1 ? `About ${run.name}` : "About the run"), facts([], Object.entries(run.facts.table)));
+    const settings = Object.entries(run.facts.settings);
+    if (settings.length) element.append(html("details", {}, html("summary", {}, `${settings.length} settings`), html("div", { class: "scroll" }, facts([], settings))));
+    return element;
+  });
+}
+
 // Bars of all seconds, one per run, over the steps that both have.
 function comparison() {
-  if (runs.length < 2) return null;
+  if (runs.length < 2 || isCompared) return null;
   const steps = Math.min(...runs.map((run) => run.phases.length));
   const totals = runs.map((run) => PHASES.map(([phase]) => secondsOf(run.phases.slice(0, steps), phase)));
   const sums = totals.map((parts) => parts.reduce((a, b) => a + b, 0));

@@ -7,11 +7,14 @@ function part(title, elements) {
 }
 
 part("Plain against Treering", [comparison()]);
-part(isRl ? "Learning" : "Training", learning().map(card));
-if (isRl) part("Rollouts of the newest epoch", [forestCard(), originCard()]);
+if (isCompared) part("Comparison", finals());
+part(isRl ? "Learning" : "Training", [...learning(), ...optional()].map(card));
+if (!isCompared) part(isRl ? "Rollouts of the newest epoch" : "Samples of the data", [forestCard(), originCard(), rolloutTable()]);
 part("Drafts from history", drafting().map(card));
 part("Trees", sharing().map(card));
 part("Time", phases().map(card));
-part("Workers", [timeline(), ...workers().map(card)]);
-part("Everything", [...(isRl ? [account()] : []), anyMetric()]);
+part("Workers", [isCompared ? null : timeline(), ...workers().map(card)]);
+part("Everything", [...(isRl && !isCompared ? [account()] : []), anyMetric(), ...aboutCards()]);
+// Of a run that trains: the command writes the page again meanwhile.
+if (content.refresh_s) setTimeout(() => location.reload(), 1000 * content.refresh_s);
 document.documentElement.dataset.ready = "yes";
