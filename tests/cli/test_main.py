@@ -60,11 +60,16 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (
             ["report", "runs/a"],
-            {"folder": Path("runs/a"), "out": None, "open_page": False, "rollouts": None, "json_output": False},
+            {"folders": [Path("runs/a")], "out": None, "open_page": False, "rollouts": None, "json_output": False},
         ),
         (
-            ["report", "runs/a", "--open", "--out", "p.html", "--rollouts", "r.parquet", "--json"],
-            {"folder": Path("runs/a"), "out": Path("p.html"), "open_page": True, "rollouts": Path("r.parquet")}
+            ["report", "runs/a", "runs/b", "--open", "--out", "p.html", "--rollouts", "r.parquet", "--json"],
+            {
+                "folders": [Path("runs/a"), Path("runs/b")],
+                "out": Path("p.html"),
+                "open_page": True,
+                "rollouts": Path("r.parquet"),
+            }
             | {"json_output": True},
         ),
         (["watch", "runs/a", "--once"], {"folder": Path("runs/a"), "once": True, "json_output": False}),

@@ -4,14 +4,16 @@ import json
 import re
 import shutil
 import subprocess
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.report.folders import write_run, write_timeline
+from tests.report.folders import CONFIG, group, write_run, write_timeline
+from treering.data import write_trajectories
 from treering.report.content import page_content
+from treering.report.facts import note_start
 from treering.report.page import as_html
 
 BROWSER = next(
@@ -44,7 +46,19 @@ choose("prompt-select", "1");
 seen.prompt = document.getElementById("rollout-text").textContent;
 choose("rollout-select", "2");
 seen.rollout = document.getElementById("rollout-text").textContent;
-seen.letters = [...document.querySelectorAll("#rollout-text i")].map(span => span.className[0]).join("");
+const spans = [...document.querySelectorAll("#prompt-text i, #rollout-text i")];
+seen.letters = spans.map(span => span.className[0]).join("");
+seen.folded = document.getElementById("prompt-text").textContent;
+const tableRows = () => [...document.querySelectorAll("#table tbody tr")].map(row => row.children[0].textContent);
+seen.worst = tableRows();
+choose("order-select", "best first");
+seen.best = tableRows();
+const search = document.getElementById("search");
+search.value = "<44>";
+search.dispatchEvent(new Event("input"));
+seen.found = tableRows();
+document.querySelector("#table tbody tr").click();
+seen.clicked = document.getElementById("rollout-text").textContent;
 choose("metric-select", "train/loss");
 const finish = triesLeft => {
   const undrawn = [...document.querySelectorAll("section.card .plot")].filter(plot => !plot.querySelector("svg"));
@@ -69,11 +83,34 @@ finish(100);
 </script>"""
 
 
+# A window is wider than a phone, so the page is in a frame.
+NARROW = """<!doctype html><style></style><body>
+<iframe style="width:360px;height:800px;border:0" srcdoc="{page}"></iframe></body>"""
+WIDTHS = """<script>
+onload = () => setTimeout(() => {
+  const inner = document.querySelector("iframe").contentWindow;
+  const answer = document.createElement("pre");
+  answer.id = "answer";
+  const page = inner.document.documentElement;
+  const fits = page.scrollWidth <= page.clientWidth;
+  answer.textContent = JSON.stringify({ ready: page.dataset.ready, fits, width: inner.innerWidth });
+  document.body.append(answer);
+}, 1000);
+</script>"""
+
+
 ANSWER = """<script>
+setTimeout(() => {
 const answer = document.createElement("pre");
 answer.id = "answer";
-answer.textContent = JSON.stringify({ errors, ready: document.documentElement.dataset.ready });
+const count = (selector) => document.querySelectorAll(selector).length;
+answer.textContent = JSON.stringify({
+  errors, ready: document.documentElement.dataset.ready,
+  forests: count("#forest svg"), finals: [...document.querySelectorAll("#finals tbody tr")].map(row => row.textContent),
+  marks: count("#loss .resumed, #reward .resumed"), differences: count("#differences tbody tr"),
+});
 document.body.append(answer);
+}, 500);
 </script>"""
 
 
@@ -110,15 +147,47 @@ def test_a_page_draws_shows_the_numbers_of_the_run_and_follows_its_choices(tmp_p
     assert seen["spans"] == len(spans) + 3
     # Five segments, and the three rows' places and the frame of the chosen one.
     assert seen["bars"] >= 9
-    assert seen["first"] == "".join(f"<{token}>" for token in [1, 2, 10, 11, 12, 13, 20, 21, 22])
-    assert seen["prompt"] == "".join(f"<{token}>" for token in [3, 4, 10, 11, 12, 13, 20, 21, 22])
-    assert seen["rollout"] == "".join(f"<{token}>" for token in [3, 4, 40, 41, 42, 43, 44])
+    assert seen["first"] == "".join(f"<{token}>" for token in [10, 11, 12, 13, 20, 21, 22])
+    assert seen["prompt"] == "".join(f"<{token}>" for token in [10, 11, 12, 13, 20, 21, 22])
+    assert seen["rollout"] == "".join(f"<{token}>" for token in [40, 41, 42, 43, 44])
+    assert seen["folded"] == "<3><4>"
     assert seen["letters"].startswith("gg")
     assert len(seen["letters"]) == 7
+    assert seen["worst"] == ["0", "0", "0.5", "0.5", "1", "1"]
+    assert seen["best"] == seen["worst"][::-1]
+    assert seen["found"] == ["0", "0"]
+    assert seen["clicked"] == seen["rollout"]
 
 
 def test_a_run_before_its_first_step_draws_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     page = as_html(page_content(tmp_path / "run", lambda run: None))
-    assert shown(tmp_path, page, ANSWER) == {"errors": [], "ready": "yes"}
+    seen = shown(tmp_path, page, ANSWER)
+    assert (seen["errors"], seen["ready"], seen["marks"]) == ([], "yes", 0)
+
+
+def test_runs_are_compared_with_marks_where_they_were_resumed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    rows = write_run(tmp_path / "b", num_steps=6, config=CONFIG | {"optim": {"learning_rate": 1e-5}})
+    note_start(tmp_path / "b", {"step": 0})
+    note_start(tmp_path / "b", {"step": 3})
+    page = as_html(page_content(tmp_path / "a", lambda run: None, others=[tmp_path / "b"]))
+    seen = shown(tmp_path, page, ANSWER)
+    assert (seen["errors"], seen["ready"], seen["forests"]) == ([], "yes", 0)
+    assert seen["finals"][0] == "steps46"
+    assert f"loss0.5{rows[-1]['train/loss']}" in seen["finals"]
+    assert (seen["marks"], seen["differences"]) == (1, 1)
+
+
+def test_a_supervised_run_shows_the_trees_of_its_data_and_fits_a_phone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_trajectories(tmp_path / "run" / "samples.jsonl", group("a", 0))
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"train": {"num_steps": 4, "a_long_name": "x" * 400}}))
+    supervised = as_html(page_content(tmp_path / "run", lambda run: None))
+    seen = shown(tmp_path, supervised, ANSWER)
+    assert (seen["errors"], seen["ready"], seen["forests"]) == ([], "yes", 1)
+    write_run(tmp_path / "rl")
+    for page in (supervised, as_html(page_content(tmp_path / "rl", lambda run: lambda token: f"<{token}>" * 9))):
+        seen = shown(tmp_path, NARROW.format(page=escape(page)), WIDTHS)
+        assert seen == {"ready": "yes", "fits": True, "width": 360}

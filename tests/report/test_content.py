@@ -4,12 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.report.folders import CONFIG, row, write_run, write_timeline
+from tests.report.folders import CONFIG, group, row, write_run, write_timeline
+from treering.cli.sft.samples import write_samples
 from treering.errors import InputError
 from treering.report.content import page_content
+from treering.report.facts import note_start
 from treering.report.page import as_html
+from treering.report.rollouts import tokens_of
+from treering.train.loop.batches import TrainingTask
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -126,3 +131,48 @@ def test_nothing_on_the_page_comes_from_a_network(tmp_path: Path) -> None:
     assert "http:" not in page
     assert "https:" not in page
     assert "src=" not in page
+
+
+def test_a_run_tells_its_settings_its_machine_and_where_it_was_resumed(tmp_path: Path) -> None:
+    write_run(tmp_path, config=CONFIG | {"model": {"path": "org/tiny"}})
+    for step, machine in ((0, "first"), (3, "second"), (3, "third")):
+        note_start(tmp_path, {"step": step, "machine": machine, "versions": {"torch": "2.9"}})
+    with (tmp_path / "starts.jsonl").open("a") as log:
+        log.write('{"step": 4')
+    facts = content_of(tmp_path)["runs"][0]["facts"]
+    assert facts["resumed"] == [3]
+    assert facts["table"] == {"model": "org/tiny", "machine": "third", "versions": "torch 2.9"}
+    assert facts["settings"]["history.max_epochs"] == "2"
+    # A line that a kill left unfinished hides no later start.
+    note_start(tmp_path, {"step": 5})
+    assert content_of(tmp_path)["runs"][0]["facts"]["resumed"] == [3, 5]
+
+
+def test_a_supervised_run_has_the_samples_of_its_data(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"train": {"num_steps": 4}}')
+    assert "The run has kept no samples of its data." in content_of(tmp_path)["notes"]
+    tasks = [
+        TrainingTask(
+            task_id=name,
+            sequences=tuple(tokens_of(each) for each in group("a", 0)),
+            loss_masks=tuple(np.arange(tokens_of(each).size) > 3 for each in group("a", 0)),
+        )
+        for name in "xy"
+    ]
+    write_samples(tmp_path, tasks)
+    found = content_of(tmp_path)
+    assert [prompt["id"] for prompt in found["prompts"]] == ["x", "y"]
+    assert found["prompts"][0]["forest"]["num_tokens"] == 16
+    assert [each["origins"] for each in found["prompts"][0]["rollouts"]] == ["ggggnnnnn", "ggggnnnn", "ggggnnn"]
+
+
+def test_only_runs_of_one_kind_are_compared_and_equal_names_get_their_folder(tmp_path: Path) -> None:
+    for place in ("x/a", "y/a"):
+        write_run(tmp_path / place)
+    found = page_content(tmp_path / "x" / "a", lambda run: None, others=[tmp_path / "y" / "a"])
+    assert [run["name"] for run in found["runs"]] == ["x/a", "y/a"]
+    assert found["prompts"] == []
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.json").write_text('{"train": {}}')
+    with pytest.raises(InputError, match="a of train, sft of sft"):
+        page_content(tmp_path / "x" / "a", lambda run: None, others=[tmp_path / "sft"])

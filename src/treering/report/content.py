@@ -48,7 +48,7 @@ def page_content(
         "compared": bool(others),
         "kind": "sft" if ours.is_supervised else "rl",
         "made": datetime.now().isoformat(" ", "minutes"),
-        "status": _status(ours),
+        "status": f"{len(runs)} runs" if others else _status(ours),
         "runs": [_run_content(run) for run in runs],
         "demo": {} if others else read_demo(folder),
         "bounds": [],
@@ -195,7 +195,7 @@ def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """
     run = content["runs"][-1]
     found = run["epochs"]
-    if not found:
+    if not found or content["compared"]:
         return []
     first, last = found[0], found[-1]
     tiles: list[tuple[str, str, str]] = []

@@ -7,9 +7,11 @@ import pytest
 
 from tests.report.folders import write_run
 from treering.cli.inspect.rollouts import trajectory_files
+from treering.cli.report import command
 from treering.cli.report.command import run
 from treering.cli.report.texts import find_text
-from treering.errors import InputError, StateError
+from treering.errors import ConfigError, InputError, StateError
+from treering.file_lock import FileLock
 from treering.report.run import read_run
 
 
@@ -17,16 +19,16 @@ def test_the_page_goes_into_the_folder_or_where_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "a")
-    run(tmp_path / "a", out=None, open_page=False, rollouts=None, json_output=False)
+    run([tmp_path / "a"], out=None, open_page=False, rollouts=None, json_output=False)
     assert capsys.readouterr().out.strip() == str(tmp_path / "a" / "report.html")
-    run(tmp_path / "a", out=tmp_path / "page.html", open_page=False, rollouts=None, json_output=False)
+    run([tmp_path / "a"], out=tmp_path / "page.html", open_page=False, rollouts=None, json_output=False)
     for page in (tmp_path / "a" / "report.html", tmp_path / "page.html"):
         assert page.read_text().startswith("<!doctype html>")
 
 
 def test_json_is_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write_run(tmp_path / "a")
-    run(tmp_path / "a", out=None, open_page=False, rollouts=None, json_output=True)
+    run([tmp_path / "a"], out=None, open_page=False, rollouts=None, json_output=True)
     assert json.loads(capsys.readouterr().out)["runs"][0]["rows"] == rows
     assert not (tmp_path / "a" / "report.html").exists()
 
@@ -34,7 +36,7 @@ def test_json_is_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_page_does_not_replace_a_folder(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     with pytest.raises(StateError, match="belongs to a file"):
-        run(tmp_path / "a", out=tmp_path, open_page=False, rollouts=None, json_output=False)
+        run([tmp_path / "a"], out=tmp_path, open_page=False, rollouts=None, json_output=False)
 
 
 def test_a_run_on_sums_has_the_texts_of_its_symbols(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_a_run_on_sums_has_the_texts_of_its_symbols(tmp_path: Path) -> None:
 def test_every_rollout_is_a_row_of_the_table(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     write_run(tmp_path / "a", num_steps=6, config={"task": {"kind": "sums"}, "rl": {}})
-    run(tmp_path / "a", out=None, open_page=False, rollouts=tmp_path / "rollouts.parquet", json_output=False)
+    run([tmp_path / "a"], out=None, open_page=False, rollouts=tmp_path / "rollouts.parquet", json_output=False)
     rows = parquet.read_table(tmp_path / "rollouts.parquet").to_pylist()
     assert [(each["epoch"], each["prompt_id"]) for each in rows[:4]] == [(0, "a"), (0, "a"), (0, "a"), (0, "b")]
     assert len(rows) == 3 * 2 * 3
@@ -66,9 +68,9 @@ def test_a_table_inside_of_the_runs_folder_does_not_hide_the_run(tmp_path: Path)
     folder = tmp_path / "a"
     write_run(folder, num_steps=6, config={"task": {"kind": "sums"}, "rl": {}})
     before = trajectory_files([folder])
-    run(folder, out=None, open_page=False, rollouts=folder / "rollouts.parquet", json_output=False)
+    run([folder], out=None, open_page=False, rollouts=folder / "rollouts.parquet", json_output=False)
     assert trajectory_files([folder]) == before
-    run(folder, out=None, open_page=False, rollouts=folder / "rollouts.parquet", json_output=False)
+    run([folder], out=None, open_page=False, rollouts=folder / "rollouts.parquet", json_output=False)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
@@ -80,6 +82,40 @@ def test_a_table_that_cannot_be_made_leaves_the_earlier_one(tmp_path: Path) -> N
     last = sorted((folder / "rollouts").glob("*.jsonl"))[-1]
     last.write_text("{}\n" + last.read_text())
     with pytest.raises(InputError, match=last.name):
-        run(folder, out=None, open_page=False, rollouts=file, json_output=False)
+        run([folder], out=None, open_page=False, rollouts=file, json_output=False)
     assert file.read_bytes() == b"earlier"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_opened_page_follows_a_run_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "a")
+    lock = FileLock(tmp_path / "a" / "run.lock", lambda holder: holder)
+    pages: list[str] = []
+    monkeypatch.setattr(command.webbrowser, "open", lambda url: None)
+
+    def sleep(seconds: float) -> None:
+        pages.append((tmp_path / "a" / "report.html").read_text())
+        if len(pages) == 2:
+            lock.release()
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    run([tmp_path / "a"], out=None, open_page=True, rollouts=None, json_output=False)
+    assert len(pages) == 2
+    assert all(f'"refresh_s":{command.REFRESH_S}' in page for page in pages)
+    assert '"refresh_s":null' in (tmp_path / "a" / "report.html").read_text()
+    run([tmp_path / "a"], out=None, open_page=True, rollouts=None, json_output=False)
+    assert len(pages) == 2
+
+
+def test_several_runs_are_one_page_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        write_run(tmp_path / name)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    run(folders, out=None, open_page=False, rollouts=None, json_output=False)
+    assert capsys.readouterr().out.strip() == "comparison.html"
+    assert not (tmp_path / "a" / "report.html").exists()
+    with pytest.raises(ConfigError, match="those of one run, got 2"):
+        run(folders, out=None, open_page=False, rollouts=tmp_path / "r.parquet", json_output=False)

@@ -151,7 +151,7 @@ function rolloutTable() {
   };
   order.addEventListener("change", show);
   search.addEventListener("input", show);
-  const names = [...(isRl ? ["reward", "advantage"] : []), "tokens", "end of the prompt, and what followed"];
+  const names = [...(isRl ? ["reward", "adv."] : []), "tokens", "end of the prompt, and what followed"];
   const head = html("thead", {}, html("tr", {}, ...names.map((name) => html("th", { scope: "col" }, name))));
   element.append(html("div", { class: "controls" }, html("label", {}, "Order", order), search, count), html("div", { class: "scroll tall" }, html("table", { class: "rollouts" }, head, body)));
   show();
