@@ -44,8 +44,10 @@ from trackio.sqlite_storage import SQLiteStorage
 runs = SQLiteStorage.get_runs("sums")
 rows = [row for run in runs for row in SQLiteStorage.get_logs("sums", run)]
 found = {int(row["step"]): [row["reward/mean"], row["rollout/num_sampled"]] for row in rows if "reward/mean" in row}
+tables = {int(row["step"]): row["completions"]["_value"][0]["prompt"] for row in rows if "completions" in row}
 """,
     "mlflow": """
+import json
 from mlflow.tracking import MlflowClient
 client = MlflowClient()
 runs = [run.info.run_id for run in client.search_runs([client.get_experiment_by_name("sums").experiment_id])]
@@ -53,6 +55,10 @@ names = ("reward/mean", "rollout/num_sampled")
 histories = [{point.step: point.value for point in client.get_metric_history(runs[0], name)} for name in names]
 found = {step: [history[step] for history in histories] for step in histories[0]}
 assert client.get_run(runs[0]).data.params["rl.seed"] == "7"
+tables = {}
+for item in client.list_artifacts(runs[0], "completions"):
+    table = json.loads(open(client.download_artifacts(runs[0], item.path)).read())
+    tables[int(item.path[-11:-5])] = dict(zip(table["columns"], table["data"][0]))["prompt"]
 """,
     "wandb": """
 import json
@@ -75,7 +81,7 @@ def records(data):
             yield record
             record = b""
 
-found, runs = {}, set()
+found, runs, tables = {}, set(), {}
 for file in sorted(Path("runs/a").rglob("*.wandb")):
     for data in records(file.read_bytes()):
         record = Record.FromString(data)
@@ -84,6 +90,10 @@ for file in sorted(Path("runs/a").rglob("*.wandb")):
         if record.HasField("history"):
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             found[row["_step"]] = [row["reward/mean"], row["rollout/num_sampled"]]
+            if "completions/path" in row:
+                (table,) = Path("runs/a").rglob(f"files/{row['completions/path']}")
+                table = json.loads(table.read_text())
+                tables[row["_step"]] = dict(zip(table["columns"], table["data"][0]))["prompt"]
 """,
 }
 
@@ -104,12 +114,12 @@ def python(code: str, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def written(tracker: str, folder: Path) -> tuple[dict[str, Any], int]:
-    """What a tracker has: the values by step, and how many runs."""
-    print_all = '\nimport json\nprint("FOUND", json.dumps([found, len(set(runs))]))'
+def written(tracker: str, folder: Path) -> tuple[dict[str, Any], int, dict[str, str]]:
+    """What a tracker has: the values by step, how many runs, and the prompt of each table by step."""
+    print_all = '\nimport json\nprint("FOUND", json.dumps([found, len(set(runs)), tables]))'
     out = python(READ[tracker] + print_all, folder)
-    found, num_runs = json.loads(out.partition("FOUND")[2])
-    return found, num_runs
+    found, num_runs, tables = json.loads(out.partition("FOUND")[2])
+    return found, num_runs, tables
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])
@@ -120,9 +130,10 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_a_tracker(tracker: str, tmp_pa
     code = RUN.format(name=tracker, kind=SINKS[tracker].__name__)
     python(code, tmp_path, "1", "3", "None")
     python(code, tmp_path, "3", "5", "2")
-    found, num_runs = written(tracker, tmp_path)
+    found, num_runs, tables = written(tracker, tmp_path)
     assert found == {str(step): [0.5 * step, 10 * step] for step in range(1, 6)}
     assert num_runs == 1
+    assert tables == {str(step): f"p{step}" for step in (1, 3, 4, 5)}
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio", "mlflow"])

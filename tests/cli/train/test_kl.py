@@ -49,7 +49,7 @@ def test_a_resumed_run_of_adapters_has_the_base_model(lora_commands: Commands, m
     assert "warmup.num_steps = 0" in lora_commands.refused("train", "rl.kl=0.5", "warmup.num_steps=1")
 
 
-def test_a_run_without_it_loads_no_reference(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "make_reference", None)
+@pytest.mark.usefixtures("none_is_loaded")
+def test_a_run_without_it_loads_no_reference(commands: Commands) -> None:
     commands.done("train", "rl.num_steps=1")
     assert "k2 or k3 in the loss" in commands.refused("train", "rl.kl=0.1", "rl.kl_estimator=k1")

@@ -47,7 +47,7 @@ def _completion(each: Trajectory, source: TaskSource) -> Completion:
 
 def _text(tokens: TokenIds, source: TaskSource) -> str:
     task = source.task
-    decode = task.characters.decode if isinstance(task, SumTask) else source.decode
+    decode = task.decode if isinstance(task, SumTask) else source.decode
     text = " ".join(map(str, tokens.tolist())) if decode is None else decode(tokens)
     half = MAX_CHARACTERS // 2
     return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} […] {text[-half:]}"
