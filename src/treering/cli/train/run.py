@@ -18,13 +18,13 @@ from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
     locked,
-    log_start,
     open_sinks,
     printed_warnings,
     run_date,
     write_settings,
 )
 from treering.cli.settings import attention_in_words, compute_options, count_steps, parameters_in_words, with_costs
+from treering.cli.starts import log_start
 from treering.cli.train.logs import Loop, step_logs
 from treering.cli.train.loop import load_source, make_loop, make_model
 from treering.cli.train.settings import identity

@@ -179,7 +179,7 @@ function originCard() {
     const counts = Object.fromEntries(Object.keys(ORIGINS).map((letter) => [letter, 0]));
     for (const letter of rollout.origins) counts[letter]++;
     const all = rollout.origins.length - counts.g;
-    const shown = Object.entries(counts).filter(([letter, count]) => count || letter !== "g");
+    const shown = Object.entries(counts).filter(([letter, count]) => count || (isRl && letter !== "g"));
     keys.replaceChildren(...shown.map(([letter, count]) => html("span", { "data-origin": letter, "data-value": count }, html("span", { class: `key ${letter}` }, ORIGINS[letter][0]), letter === "g" ? format(count) : `${format(count)} (${all ? Math.round((100 * count) / all) : 0} %)`)));
     // All rollouts begin with the prompt, so it is folded.
     const start = promptEnd(rollout);
