@@ -19,6 +19,7 @@ from treering.cli.training import run_sft as run
 from treering.config import SftConfig, load
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError, StateError
+from treering.report.content import page_content
 
 TINY = """
 [model]
@@ -98,6 +99,10 @@ def test_a_run_trains_writes_metrics_and_a_model_that_hugging_face_loads(
     [events] = (folder / "out" / "tensorboard").iterdir()
     assert events.name.startswith("events")
     assert "step 12/12 loss" in err
+    page = page_content(folder / "out", lambda run: None)
+    assert len(page["prompts"]) == 5
+    assert page["prompts"][0]["forest"]["num_branch_tokens"] > page["prompts"][0]["forest"]["num_tokens"]
+    assert page["runs"][0]["facts"]["table"]["parameters"] == f"{summary['num_parameters']:,}"
 
 
 def test_a_person_gets_a_table_and_the_log_stays_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
