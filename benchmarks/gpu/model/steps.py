@@ -88,8 +88,8 @@ def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
     Example: lengths 5, 9, 4 and 8 with 13 tokens give [1, 2] and [0, 3].
     """
-    bins = pack(np.minimum(np.array(lengths, np.int64), max_tokens), max_tokens)
-    return [np.flatnonzero(bins == number).tolist() for number in range(int(bins.max(initial=-1)) + 1)]
+    bins = pack([min(length, max_tokens) for length in lengths], max_tokens)
+    return [[i for i, own in enumerate(bins) if own == number] for number in range(max(bins, default=-1) + 1)]
 
 
 class _Loss:

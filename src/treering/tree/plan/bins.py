@@ -1,86 +1,88 @@
 """Bin packing: sizes into as few bins of one capacity as possible.
 
-First-fit decreasing in O(n log n); the optimum for a few sizes.
+First-fit decreasing in O(n log n); the optimum for a few sizes. Plain Python: there are as many sizes as parts of trees
+or as trees, some thousands at most.
 """
 
-import numpy as np
-from numba import njit
+from collections.abc import Sequence
+from functools import lru_cache
 
-from treering.arrays import Int64Array
+import numpy as np
 
 MAX_EXACT = 12
 """Most sizes for which the optimum is searched, in 2**n steps."""
 
 
-@njit(cache=True, nogil=True)
-def pack(sizes: Int64Array, capacity: int) -> Int64Array:
-    """Bin number of each size, int64 [n]; every size lies in [1, capacity].
+def pack(sizes: Sequence[int], capacity: int) -> list[int]:
+    """Bin number of each size; every size lies in [1, capacity].
 
     First-fit decreasing, ties in input order: at most 11/9 of the fewest bins, plus one. Up to `MAX_EXACT` sizes get
     the fewest bins.
 
     Example: sizes 4, 4, 3, 3, 3, 3 in bins of 10 take the bins 0 0 1 1 1 2 by first fit, and 0 1 0 0 1 1 here.
     """
-    order = stable_order(-sizes)
-    bins = np.empty(sizes.size, np.int64)
-    bins[order] = _first_fit(sizes[order], capacity)
-    if sizes.size == 0 or sizes.size > MAX_EXACT:
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    bins = [0] * len(sizes)
+    for i, number in zip(order, _first_fit([sizes[i] for i in order], capacity), strict=True):
+        bins[i] = number
+    num_bins = max(bins, default=-1) + 1
+    if len(sizes) > MAX_EXACT or num_bins == -(-sum(sizes) // capacity):
         return bins
-    fewest = -(-sizes.sum() // capacity)
-    if bins.max() + 1 == fewest:
-        return bins
-    exact = _fewest_bins(sizes, capacity)
-    return exact if exact.max() < bins.max() else bins
+    exact = _fewest_bins(tuple(sizes), capacity)
+    return list(exact) if max(exact) + 1 < num_bins else bins
 
 
-@njit(cache=True, nogil=True)
-def stable_order(keys: Int64Array) -> Int64Array:
-    """Stable `np.argsort`; one shared function, because numba takes seconds to compile a sort."""
-    return np.argsort(keys, kind="mergesort")
-
-
-@njit(cache=True, nogil=True)
-def _first_fit(sizes: Int64Array, capacity: int) -> Int64Array:
+def _first_fit(sizes: Sequence[int], capacity: int) -> list[int]:
     """The bin of each size: the first with room for it; all bins are open from the start."""
     width = 1
-    while width < sizes.size:
+    while width < len(sizes):
         width *= 2
     # A tournament tree over the bins: each node holds the largest room of any bin below it.
-    room = np.full(2 * width, capacity, np.int64)
-    bins = np.empty(sizes.size, np.int64)
-    for i in range(sizes.size):
+    room = [capacity] * (2 * width)
+    bins = []
+    for size in sizes:
         node = 1
         while node < width:
-            node = 2 * node if room[2 * node] >= sizes[i] else 2 * node + 1
-        bins[i] = node - width
-        room[node] -= sizes[i]
+            node = 2 * node if room[2 * node] >= size else 2 * node + 1
+        bins.append(node - width)
+        room[node] -= size
         while node > 1:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
 
 
-@njit(cache=True, nogil=True)
-def _fewest_bins(sizes: Int64Array, capacity: int) -> Int64Array:
-    """Fewest bins by dynamic programming over subsets: fewest bins first, then the least fill of the last one."""
-    n = sizes.size
-    num_bins = np.full(1 << n, n + 1, np.int64)
-    fill = np.zeros(1 << n, np.int64)
+@lru_cache(maxsize=1024)
+def _fewest_bins(sizes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
+    """Fewest bins by dynamic programming over subsets: fewest bins first, then the least fill of the last one.
+
+    Kept, because trees of a batch are often cut alike.
+    """
+    n = len(sizes)
+    # Bins and fill of the last one as one number: bins * (capacity + 1) + fill.
+    filled = np.full(1 << n, (n + 1) * (capacity + 1), np.int64)
     last = np.zeros(1 << n, np.int64)
-    num_bins[0], fill[0] = 0, capacity
-    for subset in range(1 << n):
-        for i in range(n):
-            if subset >> i & 1:
-                continue
-            larger = subset | 1 << i
-            opens = fill[subset] + sizes[i] > capacity
-            count = num_bins[subset] + (1 if opens else 0)
-            filled = sizes[i] if opens else fill[subset] + sizes[i]
-            if count < num_bins[larger] or (count == num_bins[larger] and filled < fill[larger]):
-                num_bins[larger], fill[larger], last[larger] = count, filled, i
-    bins = np.empty(n, np.int64)
+    filled[0] = capacity
+    subsets = np.arange(1 << n)
+    for count in range(n):
+        of_count = subsets[_num_ones(n) == count]
+        for i in reversed(range(n)):
+            smaller = of_count[of_count >> i & 1 == 0]
+            bins, fill = np.divmod(filled[smaller], capacity + 1)
+            opens = fill + sizes[i] > capacity
+            found = (bins + opens) * (capacity + 1) + np.where(opens, sizes[i], fill + sizes[i])
+            larger = smaller | 1 << i
+            better = found < filled[larger]
+            filled[larger[better]], last[larger[better]] = found[better], i
+    bins_of = [0] * n
     subset = (1 << n) - 1
     while subset:
-        bins[last[subset]] = num_bins[subset] - 1
-        subset &= ~(1 << last[subset])
-    return bins
+        bins_of[last[subset]] = int(filled[subset]) // (capacity + 1) - 1
+        subset &= ~(1 << int(last[subset]))
+    return tuple(bins_of)
+
+
+@lru_cache
+def _num_ones(num_bits: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """How many bits are set in each number of so many bits."""
+    return np.bitwise_count(np.arange(1 << num_bits))

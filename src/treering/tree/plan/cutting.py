@@ -1,239 +1,191 @@
 """Cuts a tree over the budget into parts: each segment becomes runs, and each run gets the label of its part.
 
 Works from the leaves up: the connected tokens below a segment are cut off where they no longer fit. Parts with
-different parents in the end are separated later, in `grouping`.
+different parents in the end are separated later, in `grouping`. Plain Python over segments, of which a tree has
+thousands at most.
 
     S segments   R runs (parts of one segment, without a gap)
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
-import numpy as np
-from numba import njit
-
-from treering.arrays import BoolArray, Int64Array
-from treering.tree.plan.bins import stable_order
-
-LARGEST_FIRST = 0
-"""If children do not fit together, cut the largest ones off whole until they do; no cut below a fork."""
-FULL_PARTS = 1
-"""If children do not fit together, cut parts of exactly the budget off their lower ends."""
+Policy = Literal["largest_first", "full_parts"]
+"""What is done if children do not fit together. largest_first: the largest are cut off whole until they do, and nothing
+is cut below a fork. full_parts: parts of exactly the budget are cut off their lower ends."""
 
 
-class Runs(NamedTuple):
-    """All tokens of a tree as runs, in packed order."""
+class Run(NamedTuple):
+    """Tokens of one segment that stay together."""
 
-    start: Int64Array  # [R] packed index
-    stop: Int64Array  # [R]
-    above: Int64Array  # [R] run of the token before its first one, -1 at the root
-    label: Int64Array  # [R] equal for runs that were cut off together
-
-
-class _State(NamedTuple):
-    """What is not cut off yet: the upper part of each segment, as a linked list in packed order."""
-
-    start: Int64Array  # [S] packed index
-    live: Int64Array  # [S] tokens of the segment that are not cut off
-    size: Int64Array  # [S] tokens in and below the segment that are not cut off
-    tail: Int64Array  # [S] last segment below with a live token, or the segment itself
-    before: Int64Array  # [S + 1] list links
-    after: Int64Array  # [S + 1]
-    runs: Int64Array  # [capacity, 4] segment, start, stop, label of what is cut off
-    counts: Int64Array  # [2] runs, labels
+    start: int  # packed index
+    stop: int
+    above: int  # run of the token before its first one, -1 at the root
+    label: int  # equal for runs that were cut off together
 
 
-@njit(cache=True, nogil=True)
-def _open(start: Int64Array, num_tokens: int, budget: int) -> _State:
-    num_segments = start.size
-    live = np.empty(num_segments, np.int64)
-    live[:-1] = start[1:] - start[:-1]
-    live[-1] = num_tokens - start[-1]
-    links = np.arange(num_segments + 1)
-    max_runs = 4 * num_segments + 2 * (num_tokens // budget) + 16
-    runs = np.empty((max_runs, 4), np.int64)
-    return _State(start, live, live.copy(), links[:-1].copy(), links - 1, links + 1, runs, np.zeros(2, np.int64))
-
-
-@njit(cache=True, nogil=True)
-def _emit(state: _State, segment: int, first: int) -> None:
-    """Cuts off the live tokens of a segment from number `first` on."""
-    if first == state.live[segment]:
-        return
-    row = state.runs[state.counts[0]]
-    row[0], row[3] = segment, state.counts[1]
-    row[1], row[2] = state.start[segment] + first, state.start[segment] + state.live[segment]
-    state.live[segment] = first
-    state.counts[0] += 1
-
-
-@njit(cache=True, nogil=True)
-def _unlink(state: _State, first: int, last: int) -> None:
-    before, after = state.before[first], state.after[last]
-    if before >= 0:
-        state.after[before] = after
-    state.before[after] = before
-
-
-@njit(cache=True, nogil=True)
-def _cut_range(state: _State, first: int, last: int) -> None:
-    """Cuts off all live tokens of the segments from `first` to `last`."""
-    segment = first
-    while segment <= last:
-        _emit(state, segment, 0)
-        segment = state.after[segment]
-    _unlink(state, first, last)
-
-
-@njit(cache=True, nogil=True)
-def _trim(state: _State, top: int, num_tokens: int) -> None:
-    """Cuts off the last `num_tokens` live tokens below `top`; at least one token must stay."""
-    state.size[top] -= num_tokens
-    while num_tokens > 0:
-        tail = state.tail[top]
-        taken = min(num_tokens, state.live[tail])
-        num_tokens -= taken
-        _emit(state, tail, state.live[tail] - taken)
-        if state.live[tail] == 0:
-            state.tail[top] = state.before[tail]
-            _unlink(state, tail, tail)
-
-
-@njit(cache=True, nogil=True)
-def _cut_largest(state: _State, children: Int64Array, budget: int) -> None:
-    """Cuts off children, largest first, until the rest fits. `children` are sorted by falling size."""
-    total = state.size[children].sum()
-    for child in children:
-        if total <= budget:
-            return
-        total -= state.size[child]
-        _cut_range(state, child, state.tail[child])
-        state.counts[1] += 1
-
-
-@njit(cache=True, nogil=True)
-def _cut_full_parts(state: _State, children: Int64Array, budget: int) -> None:
-    """Cuts off parts of exactly `budget` tokens while the children have as many; `children` are sorted by falling size.
-
-    A part is whole children from both ends of the order, and the lower end of the smallest child that is left for the
-    rest. That child is not cut again: the part below it would hang off the next part alone.
-    """
-    total = state.size[children].sum()
-    largest, smallest = 0, children.size - 1
-    while total >= budget and largest <= smallest:
-        room = budget
-        while largest <= smallest and state.size[children[largest]] <= room:
-            room -= state.size[children[largest]]
-            _cut_range(state, children[largest], state.tail[children[largest]])
-            largest += 1
-        while largest <= smallest and state.size[children[smallest]] <= room:
-            room -= state.size[children[smallest]]
-            _cut_range(state, children[smallest], state.tail[children[smallest]])
-            smallest -= 1
-        if room > 0 and largest <= smallest:
-            _trim(state, children[smallest], room)
-            smallest -= 1
-            room = 0
-        state.counts[1] += 1
-        total -= budget - room
-
-
-@njit(cache=True, nogil=True)
-def _cut_segment(state: _State, segment: int, below: int, budget: int) -> None:
-    """Cuts full parts off the lower end of a segment; the first includes the `below` tokens that hang off it."""
-    room = budget - below
-    if below + state.live[segment] > budget:
-        _emit(state, segment, state.live[segment] - room)
-        if below > 0:
-            _cut_range(state, state.after[segment], state.tail[segment])
-            state.tail[segment] = segment
-        state.counts[1] += 1
-        below = 0
-    while state.live[segment] > budget:
-        _emit(state, segment, state.live[segment] - budget)
-        state.counts[1] += 1
-    state.size[segment] = below + state.live[segment]
-
-
-@njit(cache=True, nogil=True)
 def cut_runs(
-    start: Int64Array, parent: Int64Array, num_tokens: int, budget: int, policy: int, is_cut: BoolArray
-) -> Runs:
-    """Cuts a tree into labelled parts of at most `budget` tokens.
+    start: Sequence[int],
+    parent: Sequence[int],
+    num_tokens: int,
+    budget: int,
+    policy: Policy,
+    is_cut: Sequence[bool],
+) -> list[Run]:
+    """Cuts a tree into labelled parts of at most `budget` tokens; the runs are all of its tokens, in packed order.
 
     Args:
         start: [S] packed index of each segment's first token; one tree in depth-first pre-order.
         parent: [S] segment above, -1 at the root.
         num_tokens: of the tree.
         budget: at least 1.
-        policy: `LARGEST_FIRST` or `FULL_PARTS`.
+        policy: see `Policy`.
         is_cut: [S] segments that are cut off at their upper end even if they fit.
 
     Example: one segment of 10 tokens and budget 4 gives runs of 2, 4 and 4 tokens.
     """
-    state = _open(start, num_tokens, budget)
-    num_segments = start.size
-    order, first = _children(parent)
-    for segment in range(num_segments - 1, -1, -1):
-        children = order[first[segment] : first[segment + 1]]
+    return _Cutter(start, parent, num_tokens, budget).runs(policy, is_cut)
+
+
+class _Cutter:
+    """What is not cut off yet: the upper part of each segment, as a linked list in packed order.
+
+    Attributes:
+        live: [S] tokens of each segment that are not cut off.
+        size: [S] tokens in and below it that are not cut off.
+        tail: [S] last segment below with a live token, or the segment itself.
+        before, after: [S + 1] list links.
+        cut: segment, start, stop and label of what is cut off.
+        num_labels: used so far.
+    """
+
+    def __init__(self, start: Sequence[int], parent: Sequence[int], num_tokens: int, budget: int) -> None:
+        num_segments = len(start)
+        self.start, self.parent, self.budget = start, parent, budget
+        self.live = [stop - first for first, stop in zip(start, [*start[1:], num_tokens], strict=True)]
+        self.size = list(self.live)
+        self.tail = list(range(num_segments))
+        self.before = list(range(-1, num_segments))
+        self.after = list(range(1, num_segments + 2))
+        self.cut: list[tuple[int, int, int, int]] = []
+        self.num_labels = 0
+
+    def runs(self, policy: Policy, is_cut: Sequence[bool]) -> list[Run]:
+        """Cuts from the leaves up."""
+        children: list[list[int]] = [[] for _ in self.start]
+        for segment in range(1, len(self.start)):
+            children[self.parent[segment]].append(segment)
+        for segment in reversed(range(len(self.start))):
+            for child in children[segment]:
+                if is_cut[child]:
+                    self._cut_range(child, self.tail[child])
+                    self.num_labels += 1
+            kept = self._largest_first(children[segment])
+            if policy == "full_parts" and sum(self.size[child] for child in kept) > self.budget:
+                self._cut_full_parts(kept)
+                kept = self._largest_first(kept)
+            self._cut_largest(kept)
+            kept = self._largest_first(kept)
+            if kept:
+                self.tail[segment] = self.tail[max(kept)]
+            self._cut_segment(segment, sum(self.size[child] for child in kept))
+        self._cut_range(0, self.tail[0])
+        return self._sorted_runs()
+
+    def _emit(self, segment: int, first: int) -> None:
+        """Cuts off the live tokens of a segment from number `first` on."""
+        if first == self.live[segment]:
+            return
+        start = self.start[segment]
+        self.cut.append((segment, start + first, start + self.live[segment], self.num_labels))
+        self.live[segment] = first
+
+    def _unlink(self, first: int, last: int) -> None:
+        before, after = self.before[first], self.after[last]
+        if before >= 0:
+            self.after[before] = after
+        self.before[after] = before
+
+    def _cut_range(self, first: int, last: int) -> None:
+        """Cuts off all live tokens of the segments from `first` to `last`."""
+        segment = first
+        while segment <= last:
+            self._emit(segment, 0)
+            segment = self.after[segment]
+        self._unlink(first, last)
+
+    def _trim(self, top: int, num_tokens: int) -> None:
+        """Cuts off the last `num_tokens` live tokens below `top`; at least one token must stay."""
+        self.size[top] -= num_tokens
+        while num_tokens > 0:
+            tail = self.tail[top]
+            taken = min(num_tokens, self.live[tail])
+            num_tokens -= taken
+            self._emit(tail, self.live[tail] - taken)
+            if self.live[tail] == 0:
+                self.tail[top] = self.before[tail]
+                self._unlink(tail, tail)
+
+    def _cut_largest(self, children: Sequence[int]) -> None:
+        """Cuts off children, largest first, until the rest fits. `children` are sorted by falling size."""
+        total = sum(self.size[child] for child in children)
         for child in children:
-            if is_cut[child]:
-                _cut_range(state, child, state.tail[child])
-                state.counts[1] += 1
-        kept = _largest_first(state, children)
-        if policy == FULL_PARTS and state.size[kept].sum() > budget:
-            _cut_full_parts(state, kept, budget)
-            kept = _largest_first(state, kept)
-        _cut_largest(state, kept, budget)
-        kept = _largest_first(state, kept)
-        if kept.size > 0:
-            state.tail[segment] = state.tail[kept.max()]
-        _cut_segment(state, segment, state.size[kept].sum(), budget)
-    _cut_range(state, 0, state.tail[0])
-    runs: Runs = _sorted_runs(state, parent)
-    return runs
+            if total <= self.budget:
+                return
+            total -= self.size[child]
+            self._cut_range(child, self.tail[child])
+            self.num_labels += 1
 
+    def _cut_full_parts(self, children: Sequence[int]) -> None:
+        """Cuts off parts of exactly the budget while the children have as many; `children` are sorted by falling size.
 
-@njit(cache=True, nogil=True)
-def _largest_first(state: _State, children: Int64Array) -> Int64Array:
-    """The children that are not cut off whole, by falling size, ties in order."""
-    kept = np.empty(children.size, np.int64)
-    num_kept = 0
-    for child in children:
-        if state.live[child] > 0:
-            kept[num_kept] = child
-            num_kept += 1
-    kept = kept[:num_kept]
-    order: Int64Array = stable_order(-state.size[kept])
-    return kept[order]
+        A part is whole children from both ends of the order, and the lower end of the smallest child that is left for
+        the rest. That child is not cut again: the part below it would hang off the next part alone.
+        """
+        total = sum(self.size[child] for child in children)
+        largest, smallest = 0, len(children) - 1
+        while total >= self.budget and largest <= smallest:
+            room = self.budget
+            while largest <= smallest and self.size[children[largest]] <= room:
+                room -= self.size[children[largest]]
+                self._cut_range(children[largest], self.tail[children[largest]])
+                largest += 1
+            while largest <= smallest and self.size[children[smallest]] <= room:
+                room -= self.size[children[smallest]]
+                self._cut_range(children[smallest], self.tail[children[smallest]])
+                smallest -= 1
+            if room > 0 and largest <= smallest:
+                self._trim(children[smallest], room)
+                smallest -= 1
+                room = 0
+            self.num_labels += 1
+            total -= self.budget - room
 
+    def _cut_segment(self, segment: int, below: int) -> None:
+        """Cuts full parts off the lower end of a segment; the first includes the `below` tokens that hang off it."""
+        if below + self.live[segment] > self.budget:
+            self._emit(segment, self.live[segment] - (self.budget - below))
+            if below > 0:
+                self._cut_range(self.after[segment], self.tail[segment])
+                self.tail[segment] = segment
+            self.num_labels += 1
+            below = 0
+        while self.live[segment] > self.budget:
+            self._emit(segment, self.live[segment] - self.budget)
+            self.num_labels += 1
+        self.size[segment] = below + self.live[segment]
 
-@njit(cache=True, nogil=True)
-def _children(parent: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Children of each segment, one segment after another, and where each segment's begin: [S - 1] and [S + 1]."""
-    first = np.zeros(parent.size + 1, np.int64)
-    for above in parent:
-        if above >= 0:
-            first[above + 1] += 1
-    first = np.cumsum(first)
-    at = first.copy()
-    order = np.empty(first[-1], np.int64)
-    for segment in range(parent.size):
-        above = parent[segment]
-        if above >= 0:
-            order[at[above]] = segment
-            at[above] += 1
-    return order, first
+    def _largest_first(self, children: Sequence[int]) -> list[int]:
+        """The children that are not cut off whole, by falling size, ties in order."""
+        return sorted((child for child in children if self.live[child] > 0), key=lambda child: -self.size[child])
 
-
-@njit(cache=True, nogil=True)
-def _sorted_runs(state: _State, parent: Int64Array) -> Runs:
-    rows = state.runs[: state.counts[0]]
-    rows = rows[stable_order(rows[:, 1])]
-    above = np.empty(rows.shape[0], np.int64)
-    last_run = np.empty(parent.size, np.int64)
-    for i in range(rows.shape[0]):
-        segment = rows[i, 0]
-        is_first = rows[i, 1] == state.start[segment]
-        above[i] = i - 1 if not is_first else (-1 if parent[segment] < 0 else last_run[parent[segment]])
-        last_run[segment] = i
-    return Runs(rows[:, 1].copy(), rows[:, 2].copy(), above, rows[:, 3].copy())
+    def _sorted_runs(self) -> list[Run]:
+        runs: list[Run] = []
+        last_run = [-1] * len(self.start)
+        for segment, start, stop, label in sorted(self.cut, key=lambda cut: cut[1]):
+            above = len(runs) - 1
+            if start == self.start[segment]:
+                above = last_run[self.parent[segment]] if segment else -1
+            last_run[segment] = len(runs)
+            runs.append(Run(start, stop, above, label))
+        return runs

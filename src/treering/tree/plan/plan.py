@@ -200,7 +200,7 @@ def _bins(
     if whole.size == 0 or room is None:
         return [whole.tolist()] if whole.size else []
     alone, together = whole[sizes[whole] > room], whole[sizes[whole] <= room]
-    bins = pack(sizes[together], room)
+    bins = np.array(pack(sizes[together].tolist(), room), np.int64)
     members = np.split(together[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
     return sorted([[tree] for tree in alone.tolist()] + [trees.tolist() for trees in members if trees.size])
 
