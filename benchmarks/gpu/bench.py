@@ -28,7 +28,7 @@ from benchmarks.gpu.engine import bench as gpu_engine
 from benchmarks.gpu.engine import cases as gpu_engine_cases
 from benchmarks.gpu.model import bench as gpu_model
 from benchmarks.gpu.model.cases import full_plans, tiny_plans
-from benchmarks.gpu.model.steps import build_ways
+from benchmarks.gpu.model.ways import all_ways
 from benchmarks.gpu.workloads import generated_workload, set_workloads
 from benchmarks.tree.cases import SHAPE, published_cases, star
 from treering.data import AgentSpec
@@ -183,7 +183,7 @@ def _watch(settings: Settings) -> Stopwatch:
 
 def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
     plans = tiny_plans(sets) if settings.size == "tiny" else full_plans(sets)
-    gpu_model.measure_models(report, plans, settings.device, build_ways())
+    gpu_model.measure_models(report, plans, settings.device, all_ways())
 
 
 MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] = {

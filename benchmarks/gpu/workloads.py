@@ -11,7 +11,6 @@ from treering.train.loop.batches import group_by_task
 from treering.tree.forest import Forest
 from treering.types import TokenIds
 
-SHARINGS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
 VOCAB_SIZE = 4096
 """Ids of generated trees lie below it, as those of folded sets do."""
 

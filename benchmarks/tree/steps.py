@@ -6,7 +6,7 @@ chunks, and batches keep the same token budget as the tree step.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def padded_batch(model: PreTrainedModel, batch: Trainable, max_tokens: int | Non
 
 
 def packed_chains(
-    model: PreTrainedModel, batch: Trainable, max_tokens: int | None = None, *, backend: str = "auto"
+    model: PreTrainedModel, batch: Trainable, max_tokens: int | Literal["auto"] | None = None, *, backend: str = "auto"
 ) -> Step:
     """Treering without sharing: every branch a chain of its own, packed in rows without padding."""
     sequences, masks = _sequences(batch), batch.loss_masks()
@@ -89,7 +89,9 @@ def packed_chains(
     return step
 
 
-def tree(model: PreTrainedModel, batch: Trainable, max_tokens: int | None = None, *, backend: str = "auto") -> Step:
+def tree(
+    model: PreTrainedModel, batch: Trainable, max_tokens: int | Literal["auto"] | None = None, *, backend: str = "auto"
+) -> Step:
     """Treering: branches merged, every distinct token computed once. Merging is part of the step."""
     masks = batch.loss_masks()
 

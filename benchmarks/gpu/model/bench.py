@@ -1,55 +1,63 @@
-"""Claim: a whole step on trees comes near its FLOP bound against tuned varlen packing, and loses nothing without trees.
+"""Claim: a step on trees is near its FLOP bound against the fastest that people run, and loses nothing without trees.
 
-Qwen3-1.7B and 8B shapes with random weights in bfloat16: a sweep of sharing, and samples of the bench sets. Every way
-to train chooses its own micro-batch; each workload is compared with its fastest baseline.
+Qwen3-1.7B and 8B shapes with random weights in bfloat16: a sweep of sharing, and samples of the bench sets. Stock code
+is measured padded and packed, with its layers as they are, compiled and by Liger, with a head in large chunks and with
+Liger's; the tree step with the same layers. Every way chooses its own micro-batch; each workload is compared with its
+fastest baseline.
 """
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.common.timing import Clock, Step, cuda_seconds, interleaved_seconds, wall_seconds
+from benchmarks.common.timing import Clock, Step, cuda_seconds, wall_seconds
 from benchmarks.gpu.budget import Cell, PartReport, in_words
 from benchmarks.gpu.data import Workload
 from benchmarks.gpu.flops import peak_tflops
 from benchmarks.gpu.model.cases import ModelPlan, build_on_device, count
 from benchmarks.gpu.model.gradient import check_gradients
-from benchmarks.gpu.model.steps import BASELINES, TREE, BuildStep
+from benchmarks.gpu.model.kernels import profile_step
+from benchmarks.gpu.model.steps import MicroBatch
 from benchmarks.gpu.model.varlen import varlen_implementation
-from treering.errors import UnsupportedError
+from benchmarks.gpu.model.ways import Layers, Way, prepare_layers
 from treering.model.context import tree_attention
 
-GOALS = MappingProxyType({"share_of_flop_bound": 0.9, "loss_without_sharing": 0.02, "mfu": 0.5})
+GOALS = MappingProxyType({"share_of_flop_bound": 0.9, "loss_without_sharing": 0.0, "mfu": 0.5})
 
-MAX_LAG = 1.3
-"""A baseline whose first run took this much longer than the fastest one's runs only once."""
+MAX_LAG = 1.15
+"""A way this many times slower than the fastest of its kind on the first workload is not run on the others."""
 
-LONG_ROUND_S = 8.0
-"""If a round of all ways takes longer, there are two rounds instead of three."""
+NUM_RUNS = 2
+"""After the run that shows the way's memory; steps of seconds vary by less than a percent."""
 
 ROOM = 1.3
 """A model starts only if this many times the bytes of its weights and gradients are free."""
 
+Choice = tuple[MicroBatch, float]
+"""A way's micro-batch and its seconds on the first workload."""
 
-def measure_models(report: PartReport, plans: Sequence[ModelPlan], device: str, ways: Mapping[str, BuildStep]) -> None:
+
+def measure_models(report: PartReport, plans: Sequence[ModelPlan], device: str, ways: Mapping[str, Way]) -> None:
     """Adds all workloads of all plans to a report; checks the first model's gradients before anything is timed.
 
-    A model that does not fit is skipped, by name. A later plan of the same shape uses the choices of the first.
+    A model that does not fit is skipped, by name.
     """
-    report.run(f"{plans[0].shape.name} gradient", lambda: check_gradients(plans[0], device, ways))
-    chosen: dict[str, dict[str, int]] = {}
+    report.run(f"{plans[0].shape.name} gradient", lambda: check_gradients(plans[0], device))
     for plan in plans:
         reason = _lack_of_room(plan, device)
-        if reason is None:
-            _measure_plan(report, plan, device, ways, chosen)
+        if reason is not None:
+            report.skip(plan.shape.name, reason)
             continue
+        chosen: dict[str, Choice] = {}
+        for layers in plan.layers:
+            _measure_layers(report, plan, device, ways, layers, chosen)
         for workload in plan.workloads:
-            report.skip(f"{plan.shape.name} {workload.name}", reason)
+            _compare(report, plan, workload, device)
 
 
 def _lack_of_room(plan: ModelPlan, device: str) -> str | None:
@@ -59,62 +67,91 @@ def _lack_of_room(plan: ModelPlan, device: str) -> str | None:
     return f"weights and gradients take {plan.weight_bytes:,} bytes, {free:,} are free"
 
 
-def _measure_plan(
+def _measure_layers(
     report: PartReport,
     plan: ModelPlan,
     device: str,
-    ways: Mapping[str, BuildStep],
-    chosen: dict[str, dict[str, int]],
+    ways: Mapping[str, Way],
+    layers: Layers,
+    chosen: dict[str, Choice],
 ) -> None:
+    """Tunes the ways with such layers, then runs those on all workloads that are not far behind."""
+    of_layers = {name: way for name, way in ways.items() if way.layers == layers}
     models: list[PreTrainedModel] = []
 
-    def model() -> PreTrainedModel:
-        # Built by the first case that fits the budget, and kept for the others.
-        if not models:
-            models.append(build_on_device(plan, device))
-        return models[0]
-
     def tune() -> Cell:
-        found = choose_tokens(model(), plan, ways, _clock(device))
-        chosen[plan.shape.name] = found["chosen"]
-        return {"kind": "tuning", "model": plan.shape.name, **found, **attention_in_words(model())}
+        models.append(build_on_device(plan, device))
+        prepare_layers(models[0], layers)
+        found, left_out = choose_tokens(models[0], plan, of_layers, _clock(device))
+        chosen.update(found)
+        return {
+            "kind": "tuning",
+            "model": plan.shape.name,
+            "chosen": found,
+            "left_out": left_out,
+            **attention_in_words(models[0]),
+        }
 
-    if plan.shape.name not in chosen:
-        report.run(f"{plan.shape.name} tuning", tune)
-    tokens = chosen.get(plan.shape.name, {})
-    for workload in plan.workloads:
-        name = f"{plan.shape.name} {workload.name}"
-        if TREE not in tokens or len(tokens) == 1:
-            report.skip(name, "its model was not tuned")
-            continue
-        report.run(name, lambda w=workload: measure_workload(w, plan, _steps(model(), w, ways, tokens), tokens, device))
+    if report.run(f"{plan.shape.name} {layers} tuning", tune) is None:
+        return
+    for number, workload in enumerate(plan.workloads):
+        # All ways have a row on the first workload.
+        kept = {
+            name: way
+            for name, way in of_layers.items()
+            if name in chosen and (number == 0 or not _lags(name, chosen, ways))
+        }
+        for name, way in kept.items():
+            step = way.step(models[0], workload, chosen[name][0])
+            report.run(
+                f"{plan.shape.name} {workload.name} {name}",
+                lambda s=step, n=name, w=workload: {
+                    "kind": "way",
+                    "model": plan.shape.name,
+                    "workload": w.name,
+                    "way": n,
+                    "is_tree": ways[n].is_tree,
+                    "max_tokens": chosen[n][0],
+                    **measure_way(s, plan.shape.vocab_size, device),
+                    "flops": count(w, plan.shape)["tree_scored_flops" if ways[n].is_tree else "flat_scored_flops"],
+                },
+            )
 
 
-def _steps(
-    model: PreTrainedModel, workload: Workload, ways: Mapping[str, BuildStep], tokens: Mapping[str, int]
-) -> dict[str, Step]:
-    return {way: ways[way](model, workload, most) for way, most in tokens.items()}
+def _lags(name: str, chosen: Mapping[str, Choice], ways: Mapping[str, Way]) -> bool:
+    """Whether a way is far behind the fastest so far that shares, or does not share, as it does."""
+    fastest = min(seconds for other, (_, seconds) in chosen.items() if ways[other].is_tree == ways[name].is_tree)
+    return chosen[name][1] > MAX_LAG * fastest
 
 
-def choose_tokens(model: PreTrainedModel, plan: ModelPlan, ways: Mapping[str, BuildStep], clock: Clock) -> Cell:
-    """The fastest micro-batch of each way on the plan's first workload, and the seconds of all of them.
+def choose_tokens(
+    model: PreTrainedModel, plan: ModelPlan, ways: Mapping[str, Way], clock: Clock
+) -> tuple[dict[str, Choice], dict[str, str]]:
+    """The fastest micro-batch of each way on the plan's first workload, and what was left out and why.
 
-    The first option of a way runs twice, once to warm up. Options that run out of memory or are refused are listed.
+    Treering's ways may choose by memory, as they do by default. The first option of a way runs twice, once to warm up.
+    A stock way that fails is left out; the tree step must run.
     """
-    seconds: dict[str, dict[str, float]] = {}
+    chosen: dict[str, Choice] = {}
     left_out: dict[str, str] = {}
-    for way, build in ways.items():
-        for tokens in plan.token_options:
-            step = build(model, plan.workloads[0], tokens)
+    for name, way in ways.items():
+        options: tuple[MicroBatch, ...] = plan.token_options
+        for tokens in (*options, "auto") if way.rows in ("tree", "chains") else options:
+            step = way.step(model, plan.workloads[0], tokens)
             try:
-                if way not in seconds:
+                if name not in chosen:
                     step()
-                seconds.setdefault(way, {})[str(tokens)] = clock(step)
-            except (torch.OutOfMemoryError, UnsupportedError) as error:
-                left_out[f"{way} {tokens}"] = in_words(error)
-            model.zero_grad()
-    chosen = {way: int(min(times, key=times.__getitem__)) for way, times in seconds.items() if times}
-    return {"seconds": seconds, "left_out": left_out, "chosen": chosen}
+                seconds = clock(step)
+            except Exception as error:
+                if way.is_tree and not isinstance(error, torch.OutOfMemoryError):
+                    raise
+                left_out[f"{name}, {tokens}"] = in_words(error)
+                continue
+            finally:
+                model.zero_grad()
+            if name not in chosen or seconds < chosen[name][1]:
+                chosen[name] = tokens, seconds
+    return chosen, left_out
 
 
 def attention_in_words(model: PreTrainedModel) -> Cell:
@@ -127,54 +164,65 @@ def attention_in_words(model: PreTrainedModel) -> Cell:
         }
 
 
-def measure_workload(
-    workload: Workload, plan: ModelPlan, steps: Mapping[str, Step], chosen: Mapping[str, int], device: str
-) -> Cell:
-    """One workload: seconds and memory of every way, against the FLOP bound and the fastest baseline.
-
-    The first round measures memory and finds the slow baselines, whose only run it is.
-    """
-    counts, clock = count(workload, plan.shape), _clock(device)
-    peaks: dict[str, int | None] = {}
-    first = {name: _watched(lambda s=step: clock(s), device, name, peaks) for name, step in steps.items()}
-    fastest = min(first[name] for name in steps if name in BASELINES)
-    again = {name: step for name, step in steps.items() if name == TREE or first[name] <= MAX_LAG * fastest}
-    num_runs = 2 if sum(first.values()) > LONG_ROUND_S else 3
-    seconds = {name: [once] for name, once in first.items()} | interleaved_seconds(again, num_runs, clock)
-    compared = compare(seconds, counts)
-    peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else None
-    return {
-        "kind": "workload",
-        "model": plan.shape.name,
-        "workload": workload.name,
-        "checkpointed": plan.checkpointed,
-        "max_tokens": dict(chosen),
-        **counts,
-        **compared,
-        "mfu": None if peak is None else compared["tree_tflops"] / peak,
-        "seconds": seconds,
-        "peak_bytes": peaks,
-    }
+def measure_way(step: Step, vocab_size: int, device: str) -> Cell:
+    """Seconds of each run, the peak of allocated bytes, weights included, and the groups of kernels of one more."""
+    is_cuda = device == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = int(torch.cuda.max_memory_allocated()) if is_cuda else None
+    seconds = [_clock(device)(step) for _ in range(NUM_RUNS)]
+    return {"seconds": seconds, "peak_bytes": peak, "profile": profile_step(step, vocab_size) if is_cuda else None}
 
 
-def compare(seconds: Mapping[str, list[float]], counts: Mapping[str, float]) -> Cell:
-    """Medians of tree and fastest baseline, the speedup, its share of bounds, and the loss where nothing is shared.
+def _compare(report: PartReport, plan: ModelPlan, workload: Workload, device: str) -> None:
+    """Adds the comparison of a workload's ways, where the tree step and a baseline were measured."""
+    name = f"{plan.shape.name} {workload.name}"
+    rows = [case for case in report.cases if case["kind"] == "way" and case["case"].startswith(f"{name} ")]
+    if {row["is_tree"] for row in rows} != {True, False}:
+        report.skip(name, "the tree step or all baselines were not measured")
+        return
+    counts = count(workload, plan.shape)
+    report.run(
+        name,
+        lambda: {
+            "kind": "workload",
+            "model": plan.shape.name,
+            "workload": workload.name,
+            "checkpointed": plan.checkpointed,
+            **counts,
+            **compare(rows, counts, peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else None),
+        },
+        expected_s=0.0,
+    )
+
+
+def compare(rows: Sequence[Cell], counts: Mapping[str, float], peak: float | None) -> Cell:
+    """The fastest tree step against the fastest baseline by medians, its share of bounds, and the loss without sharing.
 
     Example: tree 1.0 s, baselines 4.0 and 3.6 s and a FLOP bound of 4 are a speedup of 3.6, 90 % of the bound.
     """
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    baseline = min((name for name in medians if name in BASELINES), key=medians.__getitem__)
-    speedup = medians[baseline] / medians[TREE]
+    tree, baseline = (
+        min((row for row in rows if row["is_tree"] == shares), key=lambda row: statistics.median(row["seconds"]))
+        for shares in (True, False)
+    )
+    tree_s, baseline_s = (statistics.median(row["seconds"]) for row in (tree, baseline))
+    speedup = baseline_s / tree_s
+    rates = tree["flops"] / tree_s / 1e12, baseline["flops"] / baseline_s / 1e12
     return {
-        "baseline": baseline,
-        "baseline_s": medians[baseline],
-        "tree_s": medians[TREE],
+        "tree": tree["way"],
+        "tree_s": tree_s,
+        "baseline": baseline["way"],
+        "baseline_s": baseline_s,
         "speedup": speedup,
         "share_of_flop_bound": speedup / counts["flop_bound"],
         "share_of_scored_flop_bound": speedup / counts["scored_flop_bound"],
-        "loss_without_sharing": medians[TREE] / medians[baseline] - 1.0 if counts["sharing"] == 0.0 else None,
-        "tree_tflops": counts["tree_scored_flops"] / medians[TREE] / 1e12,
-        "baseline_tflops": counts["flat_scored_flops"] / medians[baseline] / 1e12,
+        "loss_without_sharing": tree_s / baseline_s - 1.0 if counts["sharing"] == 0.0 else None,
+        "tree_tflops": rates[0],
+        "baseline_tflops": rates[1],
+        "mfu": None if peak is None else rates[0] / peak,
+        "baseline_mfu": None if peak is None else rates[1] / peak,
+        "peak_bytes": [tree["peak_bytes"], baseline["peak_bytes"]],
     }
 
 
@@ -187,31 +235,16 @@ def free_bytes(device: str) -> int | None:
     return int(torch.cuda.mem_get_info()[0])
 
 
-def _watched(run: Callable[[], float], device: str, name: str, peaks: dict[str, int | None]) -> float:
-    """Seconds of a run; writes the peak of allocated bytes, weights included, into `peaks`."""
-    if device != "cuda":
-        peaks[name] = None
-        return run()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = run()
-    peaks[name] = int(torch.cuda.max_memory_allocated())
-    return seconds
-
-
 def _clock(device: str) -> Clock:
     return cuda_seconds if device == "cuda" else wall_seconds
 
 
 def print_table(report: Cell) -> None:
-    """One line per workload."""
+    """One line per way with its groups of kernels, and one per workload."""
     print(f"\nmodels on {report['environment']['device']}: medians of steps, forward and backward")
     for case in report["cases"]:
-        if case["kind"] == "workload":
-            print(f"{case['case']:28} {_in_words(case)}")
-        elif case["kind"] == "tuning":
-            print(f"{case['case']:28} micro-batches of {case['chosen']} tokens, attention by {case['tree_backend']}")
-        else:
-            print(f"{case['case']:28} gradients: {case['errors']}")
+        if case["kind"] in IN_WORDS:
+            print(f"{case['case']:48} {IN_WORDS[case['kind']](case)}")
     goals: dict[str, Any] = report["goals"]
     print(
         f"goals: >= {goals['share_of_flop_bound']:.0%} of the FLOP bound at >= {goals['mfu']:.0%} MFU, "
@@ -219,14 +252,42 @@ def print_table(report: Cell) -> None:
     )
 
 
-def _in_words(case: Cell) -> str:
+def _tuning_in_words(case: Cell) -> str:
+    chosen = ", ".join(f"{name} {tokens}" for name, (tokens, _) in case["chosen"].items())
+    return f"attention by {case['tree_backend']} and {case['varlen_implementation']}; {chosen}"
+
+
+def _way_in_words(case: Cell) -> str:
+    profile = case["profile"]
+    if profile is None:
+        return f"{statistics.median(case['seconds']):.3f} s"
+    groups = ", ".join(f"{name} {time_ms:.0f}" for name, time_ms in profile["group_ms"].items())
+    return (
+        f"{statistics.median(case['seconds']):.3f} s, {case['peak_bytes'] / 2**30:.1f} GiB; ms busy "
+        f"{profile['busy_ms']:.0f}, idle {profile['idle_ms']:.0f}: {groups}"
+    )
+
+
+def _workload_in_words(case: Cell) -> str:
     loss = case["loss_without_sharing"]
     tail = "" if loss is None else f", {loss:+.1%} time without sharing"
-    peak = case["peak_bytes"].get(TREE), case["peak_bytes"].get(case["baseline"])
-    memory = "" if None in peak else f", {peak[0] / 2**30:.1f} of {peak[1] / 2**30:.1f} GiB"
     mfu = "" if case["mfu"] is None else f" ({case['mfu']:.0%} MFU)"
     return (
         f"sharing {case['sharing']:.2f}: {case['speedup']:.2f}x of {case['flop_bound']:.2f}x "
-        f"({case['share_of_flop_bound']:.0%}) over {case['baseline']}, {case['tree_tflops']:.0f} TFLOP/s{mfu}"
-        f"{memory}{tail}"
+        f"({case['share_of_flop_bound']:.0%}), {case['tree']} over {case['baseline']}, "
+        f"{case['tree_tflops']:.0f} TFLOP/s{mfu}{tail}"
     )
+
+
+def _gradient_in_words(case: Cell) -> str:
+    return f"gradients: {case['errors']}"
+
+
+IN_WORDS = MappingProxyType(
+    {
+        "gradient": _gradient_in_words,
+        "tuning": _tuning_in_words,
+        "way": _way_in_words,
+        "workload": _workload_in_words,
+    }
+)

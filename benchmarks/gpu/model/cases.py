@@ -1,8 +1,8 @@
 """Models and workloads of the whole-model benchmark, and how they are built on a device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks.gpu.data import Workload
-from benchmarks.gpu.workloads import SHARINGS, shared_prefix
+from benchmarks.gpu.model.ways import Layers
+from benchmarks.gpu.workloads import shared_prefix
 from benchmarks.tree.cases import model_settings
 from treering.train.loop.compute import enable_gradient_checkpointing
 from treering.tree.forest import Forest
@@ -28,6 +29,7 @@ class ModelPlan:
         checkpointed: whether layers are computed again in the backward, because their activations would not fit.
         token_options: sizes of a micro-batch in tokens, one of which is chosen for each way.
         workloads: what it trains; the options are chosen on the first one.
+        layers: as people run them, in the order in which they are measured.
         dtype: of weights and activations.
         checked_length: tokens of the branches that gradients are compared on.
     """
@@ -37,6 +39,7 @@ class ModelPlan:
     checkpointed: bool
     token_options: tuple[int, ...]
     workloads: tuple[Workload, ...]
+    layers: tuple[Layers, ...] = get_args(Layers)
     dtype: torch.dtype = torch.bfloat16
     checked_length: int = 512
 
@@ -48,18 +51,14 @@ class ModelPlan:
 
 
 def full_plans(sets: Sequence[Workload]) -> list[ModelPlan]:
-    """The plans by importance: if time runs out, the last ones are missing.
-
-    The small model on some workloads, the large one on smaller ones, then the small one on the others.
-    """
-    sweep = {sharing: shared_prefix(sharing) for sharing in SHARINGS}
-    first = [sweep.pop(sharing) for sharing in (0.5, 0.0, 0.9)]
+    """The plans by importance: if time runs out, the last ones are missing. The large model has smaller workloads."""
+    sharings = (0.0, 0.5, 0.9)
     small = ModelPlan(
         shape=NAMED_SHAPES["qwen3-1.7b"],
         is_tied=True,
         checkpointed=False,
         token_options=(8_192, 16_384),
-        workloads=(*first, *sets[:2]),
+        workloads=(*map(shared_prefix, sharings), *sets),
     )
     large = ModelPlan(
         shape=NAMED_SHAPES["qwen3-8b"],
@@ -67,11 +66,12 @@ def full_plans(sets: Sequence[Workload]) -> list[ModelPlan]:
         checkpointed=True,
         token_options=(8_192, 16_384),
         workloads=(
-            *(shared_prefix(sharing, num_branches=NUM_LARGE_BRANCHES) for sharing in (0.5, 0.0, 0.75)),
+            *(shared_prefix(sharing, num_branches=NUM_LARGE_BRANCHES) for sharing in (0.0, 0.5, 0.75)),
             *(shortened(workload, LARGE_TOKENS) for workload in sets[:1]),
         ),
+        layers=("compiled", "liger"),
     )
-    return [small, large, replace(small, workloads=(*reversed(sweep.values()), *sets[2:]))]
+    return [small, large]
 
 
 NUM_LARGE_BRANCHES = 8
@@ -101,6 +101,7 @@ def tiny_plans(sets: Sequence[Workload]) -> list[ModelPlan]:
             checkpointed=True,
             token_options=(48, 128),
             workloads=(*sweep, *sets[:1]),
+            layers=("stock",),
             dtype=torch.float32,
             checked_length=24,
         )

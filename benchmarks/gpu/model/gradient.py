@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from benchmarks.gpu.budget import Cell
 from benchmarks.gpu.data import Workload
 from benchmarks.gpu.model.cases import ModelPlan, build_on_device
-from benchmarks.gpu.model.steps import TREE, BuildStep
+from benchmarks.gpu.model.steps import Rows, build_step
 from benchmarks.gpu.workloads import shared_prefix
 
-REFERENCE = "padded"
-"""The way that runs in float32, on stock code only."""
+REFERENCE: Rows = "padded"
+"""The layout that runs in float32, on stock code only."""
 
-CHECKED = ("varlen", TREE)
+CHECKED: tuple[Rows, ...] = ("varlen", "tree")
 MAX_RATIO, MAX_NOISE = 1.25, 1e-5
 """The law's factor is 1.1 for a median over seeds; one draw has more room. The noise is that of float32."""
 
@@ -26,8 +26,8 @@ class WrongGradientError(Exception):
     """The tree step's gradient is further from float32's than rounding explains, so its speed means nothing."""
 
 
-def check_gradients(plan: ModelPlan, device: str, ways: Mapping[str, BuildStep]) -> Cell:
-    """Relative L2 distance of whole gradients from float32's, by way.
+def check_gradients(plan: ModelPlan, device: str) -> Cell:
+    """Relative L2 distance of whole gradients from float32's, by layout.
 
     Raises:
         WrongGradientError: the tree step's distance is over `MAX_RATIO` times that of packed flat sequences.
@@ -35,10 +35,10 @@ def check_gradients(plan: ModelPlan, device: str, ways: Mapping[str, BuildStep])
     workload = shared_prefix(0.5, length=plan.checked_length, num_branches=4)
     tokens = workload.num_flat_tokens
     model = build_on_device(plan, device)
-    found = {way: _gradient(model, ways[way], workload, tokens) for way in CHECKED}
-    exact = _gradient(model.float(), ways[REFERENCE], workload, tokens)
-    errors = {way: gradient_distance(gradient, exact) for way, gradient in found.items()}
-    flat, tree = errors[CHECKED[0]], errors[TREE]
+    found = {rows: _gradient(model, rows, workload, tokens) for rows in CHECKED}
+    exact = _gradient(model.float(), REFERENCE, workload, tokens)
+    errors = {str(rows): gradient_distance(gradient, exact) for rows, gradient in found.items()}
+    flat, tree = errors["varlen"], errors["tree"]
     if not tree <= MAX_RATIO * flat + MAX_NOISE:
         raise WrongGradientError(f"the tree step's gradient is {tree:.2e} from float32, flat sequences' is {flat:.2e}")
     return {"kind": "gradient", "model": plan.shape.name, "errors": errors, "flat_tokens": tokens}
@@ -55,8 +55,8 @@ def gradient_distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     return float((apart / whole) ** 0.5)
 
 
-def _gradient(model: PreTrainedModel, build: BuildStep, workload: Workload, tokens: int) -> dict[str, Tensor]:
-    build(model, workload, tokens)()
+def _gradient(model: PreTrainedModel, rows: Rows, workload: Workload, tokens: int) -> dict[str, Tensor]:
+    build_step(rows, "chunks", model, workload, tokens)()
     taken = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
     return taken

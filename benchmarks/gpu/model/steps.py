@@ -1,13 +1,12 @@
 """Ways to compute a batch's gradient on a device: the tree step, and tuned baselines without trees.
 
 Each is a closure that clears `.grad`, computes, and leaves the same gradient: that of the mean negative log-probability
-over all trained tokens. Baselines run their head on trained rows only, in chunks whose gradient is taken at once, so
-that no logits are kept and none are computed twice.
+over all trained tokens. Baselines run their head on trained rows only, in large chunks whose gradient is taken at once,
+or by Liger's fused kernel, so that no logits are kept and none are computed twice.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,27 +21,28 @@ from benchmarks.gpu.model.varlen import hidden_states, pack_row, varlen_attentio
 from benchmarks.tree.steps import packed_chains, padded_micro_batches, tree
 from treering.tree.plan.bins import pack
 
-HEAD_CHUNK_ENTRIES = 2**28
-"""Logits of a chunk: 1,766 rows of a vocabulary of 151,936, which fill a device; 1 GiB in float32."""
+HEAD_CHUNK_ENTRIES = 2**30
+"""Logits of a chunk: 7,067 rows of a vocabulary of 151,936; 4 GiB in float32."""
 
-BuildStep = Callable[[PreTrainedModel, Workload, int], Step]
-"""A model, what it trains and the most tokens of a micro-batch."""
+Head = Literal["chunks", "liger"]
+MicroBatch = int | Literal["auto"]
+"""Most tokens of a micro-batch; auto, for Treering's ways: what free memory holds."""
 
-TREE = "tree"
-BASELINES = ("varlen", "padded", "packed_chains")
-
-
-def build_ways(backend: str = "auto") -> dict[str, BuildStep]:
-    """All ways by name, baselines first; Treering's two ways use the attention backend."""
-    return {
-        "varlen": varlen,
-        "padded": padded,
-        "packed_chains": partial(packed_chains, backend=backend),
-        TREE: partial(tree, backend=backend),
-    }
+Rows = Literal["varlen", "padded", "chains", "tree"]
+"""How a way lays out sequences; chains are Treering's flat sequences, a baseline for what is not shared."""
 
 
-def varlen(model: PreTrainedModel, workload: Workload, max_tokens: int) -> Step:
+def build_step(rows: Rows, head: Head, model: PreTrainedModel, workload: Workload, max_tokens: MicroBatch) -> Step:
+    """The step of a layout; Treering's two layouts have a head and an attention of their own."""
+    if rows == "tree":
+        return tree(model, workload, max_tokens)
+    if rows == "chains":
+        return packed_chains(model, workload, max_tokens)
+    assert max_tokens != "auto", "stock code has no budget by memory"
+    return (varlen if rows == "varlen" else padded)(model, workload, max_tokens, head)
+
+
+def varlen(model: PreTrainedModel, workload: Workload, max_tokens: int, head: Head = "chunks") -> Step:
     """Stock Hugging Face, sequences packed end to end with varlen flash attention."""
     sequences, total = workload.sequences, workload.num_trained_tokens
     micro_batches = packed_micro_batches([sequence.size for sequence in sequences], max_tokens)
@@ -55,12 +55,12 @@ def varlen(model: PreTrainedModel, workload: Workload, max_tokens: int) -> Step:
                 loss = _find_loss(workload, branches, starts)
                 if loss.rows.numel():
                     row = pack_row([sequences[i] for i in branches], model.device)
-                    _run_backward(model, hidden_states(model, row), loss, total)
+                    _run_backward(model, hidden_states(model, row), loss, total, head)
 
     return step
 
 
-def padded(model: PreTrainedModel, workload: Workload, max_tokens: int) -> Step:
+def padded(model: PreTrainedModel, workload: Workload, max_tokens: int, head: Head = "chunks") -> Step:
     """Stock Hugging Face with SDPA, branches of similar length in batches, padded on the right to the longest.
 
     No padding mask is passed: causal attention never looks right, so SDPA keeps its fast path.
@@ -78,7 +78,7 @@ def padded(model: PreTrainedModel, workload: Workload, max_tokens: int) -> Step:
             if loss.rows.numel():
                 on_device = torch.from_numpy(ids).to(model.device)
                 hidden = model.get_decoder()(input_ids=on_device, use_cache=False).last_hidden_state
-                _run_backward(model, hidden.flatten(0, 1), loss, total)
+                _run_backward(model, hidden.flatten(0, 1), loss, total, head)
 
     return step
 
@@ -108,10 +108,27 @@ def _find_loss(workload: Workload, branches: Sequence[int], starts: NDArray[Any]
     return _Loss(np.concatenate(rows), np.concatenate(targets))
 
 
-def _run_backward(model: PreTrainedModel, hidden: Tensor, loss: _Loss, total: int) -> None:
+def _run_backward(model: PreTrainedModel, hidden: Tensor, loss: _Loss, total: int, head: Head) -> None:
     """Adds the gradients of the summed loss over `total`; `hidden` is [T, C]."""
-    head = model.get_output_embeddings()
     picked, targets = hidden[loss.rows.to(hidden.device)], loss.targets.to(hidden.device)
+    if head == "liger":
+        (_liger_sum(model, picked, targets) / total).backward()  # type: ignore[no-untyped-call]
+        return
+    picked.backward(_head_in_chunks(model, picked, targets, total))
+
+
+def _liger_sum(model: PreTrainedModel, picked: Tensor, targets: Tensor) -> Tensor:
+    """The summed loss by Liger's fused product and cross entropy, which takes gradients in its forward pass."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    head = model.get_output_embeddings()
+    loss: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="sum")(head.weight, picked, targets)
+    return loss
+
+
+def _head_in_chunks(model: PreTrainedModel, picked: Tensor, targets: Tensor, total: int) -> Tensor:
+    """The gradient of the rows, [R, C]; that of the head's weight is added."""
+    head = model.get_output_embeddings()
     grad = torch.empty_like(picked)
     num_rows = max(1, HEAD_CHUNK_ENTRIES // head.out_features)
     for start in range(0, picked.shape[0], num_rows):
@@ -120,4 +137,4 @@ def _run_backward(model: PreTrainedModel, hidden: Tensor, loss: _Loss, total: in
         summed = F.cross_entropy(head(rows).float(), targets[chunk], reduction="sum")
         (summed / total).backward()  # type: ignore[no-untyped-call]
         grad[chunk] = rows.grad
-    picked.backward(grad)
+    return grad

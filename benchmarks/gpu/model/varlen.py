@@ -1,6 +1,6 @@
 """Stock Hugging Face on packed sequences: varlen flash attention, as a tuned trainer without trees runs it.
 
-FlashAttention's own package is used where it is installed, through Hugging Face; else the flash kernels that torch
+FlashAttention-4 or 2 is used where its package is installed, through Hugging Face; else the flash kernels that torch
 ships, which take packed sequences too.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import import_utils
 
 from treering.types import TokenIds
 
@@ -54,9 +54,12 @@ def pack_row(sequences: Sequence[TokenIds], device: torch.device) -> PackedRow:
 
 
 def varlen_implementation() -> str:
-    """Hugging Face's name of the attention that `hidden_states` needs: FlashAttention 2 if installed, else torch's."""
+    """Hugging Face's name of the attention of `hidden_states`: the newest FlashAttention installed, or torch's."""
     AttentionInterface.register(TORCH_VARLEN, _torch_varlen)
-    return "flash_attention_2" if is_flash_attn_2_available() else TORCH_VARLEN
+    for version in (4, 2):
+        if getattr(import_utils, f"is_flash_attn_{version}_available")():
+            return f"flash_attention_{version}"
+    return TORCH_VARLEN
 
 
 @contextmanager

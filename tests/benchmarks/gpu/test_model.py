@@ -1,8 +1,7 @@
 """Whole models on a device: every way gives one gradient, work counted by hand, ways that do not fit are left out."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,8 +21,10 @@ from benchmarks.gpu.model.cases import (
     tiny_plans,
 )
 from benchmarks.gpu.model.gradient import WrongGradientError, check_gradients, gradient_distance
-from benchmarks.gpu.model.steps import BASELINES, TREE, build_ways, packed_micro_batches
+from benchmarks.gpu.model.kernels import Kernel, group_of, kernels_of, summarize
+from benchmarks.gpu.model.steps import Rows, build_step, packed_micro_batches
 from benchmarks.gpu.model.varlen import TORCH_VARLEN, _torch_varlen, hidden_states, pack_row, varlen_attention
+from benchmarks.gpu.model.ways import all_ways
 from benchmarks.gpu.workloads import shared_prefix
 from transformers import PreTrainedModel
 
@@ -73,13 +74,15 @@ def expected_gradients(model: PreTrainedModel, workload: Workload) -> dict[str, 
 
 
 @pytest.mark.parametrize("max_tokens", [6, 1000])
-@pytest.mark.parametrize("way", [*BASELINES, TREE])
-def test_every_way_gives_the_gradient_of_stock_code(way: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", get_args(Rows))
+def test_every_layout_gives_the_gradient_of_stock_code(
+    rows: Rows, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Chunks of two rows: more than one in every micro-batch.
     monkeypatch.setattr("benchmarks.gpu.model.steps.HEAD_CHUNK_ENTRIES", 2 * TINY_SHAPE.vocab_size)
     model = build_on_device(plan(checkpointed=max_tokens == 6), "cpu")
     expected = expected_gradients(model, UNEVEN)
-    got = gradients(model, build_ways()[way](model, UNEVEN, max_tokens))
+    got = gradients(model, build_step(rows, "chunks", model, UNEVEN, max_tokens))
     assert gradient_distance(got, expected) < 1e-5
     assert model.config._attn_implementation == "sdpa"
 
@@ -159,58 +162,114 @@ def test_the_sweep_shares_what_it_says(sharing: float) -> None:
     assert (found["sharing"] == 0.0) == (sharing == 0.0)
 
 
-def test_the_comparison_is_with_the_fastest_baseline_by_medians() -> None:
-    counts = {"flop_bound": 4.0, "scored_flop_bound": 3.6, "sharing": 0.5, "tree_scored_flops": 2e12}
-    counts["flat_scored_flops"] = 7.2e12
-    seconds = {"varlen": [3.6, 3.0, 9.0], "padded": [4.0], "packed_chains": [5.0], TREE: [1.0, 0.5, 1.1]}
-    found = compare(seconds, counts)
-    assert (found["baseline"], found["baseline_s"], found["tree_s"]) == ("varlen", 3.6, 1.0)
+def row(way: str, *seconds: float) -> dict[str, Any]:
+    shares = way.startswith("tree")
+    flops = 2e12 if shares else 7.2e12
+    return {"way": way, "is_tree": shares, "seconds": list(seconds), "flops": flops, "peak_bytes": None}
+
+
+def test_the_fastest_tree_step_is_compared_with_the_fastest_baseline_by_medians() -> None:
+    counts = {"flop_bound": 4.0, "scored_flop_bound": 3.6, "sharing": 0.5}
+    rows = [row("varlen", 3.6, 3.0, 9.0), row("padded", 4.0), row("tree, stock", 2.0), row("tree", 1.0, 0.5, 1.1)]
+    found = compare(rows, counts, 8.0)
+    assert (found["tree"], found["tree_s"], found["baseline"], found["baseline_s"]) == ("tree", 1.0, "varlen", 3.6)
     assert found["speedup"] == 3.6
     assert found["share_of_flop_bound"] == pytest.approx(0.9)
     assert found["share_of_scored_flop_bound"] == pytest.approx(1.0)
     assert found["loss_without_sharing"] is None
     assert (found["tree_tflops"], found["baseline_tflops"]) == (2.0, pytest.approx(2.0))
-    assert compare(seconds, counts | {"sharing": 0.0})["loss_without_sharing"] == pytest.approx(1.0 / 3.6 - 1)
+    assert (found["mfu"], found["baseline_mfu"]) == (0.25, pytest.approx(0.25))
+    assert compare(rows, counts | {"sharing": 0.0}, None)["loss_without_sharing"] == pytest.approx(1.0 / 3.6 - 1)
 
 
-def test_each_way_chooses_its_own_micro_batch_and_what_runs_out_of_memory_is_left_out() -> None:
+def choices(took: dict[tuple[str, int | str], float]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What is chosen where each way takes that long with each micro-batch, and fails with any other."""
+    now: list[tuple[str, int | str]] = []
+
     class Model:
         def zero_grad(self) -> None: ...
 
-    took = {("varlen", 48): 2.0, ("varlen", 128): 1.0, ("padded", 48): 1.0, (TREE, 48): 1.0, (TREE, 128): 3.0}
-    now: list[tuple[str, int]] = []
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name, self.rows, self.is_tree = name, name, name == "tree"
 
-    def way(name: str) -> Any:
-        def build(model: Any, workload: Workload, tokens: int) -> Step:
-            def step() -> None:
-                if (name, tokens) not in took:
+        def step(self, model: Any, workload: Workload, tokens: int | str) -> Step:
+            def run() -> None:
+                now[:] = [(self.name, tokens)]
+                if now[0] not in took:
                     raise torch.OutOfMemoryError("no room")
-                now[:] = [(name, tokens)]
 
-            return step
-
-        return build
+            return run
 
     def clock(step: Step) -> float:
         step()
         return took[now[0]]
 
-    names = ("varlen", "padded", "packed_chains", TREE)
     model: Any = Model()
-    found = choose_tokens(model, plan(), {name: way(name) for name in names}, clock)
-    assert found["chosen"] == {"varlen": 128, "padded": 48, TREE: 48}
-    assert set(found["left_out"]) == {"padded 128", "packed_chains 48", "packed_chains 128"}
+    ways: Any = {name: Fake(name) for name in ("varlen", "padded", "chains", "tree")}
+    return choose_tokens(model, plan(), ways, clock)
+
+
+def test_each_way_chooses_its_own_micro_batch_and_what_runs_out_of_memory_is_left_out() -> None:
+    took = {("varlen", 48): 2.0, ("varlen", 128): 1.0, ("padded", 48): 1.0, ("tree", 48): 1.0, ("tree", "auto"): 0.5}
+    chosen, left_out = choices(took)
+    assert chosen == {"varlen": (128, 1.0), "padded": (48, 1.0), "tree": ("auto", 0.5)}
+    assert set(left_out) == {"padded, 128", "chains, 48", "chains, 128", "chains, auto", "tree, 128"}
+
+
+def test_the_devices_time_is_split_by_kernels_and_gaps() -> None:
+    vocab_size = 1000
+    found = summarize(
+        [
+            Kernel(name="nvjet_tst", start_us=0, stop_us=3, shapes=((8, 16), (16, 24))),
+            # Beside it on another stream.
+            Kernel(name="vectorized_elementwise_kernel", start_us=2, stop_us=4),
+            Kernel(name="nvjet_tst", start_us=6, stop_us=10, shapes=((8, 16), (16, vocab_size))),
+            Kernel(name="_gradient_kernel", start_us=10, stop_us=11),
+            Kernel(name="key_gradient_kernel", start_us=12, stop_us=13),
+        ],
+        vocab_size,
+    )
+    assert (found["num_kernels"], found["busy_ms"], found["idle_ms"]) == (5, 0.01, 0.003)
+    assert found["group_ms"] == {"head": 0.005, "products": 0.003, "elementwise": 0.002, "attention": 0.001}
+    assert summarize([], vocab_size)["busy_ms"] == 0
+    lookup = Kernel(name="indexSelectLargeIndex", start_us=0, stop_us=1, shapes=((vocab_size, 16), (8,)))
+    assert group_of(lookup, vocab_size) == "elementwise"
+
+
+def test_kernels_have_the_sizes_of_the_operation_that_launched_them() -> None:
+    class Event:
+        def __init__(self, device: Any, number: int, linked: int, shapes: list[list[int]]) -> None:
+            self.values = {"device_type": device, "correlation_id": number, "linked_correlation_id": linked}
+            self.values |= {"shapes": shapes, "name": "some", "start_ns": 2000, "duration_ns": 500}
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: self.values[name]
+
+    devices = torch.autograd.DeviceType
+    events = [Event(devices.CPU, 7, 0, [[2, 3]]), Event(devices.CUDA, 9, 7, []), Event(devices.CUDA, 8, 0, [])]
+    assert kernels_of(events) == [
+        Kernel(name="some", start_us=2.0, stop_us=2.5, shapes=((2, 3),)),
+        Kernel(name="some", start_us=2.0, stop_us=2.5),
+    ]
+
+
+def test_every_layout_is_measured_with_every_kind_of_layers_and_ligers_head_with_its_layers() -> None:
+    found = {(way.rows, way.layers, way.head) for way in all_ways().values()}
+    assert len(found) == len(all_ways()) == 4 * 3 + 2
+    assert {layers for _, layers, head in found if head == "liger"} == {"liger"}
 
 
 def test_models_are_checked_tuned_and_measured() -> None:
     found = PartReport("model", 1e9, environment={"device": "here"}, goals=dict(gpu_model.GOALS))
-    (tiny,) = tiny_plans([UNEVEN])
-    measure_models(found, [tiny, replace(tiny, workloads=tiny.workloads[:1])], "cpu", build_ways("segments"))
+    measure_models(found, tiny_plans([UNEVEN]), "cpu", all_ways())
     assert not found.errors
-    assert [case["kind"] for case in found.cases] == ["gradient", "tuning", *["workload"] * 4]
-    for case in found.cases[2:]:
-        assert set(case["max_tokens"]) == {*BASELINES, TREE}
-        assert case["peak_bytes"] == dict.fromkeys([*BASELINES, TREE])
+    kinds = [case["kind"] for case in found.cases]
+    assert kinds[:2] == ["gradient", "tuning"]
+    # Every way on the first workload.
+    assert kinds[2:6] == ["way"] * 4
+    assert kinds[-3:] == ["workload"] * 3
+    for case in found.cases[-3:]:
         assert case["speedup"] == pytest.approx(case["baseline_s"] / case["tree_s"])
         assert (case["loss_without_sharing"] is None) == (case["workload"] != "sharing 0.00")
     gpu_model.print_table(found.as_json())
@@ -219,25 +278,24 @@ def test_models_are_checked_tuned_and_measured() -> None:
 def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_model, "free_bytes", lambda device: 1000)
     found = PartReport("model", 1e9, environment={}, goals={})
-    measure_models(found, tiny_plans([]), "cpu", build_ways())
-    assert [skipped["case"] for skipped in found.skipped] == ["tiny sharing 0.50", "tiny sharing 0.00"]
+    measure_models(found, tiny_plans([]), "cpu", all_ways())
+    assert [skipped["case"] for skipped in found.skipped] == ["tiny"]
     assert "1,000 are free" in found.skipped[0]["reason"]
 
 
 def test_a_wrong_gradient_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = build_ways()
+    def wrong(rows: Rows, head: Any, model: PreTrainedModel, workload: Workload, tokens: int) -> Step:
+        masks = tuple(np.r_[mask[:-2], 0, 0] for mask in workload.masks)
+        return build_step(rows, head, model, replace(workload, masks=masks) if rows == "tree" else workload, tokens)
 
-    def doubled(model: PreTrainedModel, workload: Workload, tokens: int) -> Step:
-        once, masks = ways[TREE], tuple(np.r_[mask[:-2], 0, 0] for mask in workload.masks)
-        return once(model, replace(workload, masks=masks), tokens)
-
-    check_gradients(plan(), "cpu", ways)
+    check_gradients(plan(), "cpu")
+    monkeypatch.setattr(gpu_model_gradient, "build_step", wrong)
     with pytest.raises(WrongGradientError, match="flat sequences"):
-        check_gradients(plan(), "cpu", {**ways, TREE: doubled})
+        check_gradients(plan(), "cpu")
 
 
 def test_bfloat16_gradients_are_compared_with_float32() -> None:
-    found = check_gradients(plan(dtype=torch.bfloat16), "cpu", build_ways())
+    found = check_gradients(plan(dtype=torch.bfloat16), "cpu")
     assert set(found["errors"]) == {*gpu_model_gradient.CHECKED}
     assert all(1e-4 < error < 0.1 for error in found["errors"].values())
 
@@ -249,9 +307,9 @@ def test_distances_are_over_all_weights_together() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("way", ["varlen", TREE])
-def test_on_a_device_packed_flash_attention_gives_the_gradient_of_stock_code(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", ["varlen", "tree"])
+def test_on_a_device_packed_flash_attention_gives_the_gradient_of_stock_code(rows: Rows) -> None:
     model = build_on_device(plan(dtype=torch.bfloat16), "cuda")
-    got = gradients(model, build_ways()[way](model, UNEVEN, 1000))
-    exact = gradients(model.float(), build_ways()["padded"](model, UNEVEN, 1000))
+    got = gradients(model, build_step(rows, "chunks", model, UNEVEN, 1000))
+    exact = gradients(model.float(), build_step("padded", "chunks", model, UNEVEN, 1000))
     assert gradient_distance(got, exact) < 0.05
