@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from benchmarks.gpu import exactness as gpu_exactness
+from benchmarks.gpu import loop as gpu_loop
 from benchmarks.gpu.attention import bench as gpu_attention
 from benchmarks.gpu.attention.cases import DENSE_LENGTHS, TINY_LENGTHS, full_cases, tiny_cases
 from benchmarks.gpu.budget import Budget, Cell, PartReport
@@ -30,12 +31,13 @@ from benchmarks.gpu.model import bench as gpu_model
 from benchmarks.gpu.model.cases import full_plans, tiny_plans
 from benchmarks.gpu.model.ways import all_ways
 from benchmarks.gpu.workloads import generated_workload, set_workloads
+from benchmarks.loop.runs import RunSize
 from benchmarks.tree.cases import SHAPE, published_cases, star
 from treering.data import AgentSpec
 from treering.errors import ConfigError, TreeringError, UnsupportedError
 
 Size = Literal["full", "tiny"]
-Part = Literal["exactness", "engine", "attention", "model"]
+Part = Literal["exactness", "engine", "attention", "loop", "model"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -43,10 +45,11 @@ FILES: dict[Part, str] = {
     "exactness": "gpu-tree.json",
     "engine": "gpu-engine.json",
     "attention": "gpu-attention.json",
+    "loop": "gpu-loop.json",
     "model": "gpu-model.json",
 }
 
-SHARES: dict[Part, float] = {"exactness": 0.06, "engine": 0.62, "attention": 0.45, "model": 1.0}
+SHARES: dict[Part, float] = {"exactness": 0.06, "engine": 0.45, "attention": 0.3, "loop": 0.25, "model": 1.0}
 """Of the seconds left when a part begins; the last part of a run has all of them."""
 
 BUDGET_S = 300.0
@@ -181,6 +184,13 @@ def _watch(settings: Settings) -> Stopwatch:
     return Stopwatch(device=device, min_runs=1, max_runs=1) if settings.size == "tiny" else Stopwatch(device=device)
 
 
+def _measure_loop(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    tiny = settings.size == "tiny"
+    plan = gpu_engine_cases.tiny_plans()[0] if tiny else gpu_engine_cases.full_plans()[1]
+    size = RunSize(num_prompts=4, prompts_per_step=2, group_size=2, num_steps=3) if tiny else RunSize()
+    gpu_loop.measure_loop(report, size, plan, sets[-1], settings.device)
+
+
 def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
     plans = tiny_plans(sets) if settings.size == "tiny" else full_plans(sets)
     gpu_model.measure_models(report, plans, settings.device, all_ways())
@@ -190,12 +200,14 @@ MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] 
     "exactness": _measure_exactness,
     "engine": _measure_engine,
     "attention": _measure_attention,
+    "loop": _measure_loop,
     "model": _measure_models,
 }
 TABLES: dict[Part, Callable[[Cell], None]] = {
     "exactness": gpu_exactness.print_table,
     "engine": gpu_engine.print_table,
     "attention": gpu_attention.print_table,
+    "loop": gpu_loop.print_table,
     "model": gpu_model.print_table,
 }
 GOALS: dict[Part, Cell] = {

@@ -115,10 +115,12 @@ def make_start(folder: Path, num_prompts: int, *, seed: int, on_progress: OnProg
     return Start(folder=folder, num_steps=start.num_steps, accuracy=start.accuracy)
 
 
-def configuration(start: Start, size: RunSize, variant: Variant, *, seed: int, run_dir: Path) -> RlConfig:
+def configuration(
+    start: Start, size: RunSize, variant: Variant, *, seed: int, run_dir: Path, device: str = "cpu"
+) -> RlConfig:
     """The configuration that `treering train` would read for this run."""
     sections: dict[str, Any] = {
-        "model": {"path": start.folder.absolute(), "device": "cpu"},
+        "model": {"path": start.folder.absolute(), "device": device},
         "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
         "sampling": {"max_tokens": size.max_tokens},
         "rl": {
