@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treering.attention.to_device import to_device
 from treering.model.head.linear import LinearScores, chunks
-from treering.model.head.three_pass import ThreePassScores, has_kernels, rows_by_memory
+from treering.model.head.three_pass import ThreePassScores, has_kernels, rows_at_once
 from treering.model.logits import EntropyOf, LogitScores, scaled_logits
 
 MAX_LOGIT_ENTRIES = MappingProxyType({"cpu": 2**24, "cuda": 2**28})
@@ -73,7 +73,7 @@ def score_rows(
         and dtype in KERNEL_DTYPES
         and rows.shape[0] > 0
     ):
-        pieces = chunks(rows.shape[0], target_row, rows_by_memory(rows.device, dtype, vocab_size))
+        pieces = chunks(rows.shape[0], target_row, rows_at_once(rows.device, dtype, vocab_size))
         return _on_weights(ThreePassScores, rows, head, dtype, targets, on_device, pieces, temperature, entropy_of)
     max_rows = max_logit_rows(rows.device, vocab_size)
     if rows.shape[0] <= max_rows:

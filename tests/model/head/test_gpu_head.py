@@ -20,7 +20,7 @@ def test_a_head_on_a_device_is_that_of_float64(
     dtype: torch.dtype, temperature: float, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert has_kernels(torch.device("cuda"))
-    monkeypatch.setattr("treering.model.scoring.rows_by_memory", lambda *_: max_rows)
+    monkeypatch.setattr("treering.model.scoring.rows_at_once", lambda *_: max_rows)
     torch.manual_seed(0)
     num_rows, size, vocab = 300, 64, 20_001
     row_of = np.sort(np.random.default_rng(0).integers(0, num_rows, 350))

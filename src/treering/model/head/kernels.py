@@ -27,8 +27,15 @@ _WARPS = 16
 
 @triton.jit
 @no_type_check
+def _bounded(x):
+    # A maximum that drops what is no number would make a finite score of it.
+    return tl.maximum(x, HIDDEN, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+@no_type_check
 def _statistics_kernel(
-    logits, lse, entropy, stride, num_tokens, temperature, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    logits, lse, entropy, stride, num_tokens, scale, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -38,9 +45,9 @@ def _statistics_kernel(
     mean = 0.0
     for start in range(0, num_tokens, BLOCK):
         inside = start + columns < num_tokens
-        x = tl.load(logits + row * stride + start + columns, mask=inside, other=HIDDEN).to(tl.float32)
+        x = tl.load(logits + row * stride + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
         # A hidden token has weight 0, and 0 times its logit must count as 0.
-        x = tl.maximum(x / temperature, HIDDEN)
+        x = _bounded(x * scale)
         higher = tl.maximum(top, tl.max(x, 0))
         weights = tl.exp(x - higher)
         kept = tl.exp(top - higher)
@@ -48,6 +55,8 @@ def _statistics_kernel(
             mean = (mean + total * (top - higher)) * kept + tl.sum(weights * (x - higher), 0)
         total = total * kept + tl.sum(weights, 0)
         top = higher
+    # Where all tokens are hidden there is no distribution.
+    total = tl.where(top > HIDDEN, total, float("nan"))
     tl.store(lse + row, top + tl.log(total))
     tl.store(entropy + row, tl.log(total) - mean / total if WITH_ENTROPY else 0.0)
 
@@ -55,7 +64,7 @@ def _statistics_kernel(
 @triton.jit
 @no_type_check
 def _gradient_kernel(
-    logits, lse, entropy, of_logprobs, of_entropy, stride, num_tokens, temperature,
+    logits, lse, entropy, of_logprobs, of_entropy, stride, num_tokens, scale,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -66,24 +75,24 @@ def _gradient_kernel(
     for start in range(0, num_tokens, BLOCK):
         inside = start + columns < num_tokens
         place = logits + row * stride + start + columns
-        x = tl.load(place, mask=inside, other=HIDDEN).to(tl.float32)
-        logprob = tl.maximum(x / temperature, HIDDEN) - own_lse
+        x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+        logprob = _bounded(x * scale) - own_lse
         factor = -upstream
         if WITH_ENTROPY:
             factor = factor - turned * (logprob + own_entropy)
-        gradient = tl.exp(logprob) * factor / temperature
+        gradient = tl.exp(logprob) * factor * scale
         tl.store(place, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 @no_type_check
 def _target_kernel(
-    logits, logprobs, entropy, of_logprobs, of_entropy, targets, target_row, first, grads, stride, temperature,
+    logits, logprobs, entropy, of_logprobs, of_entropy, targets, target_row, first, grads, stride, scale,
     WITH_ENTROPY: tl.constexpr,
 ):  # fmt: skip
     edge = tl.program_id(0).to(tl.int64)
     row, target = tl.load(target_row + edge), tl.load(targets + edge)
-    logprob = tl.load(logprobs + edge)
+    logprob = _bounded(tl.load(logprobs + edge))
     factor = -tl.load(of_logprobs + row)
     if WITH_ENTROPY:
         factor = factor - tl.load(of_entropy + row) * (logprob + tl.load(entropy + row))
@@ -91,17 +100,19 @@ def _target_kernel(
     # Before it is rounded: of a sure token the two parts nearly cancel. A row may score a token twice.
     for other in range(tl.load(first + row), tl.load(first + row + 1)):
         gradient += tl.where(tl.load(targets + other) == target, tl.load(grads + other), 0.0)
-    tl.store(logits + row * stride + target, (gradient / temperature).to(logits.dtype.element_ty))
+    tl.store(logits + row * stride + target, (gradient * scale).to(logits.dtype.element_ty))
 
 
-def row_statistics(logits: Tensor, *, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and entropy, float32 [R] each, of logits [R, V] over a temperature; zeros without entropies.
+def row_statistics(logits: Tensor, *, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and entropy, float32 [R] each, of logits [R, V] times a scale; zeros without entropies.
+
+    A row that has a NaN or +inf, or nothing but -inf, has no distribution: both are NaN, as in torch's log_softmax.
 
     Example: of logits [0, 0] the log-sum-exp is 0.693, and the entropy too.
     """
     lse, entropy = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     _statistics_kernel[(logits.shape[0],)](
-        logits, lse, entropy, logits.stride(0), logits.shape[1], temperature,
+        logits, lse, entropy, logits.stride(0), logits.shape[1], scale,
         WITH_ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     return lse, entropy
@@ -117,9 +128,9 @@ def write_gradient(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     *,
-    temperature: float,
+    scale: float,
 ) -> None:
-    """Puts the gradient of the logits [R, V], before the temperature, in their place.
+    """Puts the gradient of the logits [R, V], before the scale, in their place.
 
     Args:
         logits: overwritten.
@@ -130,7 +141,7 @@ def write_gradient(
         logprobs: float32 [E], of the targets.
         grad_logprobs: [E]; None for none.
         grad_entropy: [E], of the entropy of each target's row; None for none.
-        temperature: that the logits were divided by.
+        scale: that the logits were multiplied by, 1 / temperature.
     """
     zeros = torch.zeros_like(lse)
     none = torch.zeros_like(logprobs)
@@ -139,7 +150,7 @@ def write_gradient(
     of_entropy = zeros if grad_entropy is None else zeros.index_add(0, target_row, grad_entropy.to(torch.float32))
     options = {"WITH_ENTROPY": grad_entropy is not None}
     _gradient_kernel[(logits.shape[0],)](
-        logits, lse, entropy, of_logprobs, of_entropy, logits.stride(0), logits.shape[1], temperature,
+        logits, lse, entropy, of_logprobs, of_entropy, logits.stride(0), logits.shape[1], scale,
         BLOCK=BLOCK, num_warps=_WARPS, **options,
     )  # fmt: skip
     if targets.numel() == 0:
@@ -147,5 +158,5 @@ def write_gradient(
     first = torch.searchsorted(target_row, torch.arange(logits.shape[0] + 1, device=logits.device))
     _target_kernel[(targets.numel(),)](
         logits, logprobs, entropy, of_logprobs, of_entropy, targets, target_row, first, grads, logits.stride(0),
-        temperature, **options,
+        scale, **options,
     )  # fmt: skip
