@@ -1,26 +1,15 @@
 """The kernels compile for the GPU that they target; the interpreter, which is Python, accepts much more."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-SHARED_BYTES = 227 * 1024
-"""What a program may use on compute capability 9.0."""
+from tests.compiling import SHARED_BYTES, compiled_by
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "tests.attention.compiled_kernels"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return compiled_by("tests.attention.compiled_kernels")
 
 
 @pytest.mark.slow

@@ -1,28 +1,16 @@
 """The engine's kernels compile for their target GPU; the interpreter accepts much more."""
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.compiling import SHARED_BYTES, compiled_by
 from tests.engine.decoder.compiled_code import copies_wait_for_loads
-
-SHARED_BYTES = 227 * 1024
-"""What a program may use on compute capability 9.0."""
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "tests.engine.decoder.compiled_cuda_kernels"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return compiled_by("tests.engine.decoder.compiled_cuda_kernels")
 
 
 @pytest.mark.slow

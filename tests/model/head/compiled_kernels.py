@@ -39,15 +39,26 @@ def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
     return f"*{dtype}" if name == "logits" else "*i64" if name in INDEXES else "*fp32"
 
 
+def report(name: str, dtype: str, *, with_entropy: bool) -> None:
+    kernel = KERNELS[name]
+    block = {"BLOCK": kernels.BLOCK} if "BLOCK" in kernel.arg_names else {}
+    compiled = compile_kernel(kernel, dtype, {"WITH_ENTROPY": with_entropy, **block})
+    ptx = compiled.asm["ptx"]
+    found = {
+        "kernel": name,
+        "dtype": dtype,
+        "shared_bytes": compiled.metadata.shared,
+        "has_local_memory": ".local" in ptx,
+        "keeps_nan": "max.NaN.f32" in ptx,
+    }
+    print(json.dumps(found), flush=True)
+
+
 def main() -> None:
-    for dtype in ("bf16", "fp16", "fp32"):
-        for with_entropy in (False, True):
-            for name, kernel in KERNELS.items():
-                block = {"BLOCK": kernels.BLOCK} if "BLOCK" in kernel.arg_names else {}
-                compiled = compile_kernel(kernel, dtype, {"WITH_ENTROPY": with_entropy, **block})
-                found = {"kernel": name, "dtype": dtype, "with_entropy": with_entropy}
-                code = {"shared_bytes": compiled.metadata.shared, "has_local_memory": ".local" in compiled.asm["ptx"]}
-                print(json.dumps(found | code), flush=True)
+    for name in KERNELS:
+        for dtype in ("bf16", "fp16", "fp32"):
+            report(name, dtype, with_entropy=True)
+        report(name, "bf16", with_entropy=False)
 
 
 if __name__ == "__main__":

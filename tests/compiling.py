@@ -1,0 +1,26 @@
+"""Kernels compiled for a GPU that need not be there, in a process without triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SHARED_BYTES = 227 * 1024
+"""What a program may use on compute capability 9.0."""
+
+
+def compiled_by(module: str) -> list[dict[str, Any]]:
+    """What `python -m module` says of its kernels, an object a line; skips where triton cannot compile for NVIDIA."""
+    backends = pytest.importorskip("triton.backends").backends
+    if "nvidia" not in backends:
+        pytest.skip(f"this triton compiles for {', '.join(backends) or 'no device'}, not for NVIDIA's")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-m", module], env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
