@@ -48,7 +48,7 @@ class Calls(TorchDispatchMode):
         return result
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 11), reason="this torch adds no 16-bit product to a float32 total")
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch adds no 16-bit product to a float32 total")
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_on_a_device_that_can_one_operation_adds_16_bit_factors_to_a_float32_total(
     narrow: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from treering.model.logits import EntropyOf, consume_logits, logit_gradient
 
-WIDE_SUMS_ON = "cuda" if torch.__version__ >= (2, 11) else None
+WIDE_SUMS_ON = "cuda" if torch.__version__ >= "2.11" else None
 """The type of device on which one product of 16-bit factors adds to a float32 sum."""
 
 
