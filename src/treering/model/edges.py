@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from treering.attention.to_device import to_device
 from treering.errors import InputError
 from treering.model.families import ModelParts
+from treering.model.head.three_pass import ThreePassLoss
 from treering.model.logits import EntropyOf
-from treering.model.scoring import Scores, score_rows
+from treering.model.scoring import Scores, on_kernels, score_rows
 from treering.tree.forest import Forest
 
 
@@ -59,6 +60,10 @@ class EdgeScores:
     entropy: Float[Tensor, " E"]
     values: Float[Tensor, " E"] | None = None
     divergence: Float[Tensor, " E"] | None = None
+
+
+LossOf = Callable[[slice, EdgeScores], Tensor]
+"""(some consecutive edges of a table, their scores) -> their part of a loss, a scalar."""
 
 
 def scored_on_head(
@@ -162,6 +167,33 @@ def score_edges(
     )
     values = None if value_head is None else _values(rows, value_head)[to_device(table.edge_row, device)]
     return EdgeScores(logprobs=scores.logprobs, entropy=scores.entropy, values=values)
+
+
+def loss_on_kernels(
+    parts: ModelParts,
+    hidden: Float[Tensor, "N C"],
+    head: nn.Linear,
+    forest: Forest,
+    loss_of: LossOf,
+    *,
+    temperature: float,
+    table: EdgeTable,
+    entropy_of: EntropyOf,
+) -> Tensor:
+    """The sum of `loss_of` over all edges of a table, in parts of it, with a head that takes kernels.
+
+    The gradient of each part is taken while its logits are there, so that they are computed once and never kept.
+    Arguments are those of `score_edges`.
+    """
+    rows = hidden[to_device(table.rows, hidden.device)]
+    targets = to_device(forest.tokens[table.edges].astype(np.int64), hidden.device)
+
+    def of_part(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return loss_of(at, EdgeScores(logprobs=logprobs, entropy=entropy))
+
+    options = temperature * parts.logit_divisor, entropy_of, of_part
+    loss: Tensor = on_kernels(ThreePassLoss, rows, head, targets, table.edge_row, *options)
+    return loss
 
 
 def _values(rows: Float[Tensor, "R C"], value_head: nn.Module) -> Float[Tensor, " R"]:

@@ -9,7 +9,7 @@ whose weight gradient is summed in place; any other head in checkpointed chunks.
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -64,23 +64,16 @@ def score_rows(
 
     Example: one row with logits [0, 0] scores token 1 at log 0.5 = -0.693, with entropy 0.693.
     """
+    if takes_kernels(head, rows, softcap):
+        return Scores(*on_kernels(ThreePassScores, rows, head, targets, target_row, temperature, entropy_of))
     on_device = to_device(target_row, rows.device)
-    dtype = compute_dtype(rows)
-    if (
-        is_plain_linear(head)
-        and softcap is None
-        and has_kernels(rows.device)
-        and dtype in KERNEL_DTYPES
-        and rows.shape[0] > 0
-    ):
-        pieces = chunks(rows.shape[0], target_row, rows_at_once(rows.device, dtype, vocab_size))
-        return _on_weights(ThreePassScores, rows, head, dtype, targets, on_device, pieces, temperature, entropy_of)
     max_rows = max_logit_rows(rows.device, vocab_size)
     if rows.shape[0] <= max_rows:
         return _score_chunk(rows, head, targets, on_device, temperature, entropy_of, softcap)
     pieces = chunks(rows.shape[0], target_row, max_rows)
     if is_plain_linear(head) and softcap is None:
-        return _on_weights(LinearScores, rows, head, dtype, targets, on_device, pieces, temperature, entropy_of)
+        labels = targets, on_device, pieces
+        return Scores(*_on_weights(LinearScores, rows, head, *labels, temperature, entropy_of))
     parts = [
         checkpoint(
             _score_chunk,
@@ -98,12 +91,31 @@ def score_rows(
     return Scores(*(torch.cat(one) for one in zip(*parts, strict=True)))
 
 
-def _on_weights(
-    scores: type[torch.autograd.Function], rows: Tensor, head: nn.Linear, dtype: torch.dtype, *arguments: object
-) -> Scores:
+def takes_kernels(head: nn.Module, rows: Tensor, softcap: float | None) -> TypeGuard[nn.Linear]:
+    """Whether the kernels of a linear head score these rows."""
+    is_plain = is_plain_linear(head) and softcap is None
+    return is_plain and has_kernels(rows.device) and compute_dtype(rows) in KERNEL_DTYPES and rows.shape[0] > 0
+
+
+def on_kernels(
+    function: type[torch.autograd.Function],
+    rows: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    target_row: NDArray[np.int64],
+    *arguments: object,
+) -> Any:
+    """What a function of `three_pass` returns, in chunks of rows; `arguments` are those after the chunks."""
+    max_rows = rows_at_once(rows.device, compute_dtype(rows), head.out_features)
+    pieces = chunks(rows.shape[0], target_row, max_rows)
+    return _on_weights(function, rows, head, targets, to_device(target_row, rows.device), pieces, *arguments)
+
+
+def _on_weights(function: type[torch.autograd.Function], rows: Tensor, head: nn.Linear, *arguments: object) -> Any:
+    dtype = compute_dtype(rows)
     bias: Tensor | None = head.bias
     bias = None if bias is None else bias.to(dtype)
-    return Scores(*scores.apply(rows.to(dtype), head.weight.to(dtype), bias, *arguments))  # type: ignore[no-untyped-call]
+    return function.apply(rows.to(dtype), head.weight.to(dtype), bias, *arguments)  # type: ignore[no-untyped-call]
 
 
 def max_logit_rows(device: torch.device, vocab_size: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treering.arrays import Int64Array
 from treering.attention.to_device import to_device
 from treering.model.edges import EdgeScores, EdgeTable
 
@@ -43,9 +44,9 @@ def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores
     ]
 
 
-def vector_product(scores: EdgeScores, vectors: EdgeScores, table: EdgeTable) -> Tensor:
-    """A scalar whose gradient with respect to the scores is the vectors at the table's edges."""
-    at = to_device(table.edges, scores.logprobs.device)
+def vector_product(scores: EdgeScores, vectors: EdgeScores, edges: Int64Array) -> Tensor:
+    """A scalar whose gradient with respect to the scores is the vectors at their edges, packed indices."""
+    at = to_device(edges, scores.logprobs.device)
     products = [(score * vector[at]).sum() for score, vector in _pairs(scores, vectors) if score.requires_grad]
     return sum(products, start=scores.logprobs.new_zeros(()))
 

@@ -20,7 +20,7 @@ from treering.arrays import BoolArray, Int64Array
 from treering.attention import TreeLayout
 from treering.attention.ancestors import Ancestor
 from treering.attention.gateway import Gateway
-from treering.model.edges import EdgeScores, EdgeTable, edge_table, split_table
+from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table, split_table
 from treering.model.forward import hidden_states
 from treering.train.gradient.boundaries import boundary_of
 from treering.train.gradient.edge_vectors import put_scores
@@ -34,8 +34,8 @@ from treering.tree.forest import Forest
 from treering.tree.plan.fragment import sight_of, take_fragment
 from treering.tree.plan.partition import PartitionedTree
 
-LossOf = Callable[[int, EdgeTable, EdgeScores], Tensor]
-"""(partition number, its edges, their scores) -> their loss, a scalar."""
+LossOfPartition = Callable[[int, EdgeTable], LossOf]
+"""(partition number, its edges) -> the loss of some of them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -95,7 +95,7 @@ class PartitionedStep:
         self._children = self._needed_children()
         self._live: dict[int, _OpenPartition] = {}
 
-    def backward(self, loss_of: LossOf) -> None:
+    def backward(self, loss_of: LossOfPartition) -> None:
         """Adds the gradients of the losses of all partitions to `.grad`."""
         for event, number in self._events():
             if event == "enter":
@@ -147,7 +147,7 @@ class PartitionedStep:
         with saved_on_host(self._scorer.parts) if has_children and self._parents == "offload" else nullcontext():
             self._compute(live)
 
-    def _leave(self, number: int, loss_of: LossOf) -> None:
+    def _leave(self, number: int, loss_of: LossOfPartition) -> None:
         self.num_passes += 1
         live = self._live.pop(number)
         live.layout.close()
@@ -161,7 +161,7 @@ class PartitionedStep:
         if live.router_loss is not None:
             loss = loss + live.router_loss.to(loss.device)
         if table.edges.size:
-            loss = loss + loss_of(number, table, self._scorer.scores(hidden, self._tree.forest, table))
+            loss = loss + self._scorer.loss(hidden, self._tree.forest, table, loss_of(number, table))
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
 

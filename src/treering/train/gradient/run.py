@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treering.arrays import Int64Array
-from treering.model.edges import EdgeScores, EdgeTable, edge_table
+from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table
 from treering.model.forward import ONE_TOKEN, hidden_states
 from treering.model.routers import Routes
 from treering.train.gradient.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
@@ -140,11 +140,21 @@ class StepRun:
         self, hidden: Tensor, forest: Forest, selected: Selection, vectors: EdgeScores | None, scorer: Scorer
     ) -> Tensor:
         table = edge_table(forest, selected.wanted(forest))
-        scores = scorer.scores(hidden, forest, table)
-        if vectors is not None:
-            return vector_product(scores, vectors, table)
-        places = table.places(forest)[selected.edges]
-        return self._loss(scores, places, selected)
+        loss_of = self._loss_of(table, table.places(forest)[selected.edges], selected, vectors)
+        if vectors is None and self._objective.scope != "entry":
+            return loss_of(slice(0, table.edges.size), scorer.scores(hidden, forest, table))
+        return scorer.loss(hidden, forest, table, loss_of)
+
+    def _loss_of(self, table: EdgeTable, places: Int64Array, selected: Selection, vectors: EdgeScores | None) -> LossOf:
+        """The loss of some edges of a table, in which `places` [E] are those of the selected entries' edges."""
+
+        def loss_of(at: slice, scores: EdgeScores) -> Tensor:
+            if vectors is not None:
+                return vector_product(scores, vectors, table.edges[at])
+            inside = (places >= at.start) & (places < at.stop)
+            return self._loss(scores, places[inside] - at.start, selected.only(inside))
+
+        return loss_of
 
     def _scorer_of(self, unit: Unit, selected: Selection) -> Scorer:
         """The scorer with the teacher's distributions of a unit, which live as long as the unit runs."""
@@ -174,12 +184,9 @@ class StepRun:
         )
         parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
 
-        def loss_of(number: int, table: EdgeTable, scores: EdgeScores) -> Tensor:
-            if vectors is not None:
-                return vector_product(scores, vectors, table)
+        def loss_of(number: int, table: EdgeTable) -> LossOf:
             own = parts[number]
-            places = step.place_of_edge[own.edges]
-            return self._loss(scores, places, own)
+            return self._loss_of(table, step.place_of_edge[own.edges], own, vectors)
 
         step.backward(loss_of)
         self._num_passes += step.num_passes

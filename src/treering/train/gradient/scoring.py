@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from treering.attention.to_device import to_device
 from treering.model.distillation.divergence import Divergence
 from treering.model.distillation.divergence_rows import divergence_rows
-from treering.model.edges import EdgeScores, EdgeTable, score_edges, scored_on_head
+from treering.model.edges import EdgeScores, EdgeTable, LossOf, loss_on_kernels, score_edges, scored_on_head
 from treering.model.families import ModelParts
 from treering.model.logits import EntropyOf
+from treering.model.scoring import takes_kernels
 from treering.train.gradient.targets import TargetRows
 from treering.tree.forest import Forest
 
@@ -57,6 +58,24 @@ class Scorer:
     def scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
         """Scores of the table's edges, whose tokens are those of `forest`."""
         return scored_on_head(self.parts, lambda head, rows: self._scores(head, rows, forest, table), hidden)
+
+    def loss(self, hidden: Tensor, forest: Forest, table: EdgeTable, loss_of: LossOf) -> Tensor:
+        """The sum of `loss_of` over all edges of the table, in parts of it where that computes logits only once."""
+        parts, head = self.parts, self.parts.head
+        reads_more = self.value_head is not None or self.divergence is not None or not self.reads_logprobs
+        is_whole = parts.shards is None and table.edges.size > 0 and not reads_more
+        if not (is_whole and takes_kernels(head, hidden, parts.softcap)):
+            return loss_of(slice(0, table.edges.size), self.scores(hidden, forest, table))
+        return loss_on_kernels(
+            parts,
+            hidden,
+            head,
+            forest,
+            loss_of,
+            temperature=self.temperature,
+            table=table,
+            entropy_of=self.entropy_of,
+        )
 
     def zero(self, hidden: Tensor) -> Tensor:
         """0 with gradients of 0 for the weights that ranks must reduce although they score nothing."""
