@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from treering.model.head import three_pass
 from treering.model.head.linear import LinearScores, chunks
-from treering.model.head.three_pass import ThreePassScores, has_kernels, rows_at_once
+from treering.model.head.three_pass import ThreePassLoss, ThreePassScores, has_kernels, rows_at_once
 
 pytest.importorskip("triton")
 kernels = pytest.importorskip("treering.model.head.kernels")
@@ -107,6 +108,33 @@ def test_in_bfloat16_gradients_are_no_further_from_float32_than_those_of_widened
         gradients(ThreePassScores, torch.bfloat16), gradients(LinearScores, torch.bfloat16), wanted, strict=True
     ):
         assert (mine.float() - right).norm() <= 1.1 * (today.float() - right).norm()
+
+
+@pytest.mark.parametrize("max_rows", [3, 100])
+def test_a_loss_and_its_gradients_are_those_of_a_softmax_and_logits_are_computed_once(
+    max_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = torch.linspace(-1.0, 2.0, ROW_OF.size)
+
+    def loss_of(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        # No gradient of it is known before the log-probabilities and entropies are.
+        return (factors[at].to(logprobs.dtype) * (0.1 * logprobs).exp() + 0.3 * entropy.square()).sum()
+
+    tensors = inputs()
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    wanted = loss_of(slice(0, ROW_OF.size), *spelled_out(exact, 0.6))
+    products = []
+    compute = three_pass._logits
+    monkeypatch.setattr(three_pass, "_logits", lambda *inputs: products.append(inputs[0].shape[0]) or compute(*inputs))
+    pieces = chunks(NUM_ROWS, ROW_OF, max_rows)
+    got = ThreePassLoss.apply(*tensors, TARGETS, torch.from_numpy(ROW_OF), pieces, 0.6, "all", loss_of)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+    mine = torch.autograd.grad(2.5 * got, tensors, retain_graph=True)
+    for again, first in zip(torch.autograd.grad(2.5 * got, tensors), mine, strict=True):
+        assert torch.equal(again, first)
+    for gradient, right in zip(mine, torch.autograd.grad(2.5 * wanted, exact), strict=True):
+        assert (gradient.double() - right.nan_to_num()).norm() <= 1e-5 * right.nan_to_num().norm()
+    assert sum(products) == NUM_ROWS
 
 
 @pytest.mark.parametrize("max_rows", [3, 100])

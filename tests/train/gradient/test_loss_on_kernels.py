@@ -1,0 +1,53 @@
+"""A step that takes its loss's gradient in parts, while logits are there, equals the step in float64 that scores first."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.models import assert_gradients_equal, build, build_float64, take_gradients
+from tests.train.flat import Batch
+from treering.model.head.three_pass import ThreePassScores
+from treering.train.gradient.backward import backward
+from treering.train.objectives import Objective, dapo, grpo, gspo
+from treering.tree.forest import Forest
+
+kernels = pytest.importorskip("treering.model.head.kernels")
+pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="the kernels are compiled here")
+
+BATCH = Batch(
+    groups=[[[5, 6, 7, 8], [5, 6, 9, 3, 2], [5, 6, 7, 4, 4, 1]], [[3, 3, 5, 6], [3, 8]]],
+    masks=[[0, 1, 1, 1], [0, 1, 0, 1, 1], [0, 0, 1, 1, 1, 1], [0, 1, 1, 0], [0, 1]],
+    advantages=[1.0, -0.5, 2.0, 0.7, -1.3],
+    old_logprobs=[[-3.0 - 0.2 * i for i in range(n)] for n in (4, 5, 6, 4, 2)],
+)
+POLICY = BATCH.advantages, BATCH.masks, BATCH.old_logprobs
+OBJECTIVES: dict[str, Callable[[], Objective]] = {
+    "once": lambda: grpo(*POLICY, shared="once"),
+    "entropy": lambda: dapo(*POLICY, entropy_coefficient=0.1, ref_logprobs=BATCH.old_logprobs, kl_coefficient=0.2),
+    # Its ratio is that of a whole sequence, and partitions get its gradient with respect to every log-prob.
+    "gspo": lambda: gspo(*POLICY),
+}
+FORESTS = [Forest.from_sequences(group) for group in BATCH.groups]
+
+
+@pytest.mark.parametrize(("objective", "max_tokens"), [("once", None), ("gspo", None), ("entropy", 4), ("gspo", 4)])
+def test_a_loss_on_kernels_gives_the_gradients_of_float64(
+    objective: str, max_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, model = build_float64(), build()
+    wanted = backward(exact, FORESTS, OBJECTIVES[objective](), max_tokens, temperature=0.8)
+    takes_parts = objective != "gspo" or max_tokens is not None
+    monkeypatch.setattr("treering.model.scoring.has_kernels", lambda _: True)
+    monkeypatch.setattr("treering.model.scoring.rows_at_once", lambda *_: 2)
+    score_first = ThreePassScores.backward
+
+    def backward_of_scores(*inputs: Any) -> Any:
+        assert not takes_parts, "logits are computed again"
+        return score_first(*inputs)
+
+    monkeypatch.setattr(ThreePassScores, "backward", backward_of_scores)
+    got = backward(model, FORESTS, OBJECTIVES[objective](), max_tokens, temperature=0.8)
+    assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
+    assert got.metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-6)
+    assert_gradients_equal(take_gradients(model), take_gradients(exact), 1e-5)
