@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from treering.model.head.linear import add_product
 from treering.model.head.three_pass import has_kernels
 from treering.model.scoring import score_rows
 
@@ -38,3 +39,13 @@ def test_a_head_on_a_device_is_that_of_float64(
         results.append([tensor.detach().cpu().double() for tensor in (*found, leaf.grad, own.weight.grad)])
     for wanted, got in zip(*results, strict=True):
         assert (got - wanted).norm() <= TOLERANCES[dtype] * wanted.norm()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch rounds the product to 16 bits before it is added")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_of_16_bit_factors_is_not_rounded_before_it_is_added(dtype: torch.dtype) -> None:
+    left, right = (torch.randn(300, size, device="cuda").to(dtype) for size in (64, 48))
+    total = torch.ones(64, 48, device="cuda")
+    add_product(total, left.mT, right)
+    product = left.double().mT @ right.double()
+    assert (total - 1.0 - product).norm() <= 1e-6 * product.norm()

@@ -1,4 +1,4 @@
-"""A step that takes its loss's gradient in parts, while logits are there, equals the step in float64 that scores first."""
+"""A step that takes its loss's gradient in parts, while logits are there, equals one in float64 that scores first."""
 
 from collections.abc import Callable
 from typing import Any
