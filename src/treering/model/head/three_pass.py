@@ -1,8 +1,8 @@
 """A linear head whose logits are touched three times: product, one read for their sums, one write of their gradient.
 
 Logits stay in the dtype of the product and are never widened. For a loss that is a sum over targets they are computed
-once. For scores that any loss may follow, those of one chunk are kept for the first backward, which overwrites them; else
-they are computed again there.
+once. For scores that any loss may follow, the logits of one chunk are kept for the first backward, which overwrites
+them; those of more are computed again there.
 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """
