@@ -13,7 +13,7 @@ TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
 
 _EXTRAS = MappingProxyType(
     {
-        **{"math_verify": "math", "peft": "peft", "pyarrow": "datasets", "ray": "ray"},
+        **{"liger_kernel": "liger", "math_verify": "math", "peft": "peft", "pyarrow": "datasets", "ray": "ray"},
         **{"trl": "trl", "verl": "verl", "vllm": "vllm"},
         **{"mlflow": "mlflow", "trackio": "trackio", "wandb": "wandb"},
     }

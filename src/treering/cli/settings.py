@@ -65,14 +65,18 @@ def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:
     )
 
 
-def compute_options(model: ModelConfig, section: TrainConfig | LoopConfig) -> ComputeOptions:
-    """How the steps of a section are computed, without costs."""
+def compute_options(
+    model: ModelConfig, section: TrainConfig | LoopConfig, num_steps: int | None = None
+) -> ComputeOptions:
+    """How the steps of a section are computed, without costs; `num_steps` of the run, for layers that are measured."""
     return ComputeOptions(
         max_tokens=section.max_batch_tokens,
         parents=section.parents,
         max_bytes=section.max_bytes,
         autocast="bfloat16" if model.dtype == "bfloat16" else "none",
         gradient_checkpointing=section.gradient_checkpointing,
+        layers=section.layers,
+        num_steps=num_steps,
     )
 
 
@@ -81,14 +85,14 @@ def with_costs(
 ) -> ComputeOptions:
     """The options with the measured costs that decide where sharing pays; unchanged if sharing is "always".
 
-    The costs are fitted once per run and kept in its folder.
+    The costs are fitted once per run, to stock layers, and kept in its folder.
 
     Raises:
         StateError: the file is damaged.
     """
     if sharing == "always":
         return compute
-    prepare_model(model, compute)
+    prepare_model(model, replace(compute, layers="stock"))
     with precision(model, compute.autocast):
         return replace(compute, costs=cached_costs(model, run_dir / COSTS_FILE))
 

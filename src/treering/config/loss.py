@@ -1,4 +1,4 @@
-"""Settings and checks shared by the training sections: loss, layout and memory of large trees."""
+"""Settings and checks shared by the training sections: loss, layout, layers and memory of large trees."""
 
 from typing import Annotated, Literal
 
@@ -29,6 +29,14 @@ Ranks = Annotated[
     Field(
         description="Under torchrun. gathered: weights stay gathered during a step, and gradients are reduced once. "
         "sharded: they are gathered in every pass, and all ranks run the same passes, so no tree may be cut."
+    ),
+]
+Layers = Annotated[
+    Literal["auto", "stock", "compiled", "liger"],
+    Field(
+        description="How the model's layers run. stock: as transformers runs them. compiled: by torch.compile. liger: "
+        "by the kernels of treering[liger], on CUDA. auto: on CUDA the one that ends the run first, as measured in the "
+        "first step, compile time counted; stock elsewhere, on several ranks and in torch's deterministic mode."
     ),
 ]
 

@@ -12,6 +12,7 @@ from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
 from treering.config.load import Config
 from treering.config.lora import LoraConfig, check_lora
 from treering.config.loss import (
+    Layers,
     MaxBytes,
     Parents,
     Ranks,
@@ -113,6 +114,7 @@ class LoopConfig(Config):
     gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
         default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
     )
+    layers: Layers = "auto"
     ranks: Ranks = "gathered"
     num_train_threads: Count | None = Field(
         default=None, description="Threads while training on the CPU; none: as many as torch takes."

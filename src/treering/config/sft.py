@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from treering.config.load import Config
 from treering.config.lora import LoraConfig, check_lora
-from treering.config.loss import MaxBytes, Parents, Ranks, Sharing, check_divisor, check_packed
+from treering.config.loss import Layers, MaxBytes, Parents, Ranks, Sharing, check_divisor, check_packed
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
@@ -117,6 +117,7 @@ class TrainConfig(OptimConfig):
     gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
         default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
     )
+    layers: Layers = "auto"
     seed: Seed = Field(default=0, description="Seed of the random model's weights and of the order of the tasks.")
 
     @model_validator(mode="after")

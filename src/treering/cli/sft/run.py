@@ -62,14 +62,14 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     seed = config.train.seed
     model = build_model(config.model, num_ids=corpus.num_ids, seed=seed, folder=folder, lora=config.lora)
     note_compiling(console, lay_out)
-    compute = compute_options(config.model, config.train)
+    plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=config.train.trees_per_step, seed=seed)
+    num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
+    compute = compute_options(config.model, config.train, num_steps)
     if group.rank == 0:
         compute = with_costs(compute, config.train.sharing, model, config.run.dir)
     # Costs that one rank has measured, so that all share trees alike.
     compute = group.gather(compute)[0]
     options = loop_options(config, compute)
-    plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=options.trees_per_step, seed=options.seed)
-    num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
     teacher = None
     if teacher_folder := find_model(config.teacher, config_dir, setting="teacher.path"):
         teacher = load_teacher(teacher_folder, config.model, tokenizer=corpus.tokenizer)
@@ -105,13 +105,15 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
         title = str(config.run.dir)
         with RunDisplay(title=title, num_steps=num_steps, first_step=opened.step, console=console) as display:
             loop.on_progress = display.show_phase
-            reports = _show_each(steps, SftProgress(display))
+            reports = _show_each(steps, SftProgress(display), console)
     return _summary(config, corpus, model, opened, reports)
 
 
-def _show_each(steps: Iterator[StepReport], progress: SftProgress) -> list[StepReport]:
+def _show_each(steps: Iterator[StepReport], progress: SftProgress, console: Console) -> list[StepReport]:
     reports = []
     for report in steps:
+        for note in report.update.notes:
+            console.print(note, soft_wrap=True)
         progress.show(report)
         reports.append(report)
     return reports

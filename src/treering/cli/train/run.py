@@ -119,7 +119,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)
-    compute = _compute(config, model, group)
+    compute = _compute(config, model, group, num_steps)
     # Before its weights are sharded.
     run_identity = identity(config, source, model)
     loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=num_steps, group=group)
@@ -160,9 +160,9 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         yield OpenRun(config=config, source=source, loop=loop, opened=opened, num_steps=num_steps, steps=steps)
 
 
-def _compute(config: RlConfig, model: PreTrainedModel, group: RankGroup) -> ComputeOptions:
+def _compute(config: RlConfig, model: PreTrainedModel, group: RankGroup, num_steps: int) -> ComputeOptions:
     """With the costs that one rank has measured, so that all share trees alike."""
-    compute = compute_options(config.model, config.rl)
+    compute = compute_options(config.model, config.rl, num_steps)
     if group.rank == 0:
         with num_threads(config.rl.num_train_threads):
             compute = with_costs(compute, config.rl.sharing, model, config.run.dir)
@@ -178,6 +178,8 @@ def _count_steps(config: RlConfig, source: TaskSource) -> int:
 def _show_each(steps: Iterator[RlStepReport], progress: RlProgress, console: Console) -> list[RlStepReport]:
     reports = []
     for report in steps:
+        for note in () if report.update is None else report.update.notes:
+            console.print(note, soft_wrap=True)
         progress.show(report)
         for message in report.rollouts.reward_errors[:1]:
             count = report.rollouts.num_reward_errors

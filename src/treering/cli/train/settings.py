@@ -33,7 +33,10 @@ from treering.train.loop.sft import LoopOptions
 # Settings that change rounding at most, or only the length of a run. The same holds for [history] and for [engine]
 # except its seed: no rollout's tokens depend on them.
 _FREE_TO_CHANGE = frozenset(
-    {"max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "num_train_threads", "ranks"}
+    {
+        *("max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "layers"),
+        *("num_train_threads", "ranks"),
+    }
 )
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 

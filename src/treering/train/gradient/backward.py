@@ -182,7 +182,9 @@ def backward(
     weights = [*model.parameters(), *(() if value_head is None else value_head.parameters())]
 
     def first() -> int:
-        with nullcontext() if is_active(parts) else tree_attention(model, backend):
+        inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
+        # Compiled layers keep the hooks of their first forward.
+        with inside, router_hooks(routers_of(router_losses, parts)):
             return tokens_that_fit(parts)
 
     return run_by_memory(parts, weights, step, first)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from treering.errors import ConfigError, UnsupportedError
+from treering.model.layers import Layers, set_layers
 from treering.train.gradient.memory.activation_policy import ParentsOption
 from treering.train.gradient.memory.auto_tokens import DEFAULT_TOKENS, MaxTokens
 from treering.tree.plan.costs import CostModel
@@ -16,6 +17,7 @@ from treering.types import is_count
 
 GradientCheckpointing = Literal["none", "reentrant", "non_reentrant"]
 Autocast = Literal["none", "bfloat16"]
+LayersOption = Layers | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class ComputeOptions:
         autocast: "bfloat16" computes in bfloat16 where torch's autocast does; weights keep their dtype.
         gradient_checkpointing: whether and in which of torch's two ways the backward recomputes activations.
         backend: of the attention.
+        layers: how the model's layers run, see `set_layers`; "auto" measures it on CUDA in the first step.
+        num_steps: of the whole run, which "auto" counts compile time against; None keeps "auto" at stock layers.
 
     Example: `ComputeOptions(max_tokens=16_384)` keeps the activations of at most 16,384 tokens at once.
     """
@@ -42,6 +46,8 @@ class ComputeOptions:
     autocast: Autocast = "none"
     gradient_checkpointing: GradientCheckpointing = "none"
     backend: str = "auto"
+    layers: LayersOption = "stock"
+    num_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens not in (None, "auto") and not is_count(self.max_tokens, least=1):
@@ -54,13 +60,16 @@ class ComputeOptions:
 
 
 def prepare_model(model: nn.Module, options: ComputeOptions) -> None:
-    """Sets training mode, and gradient checkpointing as the options say.
+    """Sets training mode, gradient checkpointing and layers as the options say; "auto" leaves layers as they are.
 
     Raises:
-        UnsupportedError: the model cannot recompute activations.
+        MissingExtraError: layers by Liger without liger-kernel.
+        UnsupportedError: the model cannot recompute activations, or Liger's kernels are not exact for it.
     """
     model.train()
     enable_gradient_checkpointing(model, options.gradient_checkpointing)
+    if options.layers != "auto":
+        set_layers(model, options.layers)
 
 
 def precision(model: nn.Module, autocast: Autocast) -> AbstractContextManager[object]:

@@ -8,11 +8,13 @@ from torch import nn
 
 from treering import metrics
 from treering.errors import StateError
+from treering.model.layers import set_layers
 from treering.ranks.group import RankGroup
 from treering.ranks.setup import RanksMode
 from treering.ranks.state import shard_like
 from treering.train.gradient.backward import backward
 from treering.train.gradient.router_losses import RouterLosses
+from treering.train.loop.auto_layers import auto_layers
 from treering.train.loop.batches import StepBatch
 from treering.train.loop.compute import ComputeOptions, peak_memory_bytes, precision, prepare_model
 from treering.train.loop.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
@@ -39,6 +41,7 @@ class Update:
         num_unshared_trees: trees computed branch by branch because sharing would have been slower.
         peak_memory_bytes: peak memory that torch has allocated on the CUDA device so far; None on CPU.
         metrics: averages of the objective's and the routers' metrics.
+        notes: what was decided in this update, a sentence each, for people.
     """
 
     loss: float
@@ -54,6 +57,7 @@ class Update:
     num_unshared_trees: int = 0
     peak_memory_bytes: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def sharing(self) -> float:
@@ -98,7 +102,7 @@ class Updater:
         group: RankGroup | None = None,
         ranks: RanksMode | None = None,
     ) -> None:
-        """Sets training mode, and gradient checkpointing as the options say.
+        """Sets training mode, gradient checkpointing and layers as the options say.
 
         Args:
             model: prepared, if several ranks train it.
@@ -109,7 +113,7 @@ class Updater:
 
         Raises:
             ConfigError: no parameter of the model is trainable.
-            UnsupportedError: the model cannot recompute activations.
+            MissingExtraError, UnsupportedError: see `prepare_model`.
         """
         prepare_model(model, compute)
         self._model = model
@@ -118,6 +122,7 @@ class Updater:
         self._group = RankGroup() if group is None else group
         self._ranks = ranks
         self._optimizer = make_optimizer(model, optim)
+        self._has_chosen_layers = compute.layers != "auto"
 
     def update(
         self,
@@ -140,6 +145,7 @@ class Updater:
         rate = learning_rate_at(step, self._optim)
         self._optimizer.zero_grad(set_to_none=True)
         compute = self._compute
+        notes = self._choose_layers(step, batch, router_losses)
         with precision(self._model, compute.autocast):
             result = backward(
                 self._model,
@@ -181,7 +187,27 @@ class Updater:
             **counts,
             peak_memory_bytes=peak_memory_bytes(self._model),
             metrics=mean_over_ranks(result.averages, result.num_trained_tokens, self._group),
+            notes=notes,
         )
+
+    def _choose_layers(self, step: int, batch: StepBatch, router_losses: RouterLosses | None) -> tuple[str, ...]:
+        """In the first update of a run, or after it was resumed, chooses how layers run if that is left to us."""
+        if self._has_chosen_layers:
+            return ()
+        self._has_chosen_layers = True
+        total = self._compute.num_steps
+        choice = auto_layers(
+            self._model,
+            batch.forests,
+            self._compute,
+            num_steps=None if total is None else total - step + 1,
+            num_ranks=self._group.size,
+            router_losses=router_losses,
+        )
+        if choice is None:
+            return ()
+        set_layers(self._model, choice.layers)
+        return (f"layers: {choice.layers} ({choice.reason})",)
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state: tensors and numbers."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from treering.model.families import ModelParts
+from treering.model.layers import Layers, layers_of
 from treering.train.gradient.memory.activation_policy import free_memory
 from treering.train.gradient.memory.saved_tensors import bytes_per_token
 
@@ -27,8 +28,9 @@ _HEAD_SHARE = 1 / 4
 _OPTIMIZER_BYTES = 8
 """Bytes per trained number that AdamW will take in float32, once the first step has ended."""
 
-_BUDGETS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Found for a model once, so that its steps are planned alike, and lowered where that was too much."""
+_BUDGETS: WeakKeyDictionary[nn.Module, dict[Layers, int]] = WeakKeyDictionary()
+"""Found once for a model and the way its layers run, so that its steps are planned alike, and lowered where that was
+too much."""
 
 T = TypeVar("T")
 
@@ -42,9 +44,10 @@ def tokens_that_fit(parts: ModelParts) -> int:
     """
     if parts.device.type != "cuda":
         return DEFAULT_TOKENS
-    if parts.decoder not in _BUDGETS:
-        _BUDGETS[parts.decoder] = _measured(parts)
-    return _BUDGETS[parts.decoder]
+    budgets, layers = _BUDGETS.setdefault(parts.decoder, {}), layers_of(parts.decoder)
+    if layers not in budgets:
+        budgets[layers] = _measured(parts)
+    return budgets[layers]
 
 
 def run_by_memory(parts: ModelParts, weights: Iterable[Tensor], run: Callable[[int], T], first: Callable[[], int]) -> T:
@@ -76,7 +79,7 @@ def run_by_memory(parts: ModelParts, weights: Iterable[Tensor], run: Callable[[i
             weight.grad = None
         if parts.device.type == "cuda":
             torch.cuda.empty_cache()
-        _BUDGETS[parts.decoder] = tokens // 2
+        _BUDGETS.setdefault(parts.decoder, {})[layers_of(parts.decoder)] = tokens // 2
         warnings.warn(
             f"memory ran out with {tokens:,} tokens at a time, so the step runs again with {tokens // 2:,}, as will "
             "later ones; a smaller number from the start, instead of auto, saves the attempt",

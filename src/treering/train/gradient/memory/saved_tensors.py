@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from treering.model.families import ModelParts
 from treering.model.forward import hidden_states
+from treering.model.layers import layers_of
 from treering.tree.forest import Forest
 
 PROBE_TOKENS = (16, 48)
@@ -69,7 +70,8 @@ def _state_of(parts: ModelParts) -> object:
     weights = [(weight.dtype, weight.requires_grad) for weight in parts.decoder.parameters()]
     modules = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in parts.decoder.modules()]
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return device, cast, parts.config._attn_implementation, hash(tuple(weights)), hash(tuple(modules))
+    how = (cast, parts.config._attn_implementation, layers_of(parts.decoder))
+    return device, how, hash(tuple(weights)), hash(tuple(modules))
 
 
 def _measure_bytes_per_token(parts: ModelParts) -> float:
