@@ -174,14 +174,34 @@ def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
     for layer in checkpointed:
         original: Any = layer._gradient_checkpointing_func
         mixers = [mixer for mixer in parts.mixers if any(mixer is inner for inner in layer.modules())]
-        layer.__dict__["_gradient_checkpointing_func"] = partial(
-            _checkpoint_routed, original, parts.config, name, mixers
-        )
+        route = partial(_checkpoint_routed, original, parts.config, name, mixers)
+        if layer._compiled_call_impl is not None and type(layer).__call__ is nn.Module.__call__:
+            undo.callback(setattr, layer, "_compiled_call_impl", layer._compiled_call_impl)
+            layer._compiled_call_impl = _checkpointed_around(layer, route)
+            continue
+        layer.__dict__["_gradient_checkpointing_func"] = route
         undo.callback(layer.__dict__.__setitem__, "_gradient_checkpointing_func", original)
     if checkpointed and not any(weight.requires_grad for weight in parts.embedding.parameters()):
         # Reentrant checkpointing drops all gradients of a block whose inputs need none (frozen embeddings with LoRA).
         handle = parts.embedding.register_forward_hook(_require_grad)
         undo.callback(handle.remove)
+
+
+def _checkpointed_around(layer: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled layer's call, checkpointed around its graphs.
+
+    From transformers 5.23 on a layer checkpoints inside its call, where torch would compile nothing of it.
+    """
+    compiled = layer._compiled_call_impl
+
+    def unchecked(*args: Any, **kwargs: Any) -> Any:
+        layer.gradient_checkpointing = False
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            layer.gradient_checkpointing = True
+
+    return lambda *args, **kwargs: checkpoint(partial(unchecked, **kwargs), *args)
 
 
 def _checkpoint_routed(
