@@ -87,20 +87,21 @@ def auto_layers(
     compute: ComputeOptions,
     *,
     num_steps: int | None,
+    device: torch.device,
     num_ranks: int = 1,
     router_losses: RouterLosses | None = None,
 ) -> LayersChoice | None:
     """The choice for a run; None on a CPU, where layers are stock and nothing needs to be said.
 
     Args:
-        model: on its device, with its training settings.
+        model: with its training settings.
         forests: of the first step.
         compute: how that step is computed.
         num_steps: steps that are left; None if nobody knows.
+        device: of the model.
         num_ranks: that train the model.
         router_losses: of the step.
     """
-    device = next(model.parameters()).device
     if device.type != "cuda":
         return None
     own = layers_of(model)

@@ -201,6 +201,7 @@ class Updater:
             batch.forests,
             self._compute,
             num_steps=None if total is None else total - step + 1,
+            device=next(self._model.parameters()).device,
             num_ranks=self._group.size,
             router_losses=router_losses,
         )

@@ -1,0 +1,192 @@
+"""Law 2 with compiled layers and with Liger's kernels, whoever has put them in."""
+
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import treering
+from tests import liger
+from tests.attention import fake_flash
+from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
+from treering.errors import MissingExtraError, UnsupportedError
+from treering.model.layers import layers_of, set_layers
+from treering.train.gradient.backward import backward
+from treering.train.loop.compute import enable_gradient_checkpointing
+from treering.train.objectives import sft
+from treering.tree.forest import Forest
+
+SEQUENCES = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 7, 8]]
+FOREST = Forest.from_sequences(SEQUENCES)
+STOCK = 1e-5
+"""Of float32 kernels with other orders of summation."""
+
+# The tracer cannot read through the test run's type checks, and warns of what it does itself.
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def num_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """Counts compiled graphs; they run as they were traced, so that no C++ compiler is needed."""
+    stock = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: stock(self, backend="aot_eager", **options))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+
+
+def gradients(model: nn.Module, forest: Forest = FOREST, **options: object) -> dict[str, torch.Tensor]:
+    backward(model, forest, sft(normalizer="sum"), **options)
+    return take_gradients(model)
+
+
+def flat_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of the same loss by the model's own forward, one sequence at a time."""
+    for sequence in SEQUENCES:
+        (-flat_logprobs(model, sequence)[0].sum()).backward()
+    return take_gradients(model)
+
+
+def random_forest(rng: np.random.Generator) -> Forest:
+    shared = rng.integers(0, 32, rng.integers(3, 40)).tolist()
+    return Forest.from_sequences(
+        [[*shared, *rng.integers(0, 32, rng.integers(2, 20)).tolist()] for _ in range(rng.integers(1, 5))]
+    )
+
+
+@pytest.mark.slow
+def test_forests_of_twenty_shapes_run_the_same_few_graphs(
+    num_graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_flash.install(monkeypatch)
+    model = build_float64(num_hidden_layers=2)
+    names = list(model.state_dict())
+    rng = np.random.default_rng(0)
+    forests = [random_forest(rng) for _ in range(20)]
+    expected = gradients(model, forests[-1], backend="flash")
+    undo = set_layers(model, "compiled")
+    for forest in forests:
+        actual = gradients(model, forest, backend="flash")
+    assert len({forest.num_tokens for forest in forests}) > 12
+    assert 0 < num_graphs() <= 4
+    assert_gradients_equal(actual, expected, 1e-10)
+    assert list(model.state_dict()) == names
+    assert layers_of(model) == "compiled"
+    undo()
+    assert layers_of(model) == "stock"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+def test_checkpointed_layers_are_compiled_and_exact(mode: str, num_graphs: Callable[[], int]) -> None:
+    model = build_float64(num_hidden_layers=1)
+    expected = gradients(model)
+    enable_gradient_checkpointing(model, mode)
+    set_layers(model, "compiled")
+    assert_gradients_equal(gradients(model, backend="segments"), expected, 1e-10)
+    assert num_graphs() > 0
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "glm4"])
+def test_ligers_kernels_are_exact_and_keep_names_weights_and_other_models(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liger.interpret(monkeypatch)
+    model = build(family)
+    code, names = sys.modules[type(model).__module__], [name for name, _ in model.named_modules()]
+    before, weights = dict(vars(code)), {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected = flat_gradients(model)
+    undo = set_layers(model, "liger")
+    assert_gradients_equal(gradients(model), expected, STOCK)
+    assert layers_of(model) == "liger"
+    assert [name for name, _ in model.named_modules()] == names
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    assert {name for name, value in vars(code).items() if value is not before[name]} <= {"apply_rotary_pos_emb"}
+    undo()
+    assert vars(code) == before
+    assert layers_of(model) == "stock"
+    assert_gradients_equal(gradients(model), expected, STOCK)
+
+
+@pytest.mark.slow
+def test_partitions_by_ligers_kernels_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    liger.interpret(monkeypatch)
+    model = build(num_hidden_layers=1)
+    expected = flat_gradients(model)
+    undo = set_layers(model, "liger")
+    try:
+        for parents in ("keep", "recompute"):
+            assert_gradients_equal(gradients(model, max_tokens=4, parents=parents), expected, STOCK)
+    finally:
+        undo()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_model_with_ligers_kernels_and_its_fused_loss_trains_the_same_when_it_is_patched(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liger.interpret(monkeypatch)
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model = build(num_hidden_layers=1)
+    code = sys.modules[type(model).__module__]
+    for name, value in vars(code).copy().items():
+        monkeypatch.setattr(code, name, value)
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 6]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = take_gradients(model)
+    if order == "before":
+        _apply_liger_kernel_to_instance(model)
+    patched = treering.patch(model)
+    if order == "after":
+        _apply_liger_kernel_to_instance(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert_gradients_equal(take_gradients(model), expected, STOCK)
+    assert patched.take_counts().num_tokens == 5
+    patched.undo()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert patched.take_counts().num_tokens == 0
+
+
+def test_liger_is_refused_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(MissingExtraError, match=r'layers = "liger" needs liger_kernel: pip install .treering\[liger\]'):
+        set_layers(build(), "liger")
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("mixtral", {}, "model type 'mixtral' is none of them"),
+        ("qwen3", {"hidden_act": "gelu"}, "compute silu for model type 'qwen3', and this model has the activation 'gel"),
+        ("qwen3", {}, "run on CUDA, and the model is on cpu"),
+    ],
+)
+def test_liger_is_refused_where_its_kernels_are_not_exact(
+    family: str, overrides: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr("treering.extras.find_spec", lambda package: package)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    model = build(family, **overrides)
+    with pytest.raises(UnsupportedError, match=reason):
+        set_layers(model, "liger")
+    assert layers_of(model) == "stock"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("products", ["grouped_mm", "batched_mm"])
+def test_the_products_that_a_user_sets_for_experts_are_kept_and_exact(products: str, family: str) -> None:
+    model = build(family)
+    expected = flat_gradients(model)
+    model.set_experts_implementation(products)
+    assert_gradients_equal(gradients(model), expected, STOCK)
+    assert_gradients_equal(gradients(model, max_tokens=4), expected, STOCK)
+    assert model.config._experts_implementation == products
