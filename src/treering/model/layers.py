@@ -58,7 +58,7 @@ def layers_of(model: nn.Module) -> Layers:
 
     Example: "compiled" after `for layer in model.model.layers: layer.compile()`.
     """
-    modules = list(model.modules())
+    modules: list[Any] = list(model.modules())
     if any(module._compiled_call_impl is not None for module in modules):
         return "compiled"
     return "liger" if any(module._get_name().startswith("Liger") for module in modules) else "stock"
