@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class TreePatch:
         parts = find_parts(model)
         check_no_dropout(model)
         check_embedding_hooks(model)
-        self._causal_lm: Any = unwrap(model).model
+        self._compile, self._causal_lm = unwrap(model)
         self._decoder: Any = parts.decoder
         self._vocab_size = parts.vocab_size
         for module in (self._causal_lm, self._decoder):
@@ -124,6 +125,8 @@ class TreePatch:
         finally:
             self._counts = before
 
+    # Compilers cannot read how batches become forests; the decoder itself is compiled where the model was.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_decoder(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scored = self._scored
         if scored is None:
@@ -148,7 +151,7 @@ class TreePatch:
         tokens, positions = (to_device(a, device)[None].long() for a in (forest.tokens, forest.position))
         options = {name: value for name, value in kwargs.items() if name not in _OWN | _PACKING | _REFUSED.keys()}
         with tree_attention(self._causal_lm, self._backend):
-            output = original(
+            output = self._compile(original)(
                 input_ids=tokens,
                 position_ids=positions,
                 tree_layout=TreeLayout(forest, device),
@@ -162,6 +165,7 @@ class TreePatch:
         self._counts = self._counts.with_call(forest)
         return output
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_head(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Scores each distinct pair of a token and its label once, where the caller asks for a fused head."""
         labels: Any = kwargs.get("labels")

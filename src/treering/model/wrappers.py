@@ -15,7 +15,7 @@ from treering.errors import UnsupportedError
 class Unwrapped(NamedTuple):
     """How to compile a part the way the whole model was compiled, and the unwrapped model."""
 
-    compile_part: Callable[[nn.Module], Callable[..., Any]]
+    compile_part: Callable[[Callable[..., Any]], Callable[..., Any]]
     model: nn.Module
 
 
@@ -33,7 +33,7 @@ def unwrap(model: nn.Module) -> Unwrapped:
         >>> type(model).__name__                                             # doctest: +SKIP
         'Linear'
     """
-    compile_part: Callable[[nn.Module], Callable[..., Any]] = _as_it_is
+    compile_part: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
     while isinstance(model, nn.Module):
         # Not by attribute access: PEFT forwards unknown attributes to the model inside.
         compiled = model._modules.get("_orig_mod")
@@ -47,8 +47,8 @@ def unwrap(model: nn.Module) -> Unwrapped:
     return Unwrapped(compile_part, model)
 
 
-def _compiler_of(wrapper: Any) -> Callable[[nn.Module], Callable[..., Any]]:
-    compiler: Callable[[nn.Module], Callable[..., Any]] = wrapper.dynamo_ctx
+def _compiler_of(wrapper: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = wrapper.dynamo_ctx
     return compiler
 
 
@@ -90,5 +90,5 @@ def _check_compiled_elsewhere(model: nn.Module) -> None:
         )
 
 
-def _as_it_is(part: nn.Module) -> Callable[..., Any]:
+def _as_it_is(part: Callable[..., Any]) -> Callable[..., Any]:
     return part

@@ -62,7 +62,8 @@ def test_a_cpu_has_stock_layers_and_nothing_to_say(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("options", "why"), [({"num_ranks": 2}, "several ranks do not measure, and 2 train"), ({"num_steps": None}, "known")]
+    ("options", "why"),
+    [({"num_ranks": 2}, "several ranks do not measure, and 2 train"), ({"num_steps": None}, "is not known")],
 )
 def test_what_cannot_be_measured_stays_stock_and_says_so(
     options: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
@@ -81,9 +82,7 @@ def test_no_clock_is_read_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch)
         choice = decided()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert choice == module.LayersChoice(
-        layers="stock", reason="auto: in torch's deterministic mode no clock decides"
-    )
+    assert choice == module.LayersChoice(layers="stock", reason="auto: in torch's deterministic mode no clock decides")
 
 
 def call_uncompiled(module: nn.Module, **options: object) -> None:
