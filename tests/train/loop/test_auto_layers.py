@@ -75,6 +75,14 @@ def test_what_cannot_be_measured_stays_stock_and_says_so(
     assert why in choice.reason
 
 
+def test_layers_that_a_user_has_compiled_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "measured_layers", no_measurement)
+    model = build(num_hidden_layers=1)
+    model.model.layers[0].compile()
+    choice = auto_layers(model, FORESTS, ComputeOptions(), num_steps=1000, device=CUDA)
+    assert choice == module.LayersChoice(layers="compiled", reason="auto: as the model came")
+
+
 def test_no_clock_is_read_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measured_layers", no_measurement)
     torch.use_deterministic_algorithms(True)

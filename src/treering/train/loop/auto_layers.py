@@ -109,11 +109,11 @@ def auto_layers(
         "in torch's deterministic mode no clock decides": torch.are_deterministic_algorithms_enabled(),
         f"several ranks do not measure, and {num_ranks} train": num_ranks > 1,
         "the number of steps is not known": num_steps is None,
-        f"the model's layers are {own} already, and stay so": own != "stock",
+        "as the model came": own != "stock",
     }
     for reason, holds in reasons_not_to.items():
         if holds:
-            return LayersChoice(layers="stock", reason=f"auto: {reason}")
+            return LayersChoice(layers=own, reason=f"auto: {reason}")
     assert num_steps is not None
     return measured_layers(model, forests, compute, num_steps=num_steps, device=device, router_losses=router_losses)
 

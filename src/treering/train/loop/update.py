@@ -8,7 +8,7 @@ from torch import nn
 
 from treering import metrics
 from treering.errors import StateError
-from treering.model.layers import set_layers
+from treering.model.layers import layers_of, set_layers
 from treering.ranks.group import RankGroup
 from treering.ranks.setup import RanksMode
 from treering.ranks.state import shard_like
@@ -207,7 +207,8 @@ class Updater:
         )
         if choice is None:
             return ()
-        set_layers(self._model, choice.layers)
+        if choice.layers != layers_of(self._model):
+            set_layers(self._model, choice.layers)
         return (f"layers: {choice.layers} ({choice.reason})",)
 
     def state(self) -> dict[str, Any]:
