@@ -50,6 +50,10 @@ def no_measurement(*args: object, **options: object) -> None:
     raise AssertionError("nothing may be measured here")
 
 
+def call_uncompiled(module: nn.Module, **options: object) -> None:
+    module._compiled_call_impl = module._call_impl
+
+
 def decided(device: torch.device = CUDA, **options: object) -> module.LayersChoice | None:
     given = {"num_steps": 1000, "device": device, **options}
     return auto_layers(build(num_hidden_layers=1), FORESTS, ComputeOptions(), **given)
@@ -78,7 +82,7 @@ def test_what_cannot_be_measured_stays_stock_and_says_so(
 def test_layers_that_a_user_has_compiled_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measured_layers", no_measurement)
     model = build(num_hidden_layers=1)
-    model.model.layers[0].compile()
+    call_uncompiled(model.model.layers[0])
     choice = auto_layers(model, FORESTS, ComputeOptions(), num_steps=1000, device=CUDA)
     assert choice == module.LayersChoice(layers="compiled", reason="auto: as the model came")
 
@@ -91,10 +95,6 @@ def test_no_clock_is_read_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch)
     finally:
         torch.use_deterministic_algorithms(False)
     assert choice == module.LayersChoice(layers="stock", reason="auto: in torch's deterministic mode no clock decides")
-
-
-def call_uncompiled(module: nn.Module, **options: object) -> None:
-    module._compiled_call_impl = module._call_impl
 
 
 def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,5 +166,6 @@ def test_the_first_update_of_a_loop_runs_the_chosen_layers_and_says_so(monkeypat
     assert (asked, applied) == ([7], ["compiled"])
 
 
-def test_layers_that_are_named_are_set_when_the_loop_begins() -> None:
+def test_layers_that_are_named_are_set_when_the_loop_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", call_uncompiled)
     assert layers_of(tiny_loop(build(num_hidden_layers=1), layers="compiled").model) == "compiled"
