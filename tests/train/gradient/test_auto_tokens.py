@@ -93,7 +93,7 @@ def test_later_steps_begin_with_what_fitted(model: nn.Module, monkeypatch: pytes
     monkeypatch.setattr("treering.train.gradient.backward.tokens_that_fit", lambda parts: by_budget(parts))
 
     def by_budget(parts: Any) -> int:
-        return auto_tokens._BUDGETS.setdefault(parts.decoder, found["tokens"])
+        return auto_tokens._BUDGETS.setdefault(parts.decoder, {"stock": found["tokens"]})["stock"]
 
     with monkeypatch.context() as inner:
         runs_out(inner, above=FOREST.num_tokens // 2, after=0)
