@@ -10,6 +10,7 @@ import typer
 
 import treering
 from treering.cli.options import Format, JsonOutput, one_of
+from treering.cli.reference.help import SftCommand, TrainCommand
 from treering.cli.simulate.command import simulate
 from treering.errors import ConfigError
 from treering.extras import require
@@ -170,7 +171,7 @@ def inspect(
     )
 
 
-@app.command()
+@app.command(cls=SftCommand)
 def sft(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file with [model], [data], [train], [run].")],
     overrides: Annotated[
@@ -192,7 +193,7 @@ def sft(
     run_sft(config_path=config, overrides=overrides or [], json_output=json_output)
 
 
-@app.command()
+@app.command(cls=TrainCommand)
 def train(
     config: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="TOML file with [rl], and [task], [model], [history] and others.")

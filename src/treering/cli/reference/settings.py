@@ -1,0 +1,149 @@
+"""Every setting of a configuration with its type, default, description and an example, read from its JSON schema."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from treering.cli.reference.examples import EXAMPLES
+from treering.config import Config
+
+_BOUNDS = {
+    "minimum": ">= {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "<= {}",
+    "exclusiveMaximum": "< {}",
+    "multipleOf": "a multiple of {}",
+}
+_KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
+_FORMATS = {"path": "path", "date": "date"}
+_LARGE = 2**31
+"""A bound beyond it says nothing to a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One key of a section."""
+
+    key: str
+    """Name within the section, dotted in a table of it."""
+    kind: str
+    """What values it takes, in words."""
+    default: str | None
+    """As TOML; None if it is unset."""
+    description: str
+    """What it sets."""
+    example: str
+    """A value that it takes, as TOML."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The settings under one header of a file."""
+
+    name: str
+    """As in "[train]"; empty for keys above all headers."""
+    type_name: str
+    """Sections of one type in two configurations have the same settings."""
+    description: str
+    """What it is about."""
+    settings: tuple[Setting, ...]
+    """In the order of the section."""
+
+    @property
+    def title(self) -> str:
+        """Its header."""
+        return f"[{self.name}]" if self.name else "Above all headers"
+
+
+def sections_of(config_type: type[Config]) -> list[Section]:
+    """The sections of a configuration: those that a file must have, the others in its order, keys above all headers.
+
+    Example: the section "train" of `SftConfig` has the setting "learning_rate" of kind "number > 0" with the
+    default "0.0001".
+    """
+    schema = config_type.model_json_schema()
+    types, fields = schema["$defs"], schema["properties"]
+    names = sorted(
+        (name for name, field in fields.items() if "$ref" in field), key=lambda n: n not in schema["required"]
+    )
+    sections = [_section(name, fields[name]["$ref"], types) for name in names]
+    above = tuple(_setting(name, field) for name, field in fields.items() if "$ref" not in field)
+    if above:
+        sections.append(
+            Section(name="", type_name="", description="Keys of no section; in a file they come first.", settings=above)
+        )
+    return sections
+
+
+def kind_in_words(schema: Mapping[str, Any]) -> str:
+    """The values of a JSON schema.
+
+    Example: `{"type": "integer", "minimum": 1}` is "integer >= 1".
+    """
+    if "anyOf" in schema:
+        return " or ".join(kind_in_words(one) for one in schema["anyOf"] if one != {"type": "null"})
+    if choices := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        *first, last = map(_toml, choices)
+        return f"{', '.join(first)} or {last}" if first else last
+    if parts := schema.get("prefixItems"):
+        return f"[{', '.join(map(kind_in_words, parts))}]"
+    if schema["type"] == "array":
+        return f"array of {kind_in_words(schema['items'])}"
+    bounds = [words.format(schema[key]) for key, words in _BOUNDS.items() if schema.get(key, _LARGE) < _LARGE]
+    kind = _FORMATS.get(schema.get("format", ""), _KINDS[schema["type"]])
+    return f"{kind} {' and '.join(bounds)}".rstrip()
+
+
+def _section(name: str, reference: str, types: Mapping[str, Any]) -> Section:
+    type_name = reference.rpartition("/")[2]
+    return Section(
+        name=name,
+        type_name=type_name,
+        description=_one_line(types[type_name]["description"]),
+        settings=tuple(_settings(types[type_name], types, "")),
+    )
+
+
+def _settings(schema: Mapping[str, Any], types: Mapping[str, Any], prefix: str) -> Iterator[Setting]:
+    for name, field in schema["properties"].items():
+        if "$ref" in field:
+            yield from _settings(types[field["$ref"].rpartition("/")[2]], types, f"{prefix}{name}.")
+        else:
+            yield _setting(f"{prefix}{name}", field)
+
+
+def _setting(key: str, field: Mapping[str, Any]) -> Setting:
+    default = field.get("default")
+    return Setting(
+        key=key,
+        kind=kind_in_words(field),
+        default=None if default is None else _toml(default),
+        description=_one_line(field["description"]),
+        example=_toml(_example(key, field)),
+    )
+
+
+def _example(key: str, field: Mapping[str, Any]) -> Any:
+    """The example of a key's name, else another choice than the default, else the default or the least value."""
+    name = key.rpartition(".")[2]
+    if name in EXAMPLES:
+        return EXAMPLES[name]
+    default = field.get("default")
+    kinds = field.get("anyOf", [field])
+    choices = [choice for one in kinds for choice in one.get("enum", [False, True] if _is_flag(one) else ())]
+    others = [choice for choice in choices if choice != default]
+    return next(value for value in [*others, default, kinds[0].get("minimum", 1)] if value is not None)
+
+
+def _is_flag(schema: Mapping[str, Any]) -> bool:
+    return bool(schema.get("type") == "boolean")
+
+
+def _toml(value: Any) -> str:
+    # Of strings, numbers, booleans and arrays TOML and JSON have the same form.
+    return json.dumps(value)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
