@@ -13,8 +13,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-`treering sft CONFIG` and `treering train CONFIG` read a TOML file with these sections. `treering init FILE --model MODEL`
-writes one for your data, and every key can be given behind the file too: `treering sft run.toml train.num_steps=20`.
+`treering sft CONFIG` and `treering train CONFIG` read a TOML file with these sections. `treering init FILE --model
+MODEL` writes one for your data, and every key can be given behind the file too: `treering sft run.toml
+train.num_steps=20`.
 Unknown keys are refused with the nearest name. `treering sft --help` and `treering train --help` show the same lists.
 """
 

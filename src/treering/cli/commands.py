@@ -4,15 +4,15 @@ Each one imports its own module when it runs, so `treering --help` is quick and 
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 import treering
-from treering.cli.options import Format, JsonOutput, one_of
+from treering.cli.inspect.arguments import inspect
+from treering.cli.options import JsonOutput
 from treering.cli.reference.help import SftCommand, TrainCommand
 from treering.cli.simulate.command import simulate
-from treering.errors import ConfigError
 from treering.extras import require
 
 app = typer.Typer(
@@ -51,124 +51,7 @@ def _options(
         print(context.get_help())
 
 
-@app.command()
-def inspect(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILES...",
-            help="Trajectories: JSON Lines, JSON or Parquet files, plain or gzip, or folders of datasets.",
-        ),
-    ],
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder or hub id; needed for messages.")
-    ] = None,
-    model_shape: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model whose FLOPs are counted; qwen3-8b.")
-    ] = None,
-    template: Annotated[
-        Literal["plain", "hf"],
-        typer.Option(
-            parser=one_of("plain", "hf"),
-            metavar="plain|hf",
-            help="How messages become text: plain, or the tokenizer's template.",
-        ),
-    ] = "plain",
-    why: Annotated[
-        bool, typer.Option("--why", help="Show where trajectories part although what follows is the same.")
-    ] = False,
-    drafts: Annotated[
-        bool,
-        typer.Option(
-            "--drafts",
-            help="Replay the rollouts through our drafter instead, and predict the speedup of decoding. Earlier "
-            "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
-        ),
-    ] = False,
-    verify_cost: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            min=0.001,
-            max=1,
-            help="drafts: cost of verifying a drafted token, as a share of a decoding step. Default: that of the "
-            "run's settings, or the drafter's; on CPU try 0.4.",
-        ),
-    ] = None,
-    history: Annotated[
-        bool,
-        typer.Option(
-            "--history",
-            help="Measure instead how well an epoch predicts tokens and lengths of the next one, with controls. FILES "
-            "is the folder of a `treering train` run, or files whose lines have an epoch.",
-        ),
-    ] = False,
-    groups: Annotated[int | None, typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.")] = None,
-    max_rollouts: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="drafts, history: a sample of whole prompts with all their rollouts."),
-    ] = None,
-    format: Format = "auto",
-    json_output: JsonOutput = False,
-) -> None:
-    """Measure what trajectories share, and the best speedup that training them as trees can give.
-
-    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --why
-
-    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --drafts
-
-    Example: treering inspect --history runs/sums
-    """
-    if why + drafts + history > 1:
-        raise ConfigError("--why, --drafts and --history are three reports; ask for one of them at a time")
-    if (drafts or history) and model_shape is not None:
-        raise ConfigError("--drafts and --history count tokens and no FLOPs; leave --model-shape out")
-    if groups is not None and not history:
-        raise ConfigError("--groups says how history is measured; add --history, or leave it out")
-    if verify_cost is not None and not drafts:
-        raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
-    if max_rollouts is not None and not (drafts or history):
-        raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
-    from treering.cli.hub import tokenizer_folder
-
-    folder = None if tokenizer is None else tokenizer_folder(tokenizer)
-    if drafts:
-        from treering.cli.inspect.drafts import run as run_drafts
-
-        run_drafts(
-            paths=files,
-            tokenizer=folder,
-            template=template,
-            max_rollouts=max_rollouts,
-            verify_cost=verify_cost,
-            json_output=json_output,
-            format=format,
-        )
-        return
-    if history:
-        from treering.cli.inspect.history import run as run_history
-
-        run_history(
-            paths=files,
-            tokenizer=folder,
-            template=template,
-            num_groups=groups or 8,
-            max_rollouts=max_rollouts,
-            json_output=json_output,
-            format=format,
-        )
-        return
-    from treering.cli.inspect.command import run
-
-    run(
-        files=files,
-        tokenizer=folder,
-        model_shape=model_shape or "qwen3-8b",
-        template=template,
-        json_output=json_output,
-        num_causes=10 if why else 0,
-        format=format,
-    )
+app.command()(inspect)
 
 
 @app.command(cls=SftCommand)

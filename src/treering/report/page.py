@@ -20,20 +20,27 @@ def as_html(content: Mapping[str, Any]) -> str:
     Example: `Path("report.html").write_text(as_html(page_content(folder, find_text)), encoding="utf-8")`
     """
     parts = {
-        "title": escape(str(content["title"])),
-        "style": _asset("page.css"),
-        "data": _inline_json(content),
         "tiles": "".join(_tile(*tile) for tile in tiles_of(content)),
-        "status": escape(f"{content['status']}; page made {content['made']}"),
         "notes": _notes(content["notes"]),
         "script": "\n".join(_asset(name) for name in _SCRIPTS),
+        "data": _inline_json(content),
     }
-    page = _asset("page.html")
+    status = f"{content['status']}; page made {content['made']}"
+    return shell(str(content["title"]), status, _filled("page.html", parts), command="treering report")
+
+
+def shell(title: str, status: str, body: str, *, command: str) -> str:
+    """A whole page in the style of reports around a body in HTML; title and status are plain text."""
+    parts = {"title": escape(title), "style": _asset("page.css"), "status": escape(status), "command": escape(command)}
+    return _filled("shell.html", {**parts, "body": body})
+
+
+def _filled(asset: str, parts: Mapping[str, str]) -> str:
+    """An asset with its markers replaced, the last part last: it may contain any text, also that of a marker."""
+    page = _asset(asset)
     for name, part in parts.items():
-        # The data may contain any text, also that of a marker, so it is put in last.
-        if name != "data":
-            page = page.replace(f"<!--{name}-->", part)
-    return page.replace("<!--data-->", parts["data"])
+        page = page.replace(f"<!--{name}-->", part)
+    return page
 
 
 def _inline_json(content: Mapping[str, Any]) -> str:

@@ -70,9 +70,8 @@ def sections_of(config_type: type[Config]) -> list[Section]:
     sections = [_section(name, fields[name]["$ref"], types) for name in names]
     above = tuple(_setting(name, field) for name, field in fields.items() if "$ref" not in field)
     if above:
-        sections.append(
-            Section(name="", type_name="", description="Keys of no section; in a file they come first.", settings=above)
-        )
+        about = "Keys of no section; in a file they come first."
+        sections.append(Section(name="", type_name="", description=about, settings=above))
     return sections
 
 

@@ -1,0 +1,195 @@
+"""The arguments of `treering inspect` and their help; other files of this folder do the work."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from treering.cli.options import Format, JsonOutput, one_of
+from treering.errors import ConfigError
+
+_SHARING = "What trees save"
+_SHOW = "What is trained"
+_ROLLOUTS = "What rollouts of earlier epochs tell"
+
+
+def inspect(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES...",
+            help="Trajectories: JSON Lines, JSON or Parquet files, plain or gzip, or folders of datasets.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder or hub id; needed for messages.")
+    ] = None,
+    model_shape: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Model whose FLOPs are counted; qwen3-8b.", rich_help_panel=_SHARING),
+    ] = None,
+    template: Annotated[
+        Literal["plain", "hf"],
+        typer.Option(
+            parser=one_of("plain", "hf"),
+            metavar="plain|hf",
+            help="How messages become text: plain, or the tokenizer's template.",
+        ),
+    ] = "plain",
+    more: Annotated[
+        bool,
+        typer.Option(
+            "--more", help="Show every figure: bounds, other cuts of the data, branching.", rich_help_panel=_SHARING
+        ),
+    ] = False,
+    why: Annotated[
+        bool,
+        typer.Option(
+            "--why",
+            help="Show where trajectories part although what follows is the same.",
+            rich_help_panel=_SHARING,
+        ),
+    ] = False,
+    show: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Print the first N trajectories as they will be trained: the text with special tokens, what the loss "
+            "covers, and what is shared.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Print those of one task, all without --show.", rich_help_panel=_SHOW),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Write them to a page instead; 3 of a file.", rich_help_panel=_SHOW),
+    ] = None,
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Replay the rollouts through our drafter instead, and predict the speedup of decoding. Earlier "
+            "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
+            rich_help_panel=_ROLLOUTS,
+        ),
+    ] = False,
+    verify_cost: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.001,
+            max=1,
+            help="drafts: cost of verifying a drafted token, as a share of a decoding step. Default: that of the "
+            "run's settings, or the drafter's; on CPU try 0.4.",
+            rich_help_panel=_ROLLOUTS,
+        ),
+    ] = None,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Measure instead how well an epoch predicts tokens and lengths of the next one, with controls. FILES "
+            "is the folder of a `treering train` run, or files whose lines have an epoch.",
+            rich_help_panel=_ROLLOUTS,
+        ),
+    ] = False,
+    groups: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.", rich_help_panel=_ROLLOUTS),
+    ] = None,
+    max_rollouts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="drafts, history: a sample of whole prompts with all their rollouts.",
+            rich_help_panel=_ROLLOUTS,
+        ),
+    ] = None,
+    format: Format = "auto",
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure what trajectories share, and the best speedup that training them as trees can give.
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --show 3
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --drafts
+
+    Example: treering inspect --history runs/sums
+    """
+    shows = show is not None or task is not None or html is not None
+    if (why or more) + drafts + history + shows > 1:
+        raise ConfigError(
+            "--why with --more, --show with --task and --html, --drafts, and --history are four reports; ask for one "
+            "of them at a time"
+        )
+    if (drafts or history or shows) and model_shape is not None:
+        raise ConfigError("FLOPs are counted for what trees save; leave --model-shape out, or the other report")
+    if groups is not None and not history:
+        raise ConfigError("--groups says how history is measured; add --history, or leave it out")
+    if verify_cost is not None and not drafts:
+        raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
+    if max_rollouts is not None and not (drafts or history):
+        raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
+    from treering.cli.hub import tokenizer_folder
+
+    folder = None if tokenizer is None else tokenizer_folder(tokenizer)
+    if drafts:
+        from treering.cli.inspect.drafts import run as run_drafts
+
+        run_drafts(
+            paths=files,
+            tokenizer=folder,
+            template=template,
+            max_rollouts=max_rollouts,
+            verify_cost=verify_cost,
+            json_output=json_output,
+            format=format,
+        )
+        return
+    if history:
+        from treering.cli.inspect.history import run as run_history
+
+        run_history(
+            paths=files,
+            tokenizer=folder,
+            template=template,
+            num_groups=groups or 8,
+            max_rollouts=max_rollouts,
+            json_output=json_output,
+            format=format,
+        )
+        return
+    if shows:
+        from treering.cli.inspect.show import run as run_show
+
+        run_show(
+            files=files,
+            tokenizer=folder,
+            template=template,
+            num_shown=show,
+            task=task,
+            page=html,
+            json_output=json_output,
+            format=format,
+        )
+        return
+    from treering.cli.inspect.command import run
+
+    run(
+        files=files,
+        tokenizer=folder,
+        model_shape=model_shape or "qwen3-8b",
+        template=template,
+        json_output=json_output,
+        num_causes=10 if why else 0,
+        format=format,
+        more=more,
+        tokenizer_name=tokenizer,
+    )

@@ -1,0 +1,164 @@
+"""`treering inspect --show`: trajectories as they will be trained, cut into spans of text with one fate each."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from treering.data import FormatName, RenderedTrajectory, Renderer, TaskId, Trajectory, read_trajectories
+from treering.data.rendering.encoder import open_tokenizer
+from treering.errors import InputError
+from treering.types import TokenIds
+
+NUM_SHOWN = 3
+"""Trajectories of a file without `--show`."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How SentencePiece writes a space before a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Successive tokens of one fate."""
+
+    text: str
+    """What they decode to, special tokens too; the ids without a tokenizer."""
+    num_tokens: int
+    trained: bool
+    """Whether the loss covers them."""
+    shared: bool
+    """Whether another trajectory of the task begins with them too, so that they are computed once for both."""
+    special: bool
+    """Whether they are tokens that no text makes, such as the markers of turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTrajectory:
+    """One sequence; a chat whose template rewrites history has several."""
+
+    file: str
+    row: int
+    """Of the trajectory in its file, from 1."""
+    task_id: TaskId
+    reward: float | None
+    num_tokens: int
+    num_trained: int
+    num_shared: int
+    """First tokens that another sequence of the task has too."""
+    num_in_task: int
+    """Sequences of its task."""
+    spans: tuple[Span, ...]
+    """In order."""
+
+
+def shown_trajectories(
+    file: Path,
+    renderer: Renderer,
+    tokenizer: Path | None,
+    *,
+    num_shown: int | None = None,
+    task: str | None = None,
+    format: FormatName = "auto",
+) -> list[ShownTrajectory]:
+    """The first trajectories of a file, or of one of its tasks, as they will be trained.
+
+    Args:
+        file: to read.
+        renderer: makes tokens and masks.
+        tokenizer: decodes them; None shows ids.
+        num_shown: how many trajectories; None is `NUM_SHOWN`, or all of the task.
+        task: its id as text; None is any.
+        format: of the records.
+
+    Raises:
+        InputError: a bad file, or no such task.
+
+    Example: tokens `[5, 6, 7]` with mask `[0, 1, 1]` and the only other one of the task, `[5, 6, 8]`, are the spans
+    "5", shared; "6", shared and trained; "7", trained.
+    """
+    read = read_trajectories(file, format)
+    chosen = [i for i, one in enumerate(read) if task is None or str(one.task_id) == task]
+    if not chosen:
+        raise InputError(f"{file} has no task {task!r}; its first ones are {_first_tasks(read)}")
+    chosen = chosen[: num_shown or (NUM_SHOWN if task is None else None)]
+    tasks = {read[i].task_id for i in chosen}
+    rows = [i for i, one in enumerate(read) if one.task_id in tasks]
+    rendered = renderer.render([read[i] for i in rows])
+    texts = _Texts(tokenizer)
+    return [
+        _shown(
+            str(file), rows[one.index] + 1, one, [other for other in rendered if other.task_id == one.task_id], texts
+        )
+        for one in rendered
+        if rows[one.index] in chosen
+    ]
+
+
+def as_json(shown: Sequence[ShownTrajectory]) -> str:
+    """One JSON object `{"trajectories": [...]}`."""
+    return json.dumps({"trajectories": [asdict(one) for one in shown]}, indent=2, allow_nan=False)
+
+
+class _Texts:
+    """Decodes tokens, and says which of them are special."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._tokenizer: Any = None if folder is None else open_tokenizer(folder)
+        added = [] if self._tokenizer is None else list(self._tokenizer.get_added_tokens_decoder())
+        self._added = np.array(sorted(added), np.int64)
+
+    def are_special(self, tokens: TokenIds) -> npt.NDArray[np.bool_]:
+        return np.isin(tokens, self._added)
+
+    def decode(self, tokens: TokenIds, *, is_first: bool) -> str:
+        if self._tokenizer is None:
+            ids = " ".join(map(str, tokens.tolist()))
+            return ids if is_first else f" {ids}"
+        text = str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+        # Such tokenizers drop the space before the first word of what they decode.
+        begins_word = str(self._tokenizer.id_to_token(int(tokens[0])) or "").startswith(_SPACE)
+        return f" {text}" if begins_word and not is_first and not text.startswith(" ") else text
+
+
+def _shown(
+    one: RenderedTrajectory, task: Sequence[RenderedTrajectory], texts: _Texts, *, file: str, row: int
+) -> ShownTrajectory:
+    num_shared = max((_num_common(one.tokens, other.tokens) for other in task if other is not one), default=0)
+    is_shared = np.arange(one.tokens.size) < num_shared
+    fates = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens)], axis=1)
+    cuts = [0, *(np.flatnonzero((fates[1:] != fates[:-1]).any(axis=1)) + 1).tolist(), one.tokens.size]
+    return ShownTrajectory(
+        file=file,
+        row=row,
+        task_id=one.task_id,
+        reward=one.reward,
+        num_tokens=one.tokens.size,
+        num_trained=int(one.loss_mask.sum()),
+        num_shared=num_shared,
+        num_in_task=len(task),
+        spans=tuple(
+            Span(
+                text=texts.decode(one.tokens[begin:end], is_first=begin == 0),
+                num_tokens=end - begin,
+                trained=bool(fates[begin, 0]),
+                shared=bool(fates[begin, 1]),
+                special=bool(fates[begin, 2]),
+            )
+            for begin, end in pairwise(cuts)
+        ),
+    )
+
+
+def _num_common(left: TokenIds, right: TokenIds) -> int:
+    size = min(left.size, right.size)
+    differ = left[:size] != right[:size]
+    return int(differ.argmax()) if differ.any() else size
+
+
+def _first_tasks(read: Sequence[Trajectory]) -> str:
+    names = list(dict.fromkeys(str(one.task_id) for one in read))
+    return ", ".join(map(repr, names[:5])) + (f" of {len(names):,}" if len(names) > 5 else "")
