@@ -69,10 +69,8 @@ def heading(one: ShownTrajectory) -> str:
     """
     reward = "" if one.reward is None else f" reward {one.reward:g};"
     shared = f"the first {one.num_shared:,}" if one.num_shared else "none"
-    counts = f"{one.num_tokens:,} tokens, {one.num_trained:,} trained"
-    return printable(
-        f"{one.file} row {one.row}, task {one.task_id}:{reward} {counts}; {shared} shared in a task of {one.num_in_task}"
-    )
+    counts = f"{one.num_tokens:,} tokens, {one.num_trained:,} trained; {shared} shared in a task of {one.num_in_task}"
+    return printable(f"{one.file} row {one.row}, task {one.task_id}:{reward} {counts}")
 
 
 def as_text(one: ShownTrajectory, *, has_colours: bool) -> Text:
