@@ -138,6 +138,10 @@ NAMED_SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 """Shapes of published models by name."""
 
 
+DEFAULT_SHAPE = "qwen3-8b"
+"""The shape whose FLOPs are counted where no model is known."""
+
+
 def find_shape(name_or_path: str) -> ModelShape:
     """The shape with that name in `NAMED_SHAPES`, else the one of a Hugging Face `config.json` or its folder.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import treering
+from treering.cli.init.command import init
 from treering.cli.inspect.arguments import inspect
 from treering.cli.options import JsonOutput
 from treering.cli.reference.help import SftCommand, TrainCommand
@@ -20,8 +21,9 @@ app = typer.Typer(
     help="""Train language models on trees of trajectories: every shared token is trained once.
 
     Start with `treering inspect FILES`: it shows what your trajectories share and how much faster trees can train at
-    best, and with `--drafts` how much faster rollouts can decode. Then `treering sft CONFIG` trains on them, and
-    `treering train CONFIG` trains a policy by reinforcement learning. `treering demo` compares both with plain training
+    best, and with `--drafts` how much faster rollouts can decode. `treering init FILE --model MODEL` writes a
+    configuration for them. Then `treering sft CONFIG` trains on them, and `treering train CONFIG` trains a policy by
+    reinforcement learning. `treering demo` compares both with plain training
     on a small model in a few minutes, and `treering simulate` says what scheduling rollouts by length would gain.
     `treering doctor` checks the installation or a run.
     """,
@@ -52,6 +54,7 @@ def _options(
 
 
 app.command()(inspect)
+app.command()(init)
 
 
 @app.command(cls=SftCommand)

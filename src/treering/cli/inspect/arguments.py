@@ -7,6 +7,7 @@ import typer
 
 from treering.cli.options import Format, JsonOutput, one_of
 from treering.errors import ConfigError
+from treering.types import DEFAULT_SHAPE
 
 _SHARING = "What trees save"
 _SHOW = "What is trained"
@@ -26,7 +27,7 @@ def inspect(
     ] = None,
     model_shape: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Model whose FLOPs are counted; qwen3-8b.", rich_help_panel=_SHARING),
+        typer.Option(metavar="NAME", help=f"Model whose FLOPs are counted; {DEFAULT_SHAPE}.", rich_help_panel=_SHARING),
     ] = None,
     template: Annotated[
         Literal["plain", "hf"],
@@ -185,7 +186,7 @@ def inspect(
     run(
         files=files,
         tokenizer=folder,
-        model_shape=model_shape or "qwen3-8b",
+        model_shape=model_shape or DEFAULT_SHAPE,
         template=template,
         json_output=json_output,
         num_causes=10 if why else 0,

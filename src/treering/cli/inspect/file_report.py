@@ -70,6 +70,8 @@ class FileReport:
     """Tokens of the longest sequence."""
     largest_tree: int
     """Distinct tokens of the largest task."""
+    largest_id: int
+    """The largest token id."""
     rewards: RewardsReport | None
     """None if no trajectory has one."""
     why: WhyReport | None = None
@@ -104,6 +106,7 @@ def measure(
         branching=branching(*forests),
         longest=max(trajectory.tokens.size for trajectory in trajectories),
         largest_tree=max(forest.num_tokens for forest in forests),
+        largest_id=max(int(trajectory.tokens.max()) for trajectory in trajectories),
         rewards=_rewards(tasks),
         why=why,
     )

@@ -89,10 +89,9 @@ def shown_trajectories(
     rows = [i for i, one in enumerate(read) if one.task_id in tasks]
     rendered = renderer.render([read[i] for i in rows])
     texts = _Texts(tokenizer)
+    by_id = {group[0].task_id: group for group in by_task(rendered)}
     return [
-        _shown(
-            str(file), rows[one.index] + 1, one, [other for other in rendered if other.task_id == one.task_id], texts
-        )
+        _shown(one, by_id[one.task_id], texts, file=str(file), row=rows[one.index] + 1)
         for one in rendered
         if rows[one.index] in chosen
     ]

@@ -1,0 +1,1 @@
+"""`treering init`: a configuration for the user's own data and model."""

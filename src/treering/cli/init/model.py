@@ -1,0 +1,86 @@
+"""What a configuration must know of the user's model: its folder, vocabulary, context and chat template."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treering.cli.hub import find_folder
+from treering.data.rendering.template import ChatTemplate
+from treering.errors import ConfigError, InputError
+from treering.types import DEFAULT_SHAPE, find_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model as `--model` names it."""
+
+    name: str
+    """As in the configuration: a folder or a hub id."""
+    tokenizer: Path | None
+    """Its folder, if that holds a tokenizer."""
+    vocab_size: int | None
+    """Token ids that it knows; None if its configuration does not say."""
+    context: int | None
+    """Positions that it was made for; None if its configuration does not say."""
+    has_template: bool
+    """Whether its tokenizer has a chat template."""
+    shape: str
+    """For `find_shape`: its configuration, or another's where FLOPs of its kind are not counted."""
+
+
+def read_model(name: str) -> ModelFacts:
+    """Reads config.json and the tokenizer; of a hub id these small files alone are fetched.
+
+    Raises:
+        InputError: there is no such model, or its config.json cannot be read.
+
+    Example: the facts of Qwen/Qwen3-0.6B have a vocab_size of 151936 and a context of 40960.
+    """
+    folder = find_folder(name, [Path()], setting="--model", wanted="tokenizer")
+    config = _read_config(folder)
+    tokenizer = folder if (folder / "tokenizer.json").is_file() else None
+    return ModelFacts(
+        name=name,
+        tokenizer=tokenizer,
+        vocab_size=_count(config, "vocab_size"),
+        context=_count(config, "max_position_embeddings"),
+        has_template=tokenizer is not None and _has_template(tokenizer),
+        shape=_shape(folder),
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--model names a Hugging Face model, whose {file} cannot be read ({error}); correct it"
+        ) from error
+    if not isinstance(config, dict):
+        raise InputError(f"{file} is a JSON object, got {type(config).__name__}; fetch it again")
+    # Models that also see keep what is about text apart.
+    inner = config.get("text_config")
+    return config | inner if isinstance(inner, dict) else config
+
+
+def _count(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) else None
+
+
+def _has_template(tokenizer: Path) -> bool:
+    try:
+        ChatTemplate(tokenizer)
+    except ConfigError:
+        return False
+    return True
+
+
+def _shape(folder: Path) -> str:
+    try:
+        find_shape(str(folder))
+    except ConfigError:
+        return DEFAULT_SHAPE
+    return str(folder)

@@ -1,0 +1,106 @@
+"""The configuration of `treering sft` for a trajectory file: what was found in it, and sizes by that."""
+
+from pathlib import Path
+
+from treering.cli.init.model import ModelFacts
+from treering.cli.init.toml import comments, pair, section
+from treering.cli.inspect.command import inspect_files
+from treering.cli.inspect.file_report import FileReport
+from treering.cli.inspect.verdict import verdict
+from treering.config.sft import DataConfig
+from treering.data import FormatName
+from treering.data.formats.containers import read_records
+from treering.data.formats.detect import detect
+from treering.errors import InputError
+from treering.types import DEFAULT_SHAPE
+
+_MAX_TREES = 8
+"""Tasks of a step, as by default; fewer where there are not enough for ten steps an epoch."""
+_FEW_STEPS = 100
+"""Below so many steps an epoch, several epochs are worth their time."""
+
+
+def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format: FormatName) -> str:
+    """The text of a configuration that trains `model` on a file, which it calls `named`.
+
+    Raises:
+        InputError: a bad file, one without a trained token, or with token ids that the model does not know.
+    """
+    template = "hf" if model.has_template else DataConfig.model_fields["template"].default
+    [report] = inspect_files([file], model.tokenizer, model.shape, template, format=format)
+    if not report.turns.samples:
+        raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
+    if model.vocab_size is not None and report.largest_id >= model.vocab_size:
+        raise InputError(
+            f"{file} has token ids up to {report.largest_id}, and {model.name} knows {model.vocab_size}; name the model "
+            "whose tokenizer made them"
+        )
+    return "".join(
+        [
+            comments(_found(report, file, model, format)),
+            comments(_lengths(report, model)),
+            section("model", _model(model)),
+            section("data", _data(named, model, format)),
+            section("train", _train(report)),
+            section("run", [pair("dir", run_dir, "Checkpoints and metrics. The same command resumes a stopped run.")]),
+        ]
+    )
+
+
+def _found(report: FileReport, file: Path, model: ModelFacts, format: FormatName) -> str:
+    name = detect(first) if format == "auto" and isinstance(first := next(read_records(file))[1], dict) else format
+    return (
+        f"Format {name}: {report.trajectories:,} trajectories of {report.tasks:,} tasks with {report.flat_tokens:,} "
+        f"tokens, of which {report.unique_tokens:,} are distinct (sharing {report.sharing:.2f}). "
+        f"{verdict(report, DEFAULT_SHAPE if model.shape == DEFAULT_SHAPE else model.name)}"
+    )
+
+
+def _lengths(report: FileReport, model: ModelFacts) -> str:
+    text = (
+        f"The longest sequence has {report.longest:,} tokens, the largest tree {report.largest_tree:,} distinct ones."
+    )
+    if model.context is not None and report.longest > model.context:
+        return f"{text} The model was made for {model.context:,}: longer sequences train positions it never saw."
+    return text
+
+
+def _model(model: ModelFacts) -> list[str]:
+    return [
+        pair("path", model.name),
+        comments('On a GPU: dtype = "bfloat16". It is the type to compute in; weights stay float32.'),
+    ]
+
+
+def _data(named: str, model: ModelFacts, format: FormatName) -> list[str]:
+    lines = [pair("files", [named])]
+    if format != "auto":
+        lines.append(pair("format", format))
+    if model.has_template:
+        lines.append(pair("template", "hf", "The chat template of the model's tokenizer."))
+    return lines
+
+
+def _train(report: FileReport) -> list[str]:
+    trees = max(1, min(_MAX_TREES, report.tasks // 10))
+    steps = -(-report.tasks // trees)
+    epochs = 3 if steps < _FEW_STEPS else 1
+    warmup = min(10, epochs * steps // 10)
+    return [
+        pair("num_epochs", epochs, f"Passes over the tasks: {epochs * steps:,} steps."),
+        pair("trees_per_step", trees, "Tasks, each one tree, per optimizer step."),
+        pair(
+            "learning_rate",
+            1e-5,
+            "For all weights of a trained model. Adapters, of which a section [lora] with rank = 16 makes some, learn at "
+            "ten times the rate.",
+        ),
+        pair("warmup_steps", warmup, "Steps in which the rate rises from 0; then it falls as a cosine does."),
+        pair("schedule", "cosine"),
+        pair(
+            "max_batch_tokens",
+            "auto",
+            "Distinct tokens at a time: as many as memory holds on one GPU, else 16384. A larger tree is cut, to the "
+            "same gradient.",
+        ),
+    ]
