@@ -6,7 +6,7 @@ from treering.cli.init.model import ModelFacts
 from treering.cli.init.toml import comments, pair, section
 from treering.config.rl_task import TaskConfig
 from treering.errors import InputError
-from treering.rl.tasks.prompts_file import PromptsFile
+from treering.rl.tasks.prompts_file import PromptsFile, PromptTemplate
 
 _GROUP_SIZE = 8
 _MAX_PROMPTS = 8
@@ -26,14 +26,14 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
     """
     if model.tokenizer is None:
         raise InputError(f"prompts need a tokenizer, and {model.name} has no tokenizer.json; name a model that has one")
-    template = "hf" if model.has_template else TaskConfig.model_fields["template"].default
+    template: PromptTemplate = "hf" if model.has_template else TaskConfig.model_fields["template"].default
     task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, template=template, model=model.tokenizer)
     lengths = [prompt.tokens.size for prompt in task.prompts]
     response = _response(max(lengths), model)
     num_answers = sum(prompt.answer is not None for prompt in task.prompts)
     found = (
-        f"{len(lengths):,} prompts, {num_answers:,} of them with an answer, of {sum(lengths):,} tokens; the longest has "
-        f"{max(lengths):,}. Rollouts of a prompt share it, and each later epoch is drafted from the ones before."
+        f"{len(lengths):,} prompts, {num_answers:,} of them with an answer, of {sum(lengths):,} tokens; the longest "
+        f"has {max(lengths):,}. Rollouts of a prompt share it, and each later epoch is drafted from the ones before."
     )
     return "".join(
         [

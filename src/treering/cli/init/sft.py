@@ -8,7 +8,7 @@ from treering.cli.inspect.command import inspect_files
 from treering.cli.inspect.file_report import FileReport
 from treering.cli.inspect.verdict import verdict
 from treering.config.sft import DataConfig
-from treering.data import FormatName
+from treering.data import FormatName, Template
 from treering.data.formats.containers import read_records
 from treering.data.formats.detect import detect
 from treering.errors import InputError
@@ -26,14 +26,14 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
     Raises:
         InputError: a bad file, one without a trained token, or with token ids that the model does not know.
     """
-    template = "hf" if model.has_template else DataConfig.model_fields["template"].default
+    template: Template = "hf" if model.has_template else DataConfig.model_fields["template"].default
     [report] = inspect_files([file], model.tokenizer, model.shape, template, format=format)
     if not report.turns.samples:
         raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
     if model.vocab_size is not None and report.largest_id >= model.vocab_size:
         raise InputError(
-            f"{file} has token ids up to {report.largest_id}, and {model.name} knows {model.vocab_size}; name the model "
-            "whose tokenizer made them"
+            f"{file} has token ids up to {report.largest_id}, and {model.name} knows {model.vocab_size}; name the "
+            "model whose tokenizer made them"
         )
     return "".join(
         [
@@ -92,8 +92,7 @@ def _train(report: FileReport) -> list[str]:
         pair(
             "learning_rate",
             1e-5,
-            "For all weights of a trained model. Adapters, of which a section [lora] with rank = 16 makes some, learn at "
-            "ten times the rate.",
+            "For all weights of a trained model; adapters ([lora], rank = 16) take 1e-4.",
         ),
         pair("warmup_steps", warmup, "Steps in which the rate rises from 0; then it falls as a cosine does."),
         pair("schedule", "cosine"),

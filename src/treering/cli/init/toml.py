@@ -25,8 +25,8 @@ def comments(text: str) -> str:
 
 
 def section(name: str, lines: Sequence[str]) -> str:
-    """A section after an empty line.
+    r"""A section after an empty line.
 
-    Example: `section("run", ["dir = 1\\n"])` is an empty line, "[run]" and "dir = 1".
+    Example: `section("run", ["dir = 1\n"])` is an empty line, "[run]" and "dir = 1".
     """
     return f"\n[{name}]\n{''.join(lines)}"

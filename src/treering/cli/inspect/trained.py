@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treering.data import FormatName, RenderedTrajectory, Renderer, TaskId, Trajectory, read_trajectories
+from treering.data import FormatName, RenderedTrajectory, Renderer, TaskId, Trajectory, by_task, read_trajectories
 from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import InputError
 from treering.types import TokenIds
