@@ -114,7 +114,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
                     distort="random",
                     decode="1,2",
                     training=0.3,
-                    prefill_s=0.4,
+                    prefill_ms=0.4,
                     load_s=0.5,
                     believed_latency=0.6,
                 )

@@ -17,7 +17,7 @@ from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.traces.replay import read_trace
 
 SMALL = SimulateOptions(
-    num_workers=4, num_slots=8, num_rollouts=64, num_steps=4, lengths="lognormal:4,0.8,500", decode="1,0.1"
+    num_workers=4, num_slots=8, num_rollouts=64, num_steps=4, lengths="lognormal:4,0.8,500", decode="1000,100"
 )
 REQUIRED = {"policy", "makespan_s", "throughput_of_bound", "bubble", "staleness_max", "speedup_over_sync"}
 
@@ -95,9 +95,9 @@ def test_the_defaults_are_the_small_model_that_the_table_was_made_with():
     assert np.median(np.log(lengths)) == pytest.approx(8.2, abs=0.02)
     free = (lengths < 5000) & (lengths > 100)
     assert np.log(predicted / lengths)[free].std() == pytest.approx(0.25, abs=0.01)
-    assert cluster.latency.token_s(128)[[1, 128]].tolist() == pytest.approx([20.05, 26.4])
-    # 128 rows gain 128 tokens in 26.4 s.
-    assert cluster.latency.training_s == pytest.approx(0.07 * lengths.sum() / 12 * 26.4 / 128 / 32)
+    assert cluster.latency.token_s(128)[[1, 128]].tolist() == pytest.approx([0.02005, 0.0264])
+    # 128 rows gain 128 tokens in 26.4 ms.
+    assert cluster.latency.training_s == pytest.approx(0.07 * lengths.sum() / 12 * 0.0264 / 128 / 32)
     assert np.array_equal(believed.latency.decode_s, cluster.latency.decode_s)
 
 
@@ -135,7 +135,7 @@ def read_log_step(log: Path, at: int, *, staleness: int) -> np.ndarray:
 
 
 def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
-    options = SimulateOptions(file=log, num_workers=2, num_slots=8, num_rollouts=16, decode="1,0.1", prefill_s=0.5)
+    options = SimulateOptions(file=log, num_workers=2, num_slots=8, num_rollouts=16, decode="1000,100", prefill_ms=500)
     [(trace, cluster, _)] = make_cases(options)
     assert [step.num_rollouts for step in trace.steps] == [16] * 6
     assert (cluster.max_tokens, cluster.latency.prefill_s) == (max(step.lengths.max() for step in trace.steps), 0.5)

@@ -48,7 +48,7 @@ class SimulateOptions:
     predictor: PredictorName | None = None
     decode: str = "20,0.05"
     training: float = 0.07
-    prefill_s: float = 0.0
+    prefill_ms: float = 0.0
     load_s: float = 0.0
     believed_latency: float = 1.0
     num_seeds: int = 1
@@ -114,13 +114,15 @@ def _check(options: SimulateOptions) -> None:
 
 def _latency(options: SimulateOptions) -> Latency:
     try:
-        step_s, row_s = (float(part) for part in options.decode.split(","))
+        step_ms, row_ms = (float(part) for part in options.decode.split(","))
     except ValueError as error:
         raise InputError(
-            "--decode is STEP,ROW, the seconds of a decode step and of one more row, such as 20,0.05, got "
+            "--decode is STEP,ROW, the milliseconds of a decode step and of one more row, such as 20,0.05, got "
             f"{options.decode!r}; give two numbers"
         ) from error
-    return linear_latency(step_s=step_s, row_s=row_s, prefill_s=options.prefill_s, load_s=options.load_s)
+    return linear_latency(
+        step_s=step_ms / 1000, row_s=row_ms / 1000, prefill_s=options.prefill_ms / 1000, load_s=options.load_s
+    )
 
 
 def _traces(options: SimulateOptions) -> list[Trace]:

@@ -10,6 +10,8 @@ from treering.cli.options import Format, JsonOutput, one_of
 _FROM_LAWS = "Synthetic rollouts"
 _FROM_LOGS = "Rollouts of a log"
 _CLUSTER = "Workers and times"
+_CONTROLS = "Controls"
+_OUTPUT = "Output"
 
 
 def simulate(
@@ -75,7 +77,12 @@ def simulate(
             metavar="N", min=1, help="With --stability, rollouts of a prompt: 16.", rich_help_panel=_FROM_LAWS
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Report the mean over N seeds, and the worst.")] = 1,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Report the mean over N seeds, and the worst.", rich_help_panel=_FROM_LAWS
+        ),
+    ] = 1,
     predictor: Annotated[
         Literal["median", "ema", "quantile"] | None,
         typer.Option(
@@ -90,13 +97,14 @@ def simulate(
         typer.Option(
             parser=one_of("reversed", "constant", "random"),
             metavar="reversed|constant|random",
-            help="Control: deliberately wrong predictions.",
+            help="Deliberately wrong predictions.",
+            rich_help_panel=_CONTROLS,
         ),
     ] = None,
     decode: Annotated[
         str,
         typer.Option(
-            metavar="STEP,ROW", help="Seconds of a decode step and of each row in it.", rich_help_panel=_CLUSTER
+            metavar="STEP,ROW", help="Milliseconds of a decode step and of each row in it.", rich_help_panel=_CLUSTER
         ),
     ] = "20,0.05",
     training: Annotated[
@@ -110,7 +118,9 @@ def simulate(
     ] = 0.07,
     prefill: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="Prefill of a token of a prompt.", rich_help_panel=_CLUSTER),
+        typer.Option(
+            metavar="MS", min=0, help="Milliseconds of prefill, for a token of a prompt.", rich_help_panel=_CLUSTER
+        ),
     ] = 0.0,
     load: Annotated[
         float,
@@ -118,25 +128,37 @@ def simulate(
     ] = 0.0,
     believed_latency: Annotated[
         float,
-        typer.Option(metavar="FACTOR", help="Control: policies plan with decode times that are off by this factor."),
+        typer.Option(
+            metavar="FACTOR",
+            help="Policies plan with decode times that are off by this factor.",
+            rich_help_panel=_CONTROLS,
+        ),
     ] = 1.0,
     policies: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Only these, such as histopipe,fifo; sync always runs.")
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Only these, such as histopipe,fifo; sync always runs.", rich_help_panel=_OUTPUT
+        ),
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Draw a timeline of the first seed.")
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Draw a timeline of the first seed.", rich_help_panel=_OUTPUT),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON to this file too.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the result as JSON to this file too.", rich_help_panel=_OUTPUT),
+    ] = None,
     format: Format = "auto",
     json_output: JsonOutput = False,
 ) -> None:
     """Simulate how long rollouts and training take with each scheduling policy, and what ours would gain.
 
-    Time is virtual: continuous batching on every worker, weight loading, training.
+    Time is virtual: continuous batching on every worker, weight loading, training. Three rows say most: `sync` is the
+    plain loop, `fifo` samples a step ahead of training, and `histopipe` also places rollouts by their predicted length.
+
+    Example: treering simulate runs/train --workers 4 --slots 16 --decode 25,0.1
 
     Example: treering simulate --rollouts 16384 --timeline pipe.html
-
-    Example: treering simulate runs/sums --workers 4 --slots 16
     """
     from treering.cli.simulate.cases import SimulateOptions
     from treering.cli.simulate.run import run
@@ -159,7 +181,7 @@ def simulate(
         distort=distort,
         decode=decode,
         training=training,
-        prefill_s=prefill,
+        prefill_ms=prefill,
         load_s=load,
         believed_latency=believed_latency,
     )

@@ -14,6 +14,8 @@ from treering.schedule.traces.trace import Trace
 
 OURS = "histopipe"
 """The policy that the sentence is about."""
+_FIRST = (SYNC, ONE_STEP_OFF, OURS)
+"""The policies that matter to most: the plain loop, one that samples ahead, and ours."""
 
 _BAR_WIDTH = 12
 
@@ -25,17 +27,22 @@ def as_json(results: Sequence[Result], lower_bound_s: float) -> str:
 
 
 def as_table(results: Sequence[Result], *, title: str, num_seeds: int) -> Table:
-    """A row per policy, with a bar as long as its speedup; with several seeds, the worst one's speedup too."""
+    """A row per policy, the three of most interest first, with a bar as long as its speedup.
+
+    With several seeds, it has the worst one's speedup too.
+    """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    names = ["stale", "seconds", "of bound", "bubble", "speedup", *(["worst"] if num_seeds > 1 else [])]
+    names = ["stale", "time", "of bound", "idle", "speedup", *(["worst"] if num_seeds > 1 else [])]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, overflow="crop")
     longest = max(result.speedup_over_sync for result in results)
-    for result in results:
+    first = sorted((one for one in results if one.policy in _FIRST), key=lambda one: _FIRST.index(one.policy))
+    others = [one for one in results if one.policy not in _FIRST]
+    for result in [*first, *others]:
         style = "bold" if result.policy == OURS else None
-        table.add_row(*_cells(result, longest, num_seeds), style=style)
+        table.add_row(*_cells(result, longest, num_seeds), style=style, end_section=result is first[-1])
     return table
 
 
@@ -75,13 +82,16 @@ def about_predictions(trace: Trace) -> str:
     )
 
 
-def in_seconds(time_s: float) -> str:
-    """A time without its unit, with at least three digits.
+def in_words(time_s: float) -> str:
+    """A time in the units of people, with at least three digits.
 
-    >>> in_seconds(2023935.4), in_seconds(7.026)
-    ('2,023,935', '7.03')
+    >>> in_words(7.026), in_words(203.4), in_words(40_470)
+    ('7.03 s', '3 min 23 s', '11 h 14 min')
     """
-    return f"{time_s:,.0f}" if time_s >= 100 else f"{time_s:.3g}"
+    if time_s < 100:
+        return f"{time_s:.3g} s"
+    minutes, seconds = divmod(round(time_s), 60)
+    return f"{minutes} min {seconds} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _cells(result: Result, longest: float, num_seeds: int) -> list[str]:
@@ -89,7 +99,7 @@ def _cells(result: Result, longest: float, num_seeds: int) -> list[str]:
     return [
         result.policy,
         str(result.staleness),
-        in_seconds(result.makespan_s),
+        in_words(result.makespan_s),
         f"{result.throughput_of_bound:.2f}",
         f"{result.bubble:.0%}",
         f"{result.speedup_over_sync:.2f}x",
