@@ -16,12 +16,13 @@ from treering.cli.main import main
 from treering.cli.simulate.cases import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"doctor", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "push", "trl"}
+SUBCOMMANDS = {"doctor", "init", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "push", "trl"}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
     """Put a module with this `run` in the place of a subcommand's, so that no work is done."""
-    place = {"simulate": "simulate.run", "sft": "training", "train": "training"}.get(name, f"{name}.command")
+    places = {"init": "init.run", "simulate": "simulate.run", "sft": "training", "train": "training"}
+    place = places.get(name, f"{name}.command")
     place = f"treering.cli.{place}"
     module = ModuleType(place)
     setattr(module, f"run_{name}" if place == "treering.cli.training" else "run", run)
@@ -41,12 +42,24 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (
             ["inspect", "a.jsonl", "b.jsonl.gz"],
             {"files": [Path("a.jsonl"), Path("b.jsonl.gz")], "tokenizer": None, "model_shape": "qwen3-8b"}
-            | {"template": "plain", "json_output": False, "num_causes": 0, "format": "auto"},
+            | {"template": "plain", "json_output": False, "num_causes": 0, "format": "auto"}
+            | {"more": False, "tokenizer_name": None},
         ),
         (
             shlex.split("inspect a --tokenizer t --model-shape llama3-8b --template hf --json --format sharegpt"),
             {"files": [Path("a")], "tokenizer": Path("t"), "model_shape": "llama3-8b"}
-            | {"template": "hf", "json_output": True, "num_causes": 0, "format": "sharegpt"},
+            | {"template": "hf", "json_output": True, "num_causes": 0, "format": "sharegpt"}
+            | {"more": False, "tokenizer_name": "t"},
+        ),
+        (
+            ["init", "a.jsonl", "--model", "m"],
+            {"file": Path("a.jsonl"), "model": "m", "rl": False, "reward": "exact_answer", "out": None}
+            | {"format": "auto", "json_output": False},
+        ),
+        (
+            shlex.split("init a --model m --rl --reward p.m:f --out c.toml --format chat --json"),
+            {"file": Path("a"), "model": "m", "rl": True, "reward": "p.m:f", "out": Path("c.toml")}
+            | {"format": "chat", "json_output": True},
         ),
         (["sft", "c.toml"], {"config_path": Path("c.toml"), "overrides": [], "json_output": False}),
         (

@@ -8,6 +8,7 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from treering.cli.display.panel import in_words
 from treering.schedule.compare import ONE_STEP_OFF, SYNC, Result
 from treering.schedule.predict.calibration import calibrate, group_ranks
 from treering.schedule.traces.trace import Trace
@@ -82,16 +83,13 @@ def about_predictions(trace: Trace) -> str:
     )
 
 
-def in_words(time_s: float) -> str:
+def as_time(time_s: float) -> str:
     """A time in the units of people, with at least three digits.
 
-    >>> in_words(7.026), in_words(203.4), in_words(40_470)
+    >>> as_time(7.026), as_time(203.4), as_time(40_470)
     ('7.03 s', '3 min 23 s', '11 h 14 min')
     """
-    if time_s < 100:
-        return f"{time_s:.3g} s"
-    minutes, seconds = divmod(round(time_s), 60)
-    return f"{minutes} min {seconds} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+    return f"{time_s:.3g} s" if time_s < 100 else in_words(time_s)
 
 
 def _cells(result: Result, longest: float, num_seeds: int) -> list[str]:
@@ -99,7 +97,7 @@ def _cells(result: Result, longest: float, num_seeds: int) -> list[str]:
     return [
         result.policy,
         str(result.staleness),
-        in_words(result.makespan_s),
+        as_time(result.makespan_s),
         f"{result.throughput_of_bound:.2f}",
         f"{result.bubble:.0%}",
         f"{result.speedup_over_sync:.2f}x",

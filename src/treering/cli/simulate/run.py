@@ -8,7 +8,7 @@ from rich.console import Console
 
 from treering.cli.display.progress import WorkProgress
 from treering.cli.simulate.cases import Case, SimulateOptions, make_cases
-from treering.cli.simulate.report import about_predictions, answer, as_json, as_table, in_words
+from treering.cli.simulate.report import about_predictions, answer, as_json, as_table, as_time
 from treering.errors import InputError
 from treering.schedule.compare import PolicySetup, Result, compare, policy_setups
 from treering.schedule.simulator.bounds import bound_s
@@ -85,7 +85,7 @@ def _show(results: list[Result], cases: list[Case], lower_bound_s: float) -> Non
     seeds = f", mean of {len(cases)} seeds" if len(cases) > 1 else ""
     console.print(as_table(results, title=f"{_setting(cases[0])}{seeds}", num_seeds=len(cases)))
     bound = (
-        f"No schedule of staleness {cluster.staleness} ends before {in_words(lower_bound_s)}. Each policy is held "
+        f"No schedule of staleness {cluster.staleness} ends before {as_time(lower_bound_s)}. Each policy is held "
         "against the bound at its own staleness."
     )
     for sentence in (answer(results), bound, about_predictions(trace)):

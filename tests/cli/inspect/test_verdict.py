@@ -1,0 +1,88 @@
+"""The end of `treering inspect`: what can be gained and why, rewards, and the next command."""
+
+import numpy as np
+import pytest
+
+from treering.cli.inspect.file_report import measure
+from treering.cli.inspect.tables import summary_table
+from treering.cli.inspect.verdict import next_command, verdict
+from treering.data import RenderedTrajectory
+from treering.types import find_shape
+
+
+def rendered(task, tokens, num_prompt, index=0, reward=None):
+    mask = np.arange(len(tokens)) >= num_prompt
+    return RenderedTrajectory(
+        task_id=task,
+        tokens=np.array(tokens, np.int32),
+        loss_mask=mask,
+        turn_ends=np.array([len(tokens)], np.int32),
+        index=index,
+        reward=reward,
+    )
+
+
+def report_of(*trajectories):
+    return measure("dir/set.jsonl", trajectories, find_shape("qwen3-8b"))
+
+
+PROMPT = list(range(80))
+
+
+def test_much_to_gain_is_said_with_the_share_and_what_prompts_alone_would_give():
+    # Of 200 tokens, 80 are computed once instead of twice; the prompt alone are 10 of them.
+    report = report_of(rendered("a", [*PROMPT, *[1] * 20], 10, 0), rendered("a", [*PROMPT, *[2] * 20], 10, 1))
+    words = verdict(report, "qwen3-8b")
+    assert words.startswith(
+        f"set: trees can train it at most {report.flop_bound:.2f}x as fast (qwen3-8b), because 40% of"
+    )
+    assert "sharing prompts alone would give 1.05x by tokens" in words
+    assert next_command([report], "m q", has_causes=False) == "treering init dir/set.jsonl --model 'm q'"
+    assert next_command([report], None, has_causes=True) == "treering init dir/set.jsonl --model MODEL"
+
+
+def test_prompts_are_named_where_they_are_nearly_all():
+    report = report_of(rendered("a", [*PROMPT, 1, 2], 80, 0), rendered("a", [*PROMPT, 3, 4], 80, 1))
+    assert "nearly all of them in prompts." in verdict(report, "qwen3-8b")
+
+
+def test_tasks_of_their_own_are_the_reason_for_little_and_a_common_one_is_the_advice():
+    report = report_of(rendered("a", [*PROMPT, 1], 80, 0), rendered("b", [*PROMPT, 2], 80, 1))
+    words = verdict(report, "qwen3-8b")
+    assert "at most 1.00x" in words
+    assert "each of its 2 trajectories is a task of its own" in words
+    assert f"as one task they would give {report.whole_set.flop_bound:.2f}x" in words
+    assert next_command([report], "m", has_causes=False) == "treering inspect dir/set.jsonl --tokenizer m --why"
+    assert next_command([report], None, has_causes=True) == "treering inspect dir/set.jsonl --drafts"
+    apart = report_of(rendered("a", [1] * 9, 3, 0), rendered("b", [2] * 9, 3, 1))
+    assert "as one task" not in verdict(apart, "qwen3-8b")
+
+
+def test_rewards_are_counted_by_trajectory_and_groups_of_one_reward_by_task():
+    # The first trajectory is two sequences, as of a template that rewrites history.
+    trajectories = [
+        rendered("a", [1, 2], 1, 0, reward=1.0),
+        rendered("a", [1, 2, 3], 1, 0, reward=1.0),
+        rendered("a", [1, 4], 1, 1, reward=0.0),
+        rendered("b", [5, 6], 1, 2, reward=0.5),
+        rendered("b", [5, 7], 1, 3, reward=0.5),
+        rendered("c", [8, 9], 1, 4, reward=0.5),
+        rendered("d", [8, 9], 1, 5),
+    ]
+    rewards = report_of(*trajectories).rewards
+    values = [1.0, 0.0, 0.5, 0.5, 0.5]
+    assert (rewards.num_rewards, rewards.mean) == (5, pytest.approx(sum(values) / 5))
+    assert rewards.spread == pytest.approx((sum((one - 0.5) ** 2 for one in values) / 5) ** 0.5)
+    assert (rewards.groups, rewards.equal_groups) == (2, 1)
+    assert "In 1 of 2 tasks all rewards are the same" in verdict(report_of(*trajectories), "qwen3-8b")
+
+
+def test_the_first_table_has_rewards_only_where_there_are_some():
+    plain = report_of(rendered("a", [1, 2], 1))
+    assert [column.header for column in summary_table([plain]).columns][1:] == [
+        *("rows", "tokens", "with sharing", "most speedup"),
+    ]
+    paid = report_of(rendered("a", [1, 2], 1, 0, reward=2.0), rendered("a", [1, 3], 1, 1, reward=2.0))
+    table = summary_table([plain, paid])
+    cells = {column.header: list(column.cells) for column in table.columns}
+    assert (cells["reward"], cells["one reward"]) == (["-", "2"], ["-", "1 of 1"])
