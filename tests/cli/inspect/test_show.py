@@ -28,7 +28,7 @@ def chats(tmp_path: Path) -> Path:
     file = tmp_path / "chats.jsonl"
     rows = [
         Trajectory(
-            task_id="a", messages=said("Where is Basel?", "On the Rhine.", "And Bern?", "On the Aare."), reward=1.0
+            task_id="a", messages=said("Where is Basel?", "On the Rhine.", "And Bern?", "Near the Alps."), reward=1
         ),
         Trajectory(task_id="a", messages=said("Where is Basel?", "On the Rhine.", "And Thun?", "At a lake.")),
         Trajectory(task_id="b", messages=said("\x1b[31m[bold]é<b>", "[/bold] \x1b]0;x\x07 ünï<i>")),

@@ -29,7 +29,7 @@ def report_of(*trajectories):
 PROMPT = list(range(80))
 
 
-def test_much_to_gain_is_said_with_the_share_and_what_prompts_alone_would_give():
+def test_much_to_gain_is_said_with_the_share_and_what_prompts_alone_would_give(tmp_path):
     # Of 200 tokens, 80 are computed once instead of twice; the prompt alone are 10 of them.
     report = report_of(rendered("a", [*PROMPT, *[1] * 20], 10, 0), rendered("a", [*PROMPT, *[2] * 20], 10, 1))
     words = verdict(report, "qwen3-8b")
@@ -38,7 +38,8 @@ def test_much_to_gain_is_said_with_the_share_and_what_prompts_alone_would_give()
     )
     assert "sharing prompts alone would give 1.05x by tokens" in words
     assert next_command([report], "m q", has_causes=False) == "treering init dir/set.jsonl --model 'm q'"
-    assert next_command([report], None, has_causes=True) == "treering init dir/set.jsonl --model MODEL"
+    for no_model in (None, str(tmp_path)):
+        assert next_command([report], no_model, has_causes=True) == "treering init dir/set.jsonl --model MODEL"
 
 
 def test_prompts_are_named_where_they_are_nearly_all():

@@ -39,7 +39,7 @@ def init(
 
     Example: treering init prompts.jsonl --model Qwen/Qwen3-0.6B --rl --reward my_rewards:brevity
     """
-    require("treering init", "tokenizers", "transformers")
+    require("treering init")
     from treering.cli.init.run import run
 
     run(file=file, model=model, rl=rl, reward=reward, out=out, format=format, json_output=json_output)

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from treering.cli.inspect.file_report import FileReport
 from treering.cli.inspect.tables import stem_of
@@ -31,9 +32,9 @@ def next_command(reports: Sequence[FileReport], tokenizer: str | None, *, has_ca
     """
     best = max(reports, key=lambda report: report.flop_bound)
     if best.flop_bound >= WORTH:
-        return f"treering init {shlex.quote(best.file)} --model {_word(tokenizer or 'MODEL')}"
+        return f"treering init {shlex.quote(best.file)} --model {_model_of(tokenizer)}"
     files = " ".join(shlex.quote(report.file) for report in reports)
-    with_tokenizer = "" if tokenizer is None else f" --tokenizer {_word(tokenizer)}"
+    with_tokenizer = "" if tokenizer is None else f" --tokenizer {shlex.quote(tokenizer)}"
     return f"treering inspect {files}{with_tokenizer} {'--drafts' if has_causes else '--why'}"
 
 
@@ -65,5 +66,6 @@ def _about_rewards(report: FileReport) -> Iterator[str]:
         )
 
 
-def _word(text: str) -> str:
-    return text if text == "MODEL" else shlex.quote(text)
+def _model_of(tokenizer: str | None) -> str:
+    is_alone = tokenizer is not None and Path(tokenizer).is_dir() and not (Path(tokenizer) / "config.json").is_file()
+    return "MODEL" if tokenizer is None or is_alone else shlex.quote(tokenizer)
