@@ -41,6 +41,7 @@ ORDER = (
     "config",
     "__init__",
     "cli",
+    "__main__",
 )
 # The core, installed without the packages of `treering[train]`.
 NO_TORCH = {

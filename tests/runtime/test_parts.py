@@ -108,6 +108,7 @@ def test_a_step_is_complete_after_its_last_reward() -> None:
         )
         assert run.collection.take(RewardResult(rollout=rollout)) is None
         run.note_finished(rollout)
+        run.note_rewarded(1)
     assert run.is_complete
     # The order is reversed: the last rollout was the first, without tokens, which counts as one.
     assert run.lengths.tolist() == [7, 6, 5, 4, 3, 2, 1, 1]

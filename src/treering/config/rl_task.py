@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from treering.config.load import Config
 from treering.config.values import Count, FilePath, ModelPath, Positive, Seed, TemplateDate
@@ -10,6 +10,22 @@ from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
 _FROM_FILE = (*("file", "tokenizer", "template", "date", "reward", "max_prompts", "max_prompt_tokens", "stop_tokens"),)
+
+
+class RewardConfig(Config):
+    """One of several rewards, whose weighted sum is the reward of a response."""
+
+    name: str = Field(description="As task.reward.")
+    weight: float = Field(default=1.0, description="What it is multiplied with.")
+
+
+def _several(value: object) -> object:
+    """Several rewards as a tuple; one error instead of one for each side of a union."""
+    if not isinstance(value, list | tuple):
+        return value
+    if not value:
+        raise ValueError('rewards are at least one, got []; leave it out for "exact_answer"')
+    return tuple(each if isinstance(each, RewardConfig) else RewardConfig.model_validate(each) for each in value)
 
 
 class TaskConfig(Config):
@@ -39,10 +55,11 @@ class TaskConfig(Config):
         "raw: unchanged.",
     )
     date: TemplateDate = None
-    reward: str = Field(
+    reward: Annotated[str | tuple[RewardConfig, ...], BeforeValidator(_several)] = Field(
         default="exact_answer",
-        description="Prompts: exact_answer, contains_answer, math_verify (for LaTeX; needs treering[math]), or "
-        "package.module:function of a prompt and a text.",
+        description="Prompts: exact_answer, contains_answer, math_verify (for LaTeX; needs treering[math]), "
+        "file.py:function or package.module:function, looked up next to the configuration, then in the current folder; "
+        'or several with weights, [{name = "exact_answer"}, {name = "rewards.py:short", weight = 0.2}].',
     )
     max_prompts: Count | None = Field(
         default=None, description="Prompts to keep from the start of the file; none: all."

@@ -3,7 +3,7 @@
 Results depend on prompts and samples, never on the order in which rollouts finish.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.tasks.task import Prompt, Task
-from treering.rl.turns import RewardResult, evaluate_turn
+from treering.rl.turns import RewardResult, evaluate_group, evaluate_turn, whose
 from treering.types import PromptId
 
 Order = Literal["by_prompt", "by_sample"]
@@ -61,6 +61,8 @@ class Collected:
     """One per prompt, in the order of the prompts."""
     num_reward_errors: int
     """Rollouts left out because the task raised or returned no finite number."""
+    num_unscored: int
+    """Rollouts left out because no reward scored them."""
     num_empty: int
     """Rollouts left out because they have no tokens."""
     num_overlong: int
@@ -69,6 +71,10 @@ class Collected:
     """Turns of all rollouts."""
     reward_errors: tuple[str, ...]
     """The first few messages, in order of prompts and samples."""
+    error_counts: Mapping[str, int]
+    """How often each error occurred, without its prompt and sample."""
+    numbers: Mapping[str, Sequence[float]]
+    """Those that the task gave beside its rewards, by name; in order of prompts and samples, if only some had one."""
 
     @property
     def num_rollouts(self) -> int:
@@ -103,7 +109,7 @@ def collect(
         sampling: of all turns; `max_tokens` bounds a whole rollout. The task's stop tokens belong in it.
         max_turns: turns of the policy, at most.
         order: see `Order`; changes speed, never a rollout.
-        on_finished: called with each finished rollout; its reward is set unless it is left out.
+        on_finished: called with each finished rollout; its reward is set unless it is left out, or its group's.
 
     Raises:
         ConfigError: a group_size or max_turns below 1.
@@ -128,8 +134,12 @@ def collect(
                 following = run.take(result)
                 if following is not None:
                     engine.submit([following])
-                elif on_finished is not None:
+                    continue
+                if on_finished is not None:
                     on_finished(result.rollout)
+                if group := run.full_group(prompt.prompt_id):
+                    for rewarded in evaluate_group(task, prompt, group):
+                        run.take(rewarded)
     except BaseException:
         engine.abort([request.key for request in requests])
         raise
@@ -145,10 +155,16 @@ def join(prompts: Sequence[Prompt], parts: Sequence[Collected]) -> Collected:
     return Collected(
         groups=tuple(by_prompt[prompt.prompt_id] for prompt in prompts),
         num_reward_errors=sum(part.num_reward_errors for part in parts),
+        num_unscored=sum(part.num_unscored for part in parts),
         num_empty=sum(part.num_empty for part in parts),
         num_overlong=sum(part.num_overlong for part in parts),
         num_turns=sum(part.num_turns for part in parts),
         reward_errors=tuple(error for part in parts for error in part.reward_errors)[:NUM_MESSAGES],
+        error_counts=sum((Counter(part.error_counts) for part in parts), Counter()),
+        numbers={
+            name: [number for part in parts for number in part.numbers.get(name, ())]
+            for name in dict.fromkeys(name for part in parts for name in part.numbers)
+        },
     )
 
 
@@ -178,9 +194,12 @@ class Collection:
         self._turns: Counter[RolloutKey] = Counter()
         self._kept: dict[RolloutKey, Rollout] = {}
         self._errors: dict[RolloutKey, str] = {}
+        self._numbers: dict[RolloutKey, Mapping[str, float]] = {}
+        self._waiting: defaultdict[PromptId, list[Rollout]] = defaultdict(list)
+        self._finished: Counter[PromptId] = Counter()
+        self._num_unscored = 0
         self._num_empty = 0
         self._num_overlong = 0
-        self._num_finished = 0
         if len(self._prompts) < len(prompts):
             twice, _ = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
             raise InputError(f"the prompts of a step have distinct ids, got {twice!r} twice; drop one, or rename it")
@@ -198,7 +217,7 @@ class Collection:
     @property
     def num_open(self) -> int:
         """Unfinished rollouts."""
-        return len(self._prompts) * self._group_size - self._num_finished
+        return len(self._prompts) * self._group_size - self._finished.total()
 
     def requests(self, order: Order = "by_prompt") -> list[Request]:
         """The first turn of every rollout."""
@@ -221,29 +240,56 @@ class Collection:
         rollout = result.rollout
         if result.goes_on:
             return self._request(rollout.key, so_far=rollout)
-        self._num_finished += 1
+        if result.awaits_group:
+            self._waiting[rollout.prompt_id].append(rollout)
+            return None
+        self._finished[rollout.prompt_id] += 1
         self._num_empty += rollout.num_tokens == 0
         self._num_overlong += rollout.finish_reason == "length"
+        self._numbers[rollout.key] = result.numbers
         if result.error is not None:
             self._errors[rollout.key] = result.error
-        if rollout.reward is not None:
+        elif rollout.reward is not None:
             self._kept[rollout.key] = rollout
+        else:
+            self._num_unscored += rollout.num_tokens > 0
         return None
+
+    def full_group(self, prompt_id: PromptId) -> tuple[Rollout, ...]:
+        """The rollouts of a prompt that await their group, once the last of the group is sampled; else none.
+
+        Gives them once; `take` then gets their results.
+        """
+        waiting = self._waiting[prompt_id]
+        if len(waiting) + self._finished[prompt_id] < self._group_size:
+            return ()
+        del self._waiting[prompt_id]
+        return tuple(sorted(waiting, key=lambda rollout: rollout.sample))
 
     def result(self) -> Collected:
         """The groups, in order of prompts and samples."""
-        errors = [self._errors[key] for key in self._in_order(self._errors)]
+        errors = {key: self._errors[key] for key in self._in_order(self._errors)}
         kept: dict[PromptId, list[Rollout]] = {prompt_id: [] for prompt_id in self._prompts}
         for key in self._in_order(self._kept):
             kept[key[0]].append(self._kept[key])
         return Collected(
             groups=tuple(Group(prompt=prompt, rollouts=tuple(kept[i])) for i, prompt in self._prompts.items()),
             num_reward_errors=len(errors),
+            num_unscored=self._num_unscored,
             num_empty=self._num_empty,
             num_overlong=self._num_overlong,
             num_turns=self._turns.total(),
-            reward_errors=tuple(errors[:NUM_MESSAGES]),
+            reward_errors=tuple(errors.values())[:NUM_MESSAGES],
+            error_counts=Counter(error.removeprefix(whose(key)) for key, error in errors.items()),
+            numbers=self._numbers_by_name(),
         )
+
+    def _numbers_by_name(self) -> Mapping[str, Sequence[float]]:
+        found: dict[str, list[float]] = {}
+        for key in self._in_order(self._numbers):
+            for name, number in self._numbers[key].items():
+                found.setdefault(name, []).append(number)
+        return found
 
     def _in_order(self, by_key: Mapping[RolloutKey, object]) -> list[RolloutKey]:
         rank = {prompt_id: i for i, prompt_id in enumerate(self._prompts)}

@@ -1,7 +1,7 @@
 """The metrics of one RL step, with the names under which they are logged. A run never reads them back."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class RolloutReport:
     """Groups without any rollout."""
     num_reward_errors: int
     """Rollouts whose reward or observation raised."""
+    num_unscored: int
+    """Rollouts that no reward scored."""
     num_empty: int
     """Rollouts without a token."""
     num_overlong: int
@@ -40,6 +42,8 @@ class RolloutReport:
     """Turns of all rollouts."""
     reward_errors: tuple[str, ...] = ()
     """The first error messages."""
+    number_means: Mapping[str, float] = field(default_factory=dict)
+    """Means of the numbers that the task gave beside its rewards, by name."""
 
     def values(self) -> dict[str, float]:
         """The metrics, by the names of `treering.metrics`."""
@@ -48,9 +52,11 @@ class RolloutReport:
             metrics.ZERO_VARIANCE_SHARE: self.num_zero_variance / self.num_groups,
             metrics.NUM_EMPTY_GROUPS: self.num_empty_groups,
             metrics.NUM_REWARD_ERRORS: self.num_reward_errors,
+            metrics.NUM_UNSCORED: self.num_unscored,
             metrics.NUM_EMPTY: self.num_empty,
             metrics.NUM_OVERLONG: self.num_overlong,
             metrics.NUM_TURNS: self.num_turns,
+            **{f"{metrics.REWARD_NUMBERS}{name}": mean for name, mean in self.number_means.items()},
         }
         if self.reward_mean is not None and self.reward_std is not None:
             found[metrics.REWARD_MEAN] = self.reward_mean
@@ -182,11 +188,19 @@ def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_gr
         num_zero_variance=num_zero_variance,
         num_empty_groups=num_empty_groups,
         num_reward_errors=collected.num_reward_errors,
+        num_unscored=collected.num_unscored,
         num_empty=collected.num_empty,
         num_overlong=collected.num_overlong,
         num_turns=collected.num_turns,
         reward_errors=collected.reward_errors,
+        number_means={name: _mean(numbers) for name, numbers in collected.numbers.items()},
     )
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    """Of numbers whose sum may be too large for float64."""
+    values, exponent = scaled(np.array(numbers, np.float64))
+    return float(np.ldexp(values.mean(), exponent))
 
 
 def total_stats(parts: Iterable[EngineStats]) -> EngineStats:

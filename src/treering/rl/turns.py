@@ -1,10 +1,13 @@
 """Evaluates a rollout after its turn: either it continues after an observation, or it ends with a reward."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from treering.engine.rollout import Rollout
-from treering.rl.tasks.task import Prompt, Task, checked_observation, checked_reward
-from treering.rl.user_code import contained
+from treering.engine.rollout import Rollout, RolloutKey
+from treering.errors import InputError
+from treering.rl.tasks.score import as_score
+from treering.rl.tasks.task import Prompt, Task, checked_observation
+from treering.rl.user_code import contained, in_words
 
 _MESSAGE_LENGTH = 300
 
@@ -22,6 +25,10 @@ class RewardResult:
     """Whether the policy takes another turn."""
     error: str | None = None
     """Why there is no reward, if the task raised."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the task gave beside the reward, by name."""
+    awaits_group: bool = False
+    """Whether it is finished, and its reward is that of its group: `evaluate_group`."""
 
 
 def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, max_tokens: int) -> RewardResult:
@@ -33,6 +40,8 @@ def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn:
         rollout: as the engine returned it.
         is_last_turn: whether it ends here, without an observation.
         max_tokens: of a whole rollout; without room for another token, it ends before the observation.
+
+    A task that rewards groups gets none of its rewards here: the result awaits its group.
 
     Whatever the task raises, also `SystemExit`, leaves the rollout without a reward; see `contained`.
 
@@ -47,9 +56,29 @@ def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn:
             if longer is not None and longer.num_tokens < max_tokens:
                 return RewardResult(rollout=longer, goes_on=True)
             rollout = rollout if longer is None else replace(rollout, finish_reason="length")
-            return RewardResult(rollout=_rewarded(task, prompt, rollout))
+            if task.rewards_groups or rollout.num_tokens == 0:
+                return RewardResult(rollout=rollout, awaits_group=rollout.num_tokens > 0)
+            return _rewarded(rollout, task.reward(prompt, rollout))
     except Exception as error:
         return without_reward(rollout, error)
+
+
+def evaluate_group(task: Task, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    """Gets the rewards of the finished rollouts of a group, for a task that rewards groups; errors as in a turn.
+
+    Example: rewards [1.0, None] give one rollout the reward 1.0 and the other none, without an error.
+    """
+    try:
+        with contained():
+            values = list(task.reward_group(prompt, rollouts))
+        if len(values) != len(rollouts):
+            raise InputError(
+                f"a group's rewards are one for each of its {len(rollouts)} rollouts, got {len(values)}; return None "
+                "for one to leave out"
+            )
+    except Exception as error:
+        return [without_reward(rollout, error) for rollout in rollouts]
+    return [_in_group(rollout, value) for rollout, value in zip(rollouts, values, strict=True)]
 
 
 def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
@@ -57,9 +86,18 @@ def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
 
     Example: a message of 500 characters is cut to 300, ending with "...".
     """
-    text = f"prompt {rollout.prompt_id!r}, sample {rollout.sample}: {type(error).__name__}: {_text_of(error)}"
+    text = f"{whose(rollout.key)}{in_words(error)}"
     short = text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."
     return RewardResult(rollout=rollout, error=short)
+
+
+def whose(key: RolloutKey) -> str:
+    """How the error of a rollout begins.
+
+    Example: "prompt 'q', sample 0: ".
+    """
+    prompt_id, _, sample = key
+    return f"prompt {prompt_id!r}, sample {sample}: "
 
 
 def _observed(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout | None:
@@ -70,15 +108,15 @@ def _observed(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout | None:
     return None if answer is None else rollout.observe(checked_observation(answer, task.vocab_size))
 
 
-def _rewarded(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout:
-    if rollout.num_tokens == 0:
-        return rollout
-    return replace(rollout, reward=checked_reward(task.reward(prompt, rollout)))
+def _rewarded(rollout: Rollout, value: object) -> RewardResult:
+    score = as_score(value)
+    return RewardResult(rollout=replace(rollout, reward=score.reward), numbers=score.numbers)
 
 
-def _text_of(error: Exception) -> str:
-    """The error's text; a user's exception may fail to give one."""
+def _in_group(rollout: Rollout, value: object) -> RewardResult:
     try:
-        return str(error)
-    except Exception as other:
-        return f"its text raises {type(other).__name__}"
+        if isinstance(value, Exception):
+            raise value
+        return _rewarded(rollout, value)
+    except Exception as error:
+        return without_reward(rollout, error)

@@ -1,13 +1,27 @@
-"""Runs a task's rewards and observations so that they cannot end the run, fork it, or move it to another folder."""
+"""Runs a task's rewards and observations so that they cannot end the run, fork it, or move it to another folder.
 
+It also says where in that code an error was raised.
+"""
+
+import inspect
 import os
 import signal
+import sysconfig
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from treering.errors import InputError, Interrupted
+
+_OTHERS = (
+    "<",
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+"""How the files of code that is not the user's begin."""
 
 
 @contextmanager
@@ -45,6 +59,53 @@ def contained() -> Iterator[None]:
             # A fork returned from the block twice; only the original continues the run.
             os._exit(0)
         _return_to(folder)
+
+
+def in_words(error: BaseException) -> str:
+    """An error of user code as text: where it was raised, if that is in the user's code, its type and its message.
+
+    Example: "rewards.py:7: ValueError: no number".
+    """
+    place = place_of(error)
+    return f"{'' if place is None else f'{place}: '}{type(error).__name__}: {_text_of(error)}"
+
+
+def place_of(error: BaseException) -> str | None:
+    """The "FILE:LINE" of the user's code that raised, or None if it was not the user's code.
+
+    It is the innermost place outside of Treering, Python's library and installed packages.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{_short(error.filename)}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
+    if frames:
+        return f"{_short(frames[-1].filename)}:{frames[-1].lineno}"
+    return None if error.__cause__ is None else place_of(error.__cause__)
+
+
+def place_of_function(function: object) -> str:
+    """The "FILE:LINE" where a function begins; its name if it is no Python function.
+
+    Example: "rewards.py:3" of a function in the current folder, "len" of `len`.
+    """
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    if code is None:
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+    return f"{_short(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _text_of(error: BaseException) -> str:
+    """The error's text; a user's exception may fail to give one."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"its text raises {type(other).__name__}"
+
+
+def _short(file: str) -> str:
+    """Relative to the current folder, if the file is inside."""
+    path, folder = Path(file), _folder()
+    return str(path.relative_to(folder)) if folder is not None and path.is_relative_to(folder) else file
 
 
 @contextmanager

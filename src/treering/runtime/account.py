@@ -29,6 +29,8 @@ class Account:
     """Reward requests sent again because the reward worker died."""
     reward_errors: int = 0
     """Rollouts left out: their reward or observation raised, timed out, or killed the reward worker."""
+    unscored: int = 0
+    """Rollouts left out: no reward scored them."""
     empty: int = 0
     """Rollouts left out: no tokens."""
     without_variance: int = 0
@@ -61,7 +63,7 @@ class Account:
         Raises:
             StateError: the counts do not add up, which is a bug in Treering.
         """
-        left_out = self.reward_errors + self.empty + self.without_variance
+        left_out = self.reward_errors + self.unscored + self.empty + self.without_variance
         if self.scheduled == self.sampled == self.evaluated == self.trained + left_out:
             return
         raise StateError(

@@ -1,7 +1,7 @@
 """The event loop of a run: receives messages from the child processes and sends each its next work."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from treering.engine.rollout import Rollout, RolloutKey
@@ -81,7 +81,7 @@ class Controller:
         self.policy_versions = dict(policy_versions)
         self._on_finished = on_finished
         self._open_steps: dict[int, OpenStep] = {}
-        self._pending_rewards: dict[RolloutKey, OpenStep] = {}
+        self._pending_rewards: dict[RolloutKey, tuple[OpenStep, RewardRequest]] = {}
         self._idle_since_s = self._step_since_s = time.perf_counter()
 
     @property
@@ -169,26 +169,42 @@ class Controller:
         for open_step, request in self._rollout_pool.receive(self._open_steps):
             self._request_reward(open_step, request)
         for reply in [*self._reward_client.receive(), *self._reward_client.check_time()]:
-            self._take(self._pending_rewards.pop(reply.key), reply.key, reply.result)
+            open_step, request = self._pending_rewards.pop(reply.key)
+            if request.is_group:
+                self._take_group(open_step, reply.results)
+            else:
+                self._take(open_step, *reply.results)
         return self.trainer_client.receive()
 
     def _request_reward(self, open_step: OpenStep, request: RewardRequest) -> None:
-        rollout = request.rollout
+        [rollout] = request.rollouts
         if rollout.num_tokens == 0:
             # An empty rollout needs no reward.
-            self._take(open_step, rollout.key, RewardResult(rollout=rollout))
+            self._take(open_step, RewardResult(rollout=rollout))
             return
-        self._pending_rewards[rollout.key] = open_step
+        self._add(open_step, request)
+
+    def _add(self, open_step: OpenStep, request: RewardRequest) -> None:
+        self._pending_rewards[request.key] = open_step, request
         self._reward_client.add(request)
 
-    def _take(self, open_step: OpenStep, key: RolloutKey, result: RewardResult) -> None:
+    def _take(self, open_step: OpenStep, result: RewardResult) -> None:
         following = open_step.collection.take(result)
-        self._rollout_pool.note_reward(open_step, key, following)
+        self._rollout_pool.note_reward(open_step, result.rollout.key, following)
         if following is not None:
             return
         open_step.note_finished(result.rollout)
+        if not result.awaits_group:
+            open_step.note_rewarded(1)
         if self._on_finished is not None and self._on_finished(result.rollout):
             self._rollout_pool.refresh()
+        if group := open_step.collection.full_group(result.rollout.prompt_id):
+            self._add(open_step, RewardRequest(rollouts=group, is_group=True))
+
+    def _take_group(self, open_step: OpenStep, results: Sequence[RewardResult]) -> None:
+        for result in results:
+            open_step.collection.take(result)
+        open_step.note_rewarded(len(results))
 
     def _finished(self, open_step: OpenStep, done: TrainedStep, sent_s: float) -> FinishedStep:
         del self._open_steps[open_step.step]

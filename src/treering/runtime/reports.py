@@ -15,7 +15,8 @@ def settle_account(finished: FinishedStep) -> Account:
     collected = open_step.collection.result()
     groups = zip(collected.groups, trained.group_advantages, strict=True)
     account = open_step.account
-    account.reward_errors, account.empty = collected.num_reward_errors, collected.num_empty
+    account.reward_errors, account.unscored = collected.num_reward_errors, collected.num_unscored
+    account.empty = collected.num_empty
     account.without_variance = sum(len(group.rollouts) for group, values in groups if not values.any())
     account.trained = 0 if trained.update is None else trained.update.num_branches
     account.check(open_step.step)

@@ -41,11 +41,13 @@ class TrainRecipe:
     def __init__(self, config: RlConfig, config_dir: Path) -> None:
         """`config_dir` is the folder of the configuration file."""
         self._config = config
-        self._config_dir = config_dir
+        # Other processes may run in another folder.
+        self._config_dir = config_dir.absolute()
+        self._shell_dir = Path.cwd()
         self._make_engine: EngineFactory | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_config_dir": self._config_dir, "_make_engine": None}
+        return {name: getattr(self, name) for name in ("_config", "_config_dir", "_shell_dir")} | {"_make_engine": None}
 
     @property
     def max_batch(self) -> int:
@@ -70,12 +72,13 @@ class TrainRecipe:
 
     @cached_property
     def _source(self) -> TaskSource:
-        return load_source(self._config, self._config_dir)
+        return load_source(self._config, self._config_dir, self._shell_dir)
 
 
-def load_source(config: RlConfig, config_dir: Path) -> TaskSource:
-    """The configured task, for the configured model."""
-    return load_task(config.task, config_dir=config_dir, model=_model_folder(config, config_dir))
+def load_source(config: RlConfig, config_dir: Path, shell_dir: Path = Path()) -> TaskSource:
+    """The configured task, for the configured model, in a run that was started in `shell_dir`."""
+    model = _model_folder(config, config_dir)
+    return load_task(config.task, config_dir=config_dir, shell_dir=shell_dir, model=model)
 
 
 def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
@@ -127,8 +130,7 @@ def make_loop(
     return PipelineLoop(
         model,
         source.task,
-        # On other hosts actors run in another folder.
-        TrainRecipe(config, config_dir.absolute()),
+        TrainRecipe(config, config_dir),
         optim=optim,
         options=options,
         num_steps=num_steps,

@@ -32,6 +32,7 @@ from treering.cli.train.summary import TrainSummary, times_of, totals
 from treering.cli.train.task import TaskSource
 from treering.cli.train.warmup import warm_up
 from treering.config import RlConfig
+from treering.errors import StateError
 from treering.history.draft.kernel import propose
 from treering.metrics import Metrics
 from treering.ranks.group import RankGroup, all_ranks
@@ -76,7 +77,12 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
     ):
         run.loop.on_progress = display.show_phase
         reports = _show_each(run.steps, RlProgress(display), console)
-    last_step = reports[-1].step if reports else run.opened.step
+    last_step, total = reports[-1].step if reports else run.opened.step, totals(reports)
+    if total.num_unscored and not total.num_rollouts:
+        raise StateError(
+            f"a run learns from rewards, and {run.source.task.reward_name} returned None for {total.num_unscored} "
+            f"rollouts and scored none; return a number for some"
+        )
     pipeline = run.loop if isinstance(run.loop, PipelineLoop) else None
     measured = None if pipeline is None else pipeline.measured
     return TrainSummary(
@@ -86,7 +92,7 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
         num_parameters=sum(weight.numel() for weight in run.loop.model.parameters()),
         resumed_from_step=run.opened.resume_step,
         num_steps=last_step,
-        total=totals(reports),
+        total=total,
         checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
         account=None if pipeline is None else pipeline.account.as_dict(),
         latency=None if measured is None else times_of(measured),
@@ -116,6 +122,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         config = with_commits(config, config_dir)
     config = group.gather(config)[0]
     source = load_source(config, config_dir)
+    source.try_reward()
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)

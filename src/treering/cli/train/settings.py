@@ -18,6 +18,7 @@ from treering.cli.settings import (
 )
 from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
+from treering.config.rl_task import RewardConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
@@ -241,7 +242,8 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         **({"rl.reference": weights_checksum(model)} if needs_reference else {}),
         "task": source.digest,
         "task.kind": config.task.kind,
-        "task.reward": config.task.reward,
+        "task.reward": _reward_identity(config.task.reward),
+        **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
         # Runs from before this setting existed have no entry for it.
         **({"task.stop_tokens": str(config.task.stop_tokens)} if config.task.stop_tokens else {}),
         "engine.seed": config.engine.seed,
@@ -253,6 +255,10 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         **teacher_identity(config.teacher),
         **router_identity(config.router),
     }
+
+
+def _reward_identity(reward: str | tuple[RewardConfig, ...]) -> str:
+    return reward if isinstance(reward, str) else " + ".join(f"{each.weight} * {each.name}" for each in reward)
 
 
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:

@@ -23,6 +23,7 @@ class RlTotals:
     num_zero_variance: int
     """Groups whose rollouts all had the same reward."""
     num_reward_errors: int
+    num_unscored: int
     num_empty: int
     num_overlong: int
     seconds: float
@@ -81,6 +82,7 @@ def totals(reports: Sequence[RlStepReport]) -> RlTotals:
         num_groups=sum(part.num_groups for part in rollouts),
         num_zero_variance=sum(part.num_zero_variance for part in rollouts),
         num_reward_errors=sum(part.num_reward_errors for part in rollouts),
+        num_unscored=sum(part.num_unscored for part in rollouts),
         num_empty=sum(part.num_empty for part in rollouts),
         num_overlong=sum(part.num_overlong for part in rollouts),
         seconds=sum(report.phases.step_s for report in reports),
@@ -146,6 +148,8 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
         return {}
     left_out = {"of one reward": "without_variance", "without reward": "reward_errors", "empty": "empty"}
     ends = [f"{account['trained']:,} trained", *(f"{account[key]:,} {text}" for text, key in left_out.items())]
+    if account["unscored"]:
+        ends.append(f"{account['unscored']:,} unscored")
     deaths = (
         f"{account['worker_deaths']} workers ({account['sampled_again']:,} rollouts sampled again), "
         f"{account['reward_worker_deaths'] + account['reward_workers_stopped']} reward workers "
@@ -190,4 +194,5 @@ def _reward_cell(total: RlTotals) -> str:
 
 def _rollouts_cell(total: RlTotals) -> str:
     troubles = {"empty": total.num_empty, "over-long": total.num_overlong, "without reward": total.num_reward_errors}
+    troubles["unscored"] = total.num_unscored
     return ", ".join([f"{total.num_rollouts:,}", *(f"{name} {count:,}" for name, count in troubles.items() if count)])

@@ -13,6 +13,7 @@ from treering.config.rl_task import TaskConfig
 from treering.engine.stop_strings import Decode
 from treering.rl.tasks.calculator import Calculator
 from treering.rl.tasks.prompts_file import PromptsFile
+from treering.rl.tasks.rewards.weighted import WeightedReward
 from treering.rl.tasks.sum_task import SumTask
 from treering.rl.tasks.sums import ChainedSums
 from treering.rl.tasks.task import Task
@@ -48,20 +49,43 @@ class TaskSource:
             total.update(np.ascontiguousarray(prompt.tokens, "<i4").tobytes())
         return total.hexdigest()
 
+    def try_reward(self) -> None:
+        """Calls a reward of your own once on the first prompt, so that a mistake shows before the model loads.
+
+        Raises:
+            InputError: it raises, or returns no reward.
+        """
+        if isinstance(self.task, PromptsFile):
+            self.task.text_reward.try_on(self.task.prompts[0])
+
+    @property
+    def columns_digest(self) -> str | None:
+        """SHA-256 over what a reward of your own may read of the prompts; None if there is no such reward."""
+        if not isinstance(self.task, PromptsFile) or not self.task.text_reward.is_own:
+            return None
+        total = hashlib.sha256()
+        for prompt in self.task.prompts:
+            total.update(repr(sorted(prompt.columns.items())).encode())
+        return total.hexdigest()
+
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt."""
         return max(prompt.tokens.size for prompt in self.task.prompts)
 
 
-def load_task(config: TaskConfig, *, config_dir: Path, model: Path | None = None) -> TaskSource:
+def load_task(
+    config: TaskConfig, *, config_dir: Path, shell_dir: Path = Path(), model: Path | None = None
+) -> TaskSource:
     """Draws or reads the prompts of a configuration in the folder `config_dir`, for the policy in the folder `model`.
+
+    Rewards of your own are looked up there, then in `shell_dir`.
 
     Raises:
         ConfigError, InputError: bad settings or files.
     """
     if config.kind == "prompts":
-        return _from_file(config, config_dir, model)
+        return _from_file(config, config_dir, shell_dir, model)
     return TaskSource(task=draw_sums(config), kind=config.kind, max_turns=_TURNS[config.kind])
 
 
@@ -76,7 +100,7 @@ def draw_sums(config: TaskConfig) -> SumTask:
     )
 
 
-def _from_file(config: TaskConfig, config_dir: Path, model: Path | None) -> TaskSource:
+def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None) -> TaskSource:
     assert config.file is not None, "the configuration checks it"
     places = search_places(config_dir)
     tokenizer = model
@@ -86,7 +110,8 @@ def _from_file(config: TaskConfig, config_dir: Path, model: Path | None) -> Task
     task = PromptsFile(
         locate(config.file, places),
         tokenizer=tokenizer,
-        reward=config.reward,
+        reward=_rewards(config),
+        folders=(config_dir, shell_dir),
         template=config.template,
         max_prompts=config.max_prompts,
         max_prompt_tokens=config.max_prompt_tokens,
@@ -107,6 +132,12 @@ def _from_file(config: TaskConfig, config_dir: Path, model: Path | None) -> Task
         decode=TextTokens(tokenizer).decode,
         notes=(*notes, _stops_of(task)),
     )
+
+
+def _rewards(config: TaskConfig) -> str | list[WeightedReward]:
+    if isinstance(config.reward, str):
+        return config.reward
+    return [WeightedReward(name=each.name, weight=each.weight) for each in config.reward]
 
 
 def _stops_of(task: PromptsFile) -> str:

@@ -16,7 +16,8 @@ from treering.data.trajectory import Message
 from treering.data.unicode import valid_text
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, InputError
-from treering.rl.tasks.rewards import check_answer, find_reward
+from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
+from treering.rl.tasks.score import Score
 from treering.rl.tasks.stop_tokens import find_stop_tokens
 from treering.rl.tasks.task import Prompt, Task, prompt_id_of
 from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
@@ -37,8 +38,8 @@ class PromptsFile(Task):
 
     Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optional `answer`, or verl's
     `reward_model.ground_truth` or `ground_truth` (text or a number); the id in `prompt_id`, `task_id` or `id`, else a
-    hash of the tokens. `tools` are JSON schemas for the chat template. Other fields are ignored unless they change a
-    prompt, such as images.
+    hash of the tokens. `tools` are JSON schemas for the chat template. Every field of a prompt is in
+    its `columns`, for rewards of your own; those that would change a prompt, such as images, are refused.
 
     Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" becomes the tokens of "2+2?", and
     the response "It is 4" gets 1.0 from the reward "exact_answer".
@@ -49,7 +50,8 @@ class PromptsFile(Task):
         path: Path,
         *,
         tokenizer: Path,
-        reward: str,
+        reward: str | Sequence[WeightedReward],
+        folders: Sequence[Path] = (Path(),),
         template: PromptTemplate = "plain",
         max_prompts: int | None = None,
         max_prompt_tokens: int | None = None,
@@ -62,7 +64,9 @@ class PromptsFile(Task):
         Args:
             path: the file.
             tokenizer: a Hugging Face tokenizer folder.
-            reward: "exact_answer", "contains_answer", "math_verify" or "package.module:function" of (prompt, text).
+            reward: "exact_answer", "contains_answer", "math_verify", "file.py:function" or "package.module:function",
+                or several of them with weights; see `rewards.bound.SIGNATURES`.
+            folders: where such files and modules are looked up.
             template: how a prompt becomes text; see `PromptTemplate`.
             max_prompts: how many prompts to keep from the start of the file; None keeps all.
             max_prompt_tokens: longer prompts are left out and counted; None keeps all.
@@ -71,7 +75,8 @@ class PromptsFile(Task):
             stop_tokens: texts or ids of further such tokens.
 
         Raises:
-            ConfigError: an unknown reward, template or stop token, a folder without a tokenizer, or a limit below 1.
+            ConfigError: an unknown reward or one of another signature, an unknown template or stop token, a folder
+                without a tokenizer, or a limit below 1.
             InputError: a bad line, as "FILE:LINE: rule, value, fix", no prompt that fits, or a bad file of the model.
         """
         if template not in get_args(PromptTemplate):
@@ -81,7 +86,8 @@ class PromptsFile(Task):
         for name, limit in (("max_prompts", max_prompts), ("max_prompt_tokens", max_prompt_tokens)):
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name} is at least 1, got {limit}; None sets no limit")
-        self._reward, self._reward_name = find_reward(reward), reward
+        self.text_reward = TextReward(reward, folders)
+        """The reward of a text."""
         self._template: PromptTemplate = template
         self._tokens = TextTokens(tokenizer)
         self._renderer = Renderer(tokenizer=tokenizer, template="hf" if template == "hf" else "plain", date=date)
@@ -93,7 +99,8 @@ class PromptsFile(Task):
         """Prompts left out because of their length."""
         self.num_duplicates = 0
         """Prompts without an id left out because an earlier one has the same tokens."""
-        self._prompts = self._read(path, reward, max_prompts, max_prompt_tokens)
+        self._prompts = self._read(path, max_prompts, max_prompt_tokens)
+        self.text_reward.bind(dict.fromkeys(name for prompt in self._prompts for name in prompt.columns))
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -118,25 +125,38 @@ class PromptsFile(Task):
     @property
     def reward_name(self) -> str:
         """The reward as it was given, such as "package.module:function"."""
-        return self._reward_name
+        return self.text_reward.name
 
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
+    @property
+    def rewards_groups(self) -> bool:
+        """Whether a reward takes a whole group, or is a coroutine."""
+        return self.text_reward.takes_groups
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Score:
         """The reward of the response's text, without special tokens, a final stop token and final stop strings."""
+        [score] = self.reward_group(prompt, [rollout])
+        if isinstance(score, Exception):
+            raise score
+        return score
+
+    def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Score | Exception]:
+        """As `reward`, of the rollouts of a group; coroutines run at the same time."""
+        return self.text_reward.scores(prompt, [self._text(rollout) for rollout in rollouts])
+
+    def _text(self, rollout: Rollout) -> str:
         ends = rollout.tokens[-1:].tolist()
         text = self._tokens.decode(rollout.tokens[:-1] if set(ends) & set(self.stop_tokens) else rollout.tokens)
         for stop in self.stop_strings:
             text = text.removesuffix(stop)
-        return self._reward(prompt, text)
+        return text
 
-    def _read(
-        self, path: Path, reward: str, max_prompts: int | None, max_prompt_tokens: int | None
-    ) -> tuple[Prompt, ...]:
+    def _read(self, path: Path, max_prompts: int | None, max_prompt_tokens: int | None) -> tuple[Prompt, ...]:
         kept: dict[PromptId, Prompt] = {}
         for where, line in _parsed_lines(path):
             if max_prompts is not None and len(kept) == max_prompts:
                 break
             try:
-                prompt = self._prompt(line, reward)
+                prompt = self._prompt(line)
                 self._keep(prompt, line, kept, max_prompt_tokens)
             except InputError as error:
                 raise InputError(f"{where}: {error}") from error
@@ -147,16 +167,16 @@ class PromptsFile(Task):
             )
         return tuple(kept.values())
 
-    def _prompt(self, line: "_Line", reward: str) -> Prompt:
+    def _prompt(self, line: "_Line") -> Prompt:
         try:
-            check_answer(reward, line.answer)
+            self.text_reward.check_answer(line.answer)
         except InputError as error:
             if line.answer is not None or line.likely_answer is None:
                 raise
             raise InputError(f"{error}; if {line.likely_answer} is the answer, rename it to answer") from error
         tokens = self._renderer.prompt(line.messages, line.tools, is_raw=self._template == "raw")
         prompt_id = prompt_id_of(tokens) if line.prompt_id is None else line.prompt_id
-        return Prompt(prompt_id=prompt_id, tokens=tokens, answer=line.answer)
+        return Prompt(prompt_id=prompt_id, tokens=tokens, answer=line.answer, columns=line.columns)
 
     def _keep(self, prompt: Prompt, line: "_Line", kept: dict[PromptId, Prompt], limit: int | None) -> None:
         if limit is not None and prompt.tokens.size > limit:
@@ -178,6 +198,7 @@ class _Line:
     answer: str | None
     likely_answer: str | None
     prompt_id: PromptId | None
+    columns: Mapping[str, Any]
 
 
 class _ExactFloat(float):
@@ -227,6 +248,7 @@ def _line(record: object) -> _Line:
         answer=_answer(_given_answer(record)),
         likely_answer=next((name for name in _LIKELY_ANSWERS if not is_blank(record.get(name))), None),
         prompt_id=_prompt_id(record),
+        columns=record,
     )
 
 

@@ -1,18 +1,17 @@
 """The task protocol: prompts, observations and rewards."""
 
 import hashlib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from decimal import Decimal
-from numbers import Real
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from treering.engine.request import check_prompt
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
+from treering.rl.tasks.score import RewardValue
 from treering.types import PromptId, TokenIds
 
 
@@ -29,6 +28,8 @@ class Prompt:
     """int32 [P], P >= 1."""
     answer: str | None = None
     """The reference answer for the reward; None if it needs none."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """What else the reward may read, by name: every field of the prompt in its file, as it stands there."""
 
     def __post_init__(self) -> None:
         if self.prompt_id == "":
@@ -73,8 +74,21 @@ class Task(ABC):
         return f"{type(self).__module__}.{type(self).__qualname__}.reward"
 
     @abstractmethod
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        """The reward of a finished rollout, a finite number; see `checked_reward` for the types."""
+    def reward(self, prompt: Prompt, rollout: Rollout) -> RewardValue:
+        """The reward of a finished rollout: a finite number, None to abstain, or either with more; see `as_score`."""
+
+    @property
+    def rewards_groups(self) -> bool:
+        """Whether finished rollouts wait for their group, which `reward_group` then gets in place of `reward`."""
+        return False
+
+    def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
+        """The rewards of a prompt's finished rollouts, in order of their samples.
+
+        Rollouts without a token, and those whose observation raised, are not among them. An exception in the result
+        leaves its rollout out; one that is raised leaves all out.
+        """
+        return [self.reward(prompt, rollout) for rollout in rollouts]
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
         """The observation after the latest turn, before the policy continues; None ends the rollout.
@@ -97,37 +111,3 @@ def checked_observation(answer: TokenIds, vocab_size: int) -> TokenIds:
     if not is_flat or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size):
         raise InputError(f"an observation is a flat list of token ids below {vocab_size}, got {answer!r}; correct it")
     return tokens.astype(np.int32)
-
-
-def checked_reward(reward: object) -> float:
-    """Validates a reward and returns it as float: a number of any type, or an array or tensor of one element.
-
-    Raises:
-        InputError: not one finite number.
-
-    Example: 1, True, Decimal("0.5"), np.float32(0.5) and torch.tensor([0.5]) are numbers; "1", None, [1.0], NaN and
-    a tensor of two are refused.
-    """
-    number = _item(reward)
-    try:
-        value = float(number) if isinstance(number, Real | Decimal) else math.nan
-    except (OverflowError, ValueError):
-        # An integer or a fraction that is too large, or a signalling NaN.
-        value = math.nan
-    if not math.isfinite(value):
-        raise InputError(
-            f"a reward is one finite number, or an array or tensor that holds one, got {reward!r:.60} "
-            f"({type(reward).__name__}); return a float"
-        )
-    return value
-
-
-def _item(reward: object) -> object:
-    """The one element of an array or tensor of any library; other objects as they are."""
-    item = getattr(reward, "item", None)
-    if not callable(item):
-        return reward
-    try:
-        return item()
-    except (ValueError, RuntimeError, TypeError):
-        return None

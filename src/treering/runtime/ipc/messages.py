@@ -105,10 +105,17 @@ class RewardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardRequest:
-    """A rollout whose turn has ended."""
+    """A rollout whose turn has ended, or the finished ones of a group."""
 
-    rollout: Rollout
-    is_last_turn: bool
+    rollouts: Sequence[Rollout]
+    """One, or those that `Collection.full_group` gave."""
+    is_last_turn: bool = True
+    is_group: bool = False
+
+    @property
+    def key(self) -> RolloutKey:
+        """Of its first rollout; no other open request has it."""
+        return self.rollouts[0].key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,10 +127,10 @@ class RewardRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardReply:
-    """From the reward worker: the result of one request, sent as soon as it is known."""
+    """From the reward worker: the results of one request, in order, sent as soon as they are known."""
 
     key: RolloutKey
-    result: RewardResult
+    results: Sequence[RewardResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from treering.runtime.pools.ended_workers import EndedWorkers
 from treering.runtime.workers.reward_worker import run_reward_worker
 
 MAX_DEATHS_OF_ONE = 3
-"""Reward workers that may be killed during one rollout's reward before the rollout is left out."""
+"""Reward workers that may be killed during one request before its rollouts are left out."""
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP)
 _LOST_STATUS = 255
@@ -27,7 +27,7 @@ class RewardClient:
 
     The worker gets new requests only after it has answered all earlier ones, so no pipe ever fills up.
 
-    Example: a request that exceeds the time limit leaves its rollout out; the spare takes the remaining requests.
+    Example: a request that exceeds the time limit leaves its rollouts out; the spare takes the remaining requests.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RewardClient:
         was_ready = self.child.is_ready
         found, has_died = self.child.receive()
         for reply in found:
-            assert reply.key == self._given[0].rollout.key, "requests are answered in order"
+            assert reply.key == self._given[0].key, "requests are answered in order"
             self._given.popleft()
             self._ended_workers.note_answer()
         if found or self.child.is_ready != was_ready:
@@ -159,12 +159,12 @@ class RewardClient:
         found = []
         # A worker that died before it was ready was not ended by a request.
         if self._given and was_ready:
-            found = self._count_death(self._given[0].rollout.key, ended)
+            found = self._count_death(self._given[0].key, ended)
         self._take_over()
         return found
 
     def _count_death(self, key: RolloutKey, ended: Ended) -> list[RewardReply]:
-        """Leaves out a rollout that ended its worker, or during which workers were killed several times."""
+        """Leaves out what ended its worker, or during which workers were killed several times."""
         self._deaths[key] += 1
         if not _is_own_doing(ended.status) and self._deaths[key] < MAX_DEATHS_OF_ONE:
             return []
@@ -173,10 +173,10 @@ class RewardClient:
         return [self._leave_out(StateError(f"its reward ended the reward worker ({ended.cause}){again}"))]
 
     def _leave_out(self, error: Exception) -> RewardReply:
-        rollout = self._given.popleft().rollout
-        reply = RewardReply(key=rollout.key, result=without_reward(rollout, error))
-        self._ended_workers.note_end(reply.result.error or "")
-        return reply
+        request = self._given.popleft()
+        results = [without_reward(rollout, error) for rollout in request.rollouts]
+        self._ended_workers.note_end(results[0].error or "")
+        return RewardReply(key=request.key, results=results)
 
     def _take_over(self) -> None:
         """Makes the spare the worker, sends it the open requests again, and starts a new spare."""

@@ -166,7 +166,7 @@ class RolloutPool:
         for rollout in message.rollouts:
             del worker.running[rollout.key]
             worker.num_ended += 1
-            request = RewardRequest(rollout=rollout, is_last_turn=open_step.collection.note_turn(rollout))
+            request = RewardRequest(rollouts=[rollout], is_last_turn=open_step.collection.note_turn(rollout))
             if not request.is_last_turn and rollout.finish_reason == "stop":
                 worker.awaited.add(rollout.key)
             found.append((open_step, request))

@@ -166,7 +166,10 @@ class OpenStep:
         """Records a finished rollout, and its length for the expected lengths of its siblings."""
         self._expected_lengths.note_finished(self._number[rollout.key], max(1, rollout.num_tokens))
         self.account.sampled += 1
-        self.account.evaluated += 1
+
+    def note_rewarded(self, num_rollouts: int) -> None:
+        """Records that finished rollouts have their final reward result."""
+        self.account.evaluated += num_rollouts
         if self.is_complete:
             self.ended_s = time.perf_counter()
 

@@ -5,9 +5,10 @@ It has no time limit of its own: the controller kills it.
 
 import os
 
-from treering.rl.turns import evaluate_turn
+from treering.rl.tasks.task import Prompt, Task
+from treering.rl.turns import RewardResult, evaluate_group, evaluate_turn
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
-from treering.runtime.ipc.messages import RewardReply, RewardRequests, RewardSettings
+from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests, RewardSettings
 
 
 def run_reward_worker(port: Port, _: WeightAccess, settings: RewardSettings) -> None:
@@ -20,8 +21,12 @@ def run_reward_worker(port: Port, _: WeightAccess, settings: RewardSettings) -> 
     while True:
         requests: RewardRequests = port.take()
         for request in requests.requests:
-            rollout, prompt = request.rollout, prompts[request.rollout.prompt_id]
-            result = evaluate_turn(
-                task, prompt, rollout, is_last_turn=request.is_last_turn, max_tokens=settings.max_tokens
-            )
-            port.send(RewardReply(key=rollout.key, result=result))
+            prompt = prompts[request.rollouts[0].prompt_id]
+            port.send(RewardReply(key=request.key, results=_results(task, prompt, request, settings.max_tokens)))
+
+
+def _results(task: Task, prompt: Prompt, request: RewardRequest, max_tokens: int) -> list[RewardResult]:
+    if request.is_group:
+        return evaluate_group(task, prompt, request.rollouts)
+    [rollout] = request.rollouts
+    return [evaluate_turn(task, prompt, rollout, is_last_turn=request.is_last_turn, max_tokens=max_tokens)]

@@ -1,13 +1,11 @@
-"""Reward functions on text: named ones, and user functions by import path."""
+"""The ready rewards on text, by name, and the answers that they can use."""
 
-import difflib
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from treering.errors import ConfigError, InputError
+from treering.errors import InputError
 from treering.extras import require
 from treering.rl.tasks.answers import FINAL_MARK, final_answer, find_number, normalized, single_number
 from treering.rl.tasks.task import Prompt
@@ -71,33 +69,6 @@ NAMED_REWARDS: Mapping[str, RewardFunction] = MappingProxyType(
     {"exact_answer": exact_answer, "contains_answer": contains_answer, "math_verify": math_verify}
 )
 """Built-in rewards, by name."""
-
-
-def find_reward(name: str) -> RewardFunction:
-    """The built-in reward of that name, or the imported "package.module:function".
-
-    Raises ConfigError for an unknown name (with the nearest ones), module or function.
-
-    Example: `find_reward("exact_answer")` is `exact_answer`.
-    """
-    if name in NAMED_REWARDS:
-        return NAMED_REWARDS[name]
-    module, colon, function = name.partition(":")
-    if not (colon and module and function):
-        near = difflib.get_close_matches(name, NAMED_REWARDS, n=3, cutoff=0.4) or list(NAMED_REWARDS)
-        raise ConfigError(
-            f"a reward is a known name or package.module:function, got {name!r}; nearest names: {', '.join(near)}"
-        )
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"a reward package.module:function can be imported, and {name!r} cannot ({error}); check the spelling and "
-            "PYTHONPATH"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"a reward is a function of (prompt, text), and {name!r} is a {type(found).__name__}; fix it")
-    return found  # type: ignore[no-any-return]
 
 
 def check_answer(name: str, answer: str | None) -> None:
