@@ -5,6 +5,8 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,9 @@ from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError, Interrupted, StateError
-from treering.rl.collect import NUM_MESSAGES, Collected, Group, collect
+from treering.rl.collect import NUM_MESSAGES, Collected, Group, collect, join
 from treering.rl.tasks.calculator import Calculator
+from treering.rl.tasks.score import RewardValue
 from treering.rl.tasks.sums import ChainedSums
 from treering.rl.tasks.task import Prompt, Task
 from treering.types import TokenIds
@@ -201,6 +204,11 @@ def test_an_empty_observation_lets_the_policy_go_on() -> None:
     assert tokens_of(collected) == [[[6, STOP, 6, STOP]]]
 
 
+def place_of(file: str) -> str:
+    """As errors name a file: relative to the current folder, if it is inside."""
+    return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
+
+
 def fail_on_sample_1(rollout: Rollout) -> float:
     if rollout.sample == 1:
         raise ZeroDivisionError("by zero")
@@ -213,15 +221,16 @@ def test_a_reward_that_raises_costs_its_rollout_alone(max_batch: int) -> None:
     collected = run(task=Fake(reward=fail_on_sample_1), max_batch=max_batch, on_finished=seen.append)
     assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[0, 2]] * 3
     assert collected.num_reward_errors == 3
-    assert collected.reward_errors == tuple(
-        f"prompt {prompt.prompt_id!r}, sample 1: ZeroDivisionError: by zero" for prompt in PROMPTS
-    )
+    line = fail_on_sample_1.__code__.co_firstlineno + 2
+    error = f"{place_of(__file__)}:{line}: ZeroDivisionError: by zero"
+    assert collected.reward_errors == tuple(f"prompt {prompt.prompt_id!r}, sample 1: {error}" for prompt in PROMPTS)
+    assert collected.error_counts == {error: 3}
     assert len(seen) == 9
     assert {rollout.sample for rollout in seen if rollout.reward is None} == {1}
 
 
 NO_NUMBERS = [
-    *(math.nan, math.inf, -math.inf, None, "1", b"1", 1j, [1.0], (1.0,), {}, 10**400, Fraction(10**400)),
+    *(math.nan, math.inf, -math.inf, "1", b"1", 1j, [1.0], (1.0,), {}, 10**400, Fraction(10**400)),
     *(np.float32("nan"), np.ones(2), np.ones((1, 2)), np.zeros(0), np.array("1"), np.complex64(1)),
     *(Decimal("NaN"), Decimal("sNaN"), Decimal("Infinity"), Decimal("1e400")),
     *(torch.ones(2), torch.zeros(0), torch.tensor(math.nan), torch.ones(1, device="meta")),
@@ -249,6 +258,61 @@ def test_any_kind_of_number_is_a_reward(reward: object) -> None:
     collected = run(task=Fake(reward=lambda rollout: reward))
     rewards = [rollout.reward for group in collected.groups for rollout in group.rollouts]
     assert (rewards, {type(value) for value in rewards}) == ([1.0] * 9, {float})
+
+
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_a_reward_of_none_leaves_its_rollout_out_and_is_no_error(max_batch: int) -> None:
+    collected = run(task=Fake(reward=lambda rollout: None if rollout.sample == 1 else 1.0), max_batch=max_batch)
+    assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[0, 2]] * 3
+    assert (collected.num_unscored, collected.num_reward_errors, collected.num_rollouts) == (3, 0, 6)
+
+
+def test_numbers_beside_a_reward_are_kept_by_name_in_the_order_of_prompts_and_samples() -> None:
+    def reward(rollout: Rollout) -> dict[str, float | None]:
+        return {"reward": 1.0, "sample": rollout.sample, "even": None if rollout.sample % 2 else 7}
+
+    for max_batch in (1, 8):
+        collected = run(task=Fake(reward=reward), max_batch=max_batch)
+        assert collected.numbers == {"sample": [0, 1, 2] * 3, "even": [7, 7] * 3}
+        assert collected.num_rollouts == 9
+    joined = join(PROMPTS, [collected])
+    assert (joined.numbers, joined.num_unscored, joined.error_counts) == (collected.numbers, 0, {})
+
+
+class Ranking(Fake):
+    """Rewards a group at once: the rank of each sample's number of tokens."""
+
+    rewards_groups = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen: list[list[int]] = []
+
+    def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
+        self.seen.append([rollout.sample for rollout in rollouts])
+        sizes = sorted(rollout.num_tokens for rollout in rollouts)
+        return [sizes.index(rollout.num_tokens) for rollout in rollouts]
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 16])
+def test_a_group_is_rewarded_once_when_its_last_rollout_has_ended_without_the_empty_ones(max_batch: int) -> None:
+    task = Ranking()
+    # The first sample is the longest and ends last; the second is empty.
+    collected = run(lambda request: [6] * [7, 0, 2, 4][request.sample], task, max_batch=max_batch, group_size=4)
+    assert task.seen == [[0, 2, 3]] * 3
+    assert [group.rewards.tolist() for group in collected.groups] == [[2.0, 0.0, 1.0]] * 3
+    assert collected.num_empty == 3
+
+
+def test_a_group_of_wrong_rewards_is_left_out_as_a_whole_and_one_wrong_reward_alone() -> None:
+    class Short(Ranking):
+        def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
+            return [1.0] if prompt.prompt_id == "a" else [1.0, ValueError("no"), None]
+
+    collected = run(task=Short(), group_size=3)
+    assert [len(group.rollouts) for group in collected.groups] == [0, 1, 1]
+    assert (collected.num_reward_errors, collected.num_unscored) == (5, 2)
+    assert "one for each of its 3 rollouts, got 1" in collected.reward_errors[0]
 
 
 def raise_a_lookup_error(_: Rollout) -> TokenIds:

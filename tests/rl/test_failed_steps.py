@@ -1,4 +1,4 @@
-"""A run whose every reward fails ends after a few steps; one that gets some rewards goes on."""
+"""A run whose every reward fails ends at once, or after a few steps; one that gets some rewards goes on."""
 
 import pytest
 
@@ -22,20 +22,28 @@ class Failing:
         raise SystemExit("no judge")
 
 
-def test_a_run_whose_every_reward_fails_ends_after_three_steps_and_names_the_function() -> None:
+def test_a_run_without_a_first_reward_ends_in_its_first_step_and_names_function_and_error() -> None:
     loop = scripted_loop(task=TinyTask(2, Failing()))
-    for _ in range(MAX_FAILED_STEPS - 1):
-        assert loop.step().rollouts.num_reward_errors == 8
     with pytest.raises(
-        StateError, match=r"runs\.TinyTask\.reward failed for every rollout of 3 steps in a row, in step 3 for 8.*judge"
+        StateError, match=r"runs\.TinyTask\.reward failed for every rollout of step 1, for 8; 8 times with .*no judge"
     ):
         loop.step()
-    assert (loop.num_steps_done, loop.version) == (MAX_FAILED_STEPS - 1, 0)
+    assert (loop.num_steps_done, loop.version) == (0, 0)
+
+
+def test_a_run_whose_every_reward_fails_later_ends_after_three_steps() -> None:
+    loop = scripted_loop(task=TinyTask(2, Failing(good_calls=frozenset({1}))))
+    assert loop.step().rollouts.num_reward_errors == 7
+    for _ in range(MAX_FAILED_STEPS - 1):
+        assert loop.step().rollouts.num_reward_errors == 8
+    with pytest.raises(StateError, match=r"of 3 steps in a row, in step 4 for 8"):
+        loop.step()
+    assert loop.num_steps_done == MAX_FAILED_STEPS
 
 
 def test_one_reward_in_three_steps_keeps_a_run_alive() -> None:
     # Two groups of four: the 17th call belongs to the third step, the 41st to the sixth.
-    loop = scripted_loop(task=TinyTask(2, Failing(good_calls=frozenset({17, 41}))))
+    loop = scripted_loop(task=TinyTask(2, Failing(good_calls=frozenset({1, 17, 41}))))
     for _ in range(8):
         loop.step()
     with pytest.raises(StateError, match="step 9"):

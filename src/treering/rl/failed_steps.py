@@ -31,7 +31,7 @@ class FailedSteps:
         self._count = self._count + 1 if has_failed else 0
         if self._count < (1 if step == 1 else MAX_FAILED_STEPS):
             return
-        steps = "step 1" if step == 1 else f"{MAX_FAILED_STEPS} steps in a row, in step {step}"
+        steps = "step 1," if step == 1 else f"{MAX_FAILED_STEPS} steps in a row, in step {step}"
         error, count = max(collected.error_counts.items(), key=lambda item: item[1])
         raise StateError(
             f"a run learns from rewards, and {self._reward_name} failed for every rollout of {steps} for "

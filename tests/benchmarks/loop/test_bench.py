@@ -31,6 +31,7 @@ def report(rollout_s: float, train_s: float, update_s: float, bubble: float | No
         num_zero_variance=0,
         num_empty_groups=0,
         num_reward_errors=0,
+        num_unscored=0,
         num_empty=0,
         num_overlong=0,
         num_turns=1,

@@ -68,8 +68,20 @@ def length_of(prompt: Prompt, text: str) -> float:
     return float(len(text.split()))
 
 
-def broken(prompt: Prompt, text: str) -> float:
+def broken_at_times(prompt: Prompt, text: str) -> float:
+    if len(text.split()) % 2:
+        raise ValueError("no judge today")
+    return len(text)
+
+
+def broken_on_responses(prompt: Prompt, text: str) -> float:
+    if text == prompt.answer:
+        return 1.0
     raise ValueError("no judge today")
+
+
+def abstaining(prompt: Prompt, text: str) -> None:
+    return None
 
 
 def config(folder: Path, task: str = SUMS, rl: str = "") -> Path:
@@ -374,23 +386,35 @@ def remove(path: Path) -> None:
 
 
 def test_rewards_that_raise_are_counted_and_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary, err = train(capsys, prompts(folder, "tests_rewards:broken"), "run.dir=out", "rl.num_steps=2")
+    path = prompts(folder, "tests_rewards:broken_at_times")
+    summary, err = train(capsys, path, "run.dir=out", "rl.num_steps=2", "rl.group_size=8")
     total = summary["total"]
-    assert (total["num_reward_errors"], total["num_rollouts"], total["num_updates"]) == (12, 0, 0)
-    assert (total["first_reward"], total["last_reward"]) == (None, None)
-    assert "warning: step 1: 6 rewards raised" in err
+    assert total["num_reward_errors"] + total["num_rollouts"] == 32
+    assert 0 < total["num_reward_errors"] < 32
+    assert f"warning: step 1: {metrics_of(folder / 'out')[0]['reward/num_errors']:.0f} rewards raised" in err
+    assert "test_command.py" in err
     assert "no judge today" in err
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_without_any_reward_ends_after_three_steps(folder: Path, workers: int) -> None:
-    with pytest.raises(StateError, match=r"test_command:broken failed for every rollout of 3 steps.*no judge today"):
+def test_a_run_without_any_reward_ends_in_its_first_step(folder: Path, workers: int) -> None:
+    reward = "tests.cli.train.test_command:broken_on_responses"
+    with pytest.raises(StateError, match=r"broken_on_responses failed for every rollout of step 1.*no judge today"):
         run(
-            config_path=prompts(folder, "tests.cli.train.test_command:broken"),
-            overrides=["run.dir=out", f"runtime.workers={workers}"],
+            config_path=prompts(folder, reward),
+            overrides=["run.dir=out", f"runtime.workers={workers}", "rl.num_steps=1"],
             json_output=True,
         )
-    assert len((folder / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert not (folder / "out" / "checkpoints").exists()
+
+
+def test_a_run_whose_every_reward_abstains_ends_with_an_error(folder: Path) -> None:
+    with pytest.raises(StateError, match=r"abstaining returned None for 12 rollouts and scored none"):
+        run(
+            config_path=prompts(folder, "tests_rewards:abstaining"),
+            overrides=["run.dir=out", "rl.num_steps=2"],
+            json_output=True,
+        )
 
 
 def test_prompts_that_are_left_out_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

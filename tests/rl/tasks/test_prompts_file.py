@@ -169,12 +169,12 @@ def test_rewards_judge_the_text_without_special_tokens(file: Path, tokenizer: Pa
 
     def reward_of(text: str) -> float:
         raw = PromptsFile(write(file, {"prompt": text}), tokenizer=tokenizer, reward=OWN, template="raw")
-        return task.reward(prompt, rollout_of([*raw.prompts[0].tokens, end]))
+        return task.reward(prompt, rollout_of([*raw.prompts[0].tokens, end])).reward
 
     assert (reward_of("It is 4"), reward_of("It is 5")) == (1.0, 0.0)
     own = PromptsFile(file, tokenizer=tokenizer, reward=OWN, template="raw")
     tokens = [*own.prompts[0].tokens, end]
-    assert own.reward(own.prompts[0], rollout_of(tokens)) == len("It is 5") + 1
+    assert own.reward(own.prompts[0], rollout_of(tokens)).reward == len("It is 5") + 1
 
 
 def test_a_response_ends_at_the_markers_that_the_tokenizer_has(file: Path, tokenizer: Path, markerless: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_response_ends_at_the_markers_that_the_tokenizer_has(file: Path, token
 def test_a_closing_stop_string_is_no_part_of_the_text(file: Path, markerless: Path) -> None:
     task = PromptsFile(write(file, {"prompt": "a"}), tokenizer=markerless, reward=OWN)
     ids = PromptsFile(write(file, {"prompt": "abc<|im_end|>"}), tokenizer=markerless, reward=OWN, template="raw")
-    assert task.reward(task.prompts[0], rollout_of(ids.prompts[0].tokens)) == 3 + 1
+    assert task.reward(task.prompts[0], rollout_of(ids.prompts[0].tokens)).reward == 3 + 1
 
 
 def test_a_folder_without_settings_ends_texts_at_the_chat_marker_alone(
@@ -278,8 +278,8 @@ def test_gsm8k_reads_with_its_own_answers_right(real_data: Path) -> None:
     tokenizer = Tokenizer.from_file(str(real_data / "tokenizer" / "tokenizer.json"))
     for prompt, text in zip(task.prompts, texts, strict=True):
         response = [*tokenizer.encode(text).ids, task.stop_tokens[0]]
-        assert task.reward(prompt, rollout_of(response)) == 1.0
-        assert task.reward(prompt, rollout_of(tokenizer.encode("I give up").ids)) == 0.0
+        assert task.reward(prompt, rollout_of(response)).reward == 1.0
+        assert task.reward(prompt, rollout_of(tokenizer.encode("I give up").ids)).reward == 0.0
 
 
 @pytest.mark.parametrize(

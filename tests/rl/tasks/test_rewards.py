@@ -9,8 +9,9 @@ import pytest
 from tests.rl.rollouts import prompt_of
 from treering.data.formats import files
 from treering.errors import ConfigError, InputError, MissingExtraError
-from treering.rl.tasks import rewards
-from treering.rl.tasks.rewards import check_answer, contains_answer, exact_answer, find_reward, math_verify
+from treering.rl.tasks.rewards import named
+from treering.rl.tasks.rewards.find import find_reward
+from treering.rl.tasks.rewards.named import check_answer, contains_answer, exact_answer, math_verify
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_missing_answer_is_refused() -> None:
 def test_a_reward_is_found_by_name_or_by_path() -> None:
     assert find_reward("exact_answer") is exact_answer
     assert find_reward("contains_answer") is contains_answer
-    assert find_reward("treering.rl.tasks.rewards:exact_answer") is rewards.exact_answer
+    assert find_reward("treering.rl.tasks.rewards.named:exact_answer") is named.exact_answer
     assert find_reward("treering.data.formats.files:read_whole") is files.read_whole
 
 
@@ -95,9 +96,9 @@ def test_a_reward_is_found_by_name_or_by_path() -> None:
         ("zzz", "nearest names: exact_answer, contains_answer"),
         (":f", "nearest names"),
         ("treering:", "nearest names"),
-        ("no_such_package.rewards:f", r"cannot \(No module named 'no_such_package'\); check the spelling"),
-        ("treering.rl.tasks.rewards:no_such", "has no attribute 'no_such'"),
-        ("treering.rl.tasks.rewards:FINAL_MARK", "is a str"),
+        ("no_such_package.rewards:f", "raises ModuleNotFoundError: No module named 'no_such_package'"),
+        ("treering.rl.tasks.rewards.named:no_such", "has no such name; check the spelling"),
+        ("treering.rl.tasks.rewards.named:FINAL_MARK", "has a str of that name"),
     ],
 )
 def test_an_unknown_reward_is_refused_with_what_is_near(name: str, message: str) -> None:

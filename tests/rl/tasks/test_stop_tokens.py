@@ -146,7 +146,7 @@ def test_the_stop_token_is_no_part_of_the_rewarded_text(file: Path, llama: Path)
     said = [*tokens.encode("4\n"), *tokens.encode("5")]
     stopping = PromptsFile(file, tokenizer=llama, reward="exact_answer", template="raw", stop_tokens=["5"])
     plain = PromptsFile(file, tokenizer=llama, reward="exact_answer", template="raw")
-    assert [task.reward(task.prompts[0], rollout_of(said)) for task in (stopping, plain)] == [1.0, 0.0]
+    assert [task.reward(task.prompts[0], rollout_of(said)).reward for task in (stopping, plain)] == [1.0, 0.0]
 
 
 def test_the_end_of_texts_may_stand_in_the_map_of_special_tokens(tmp_path: Path) -> None:
