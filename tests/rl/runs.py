@@ -125,9 +125,10 @@ def sampling_loop(
     model: PreTrainedModel | None = None,
     drafting: Drafting | None = None,
     reference: MakeReference | None = None,
+    task: Task | None = None,
     **changes: object,
 ) -> RlLoop:
-    """A loop with a TorchEngine."""
+    """A loop with a TorchEngine, over a `TinyTask` unless another is given."""
     model = build() if model is None else model
 
     def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
@@ -136,7 +137,7 @@ def sampling_loop(
 
     return RlLoop(
         model,
-        TinyTask(),
+        TinyTask() if task is None else task,
         make_engine,
         optim=PLAIN,
         options=options(**changes),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from tests.rl.runs import TinyTask, share_of_even_tokens
 from treering.engine.rollout import Rollout
+from treering.rl.tasks.score import RewardValue
 from treering.rl.tasks.task import Prompt
 
 
@@ -58,6 +59,24 @@ class Raising(TinyTask):
         if rollout.sample == 3:
             raise ValueError("no number")
         return share_of_even_tokens(rollout)
+
+
+class Ranking(TinyTask):
+    """Rewards a group at once: how many of it are no better; the last sample of a group is left out."""
+
+    rewards_groups = True
+
+    def __init__(self, marker: str | None = None) -> None:
+        super().__init__()
+        self._marker = None if marker is None else Path(marker)
+
+    def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
+        if self._marker is not None and not self._marker.exists():
+            self._marker.touch()
+            time.sleep(3600)
+        shares = [share_of_even_tokens(rollout) for rollout in rollouts]
+        ranks = [float(sum(other <= share for other in shares)) for share in shares]
+        return [None if rollout.sample == 3 else rank for rank, rollout in zip(ranks, rollouts, strict=True)]
 
 
 class Answering(TinyTask):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import build_float64
+from tests.rl.runs import sampling_loop
 from tests.runtime import tasks
 from tests.runtime.runs import TinyRecipe, pipeline
 from tests.runtime.test_deaths import is_complete, wait_for_the_end_of
@@ -92,6 +94,23 @@ def test_a_reward_that_always_ends_its_worker_ends_the_run_in_one_line(name: str
     text = str(caught.value)
     assert "tests.runtime.tasks.Doing.reward ended or stopped its process for 10 of the last 10 rollouts" in text
     assert "\n" not in text
+
+
+def test_groups_are_rewarded_as_in_the_synchronous_loop_whichever_workers_sampled_them() -> None:
+    with pipeline(TinyRecipe(task=tasks.Ranking), num_steps=2) as loop:
+        result, account = run(loop, 2), loop.account
+    assert_same(result, run(sampling_loop(build_float64("llama"), task=tasks.Ranking()), 2))
+    assert (account.unscored, account.evaluated, account.reward_errors) == (4, 16, 0)
+    assert all([row[1] for row in rows[:3]] == [0, 1, 2] for rows in result[1])
+
+
+def test_a_group_whose_reward_hangs_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    recipe = TinyRecipe(task=partial(tasks.Ranking, str(tmp_path / "hung")))
+    with pipeline(recipe, num_steps=1, reward_time_limit_s=3.0) as loop:
+        report, account = loop.step().rollouts, loop.account
+    assert (report.num_reward_errors, report.num_rollouts, report.num_unscored) == (4, 3, 1)
+    assert (account.reward_workers_stopped, account.evaluated) == (1, 8)
+    assert all("TimeoutError" in message for message in report.reward_errors)
 
 
 def test_a_spare_worker_takes_over_with_its_task_built() -> None:

@@ -408,6 +408,37 @@ def test_a_run_without_any_reward_ends_in_its_first_step(folder: Path, workers: 
     assert not (folder / "out" / "checkpoints").exists()
 
 
+OWN_REWARDS = """
+import beside
+async def async_length(prompt, text, level):
+    return {"reward": len(text.split()) + level, "level": level}
+def rank(prompts, completions, **columns):
+    return [sorted(completions).index(text) * beside.ONE for text in completions]
+"""
+
+
+def test_rewards_beside_the_configuration_and_in_the_shells_folder_are_the_same_in_workers(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    reward = '[{name = "own.py:async_length"}, {name = "shell_of_test:rank", weight = -0.5}]'
+    path = prompts(folder)
+    lines = [json.loads(line) | {"level": i} for i, line in enumerate((folder / "p.jsonl").read_text().splitlines())]
+    (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("conf/own.py", "shell_of_test.py"):
+        (folder / name).write_text(OWN_REWARDS)
+    (folder / "beside.py").write_text("ONE = 1.0\n")
+    settings = ["rl.num_steps=2", f"task.reward={reward}"]
+    first, _ = train(capsys, path, "run.dir=out", *settings)
+    second, _ = train(capsys, path, "run.dir=workers", "runtime.workers=1", *settings)
+    assert first["total"]["num_rollouts"] == second["total"]["num_rollouts"] == 12
+    names = {"rewards/async_length", "rewards/async_length/level", "rewards/rank", "reward/mean"}
+    rows = [[{name: row[name] for name in names} for row in metrics_of(folder / run)] for run in ("out", "workers")]
+    assert rows[0] == rows[1]
+    mean = rows[0][0]
+    assert mean["reward/mean"] == pytest.approx(mean["rewards/async_length"] - 0.5 * mean["rewards/rank"])
+
+
 def test_a_run_whose_every_reward_abstains_ends_with_an_error(folder: Path) -> None:
     with pytest.raises(StateError, match=r"abstaining returned None for 12 rollouts and scored none"):
         run(
