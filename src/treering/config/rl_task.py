@@ -2,14 +2,18 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from treering.config.judge import JudgeConfig
 from treering.config.load import Config
+from treering.config.problems import describe
 from treering.config.values import Count, FilePath, ModelPath, Positive, Seed, TemplateDate
 from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
-_FROM_FILE = (*("file", "tokenizer", "template", "date", "reward", "max_prompts", "max_prompt_tokens", "stop_tokens"),)
+_FROM_FILE = (
+    *("file", "tokenizer", "template", "date", "reward", "max_prompts", "max_prompt_tokens", "stop_tokens", "judge"),
+)
 
 
 class RewardConfig(Config):
@@ -21,11 +25,14 @@ class RewardConfig(Config):
 
 def _several(value: object) -> object:
     """Several rewards as a tuple; one error instead of one for each side of a union."""
-    if not isinstance(value, list | tuple):
+    if isinstance(value, str):
         return value
-    if not value:
-        raise ValueError('rewards are at least one, got []; leave it out for "exact_answer"')
-    return tuple(each if isinstance(each, RewardConfig) else RewardConfig.model_validate(each) for each in value)
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"a name, or an array of tables with name and weight, got {value!r}")
+    try:
+        return tuple(each if isinstance(each, RewardConfig) else RewardConfig.model_validate(each) for each in value)
+    except ValidationError as error:
+        raise ValueError(f"tables with name and weight: {'; '.join(describe(error, RewardConfig))}") from error
 
 
 class TaskConfig(Config):
@@ -57,10 +64,11 @@ class TaskConfig(Config):
     date: TemplateDate = None
     reward: Annotated[str | tuple[RewardConfig, ...], BeforeValidator(_several)] = Field(
         default="exact_answer",
-        description="Prompts: exact_answer, contains_answer, math_verify (for LaTeX; needs treering[math]), "
+        description="Prompts: exact_answer, contains_answer, math_verify (for LaTeX; needs treering[math]), judge, "
         "file.py:function or package.module:function, looked up next to the configuration, then in the current folder; "
         'or several with weights, [{name = "exact_answer"}, {name = "rewards.py:short", weight = 0.2}].',
     )
+    judge: JudgeConfig = JudgeConfig()
     max_prompts: Count | None = Field(
         default=None, description="Prompts to keep from the start of the file; none: all."
     )
@@ -72,6 +80,19 @@ class TaskConfig(Config):
         description="Prompts: texts or ids of tokens that end a response, besides those of the tokenizer, its chat "
         'template (template = "hf") and the model folder (eos_token_id).',
     )
+
+    @property
+    def uses_judge(self) -> bool:
+        """Whether one of the rewards is "judge"."""
+        return "judge" in ([self.reward] if isinstance(self.reward, str) else [each.name for each in self.reward])
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> Self:
+        if self.uses_judge and None in (self.judge.url, self.judge.model):
+            raise ConfigError('the reward "judge" asks a model; set task.judge.url and task.judge.model')
+        if not self.uses_judge and self.judge != JudgeConfig():
+            raise ConfigError('task.judge belongs to the reward "judge"; add it to task.reward, or remove the section')
+        return self
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

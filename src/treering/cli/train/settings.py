@@ -39,6 +39,8 @@ _FREE_TO_CHANGE = frozenset(
         *("num_train_threads", "ranks"),
     }
 )
+# Where the judge is, and how it is asked; its model and its question stay.
+_JUDGE_FREE = frozenset({"url", "max_concurrent", "time_limit_s", "num_retries", "cache"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
@@ -244,6 +246,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         "task.kind": config.task.kind,
         "task.reward": _reward_identity(config.task.reward),
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
+        **(section_identity("task.judge", config.task.judge, free=_JUDGE_FREE) if config.task.uses_judge else {}),
         # Runs from before this setting existed have no entry for it.
         **({"task.stop_tokens": str(config.task.stop_tokens)} if config.task.stop_tokens else {}),
         "engine.seed": config.engine.seed,
@@ -266,7 +269,7 @@ def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scala
     return {
         **model_identity(config.model, model),
         **lora_identity(config.lora, model),
-        **section_identity("task", config.task),
+        **section_identity("task", config.task, free=frozenset({"judge"})),
         **section_identity("warmup", config.warmup),
         "rl.seed": config.rl.seed,
         "rl.layout": config.rl.layout,

@@ -9,10 +9,12 @@ from types import MappingProxyType
 import numpy as np
 
 from treering.cli.hub import find_folder, locate, search_places
+from treering.config.judge import JudgeConfig
 from treering.config.rl_task import TaskConfig
 from treering.engine.stop_strings import Decode
 from treering.rl.tasks.calculator import Calculator
 from treering.rl.tasks.prompts_file import PromptsFile
+from treering.rl.tasks.rewards.judge import Judge, JudgeSettings
 from treering.rl.tasks.rewards.weighted import WeightedReward
 from treering.rl.tasks.sum_task import SumTask
 from treering.rl.tasks.sums import ChainedSums
@@ -112,6 +114,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         tokenizer=tokenizer,
         reward=_rewards(config),
         folders=(config_dir, shell_dir),
+        judge=_judge(config, shell_dir),
         template=config.template,
         max_prompts=config.max_prompts,
         max_prompt_tokens=config.max_prompt_tokens,
@@ -138,6 +141,13 @@ def _rewards(config: TaskConfig) -> str | list[WeightedReward]:
     if isinstance(config.reward, str):
         return config.reward
     return [WeightedReward(name=each.name, weight=each.weight) for each in config.reward]
+
+
+def _judge(config: TaskConfig, shell_dir: Path) -> Judge | None:
+    if not config.uses_judge:
+        return None
+    fields = {name: getattr(config.judge, name) for name in JudgeConfig.model_fields}
+    return Judge(JudgeSettings(**{**fields, "cache": shell_dir / config.judge.cache}))
 
 
 def _stops_of(task: PromptsFile) -> str:

@@ -16,6 +16,7 @@ from treering.data.trajectory import Message
 from treering.data.unicode import valid_text
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, InputError
+from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.score import Score
 from treering.rl.tasks.stop_tokens import find_stop_tokens
@@ -52,6 +53,7 @@ class PromptsFile(Task):
         tokenizer: Path,
         reward: str | Sequence[WeightedReward],
         folders: Sequence[Path] = (Path(),),
+        judge: Judge | None = None,
         template: PromptTemplate = "plain",
         max_prompts: int | None = None,
         max_prompt_tokens: int | None = None,
@@ -67,6 +69,7 @@ class PromptsFile(Task):
             reward: "exact_answer", "contains_answer", "math_verify", "file.py:function" or "package.module:function",
                 or several of them with weights; see `rewards.bound.SIGNATURES`.
             folders: where such files and modules are looked up.
+            judge: the reward "judge"; None if there is none.
             template: how a prompt becomes text; see `PromptTemplate`.
             max_prompts: how many prompts to keep from the start of the file; None keeps all.
             max_prompt_tokens: longer prompts are left out and counted; None keeps all.
@@ -86,7 +89,7 @@ class PromptsFile(Task):
         for name, limit in (("max_prompts", max_prompts), ("max_prompt_tokens", max_prompt_tokens)):
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name} is at least 1, got {limit}; None sets no limit")
-        self.text_reward = TextReward(reward, folders)
+        self.text_reward = TextReward(reward, folders, judge)
         """The reward of a text."""
         self._template: PromptTemplate = template
         self._tokens = TextTokens(tokenizer)

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.rewards.bound import BoundReward, bind
 from treering.rl.tasks.rewards.find import find_reward
+from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.named import NAMED_REWARDS, check_answer
 from treering.rl.tasks.score import Score, checked_reward
 from treering.rl.tasks.task import Prompt
@@ -38,12 +39,15 @@ class TextReward:
     "exact_answer" 1.0 and "short" 0.5.
     """
 
-    def __init__(self, reward: str | Sequence[WeightedReward], folders: Sequence[Path]) -> None:
+    def __init__(
+        self, reward: str | Sequence[WeightedReward], folders: Sequence[Path], judge: Judge | None = None
+    ) -> None:
         """Finds the functions.
 
         Args:
             reward: one by its name, or several.
             folders: where files and modules are looked up, see `find_reward`.
+            judge: the reward "judge"; None if there is none.
 
         Raises:
             ConfigError: no reward, two of one name, or one that is not found.
@@ -55,7 +59,10 @@ class TextReward:
             raise ConfigError(f"rewards are one or more functions of different names, got {names}; rename or drop some")
         self.name = " + ".join(part.name for part in parts)
         """For errors: the names of the rewards."""
-        self._functions = {label: find_reward(part.name, folders) for label, part in self._parts.items()}
+        self._functions: dict[str, Callable[..., object]] = {
+            label: judge if judge is not None and part.name == "judge" else find_reward(part.name, folders)
+            for label, part in self._parts.items()
+        }
         self._rewards: list[BoundReward] = []
         # One event loop for all calls: clients that a reward keeps belong to the loop in which they were made.
         self._runner = asyncio.Runner()

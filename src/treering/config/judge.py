@@ -1,0 +1,46 @@
+"""The [task.judge] section of `treering train`: a language model that scores responses."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from treering.config.load import Config
+from treering.config.values import Count, FilePath, Positive
+
+
+def _pattern(value: str | None) -> str | None:
+    try:
+        num_groups = 1 if value is None else re.compile(value).groups
+    except re.error as error:
+        raise ValueError(f"a regular expression, got {value!r} ({error})") from error
+    if num_groups != 1:
+        raise ValueError(f"a regular expression with one group, the score, got {value!r} with {num_groups}")
+    return value
+
+
+class JudgeConfig(Config):
+    """The judge that the reward "judge" asks, over any OpenAI-compatible URL."""
+
+    url: str | None = Field(default=None, description="Up to and with its version: http://127.0.0.1:8000/v1.")
+    model: str | None = Field(default=None, description="The model's name at that URL.")
+    template: str = Field(
+        default="Question:\n{prompt}\n\nAnswer:\n{response}\n\nHow good is the answer, from 0 to 10? Reply with JSON: "
+        '{"score": NUMBER}',
+        description="What it is asked; {prompt}, {response} and {COLUMN} of the prompts file are filled in.",
+    )
+    pattern: Annotated[str | None, AfterValidator(_pattern)] = Field(
+        default=None,
+        description='Regular expression with one group, whose last match is the score; none: the "score" of JSON.',
+    )
+    parameters: dict[str, Any] = Field(
+        default={"temperature": 0.0}, description="Sent with every request, as OpenAI names them."
+    )
+    max_concurrent: Count = Field(default=16, description="Requests at a time.")
+    time_limit_s: Positive = Field(default=60.0, description="For one attempt.")
+    num_retries: Annotated[int, Field(ge=0)] = Field(default=3, description="Further attempts, after 1, 2, 4, ... s.")
+    cache: FilePath = Field(
+        default=Path("runs/judge"),
+        description="Folder with the replies, so that nothing is asked twice; relative to the current folder.",
+    )

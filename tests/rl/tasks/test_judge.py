@@ -1,0 +1,187 @@
+"""A judge behind a URL: what it is asked, how its replies are read, kept and retried. The server is a loopback one."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treering.config import RlConfig, load
+from treering.errors import ConfigError, InputError, StateError
+from treering.rl.tasks.rewards import judge as judge_module
+from treering.rl.tasks.rewards.judge import Judge, JudgeSettings
+from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
+from treering.rl.tasks.score import Score
+from treering.rl.tasks.task import Prompt
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with what `reply` makes of the question: a status and a text."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.reply: Callable[[str], tuple[int, str]] = lambda question: (200, '{"score": 1}')
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/chat/completions"
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        self.server.keys.append(self.headers["Authorization"])
+        status, text = self.server.reply(body["messages"][0]["content"])
+        answer = {"choices": [{"message": {"content": text}}]} if status == 200 else {"error": text}
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(judge_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def judge_at(url: str, cache: Path, **changes: Any) -> Judge:
+    template = changes.pop("template", "{prompt}|{response}|{level}")
+    return Judge(JudgeSettings(url=url, model="m", template=template, cache=cache, **changes))
+
+
+def ask(judge: Judge, *texts: str) -> list[float | Exception]:
+    return judge(prompts=["q"] * len(texts), completions=list(texts), level=[3] * len(texts))
+
+
+def test_a_judge_is_asked_once_for_each_text_and_never_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    server.reply = lambda question: (200, f'Well: {{"score": {len(question)}}}.')
+    settings = {"parameters": {"temperature": 0.0}}
+    assert ask(judge_at(server.url, tmp_path, **settings), "a", "bcd", "a") == [5.0, 7.0, 5.0]
+    assert sorted(body["messages"][0]["content"] for body in server.bodies) == ["q|a|3", "q|bcd|3"]
+    assert all((body["model"], body["temperature"]) == ("m", 0.0) for body in server.bodies)
+    assert server.keys == ["Bearer k"] * 2
+    # From the files, with another judge and no server.
+    assert ask(judge_at("http://127.0.0.1:9/v1", tmp_path, **settings), "bcd", "a") == [7.0, 5.0]
+    next(iter(tmp_path.glob("*.json"))).write_text("{")
+    assert ask(judge_at(server.url, tmp_path, **settings), "a", "bcd") == [5.0, 7.0]
+    assert len(server.bodies) == 3
+
+
+def test_texts_are_judged_at_the_same_time(server: Server, tmp_path: Path) -> None:
+    barrier = threading.Barrier(4, timeout=60)
+
+    def reply(question: str) -> tuple[int, str]:
+        barrier.wait()
+        return 200, '{"score": 2}'
+
+    server.reply = reply
+    assert ask(judge_at(server.url, tmp_path, max_concurrent=4), *"abcd") == [2.0] * 4
+
+
+def test_a_busy_server_is_asked_again_and_a_refusal_is_not(server: Server, tmp_path: Path) -> None:
+    statuses = iter([503, 429, 200])
+    server.reply = lambda question: (next(statuses), '{"score": 4}')
+    assert ask(judge_at(server.url, tmp_path, num_retries=2), "a") == [4.0]
+    server.reply = lambda question: (400, "no such model")
+    [error] = ask(judge_at(server.url, tmp_path), "b")
+    assert isinstance(error, StateError)
+    assert "refused with 400" in str(error)
+    assert "no such model" in str(error)
+    assert len(server.bodies) == 4
+    [error] = ask(judge_at("http://127.0.0.1:9/v1", tmp_path, num_retries=1), "c")
+    assert "it failed 2 times, at last with URLError" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reply", "score"),
+    [
+        (r"Score: (-?[\d.]+)", "Score: 1, no, Score: -2.5", -2.5),
+        (r"(\d)", "none", None),
+        (None, 'thus {"score": 0.5, "why": "{}"}', 0.5),
+        (None, "7", None),
+        (None, '{"mark": 7}', None),
+    ],
+)
+def test_a_score_is_the_last_match_or_a_field_of_json(
+    server: Server, tmp_path: Path, pattern: str | None, reply: str, score: float | None
+) -> None:
+    server.reply = lambda question: (200, reply)
+    [found] = ask(judge_at(server.url, tmp_path, pattern=pattern), "a")
+    if score is not None:
+        assert found == score
+    else:
+        assert isinstance(found, InputError)
+        assert f"got {reply!r}" in str(found)
+
+
+def test_a_judge_is_one_of_several_rewards_and_its_failures_leave_out_their_texts(
+    server: Server, tmp_path: Path
+) -> None:
+    server.reply = lambda question: (400, "") if "bad" in question else (200, '{"score": 10}')
+    parts = [WeightedReward(name="contains_answer"), WeightedReward(name="judge", weight=0.1)]
+    reward = TextReward(parts, [], judge_at(server.url, tmp_path, template='{response} to {prompt}? {"score": 0}'))
+    reward.bind(["answer"])
+    columns = {"prompt": [{"role": "user", "content": "q"}], "answer": "yes"}
+    prompt = Prompt(prompt_id="p", tokens=np.array([1], np.int32), answer="yes", columns=columns)
+    good, bad = reward.scores(prompt, ["yes", "bad"])
+    assert good == Score(reward=2.0, numbers={"contains_answer": 1.0, "judge": 10.0})
+    assert isinstance(bad, StateError)
+    assert server.bodies[0]["messages"][0]["content"] in ('yes to q? {"score": 0}', 'bad to q? {"score": 0}')
+    wrong = TextReward("judge", [], judge_at(server.url, tmp_path, template="{respones}"))
+    wrong.bind([])
+    with pytest.raises(InputError, match=r"has \{prompt\}, \{response\} and columns, got \{respones\}; they are"):
+        wrong.try_on(prompt)
+
+
+def test_the_settings_of_a_judge_are_checked_with_the_configuration() -> None:
+    task = ["task.kind=prompts", "task.file=p", "task.tokenizer=t", "rl.num_steps=1", "task.reward=judge"]
+    place = ["task.judge.url=http://127.0.0.1:8000/v1", "task.judge.model=m"]
+    assert load(RlConfig, None, [*task, *place]).task.uses_judge
+    with pytest.raises(ConfigError, match=r"set task\.judge\.url and task\.judge\.model"):
+        load(RlConfig, None, task)
+    with pytest.raises(ConfigError, match=r'task\.judge belongs to the reward "judge"'):
+        load(RlConfig, None, [*task[:-1], *place])
+    with pytest.raises(ConfigError, match=r"task\.judge\.pattern: a regular expression with one group"):
+        load(RlConfig, None, [*task, *place, "task.judge.pattern=score"])
+    with pytest.raises(ConfigError, match=r"did you mean 'task\.judge\.model'"):
+        load(RlConfig, None, [*task, *place, "task.judge.mode=m"])
+    weighted = '[{name = "judge", weight = 0.5}, {name = "exact_answer"}]'
+    config = load(RlConfig, None, [*task, f"task.reward={weighted}", *place])
+    assert [(each.name, each.weight) for each in config.task.reward if not isinstance(each, str)] == [
+        ("judge", 0.5),
+        ("exact_answer", 1.0),
+    ]
+    for wrong, message in (
+        ("[]", r"a name, or an array of tables with name and weight, got \[\]"),
+        ("3", "weight, got 3"),
+        ('[{nam = "a"}]', r"unknown key 'nam'; did you mean 'name'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(RlConfig, None, [*task, f"task.reward={wrong}"])
