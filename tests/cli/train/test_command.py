@@ -80,6 +80,10 @@ def broken_on_responses(prompt: Prompt, text: str) -> float:
     raise ValueError("no judge today")
 
 
+def misspelt(prompt: Prompt, text: str) -> float:
+    return lenght(text)  # type: ignore[name-defined, no-any-return]  # noqa: F821
+
+
 def abstaining(prompt: Prompt, text: str) -> None:
     return None
 
@@ -437,6 +441,16 @@ def test_rewards_beside_the_configuration_and_in_the_shells_folder_are_the_same_
     assert rows[0] == rows[1]
     mean = rows[0][0]
     assert mean["reward/mean"] == pytest.approx(mean["rewards/async_length"] - 0.5 * mean["rewards/rank"])
+
+
+def test_a_reward_that_raises_on_its_trial_ends_the_run_before_the_model_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treering.cli.train.run.make_model", lambda *_: pytest.fail("made"))
+    place = rf"test_command\.py:{misspelt.__code__.co_firstlineno + 1}: NameError: name 'lenght'"
+    with pytest.raises(InputError, match=rf"on prompt 'yes-0' with the text 'yes' raised .*{place}"):
+        run(config_path=prompts(folder, "tests_rewards:misspelt"), overrides=["run.dir=out"], json_output=True)
+    assert not (folder / "out" / "metrics.jsonl").exists()
 
 
 def test_a_run_whose_every_reward_abstains_ends_with_an_error(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -115,6 +116,15 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(file: Path, tokenizer: P
     begun = Tokenizer.from_file(str(prefixing / "tokenizer.json")).encode("").ids
     assert len(begun) == 1
     assert [*begun, *tasks[0].prompts[0].tokens.tolist()] == tasks[1].prompts[0].tokens.tolist()
+
+
+def test_every_field_of_a_prompt_is_a_column_as_it_stands_and_its_answer_one_too(file: Path, tokenizer: Path) -> None:
+    first = {"prompt": "a", "answer": 3, "unit": {"name": "kg", "factors": [0.5]}, "level": 1.5, "id": "x"}
+    second = {"prompt": "b", "reward_model": {"ground_truth": "4"}, "answer": None, "data_source": "sums"}
+    prompts = PromptsFile(write(file, first, second), tokenizer=tokenizer, reward=OWN).prompts
+    assert [prompt.columns for prompt in prompts] == [first, {**second, "answer": "4"}]
+    again = pickle.loads(pickle.dumps(prompts[0].columns))
+    assert again == first
 
 
 def test_answers_and_names_are_those_of_the_file(file: Path, tokenizer: Path) -> None:

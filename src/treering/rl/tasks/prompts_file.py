@@ -39,8 +39,8 @@ class PromptsFile(Task):
 
     Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optional `answer`, or verl's
     `reward_model.ground_truth` or `ground_truth` (text or a number); the id in `prompt_id`, `task_id` or `id`, else a
-    hash of the tokens. `tools` are JSON schemas for the chat template. Every field of a prompt is in
-    its `columns`, for rewards of your own; those that would change a prompt, such as images, are refused.
+    hash of the tokens. `tools` are JSON schemas for the chat template. Every field of a prompt is in its `columns`, for
+    rewards of your own, and its answer as `answer`. Fields that would change a prompt, such as images, are refused.
 
     Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" becomes the tokens of "2+2?", and
     the response "It is 4" gets 1.0 from the reward "exact_answer".
@@ -245,13 +245,15 @@ def _line(record: object) -> _Line:
         raise InputError("a prompt ends before the policy's turn, got an assistant message at its end; drop that one")
     if not any(message.content for message in decoded):
         raise InputError(f"a prompt holds text, got {value!r}; drop the line")
+    answer = _answer(_given_answer(record))
+    is_elsewhere = answer is not None and record.get("answer") is None
     return _Line(
         messages=decoded,
         tools=trajectory.tools,
-        answer=_answer(_given_answer(record)),
+        answer=answer,
         likely_answer=next((name for name in _LIKELY_ANSWERS if not is_blank(record.get(name))), None),
         prompt_id=_prompt_id(record),
-        columns=record,
+        columns={**record, "answer": answer} if is_elsewhere else record,
     )
 
 
