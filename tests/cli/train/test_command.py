@@ -69,7 +69,7 @@ def length_of(prompt: Prompt, text: str) -> float:
 
 
 def broken_at_times(prompt: Prompt, text: str) -> float:
-    if len(text.split()) % 2:
+    if len(text.split()) % 2 == 0:
         raise ValueError("no judge today")
     return len(text)
 
@@ -413,11 +413,11 @@ def test_a_run_without_any_reward_ends_in_its_first_step(folder: Path, workers: 
 
 
 OWN_REWARDS = """
-import beside
+import beside_of_shell
 async def async_length(prompt, text, level):
     return {"reward": len(text.split()) + level, "level": level}
 def rank(prompts, completions, **columns):
-    return [sorted(completions).index(text) * beside.ONE for text in completions]
+    return [sorted(completions).index(text) * beside_of_shell.ONE for text in completions]
 """
 
 
@@ -431,7 +431,7 @@ def test_rewards_beside_the_configuration_and_in_the_shells_folder_are_the_same_
     (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name in ("conf/own.py", "shell_of_test.py"):
         (folder / name).write_text(OWN_REWARDS)
-    (folder / "beside.py").write_text("ONE = 1.0\n")
+    (folder / "beside_of_shell.py").write_text("ONE = 1.0\n")
     settings = ["rl.num_steps=2", f"task.reward={reward}"]
     first, _ = train(capsys, path, "run.dir=out", *settings)
     second, _ = train(capsys, path, "run.dir=workers", "runtime.workers=1", *settings)
