@@ -68,7 +68,9 @@ class TaskConfig(Config):
         "file.py:function or package.module:function, looked up next to the configuration, then in the current folder; "
         'or several with weights, [{name = "exact_answer"}, {name = "rewards.py:short", weight = 0.2}].',
     )
-    judge: JudgeConfig = JudgeConfig()
+    judge: JudgeConfig = Field(
+        default_factory=JudgeConfig, description='Prompts: what the reward "judge" asks, and how.'
+    )
     max_prompts: Count | None = Field(
         default=None, description="Prompts to keep from the start of the file; none: all."
     )
