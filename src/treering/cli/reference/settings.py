@@ -87,6 +87,8 @@ def kind_in_words(schema: Mapping[str, Any]) -> str:
         return f"{', '.join(first)} or {last}" if first else last
     if parts := schema.get("prefixItems"):
         return f"[{', '.join(map(kind_in_words, parts))}]"
+    if "$ref" in schema or schema["type"] == "object":
+        return "table"
     if schema["type"] == "array":
         return f"array of {kind_in_words(schema['items'])}"
     bounds = [words.format(schema[key]) for key, words in _BOUNDS.items() if schema.get(key, _LARGE) < _LARGE]
