@@ -64,6 +64,13 @@ TRAINER_WAIT_S: Final = "time/trainer_wait_s"
 SAMPLED_PER_S: Final = "time/sampled_per_s"
 TOKENS_PER_S: Final = "time/tokens_per_s"
 PEAK_MEMORY_BYTES: Final = "memory/peak_bytes"
+EVAL_LOSS: Final = "eval/loss"
+EVAL_NUM_TOKENS: Final = "eval/num_tokens"
+EVAL_REWARD: Final = "eval/reward"
+EVAL_LENGTH_MEAN: Final = "eval/length_mean"
+EVAL_NUM_REWARD_ERRORS: Final = "eval/num_reward_errors"
+EVAL_PASS_AT: Final = "eval/pass_at_"
+"""With the number of samples behind it: "eval/pass_at_4"."""
 
 Number = int | float
 

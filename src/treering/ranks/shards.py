@@ -50,6 +50,11 @@ class Shards:
         head = self.head
         return enter(self.head_path, lambda rows: run(head, rows), hidden)
 
+    def release(self) -> None:
+        """Gives back the weights that a forward has gathered and no backward will; the outermost unit keeps its own."""
+        for unit in self.units:
+            unit.reshard()
+
     def zero(self, hidden: Float[Tensor, "N C"]) -> Float[Tensor, ""]:
         """0 with gradients of 0 for all weights, the head's too, which ranks that score nothing must reduce as well."""
         # Scaled inside, because a unit warns of views that it returns.

@@ -124,6 +124,11 @@ class RlLoop(Resumable[RlStepReport]):
             self._engine = self._make_engine(None if self._drafting is None else self._drafting.drafter, self._version)
         return self._engine
 
+    def policy(self) -> nn.Module:
+        """The whole model with the present weights; all ranks ask for theirs at a time."""
+        self._copy_weights(trained_only=False)
+        return self.model if self._rollout_model is None else self._rollout_model
+
     def step(self) -> RlStepReport:
         """Samples the next step's prompts, trains on their rewards, and updates the engine's weights.
 

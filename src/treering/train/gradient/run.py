@@ -113,6 +113,16 @@ class StepRun:
         for _ in range(self._num_passes, self._min_passes):
             self._run_nothing()
 
+    def evaluate(self) -> None:
+        """Adds the loss of every unit to the totals, without gradients."""
+        self._progress = PhaseProgress("scoring", self._num_tokens(range(len(self._units))), self._on_progress)
+        with torch.no_grad():
+            for unit, selected in zip(self._units, self._selected, strict=True):
+                if num_forwards(unit) > 0:
+                    self._loss(self._score(unit, selected, None), selected.edges, selected)
+            for _ in range(sum(map(num_forwards, self._units)), self._min_passes):
+                self._scorer.zero(hidden_states(self._scorer.parts, ONE_TOKEN))
+
     def _num_tokens(self, numbers: Iterable[int]) -> int:
         return sum(self._units[i].forest.num_tokens for i in numbers)
 

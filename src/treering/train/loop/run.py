@@ -11,7 +11,9 @@ from pathlib import Path
 from treering.atomic import write_text
 from treering.errors import StateError
 from treering.metrics import Metrics
+from treering.step_lines import read_rows
 from treering.train.loop.checkpoint import CheckpointStore, Identity, check_identity
+from treering.train.loop.held_out import Evaluation
 from treering.train.loop.resumable import ReportT, Resumable
 from treering.writing import check_regular, writing
 
@@ -72,6 +74,7 @@ def run_steps(
     checkpoints: CheckpointStore,
     metrics: Metrics,
     on_step: Callable[[ReportT], Mapping[str, float] | None] | None = None,
+    evaluation: Evaluation | None = None,
 ) -> Iterator[ReportT]:
     """Runs steps up to `num_steps` and yields each step's report after it has been logged and, if due, saved.
 
@@ -83,16 +86,28 @@ def run_steps(
         metrics: opened with `Opened.resume_step`.
         on_step: logs other data than metrics, and may return metrics of what it logged; called before the step is
             saved, so that no checkpoint is ahead of a log.
+        evaluation: measures held-out data; what it finds before the first step is logged as step 0.
 
     Example: num_steps=5 and save_every=2 save after steps 2, 4 and 5.
     """
+
+    def measured(step: int) -> dict[str, float]:
+        return {} if evaluation is None else evaluation.at(step, num_steps, loop.on_progress)
+
+    if loop.num_steps_done == 0 and (first := measured(0)):
+        metrics.log(0, first)
     while loop.num_steps_done < num_steps:
         report = loop.step()
         logged = None if on_step is None else on_step(report)
-        metrics.log(report.step, {**report.values(), **(logged or {})})
+        metrics.log(report.step, {**report.values(), **(logged or {}), **measured(report.step)})
         if report.step == num_steps or (save_every is not None and report.step % save_every == 0):
             checkpoints.save(loop)
         yield report
+
+
+def knows_first(folder: Path) -> bool:
+    """Whether an earlier start of a run has logged the evaluation before its first step, as step 0."""
+    return any(row["step"] == 0 for row in read_rows(folder / METRICS_FILE))
 
 
 def _has_begun(folder: Path, checkpoints: CheckpointStore) -> bool:

@@ -1,0 +1,1 @@
+"""Rewards of held-out prompts."""

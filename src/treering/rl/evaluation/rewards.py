@@ -1,0 +1,142 @@
+"""Samples rollouts of held-out prompts and rewards them; nothing of it enters a history, a drafter or a step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from treering import metrics
+from treering.engine.protocol import Engine
+from treering.engine.request import Sampling
+from treering.engine.rollout import Rollout
+from treering.engine.sampling.noise import row_key
+from treering.errors import ConfigError
+from treering.ranks.group import RankGroup
+from treering.rl.collect import Collected, collect, join
+from treering.rl.evaluation.pass_at_k import mean_pass_at_k
+from treering.rl.prompt_checks import check_prompts, with_stops
+from treering.rl.tasks.task import Task
+from treering.train.progress import OnProgress, PhaseProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """How held-out prompts are sampled and judged.
+
+    Attributes:
+        sampling: of all turns; the task's stops are added.
+        num_samples: rollouts per prompt.
+        max_turns: turns of the policy per rollout.
+        pass_reward: least reward of a rollout that passes.
+    """
+
+    sampling: Sampling
+    num_samples: int = 1
+    max_turns: int = 1
+    pass_reward: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ConfigError(f"num_samples is at least 1, got {self.num_samples}; raise it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """The rewards of held-out prompts.
+
+    Attributes:
+        reward: mean over the rollouts with a reward; None if there is none.
+        pass_at: mean chance that one of k samples passes, by k; a rollout without a reward does not pass.
+        length_mean: tokens of a rollout with a reward; None if there is none.
+        num_reward_errors: rollouts whose reward or observation raised.
+        reward_errors: the first messages.
+    """
+
+    reward: float | None
+    pass_at: Mapping[int, float]
+    length_mean: float | None
+    num_reward_errors: int
+    reward_errors: tuple[str, ...] = ()
+
+    def values(self) -> dict[str, float]:
+        """The metrics, by the names of `treering.metrics`; those of rewards only if there are any."""
+        own: dict[str, float | None] = {
+            metrics.EVAL_REWARD: self.reward,
+            **{f"{metrics.EVAL_PASS_AT}{k}": value for k, value in self.pass_at.items()},
+            metrics.EVAL_LENGTH_MEAN: self.length_mean,
+            metrics.EVAL_NUM_REWARD_ERRORS: self.num_reward_errors,
+        }
+        return {name: value for name, value in own.items() if value is not None}
+
+
+class HeldOutRewards:
+    """Measures a policy on held-out prompts.
+
+    Each measurement has an engine of its own, without a drafter, so that the engine of training keeps what it has. The
+    noise is that of draw 0 each time, which makes the values of two steps comparable.
+
+    Example:
+        >>> options = EvalOptions(sampling=Sampling(max_tokens=64), num_samples=4)
+        >>> measure = HeldOutRewards(task, lambda: TorchEngine(model, seed=eval_seed(0)), options)     # doctest: +SKIP
+        >>> measure().pass_at                                                                          # doctest: +SKIP
+        {1: 0.31, 2: 0.44, 4: 0.56}
+    """
+
+    def __init__(
+        self, task: Task, make_engine: Callable[[], Engine], options: EvalOptions, group: RankGroup | None = None
+    ) -> None:
+        """`make_engine` makes an engine of the present weights; several ranks (`group`) share the prompts.
+
+        Raises:
+            InputError: no prompt, or two prompts of one id.
+        """
+        check_prompts(task)
+        self._task, self._make_engine, self._options = task, make_engine, options
+        self._sampling = with_stops(options.sampling, task)
+        self._group = RankGroup() if group is None else group
+
+    def __call__(self, on_progress: OnProgress | None = None) -> EvalReport:
+        """Measures the present weights.
+
+        Raises:
+            InputError: the engine refuses a prompt.
+        """
+        prompts, options = self._task.prompts, self._options
+        own = prompts[self._group.rank :: self._group.size]
+        progress = PhaseProgress("sampling", len(own) * options.num_samples, on_progress)
+
+        def on_finished(_: Rollout) -> None:
+            progress.add(1)
+
+        collected = collect(
+            self._make_engine(),
+            self._task,
+            own,
+            {},
+            group_size=options.num_samples,
+            sampling=self._sampling,
+            max_turns=options.max_turns,
+            on_finished=on_finished,
+        )
+        return _report(join(prompts, self._group.gather(collected)), options)
+
+
+def eval_seed(seed: int) -> int:
+    """The seed of an engine for evaluation, from that of training: no rollout of the two has the same noise.
+
+    Example:
+        >>> eval_seed(0) == eval_seed(0), eval_seed(0) == 0
+        (True, False)
+    """
+    return row_key(seed, "evaluation", 0, 0) & (2**63 - 1)
+
+
+def _report(collected: Collected, options: EvalOptions) -> EvalReport:
+    rollouts: Sequence[Rollout] = [rollout for group in collected.groups for rollout in group.rollouts]
+    num_passed = [int((group.rewards >= options.pass_reward).sum()) for group in collected.groups]
+    total = sum(float(group.rewards.sum()) for group in collected.groups)
+    return EvalReport(
+        reward=total / len(rollouts) if rollouts else None,
+        pass_at=mean_pass_at_k(options.num_samples, num_passed),
+        length_mean=sum(rollout.num_tokens for rollout in rollouts) / len(rollouts) if rollouts else None,
+        num_reward_errors=collected.num_reward_errors,
+        reward_errors=collected.reward_errors,
+    )

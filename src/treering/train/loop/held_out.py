@@ -1,0 +1,101 @@
+"""Measuring a run on held-out data: when it is due, and the loss of held-out tasks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from treering import metrics
+from treering.ranks.group import RankGroup
+from treering.train.gradient.mean_loss import mean_loss
+from treering.train.loop.batches import Layout, TrainingTask, make_batch
+from treering.train.loop.compute import ComputeOptions, precision
+from treering.train.loop.ranks import share_batch
+from treering.train.loop.restore import random_state, set_random_state
+from treering.train.progress import OnProgress
+
+Measure = Callable[[OnProgress | None], Mapping[str, float]]
+"""Metrics of the present weights, which it leaves as they are; all ranks call it at a time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """What is measured before the first step of a run, every so many steps, and after the last one.
+
+    Attributes:
+        measure: measures the present weights.
+        every: steps between measurements; None: none between the first and the last.
+        knows_first: whether an earlier start of the run has measured its first weights.
+        on_measured: hears of each measurement, with its step; the caller may set it at any time.
+
+    Example: with every=4, a run of 10 steps is measured at the steps 0, 4, 8 and 10.
+    """
+
+    measure: Measure
+    every: int | None = None
+    knows_first: bool = False
+    on_measured: Callable[[int, Mapping[str, float]], None] | None = None
+
+    def at(self, step: int, num_steps: int, on_progress: OnProgress | None) -> dict[str, float]:
+        """The metrics of the weights after `step` of `num_steps`; empty if none are due."""
+        is_first = step == 0 and not self.knows_first
+        if not is_first and step != num_steps and (step == 0 or self.every is None or step % self.every):
+            return {}
+        # A user's reward may draw from torch's random state, which training goes on with.
+        before = random_state()
+        values = dict(self.measure(on_progress))
+        set_random_state(before)
+        if self.on_measured is not None:
+            self.on_measured(step, values)
+        return values
+
+
+class HeldOutLoss:
+    """The mean negative log-probability of the trained tokens of tasks, at temperature 1 and counted per branch.
+
+    It is this mean whatever objective and normaliser train, so that runs compare.
+
+    Example:
+        >>> HeldOutLoss(model, tasks, compute=ComputeOptions())()              # doctest: +SKIP
+        {'eval/loss': 2.31, 'eval/num_tokens': 5120}
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tasks: Sequence[TrainingTask],
+        *,
+        compute: ComputeOptions,
+        layout: Layout = "tree",
+        group: RankGroup | None = None,
+    ) -> None:
+        """Several ranks (`group`, of a prepared model) share the tasks."""
+        self._model, self._compute = model, compute
+        self._group = RankGroup() if group is None else group
+        self._max_tokens = compute.max_tokens_on_ranks
+        self._own = share_batch(make_batch(tasks, layout), self._group, self._max_tokens, compute.costs).batch
+
+    def __call__(self, on_progress: OnProgress | None = None) -> dict[str, float]:
+        """Measures the present weights, by the names of `treering.metrics`."""
+        with _evaluating(self._model), precision(self._model, self._compute.autocast):
+            loss, num_tokens = mean_loss(
+                self._model,
+                self._own.forests,
+                self._own.loss_masks,
+                self._max_tokens,
+                group=self._group,
+                backend=self._compute.backend,
+                on_progress=on_progress,
+            )
+        return {metrics.EVAL_LOSS: loss, metrics.EVAL_NUM_TOKENS: num_tokens}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

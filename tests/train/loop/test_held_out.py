@@ -1,0 +1,112 @@
+"""Held-out loss: equal to that of flat sequences, due at the stated steps, and without a trace in what is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import build, build_float64
+from tests.train.loop.runs import assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
+from treering.metrics import JsonlSink, Metrics
+from treering.train.loop.batches import TrainingTask
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.held_out import Evaluation, HeldOutLoss
+from treering.train.loop.run import METRICS_FILE, knows_first, open_run, run_steps
+
+HELD_OUT = tiny_tasks(9)[5:]
+
+
+def flat_loss(model: torch.nn.Module, tasks: list[TrainingTask]) -> tuple[float, int]:
+    """The mean over trained tokens of each sequence by itself, through the stock model."""
+    total, count = 0.0, 0
+    for task in tasks:
+        for sequence, mask in zip(task.sequences, task.loss_masks, strict=True):
+            with torch.no_grad():
+                logits = model(torch.from_numpy(sequence).long()[None]).logits[0, :-1]
+            own = torch.nn.functional.cross_entropy(
+                logits.double(), torch.from_numpy(sequence[1:]).long(), reduction="none"
+            )
+            total += float(own[torch.from_numpy(mask[1:])].sum())
+            count += int(mask[1:].sum())
+    return total / count, count
+
+
+@pytest.mark.parametrize(("max_tokens", "layout"), [(None, "tree"), (200, "tree"), (50, "tree"), (200, "packed")])
+def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_flat_sequences(
+    max_tokens: int | None, layout: str
+) -> None:
+    model = build_float64()
+    measure = HeldOutLoss(model, HELD_OUT, compute=ComputeOptions(max_tokens=max_tokens), layout=layout)  # type: ignore[arg-type]
+    values = measure()
+    loss, count = flat_loss(model, HELD_OUT)
+    assert values["eval/loss"] == pytest.approx(loss, rel=1e-10)
+    assert values["eval/num_tokens"] == count
+
+
+def train(folder: Path, *, evaluates: bool, stop_after: int | None = None) -> dict[str, torch.Tensor]:
+    """Five steps, saved every second one; may leave the run early. Returns every tensor that training depends on."""
+    loop, checkpoints = tiny_loop(), store(folder / "checkpoints")
+    opened = open_run(folder, loop, checkpoints)
+    evaluation = None
+    if evaluates:
+        measure = HeldOutLoss(loop.model, HELD_OUT, compute=ComputeOptions(max_tokens=200))
+        evaluation = Evaluation(measure=measure, every=2, knows_first=knows_first(folder))
+    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+        steps = run_steps(
+            loop, num_steps=5, save_every=2, checkpoints=checkpoints, metrics=metrics, evaluation=evaluation
+        )
+        for report in steps:
+            if report.step == stop_after:
+                break
+    return tensors_of(loop)
+
+
+def evaluated(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    return {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+
+
+def test_evaluation_changes_no_bit_of_what_is_trained_nor_does_a_resume_change_what_it_measures(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", evaluates=False)
+    assert_bitwise_equal(train(tmp_path / "whole", evaluates=True), plain)
+    assert list(evaluated(tmp_path / "whole")) == [0, 2, 4, 5]
+    train(tmp_path / "stopped", evaluates=True, stop_after=3)
+    assert_bitwise_equal(train(tmp_path / "stopped", evaluates=True), plain)
+    assert evaluated(tmp_path / "stopped") == evaluated(tmp_path / "whole")
+
+
+def test_a_run_that_starts_again_before_its_first_checkpoint_does_not_measure_its_first_weights_twice(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path, evaluates=True, stop_after=1)
+    train(tmp_path, evaluates=True)
+    steps = [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_evaluation_leaves_the_mode_of_the_model_and_torchs_random_state(tmp_path: Path) -> None:
+    model = build()
+
+    def measure(_: object) -> dict[str, float]:
+        torch.rand(3)
+        return HeldOutLoss(model, HELD_OUT, compute=ComputeOptions())()
+
+    before, heard = torch.get_rng_state(), []
+    evaluation = Evaluation(measure=measure, on_measured=lambda step, values: heard.append((step, values)))
+    values = evaluation.at(0, 5, None)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert heard == [(0, values)]
+    assert evaluation.at(3, 5, None) == {}
+
+
+def test_evaluations_are_due_at_the_first_step_each_so_many_and_the_last_once_each() -> None:
+    def due(num_steps: int, every: int | None, *, knows_first: bool = False) -> list[int]:
+        evaluation = Evaluation(measure=lambda _: {"eval/loss": 1.0}, every=every, knows_first=knows_first)
+        return [step for step in range(num_steps + 1) if evaluation.at(step, num_steps, None)]
+
+    assert due(10, 4) == [0, 4, 8, 10]
+    assert due(8, 4) == [0, 4, 8]
+    assert due(5, None) == [0, 5]
+    assert due(5, 5, knows_first=True) == [5]
