@@ -34,6 +34,10 @@ num_steps = 3
 trees_per_step = 3
 learning_rate = 1e-3
 
+[eval]
+share = 0.4
+every = 2
+
 [run]
 save_every = 2
 """
@@ -65,12 +69,16 @@ def test_two_ranks_write_the_run_of_one(folder: Path, of_two: subprocess.Complet
     # One object, though two processes ran.
     summary = json.loads(of_two.stdout)
     rows = [json.loads(line) for line in (folder / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert of_two.stderr.count("resuming the run") == 0
     one = alone(folder, f"run.dir={folder / 'one'}")
     assert summary["unique_tokens"] == one.unique_tokens
     assert summary["flat_tokens"] == one.flat_tokens
     assert summary["first_loss"] == pytest.approx(one.first_loss, rel=1e-5)
+    ours = [json.loads(line) for line in (folder / "one" / "metrics.jsonl").read_text().splitlines()]
+    for step in (0, 2, 3):
+        assert rows[step]["eval/loss"] == pytest.approx(ours[step]["eval/loss"], rel=1e-5)
+        assert rows[step]["eval/num_tokens"] == ours[step]["eval/num_tokens"]
     expected = weights_of(one)
     for name, weight in weights_of(summary).items():
         # Adam's first steps move each weight by the learning rate, also where a gradient is rounding alone.

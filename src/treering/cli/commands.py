@@ -103,6 +103,43 @@ def train(
     run_train(config_path=config, overrides=overrides or [], json_output=json_output)
 
 
+@app.command("eval")
+def evaluate(
+    name: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or folder or hub id of a model.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the run.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Held-out trajectories, or prompts; without it those of the run's [eval]."),
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The file holds prompts: their reward, see task.reward.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")] = None,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure a checkpoint or a model on held-out data: loss of trajectories, rewards and pass@k of prompts.
+
+    Example: treering eval runs/sft
+
+    Example: treering eval models/qwen3 --file test.jsonl --reward exact_answer eval.temperature=1 eval.num_samples=8
+    """
+    require("treering eval")
+    from treering.cli.eval.command import run
+
+    run(
+        name=name,
+        step=step,
+        files=file or [],
+        reward=reward,
+        overrides=overrides or [],
+        json_output=json_output,
+    )
+
+
 @app.command()
 def demo(
     out: Annotated[

@@ -1,11 +1,12 @@
 """Reads a typed configuration: a TOML file, then dotted overrides, then validation."""
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_jsonable_python
 
 from treering.config.problems import describe, section_type
 from treering.errors import ConfigError
@@ -36,14 +37,50 @@ def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str]
     Example: with `[train]` and `num_steps = 100` in `run.toml`,
     `load(SftConfig, Path("run.toml"), ["train.num_steps=3"]).train.num_steps` is 3.
     """
-    settings = {} if path is None else _read_toml(path)
+    return _validated(
+        config_type,
+        {} if path is None else _read_toml(path),
+        overrides,
+        source="configuration" if path is None else str(path),
+    )
+
+
+def load_written(
+    config_type: type[ConfigT], written: Mapping[str, Any], overrides: Sequence[str], *, source: str
+) -> ConfigT:
+    """Read the settings that a run has written into its folder, all of them with their defaults.
+
+    A setting at its default counts as not set, as in the file that the run began with.
+
+    Raises:
+        ConfigError: as for `load`; `source` is what it calls the settings.
+
+    Example: `load_written(SftConfig, config.model_dump(mode="json"), [], source="config.json")` equals `config`.
+    """
+    return _validated(config_type, _without_defaults(config_type, written), overrides, source=source)
+
+
+def _without_defaults(config_type: type[BaseModel], written: Mapping[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in written.items():
+        field = config_type.model_fields.get(name)
+        inner = None if field is None else section_type(field.annotation)
+        if inner is not None and isinstance(value, Mapping):
+            kept[name] = _without_defaults(inner, value)
+        elif field is None or value != to_jsonable_python(field.get_default(call_default_factory=True)):
+            kept[name] = value
+    return kept
+
+
+def _validated(
+    config_type: type[ConfigT], settings: dict[str, Any], overrides: Sequence[str], *, source: str
+) -> ConfigT:
     for override in overrides:
         _apply(override, settings)
     try:
         return config_type.model_validate(_with_sections(config_type, settings))
     except ValidationError as error:
         problems = describe(error, config_type)
-        source = "configuration" if path is None else str(path)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError(f"{source}: {count}: {'; '.join(problems)}") from error
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
+from treering.config.eval import RlEvalConfig
 from treering.config.load import Config
 from treering.config.lora import LoraConfig, check_lora
 from treering.config.loss import (
@@ -210,10 +211,11 @@ class RlConfig(Config):
     Example: `[rl]` with `num_steps = 20` is a complete file; it trains a random Qwen3 of 4 layers on 64 chained sums.
     """
 
-    # First: where a mistaken key exists in two sections, the later one is suggested.
+    # First two: where a mistaken key exists in two sections, the later one is suggested.
     teacher: TeacherConfig = Field(
         default_factory=TeacherConfig, description="The teacher of an on-policy distillation."
     )
+    eval: RlEvalConfig = Field(default_factory=RlEvalConfig, description="Held-out prompts.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Adapters instead of all weights.")
     task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
@@ -293,6 +295,19 @@ class RlConfig(Config):
             )
         if engine.kind == "vllm":
             check_vllm(engine, self.sampling, old_logprobs=self.rl.old_logprobs)
+        return self
+
+    @model_validator(mode="after")
+    def _check_eval(self) -> Self:
+        if self.eval.file is not None and self.task.kind != "prompts":
+            raise ConfigError(
+                f'task.kind = "{self.task.kind}" reads no prompts, and eval.file is set; set eval.share instead'
+            )
+        if self.eval.is_set and self.engine.kind == "vllm":
+            raise ConfigError(
+                'evaluations sample with the engine of this process, and engine.kind is "vllm"; remove [eval], and '
+                "evaluate checkpoints with `treering eval RUN engine.kind=torch`"
+            )
         return self
 
     @model_validator(mode="after")

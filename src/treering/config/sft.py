@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from treering.config.eval import SftEvalConfig
 from treering.config.load import Config
 from treering.config.lora import LoraConfig, check_lora
 from treering.config.loss import Layers, MaxBytes, Parents, Ranks, Sharing, check_divisor, check_packed
@@ -145,8 +146,9 @@ class SftConfig(Config):
     random Qwen3 of 4 layers on 32 generated trees.
     """
 
-    # First: where a mistaken key exists in two sections, the later one is suggested.
+    # First two: where a mistaken key exists in two sections, the later one is suggested.
     teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="The teacher of a distillation.")
+    eval: SftEvalConfig = Field(default_factory=SftEvalConfig, description="Held-out trajectories.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Adapters instead of all weights.")
     data: DataConfig = Field(description="The trajectories.")
@@ -171,6 +173,15 @@ class SftConfig(Config):
             raise ConfigError(
                 'data.source = "generated" draws meaningless token ids, and model.path = '
                 f"{self.model.path!r} is a pre-trained model; name real files, or remove model.path"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_eval(self) -> Self:
+        if self.eval.files and (self.data.vocab == "folded" or self.data.source == "generated"):
+            raise ConfigError(
+                "files of held-out data have the token ids of a tokenizer, and data.source = "
+                f'"{self.data.source}" with data.vocab = "{self.data.vocab}" gives others; set eval.share instead'
             )
         return self
 

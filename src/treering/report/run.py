@@ -54,7 +54,9 @@ class RunData:
     @property
     def is_supervised(self) -> bool:
         """Whether it trains on given trajectories and samples no rollouts."""
-        return "train" in self.config or (bool(self.rows) and metrics.NUM_SAMPLED not in self.rows[-1])
+        # Step 0 has an evaluation alone.
+        steps = [row for row in self.rows if row["step"] > 0]
+        return "train" in self.config or (bool(steps) and metrics.NUM_SAMPLED not in steps[-1])
 
 
 def read_runs(folder: Path) -> tuple[RunData, ...]:

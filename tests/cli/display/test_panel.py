@@ -48,3 +48,15 @@ def test_rows_without_numbers_leave_what_was_known() -> None:
 def test_a_sparkline_runs_from_the_lowest_to_the_highest_value() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([2.0, 2.0]) == "▁▁"
+
+
+def test_the_newest_evaluation_stays_on_the_panel() -> None:
+    first = {"step": 0, "eval/reward": 0.25, "eval/pass_at_1": 0.25, "eval/pass_at_2": 0.5, "eval/length_mean": 9.0}
+    state = state_of(first)
+    assert state.evaluation == "eval reward 0.250   pass@1 0.250   pass@2 0.500 after step 0"
+    state.add(row(1))
+    assert state.evaluation.endswith("after step 0")
+    assert state.scores.startswith("reward 0.062")
+    state.add(row(2) | {"eval/loss": 1.5})
+    assert state.evaluation == "eval loss 1.500 after step 2"
+    assert state_of(row(1)).evaluation == ""

@@ -31,6 +31,16 @@ def test_on_a_terminal_the_panel_has_the_newest_step(part: str) -> None:
     assert "step 4/4 reward 4" not in text
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_evaluation_is_shown_at_once(*, is_terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None)
+    with RunDisplay(title="runs/a", num_steps=40, first_step=0, console=console) as display:
+        display.show_evaluation(3, {"eval/loss": 2.317, "eval/num_tokens": 50})
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert ("eval loss 2.317 after step 3" in text) if is_terminal else (text == "step 3/40: eval loss 2.317\n")
+
+
 def shown_of_a_step(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = False, quiet: bool = False) -> str:
     """What a step of 1,000 micro-batches of 50 tokens shows, one each second; then the step is done."""
     now = 0.0

@@ -51,10 +51,14 @@ class PanelState:
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
     _last: dict[str, float] = field(default_factory=dict)
     _phases: dict[str, float] = field(default_factory=dict)
+    _evaluation: tuple[int, dict[str, float]] = field(default_factory=lambda: (0, {}))
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Takes the metrics of one more step, with its "step"."""
+        """Takes the metrics of one more step, with its "step"; step 0 has those of an evaluation alone."""
         self.step = row["step"]
+        self.add_evaluation(self.step, row)
+        if self.step == 0:
+            return
         self._last |= {name: value for name in row if (value := number(row[name])) is not None}
         for phase, seconds in phase_seconds(row).items():
             self._phases[phase] = self._phases.get(phase, 0.0) + seconds
@@ -64,6 +68,24 @@ class PanelState:
             value = number(row.get(key))
             if value is not None:
                 values.append(value)
+
+    def add_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
+        """Takes the metrics of held-out data, if there are any among those of a step."""
+        found = {name: value for name in row if name.startswith("eval/") and (value := number(row[name])) is not None}
+        if found:
+            self._evaluation = (step, found)
+
+    @property
+    def evaluation(self) -> str:
+        """The newest measurement on held-out data; empty before the first.
+
+        Example: "eval reward 0.512   pass@1 0.500   pass@4 0.750 after step 20".
+        """
+        step, values = self._evaluation
+        shown = {metrics.EVAL_LOSS: "loss", metrics.EVAL_REWARD: "reward"}
+        shown |= {name: name.replace(metrics.EVAL_PASS_AT, "pass@") for name in values if metrics.EVAL_PASS_AT in name}
+        parts = [f"{words} {values[name]:.3f}" for name, words in shown.items() if name in values]
+        return f"eval {'   '.join(parts)} after step {step}" if parts else ""
 
     @property
     def has_rows(self) -> bool:
@@ -112,6 +134,8 @@ def as_panel(state: PanelState) -> Panel:
         lines.append(Spinner("dots", Text(state.running)))
     if state.has_rows or not state.running:
         lines += [Text(state.scores), Text(state.figures)]
+    if state.evaluation:
+        lines.append(Text(state.evaluation))
     if state.phases:
         lines.append(_phases(state.phases))
     if state.note:

@@ -122,6 +122,10 @@ class StepProgress(LiveLine):
         if not self._console.is_terminal and time.monotonic() - self._last_line >= PART_EVERY_S:
             self._print(f"{self._title} {self._num_done + 1}/{self._num_steps}: {text}")
 
+    def print_now(self, step: int, text: str) -> None:
+        """Prints a line about a step, however many there are."""
+        self._print(f"{self._title} {step}/{self._num_steps}: {text}")
+
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()
         self._console.print(line, soft_wrap=True)

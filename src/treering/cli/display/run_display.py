@@ -49,6 +49,18 @@ class RunDisplay:
         else:
             self._live.update(as_panel(self._state))
 
+    def show_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows what held-out data say of the weights after a step; for `Evaluation.on_measured`.
+
+        Example: off a terminal it prints `step 20/60: eval loss 2.317`.
+        """
+        self._state.add_evaluation(step, values)
+        self._state.running = ""
+        if self._live is None:
+            self._lines.print_now(step, self._state.evaluation.partition(" after")[0])
+        else:
+            self._live.update(as_panel(self._state))
+
     def show_phase(self, phase: "Phase", num_done: int, num_planned: int) -> None:
         """Shows how far the running step is; an `OnProgress`, for a loop's `on_progress`.
 

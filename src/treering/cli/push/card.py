@@ -100,12 +100,32 @@ def _measured(rows: list[Row]) -> dict[str, str]:
         measured["mean reward"] = f"{rewards[0]:.3f} at first, {rewards[-1]:.3f} at last"
     if losses:
         measured["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+    measured |= _held_out(rows)
     if found["sharing"] is not None:
         flat, computed = total(rows, metrics.NUM_BRANCH_TOKENS), total(rows, metrics.NUM_TOKENS)
         measured["sharing"] = f"{found['sharing']:.3f}: {computed:,.0f} tokens were computed for {flat:,.0f}"
     if found["tokens_per_forward"] is not None:
         measured["tokens per forward"] = f"{found['tokens_per_forward']:.2f} of a rollout, drafts included"
     return measured
+
+
+def _held_out(rows: list[Row]) -> dict[str, str]:
+    """The first and the last evaluation, by metric."""
+    evaluated = [(row["step"], row) for row in rows if any(name.startswith("eval/") for name in row)]
+    names = [metrics.EVAL_LOSS, metrics.EVAL_REWARD]
+    names += sorted({name for _, row in evaluated for name in row if metrics.EVAL_PASS_AT in name}, key=_k_of)
+    found = {}
+    for name in names:
+        values = [(step, value) for step, row in evaluated if (value := number(row.get(name))) is not None]
+        if values:
+            (first, at_first), (last, at_last) = values[0], values[-1]
+            words = name.removeprefix("eval/").replace("pass_at_", "pass@")
+            found[f"held-out {words}"] = f"{at_first:.4f} after step {first}, {at_last:.4f} after step {last}"
+    return found
+
+
+def _k_of(name: str) -> int:
+    return int(name.removeprefix(metrics.EVAL_PASS_AT))
 
 
 def _versions() -> str:

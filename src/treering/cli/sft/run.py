@@ -25,6 +25,7 @@ from treering.cli.settings import (
     parameters_in_words,
     with_costs,
 )
+from treering.cli.sft.held_out import split_corpus
 from treering.cli.sft.samples import write_samples
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
@@ -34,8 +35,9 @@ from treering.metrics import Metrics, Sink
 from treering.ranks.group import all_ranks
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
+from treering.train.loop.held_out import Evaluation, HeldOutLoss
 from treering.train.loop.ranks import shard_model
-from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
+from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 from treering.train.loop.step_report import StepReport
 from treering.tree.build import lay_out
@@ -59,6 +61,7 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     config = group.gather(config)[0]
     folder = find_model(config.model, config_dir)
     corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size, model=folder)
+    corpus, held = split_corpus(config, corpus, config_dir=config_dir, model=folder)
     seed = config.train.seed
     model = build_model(config.model, num_ids=corpus.num_ids, seed=seed, folder=folder, lora=config.lora)
     note_compiling(console, lay_out)
@@ -98,13 +101,27 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
         _announce(console, config, corpus, model, opened, num_steps)
         with printed_warnings(console):
             sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
+    evaluation = None
+    if held is not None:
+        evaluation = Evaluation(
+            measure=HeldOutLoss(model, held.tasks, compute=compute, layout=config.train.layout, group=group),
+            every=config.eval.every,
+            knows_first=group.gather(knows_first(config.run.dir))[0],
+        )
     with Metrics(sinks) as metrics:
         steps = run_steps(
-            loop, num_steps=num_steps, save_every=config.run.save_every, checkpoints=checkpoints, metrics=metrics
+            loop,
+            num_steps=num_steps,
+            save_every=config.run.save_every,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            evaluation=evaluation,
         )
         title = str(config.run.dir)
         with RunDisplay(title=title, num_steps=num_steps, first_step=opened.step, console=console) as display:
             loop.on_progress = display.show_phase
+            if evaluation is not None:
+                evaluation.on_measured = display.show_evaluation
             reports = _show_each(steps, SftProgress(display), console)
     return _summary(config, corpus, model, opened, reports)
 

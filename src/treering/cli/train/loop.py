@@ -12,8 +12,9 @@ from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher
 from treering.cli.run_folder import WARMUP_FOLDER
 from treering.cli.settings import optim_options
+from treering.cli.train.held_out import load_trained
 from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
-from treering.cli.train.task import TaskSource, load_task
+from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.config.runtime import ProcessConfig, RuntimeConfig
 from treering.engine.protocol import Engine
@@ -72,13 +73,7 @@ class TrainRecipe:
 
     @cached_property
     def _source(self) -> TaskSource:
-        return load_source(self._config, self._config_dir, self._shell_dir)
-
-
-def load_source(config: RlConfig, config_dir: Path, shell_dir: Path = Path()) -> TaskSource:
-    """The configured task, for the configured model, in a run that was started in `shell_dir`."""
-    model = _model_folder(config, config_dir)
-    return load_task(config.task, config_dir=config_dir, shell_dir=shell_dir, model=model)
+        return load_trained(self._config, self._config_dir, self._shell_dir)
 
 
 def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:

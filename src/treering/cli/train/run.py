@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,8 +25,9 @@ from treering.cli.run_folder import (
 )
 from treering.cli.settings import attention_in_words, compute_options, count_steps, parameters_in_words, with_costs
 from treering.cli.starts import log_start
+from treering.cli.train.held_out import held_out_notes, load_held_out, load_trained, measure_rewards
 from treering.cli.train.logs import Loop, step_logs
-from treering.cli.train.loop import load_source, make_loop, make_model
+from treering.cli.train.loop import make_loop, make_model
 from treering.cli.train.settings import identity
 from treering.cli.train.summary import TrainSummary, times_of, totals
 from treering.cli.train.task import TaskSource
@@ -36,12 +37,14 @@ from treering.errors import StateError
 from treering.history.draft.kernel import propose
 from treering.metrics import Metrics
 from treering.ranks.group import RankGroup, all_ranks
+from treering.rl.loop import RlLoop
 from treering.rl.step_report import RlStepReport
 from treering.runtime.pipeline import PipelineLoop
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.compute import ComputeOptions, num_threads
-from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, open_run, run_steps
+from treering.train.loop.held_out import Evaluation
+from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
 from treering.tree.build import lay_out
 
 
@@ -56,6 +59,7 @@ class OpenRun:
         opened: whether and where the run resumes.
         num_steps: of the whole run.
         steps: each item trains, logs and saves one step and is its report.
+        evaluation: on held-out prompts; None without any.
     """
 
     config: RlConfig
@@ -64,6 +68,7 @@ class OpenRun:
     opened: Opened
     num_steps: int
     steps: Iterator[RlStepReport]
+    evaluation: Evaluation | None
 
 
 def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
@@ -76,6 +81,8 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
         ) as display,
     ):
         run.loop.on_progress = display.show_phase
+        if run.evaluation is not None:
+            run.evaluation.on_measured = display.show_evaluation
         reports = _show_each(run.steps, RlProgress(display), console)
     last_step, total = reports[-1].step if reports else run.opened.step, totals(reports)
     if total.num_unscored and not total.num_rollouts:
@@ -121,7 +128,9 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     if group.rank == 0:
         config = with_commits(config, config_dir)
     config = group.gather(config)[0]
-    source = load_source(config, config_dir)
+    source, held = load_trained(config, config_dir), load_held_out(config, config_dir)
+    if held is not None:
+        source = replace(source, notes=(*source.notes, *held_out_notes(held, source)))
     source.try_reward()
     model = make_model(config, config_dir, source)
     note_compiling(console, lay_out, propose)
@@ -156,6 +165,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
                 sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
                 metrics = stack.enter_context(Metrics(sinks))
                 on_step = step_logs(config, source, loop, opened, metrics, stack)
+        evaluation = None if held is None else _evaluation(config, held, loop, group)
         steps = run_steps(
             loop,
             num_steps=num_steps,
@@ -163,8 +173,26 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
             checkpoints=checkpoints,
             metrics=metrics,
             on_step=on_step,
+            evaluation=evaluation,
         )
-        yield OpenRun(config=config, source=source, loop=loop, opened=opened, num_steps=num_steps, steps=steps)
+        yield OpenRun(
+            config=config,
+            source=source,
+            loop=loop,
+            opened=opened,
+            num_steps=num_steps,
+            steps=steps,
+            evaluation=evaluation,
+        )
+
+
+def _evaluation(config: RlConfig, held: TaskSource, loop: Loop, group: RankGroup) -> Evaluation:
+    """Measures in this process, whatever other processes the loop has."""
+    return Evaluation(
+        measure=measure_rewards(config, held, loop.policy if isinstance(loop, RlLoop) else lambda: loop.model, group),
+        every=config.eval.every,
+        knows_first=group.gather(knows_first(config.run.dir))[0],
+    )
 
 
 def _compute(config: RlConfig, model: PreTrainedModel, group: RankGroup, num_steps: int) -> ComputeOptions:

@@ -15,7 +15,7 @@ from treering.engine.stop_strings import Decode
 from treering.rl.tasks.calculator import Calculator
 from treering.rl.tasks.prompts_file import PromptsFile
 from treering.rl.tasks.rewards.judge import Judge, JudgeSettings
-from treering.rl.tasks.rewards.weighted import WeightedReward
+from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.sum_task import SumTask
 from treering.rl.tasks.sums import ChainedSums
 from treering.rl.tasks.task import Task
@@ -41,6 +41,8 @@ class TaskSource:
     """Tokens to text, for stop strings; None without a tokenizer."""
     notes: tuple[str, ...] = ()
     """Sentences for the user."""
+    text_reward: TextReward | None = None
+    """Of a file of prompts: the reward of a response's text."""
 
     @property
     def digest(self) -> str:
@@ -57,13 +59,13 @@ class TaskSource:
         Raises:
             InputError: it raises, or returns no reward.
         """
-        if isinstance(self.task, PromptsFile):
-            self.task.text_reward.try_on(self.task.prompts[0])
+        if self.text_reward is not None:
+            self.text_reward.try_on(self.task.prompts[0])
 
     @property
     def columns_digest(self) -> str | None:
         """SHA-256 over what a reward of your own may read of the prompts; None if there is no such reward."""
-        if not isinstance(self.task, PromptsFile) or not self.task.text_reward.is_own:
+        if self.text_reward is None or not self.text_reward.is_own:
             return None
         total = hashlib.sha256()
         for prompt in self.task.prompts:
@@ -134,6 +136,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         tokenizer=tokenizer,
         decode=TextTokens(tokenizer).decode,
         notes=(*notes, _stops_of(task)),
+        text_reward=task.text_reward,
     )
 
 

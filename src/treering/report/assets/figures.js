@@ -10,9 +10,14 @@ const styled = (run) => ({ style: styleOf(isCompared ? runs.indexOf(run) : runs.
 const bySteps = (name) => runs.map((run) => ({ name: runs.length > 1 ? run.name : name, ...styled(run), points: run.rows.filter((row) => name in row).map((row) => [row.step, row[name]]) }));
 const byEpochs = (name, label) => runs.map((run) => ({ name: runs.length > 1 ? run.name : label, ...styled(run), points: run.epochs.filter((row) => row[name] !== null).map((row) => [row.epoch, row[name]]) }));
 
+const passNames = [...new Set(runs.flatMap((run) => run.names))].filter((name) => name.startsWith("eval/pass_at_")).sort((a, b) => a.length - b.length || (a < b ? -1 : 1));
+
 // Figures that only some runs have; several names are lines of one chart where there is one run.
 function optional() {
   const figures = [
+    { id: "eval-loss", title: "Held-out loss", help: "The mean negative log-probability of the trained tokens of tasks that are never trained; it rises where training overfits.", names: ["eval/loss"] },
+    { id: "eval-reward", title: "Held-out reward", help: "The mean reward of held-out prompts, the same ones each time.", names: ["eval/reward"] },
+    ...(passNames.length ? [{ id: "eval-pass", title: "Held-out pass@k", help: "The chance that one of k samples of a held-out prompt passes.", names: passNames, from: 0, to: 1 }] : []),
     { id: "entropy", title: "Entropy", help: "Of the sampled distributions, in nats; near 0 the policy explores no more.", names: ["train/entropy"] },
     { id: "kl", title: "KL to the start", help: "Estimated at the sampled tokens, in nats per token; it grows as the policy leaves its start.", names: ["train/kl"] },
     { id: "approx-kl", title: "KL to the sampler", help: "Between the policy that sampled a step and the one that it trained.", names: ["train/approx_kl"] },

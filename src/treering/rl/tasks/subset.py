@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from treering.engine.rollout import Rollout
+from treering.rl.tasks.score import RewardValue
 from treering.rl.tasks.task import Prompt, Task
 from treering.types import TokenIds
 
@@ -42,9 +43,18 @@ class TaskSubset(Task):
         """As in the task."""
         return self._task.reward_name
 
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
+    @property
+    def rewards_groups(self) -> bool:
+        """As in the task."""
+        return self._task.rewards_groups
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> RewardValue:
         """As in the task."""
         return self._task.reward(prompt, rollout)
+
+    def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
+        """As in the task."""
+        return self._task.reward_group(prompt, rollouts)
 
     def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
         """As in the task."""

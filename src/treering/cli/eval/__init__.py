@@ -1,0 +1,1 @@
+"""`treering eval`: a checkpoint or model on held-out data."""

@@ -1,0 +1,70 @@
+"""The [eval] section of `treering sft`: which tasks are held out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from treering.cli.corpus import Corpus, load_corpus
+from treering.config import SftConfig
+from treering.data.held_out import is_held_out
+from treering.errors import InputError
+
+
+def split_corpus(
+    config: SftConfig, corpus: Corpus, *, config_dir: Path, model: Path | None
+) -> tuple[Corpus, Corpus | None]:
+    """The corpus to train on, and the one to evaluate; None if nothing is held out.
+
+    A task is held out with all of its trajectories.
+
+    Args:
+        config: of the run.
+        corpus: all of [data].
+        config_dir: folder of the configuration file.
+        model: see `load_corpus`.
+
+    Raises:
+        InputError: a bad file, or a share of which one side is empty.
+    """
+    section = config.eval
+    if not section.is_set:
+        return corpus, None
+    trained = corpus
+    if section.files:
+        held = read_files(config, config_dir=config_dir, model=model)
+    else:
+        trained, held = _shared_out(config, corpus)
+    return replace(trained, notes=(*trained.notes, *_notes(held, trained))), held
+
+
+def read_files(config: SftConfig, *, config_dir: Path, model: Path | None) -> Corpus:
+    """The tasks of `eval.files`; arguments as above."""
+    data = config.data.model_copy(update={"files": config.eval.files, "max_tasks": None})
+    held = load_corpus(data, config_dir=config_dir, vocab_size=None, model=model)
+    return replace(held, tasks=held.tasks[: config.eval.max_tasks])
+
+
+def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
+    section = config.eval
+    assert section.share is not None, "the section is set"
+    flags = [is_held_out(task.task_id, section.share, seed=section.seed) for task in corpus.tasks]
+    if all(flags) or not any(flags):
+        raise InputError(
+            f"eval.share = {section.share} holds out {sum(flags)} of {len(flags)} tasks, and both sides need some; set "
+            "another share, another eval.seed, or eval.files"
+        )
+    both = list(zip(corpus.tasks, flags, strict=True))
+    trained = replace(corpus, tasks=tuple(task for task, is_held in both if not is_held))
+    held = tuple(task for task, is_held in both if is_held)
+    return trained, replace(corpus, tasks=held[: section.max_tasks], notes=())
+
+
+def _notes(held: Corpus, trained: Corpus) -> list[str]:
+    """What a user should know of the two parts."""
+    known = {sequence.tobytes() for task in trained.tasks for sequence in task.sequences}
+    common = [task for task in held.tasks if any(sequence.tobytes() in known for sequence in task.sequences)]
+    notes = [*held.notes, f"{len(held.tasks)} held-out tasks are evaluated"]
+    if common:
+        notes.append(
+            f"{len(common)} of them have a trajectory that is trained on too, such as task {common[0].task_id!r}"
+        )
+    return notes

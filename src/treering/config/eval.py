@@ -1,0 +1,90 @@
+"""The [eval] sections: held-out data that a run is measured on while it trains. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from treering.config.load import Config
+from treering.config.values import Count, FilePath, NonNegative, Seed
+from treering.errors import ConfigError
+
+
+class EvalConfig(Config):
+    """What the sections of `treering sft` and `treering train` have in common."""
+
+    share: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Share that is held out of training, chosen by ids, so that more data leaves the choice as it is.",
+    )
+    seed: Seed = Field(default=0, description="Seed of that choice.")
+    every: Count | None = Field(
+        default=None,
+        description="Steps between evaluations; none: before the first step and at the end, as always.",
+    )
+
+    @property
+    def own_data(self) -> tuple[Path, ...]:
+        """Files of held-out data."""
+        raise NotImplementedError
+
+    @property
+    def is_set(self) -> bool:
+        """Whether anything is held out."""
+        return self.share is not None or bool(self.own_data)
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        names = " or ".join(name for name in ("file", "files") if name in type(self).model_fields)
+        if self.share is not None and self.own_data:
+            raise ConfigError(
+                f"held-out data are a share of the training data or in files of their own, and share = {self.share} is "
+                f"set with {names}; remove one of them"
+            )
+        if not self.is_set and self.model_fields_set:
+            given = ", ".join(sorted(self.model_fields_set))
+            raise ConfigError(f"an evaluation needs held-out data, and {given} is set without; set share or {names}")
+        return self
+
+
+class SftEvalConfig(EvalConfig):
+    """Held-out trajectories; without them nothing is evaluated."""
+
+    files: Annotated[tuple[FilePath, ...], Field(strict=False)] = Field(
+        default=(), description="Held-out trajectory files, read by the settings of [data]."
+    )
+    max_tasks: Count | None = Field(default=None, description="Held-out tasks to evaluate, at most; none: all.")
+
+    @property
+    def own_data(self) -> tuple[Path, ...]:
+        """Files of held-out data."""
+        return self.files
+
+
+class RlEvalConfig(EvalConfig):
+    """Held-out prompts, and how their rollouts are sampled; without them nothing is evaluated."""
+
+    file: FilePath | None = Field(
+        default=None, description='Held-out prompts, read by the settings of [task]; for task.kind = "prompts".'
+    )
+    max_prompts: Count | None = Field(default=None, description="Held-out prompts to evaluate, at most; none: all.")
+    num_samples: Count = Field(default=1, description="Rollouts of each prompt; pass@k is given for k = 1, 2, 4, ...")
+    temperature: NonNegative = Field(default=0.0, description="Divides the logits; 0: the likeliest token always.")
+    max_tokens: Count | None = Field(
+        default=None, description="Tokens of a rollout, at most; none: sampling.max_tokens."
+    )
+    pass_reward: float = Field(default=1.0, description="Least reward of a rollout that passes.")
+
+    @property
+    def own_data(self) -> tuple[Path, ...]:
+        """Files of held-out data."""
+        return () if self.file is None else (self.file,)
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ConfigError(
+                f"at temperature = 0 all rollouts of a prompt are the same, and num_samples = {self.num_samples}; set "
+                "eval.temperature, or num_samples = 1"
+            )
+        return self
