@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,21 @@ def test_a_setting_that_supervised_training_lacks_is_not_suggested(minimal: Path
 def test_who_would_push_from_the_configuration_is_told_the_command(minimal: Path) -> None:
     told = "a run is uploaded when you ask for it: treering push RUN REPO_ID"
     assert f"unknown key 'run.push_to_hub'; {told}" in refusal(minimal, "run.push_to_hub=true")
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"), [("7", 7), ("30s", 30.0), ("10min", 600.0), ("0.5 h", 1800.0), (None, 600.0)]
+)
+def test_a_run_saves_every_so_many_steps_or_after_a_time(minimal: Path, text: str | None, interval: float) -> None:
+    found = load(SftConfig, minimal, [f"run.save_every={text}"] if text else []).run.save_interval
+    assert (found.total_seconds() if isinstance(found, timedelta) else found) == interval
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "true", "10", "10 days", "min", "1.5"])
+def test_what_is_neither_a_count_nor_a_time_is_refused(minimal: Path, text: str) -> None:
+    value = f'"{text}"' if text == "10" else text
+    rule = 'run.save_every: an integer of at least 1, or a time such as "10min" (s, min or h), got'
+    assert rule in refusal(minimal, f"run.save_every={value}")
 
 
 def test_an_unknown_key_near_nothing_is_refused_with_the_keys_there_are(minimal: Path) -> None:

@@ -5,12 +5,15 @@ The kernel releases the lock when its process dies, however it dies, so no lock 
 
 import fcntl
 import os
+import time
 import weakref
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 from treering.errors import StateError
+
+_PAUSES_S = (0.01, 0.05)
 
 
 class FileLock:
@@ -33,7 +36,7 @@ class FileLock:
         """
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()} {datetime.now().isoformat(' ', 'seconds')}\n".encode())
         except BlockingIOError:
@@ -55,6 +58,22 @@ class FileLock:
     def release(self) -> None:
         """Releases the lock; a second call does nothing."""
         self._close()
+
+
+def _take(descriptor: int) -> None:
+    """Takes the lock, and tries again, as `is_locked` of another process has it for an instant.
+
+    Raises:
+        BlockingIOError: it is held.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause_s)
+        else:
+            return
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_locked(file: Path) -> bool:

@@ -117,6 +117,28 @@ FORKS = """
     time.sleep(signals._SAME_S)
     return 0
 """
+# Saving takes longer than a command has without it.
+DEFERS = """
+    class Run:
+        is_requested = False
+        has_unsaved = True
+
+        def request(self, number):
+            self.is_requested = self.has_unsaved
+            return self.is_requested
+
+    run = Run()
+    try:
+        with signals.deferred_to(run, lambda line: print(line, flush=True)):
+            ready()
+            while not run.is_requested:
+                time.sleep(0.01)
+            time.sleep(8 * signals.GRACE_S)
+            print("saved", flush=True)
+            raise Interrupted(signal.SIGTERM)
+    finally:
+        print("cleaned up", flush=True)
+"""
 
 
 def take_signals() -> None:
@@ -187,6 +209,35 @@ def test_a_second_signal_ends_a_command_at_once() -> None:
     patient = "import treering.cli.signals as s; s.GRACE_S, s._SAME_S = 1e6, 0.0\n"
     code, _, err = ended(started(SWALLOWS, before=patient), signal.SIGINT, signal.SIGINT)
     assert (code, err.count("\n")) == (130, 1)
+
+
+QUICK = "import treering.cli.signals as s; s.GRACE_S, s._SAME_S, s._POLL_S = 0.25, 0.1, 0.05\n"
+ANNOUNCED = "interrupted by SIGTERM: saving the last whole step (again: end at once)\n"
+
+
+def test_a_run_that_saves_first_says_so_and_has_the_time() -> None:
+    code, out, err = ended(started(DEFERS, before=QUICK), signal.SIGTERM)
+    assert (code, out) == (143, f"{ANNOUNCED}saved\ncleaned up\n")
+    assert err == "treering: interrupted by SIGTERM; start the same command again\n"
+
+
+def test_a_second_signal_ends_a_run_that_saves_at_once() -> None:
+    # Saving would take longer than the test may. The second signal follows the announcement: it is another request.
+    patient = "import treering.cli.signals as s; s.GRACE_S, s._SAME_S = 1e6, 0.0\n"
+    code, out, err = ended(started(DEFERS, before=patient), signal.SIGTERM, signal.SIGINT)
+    assert (code, out) == (143, "")
+    assert err == "treering: interrupted by SIGTERM; start the same command again\n"
+
+
+def test_a_run_with_nothing_to_save_ends_as_any_command() -> None:
+    saved = DEFERS.replace("has_unsaved = True", "has_unsaved = False")
+    assert ended(started(saved), signal.SIGTERM)[:2] == (143, "cleaned up\n")
+
+
+def test_a_run_that_has_saved_and_does_not_end_is_ended() -> None:
+    hangs = DEFERS + "        time.sleep(600)\n"
+    code, out, _ = ended(started(hangs, before=QUICK), signal.SIGTERM)
+    assert (code, out) == (143, f"{ANNOUNCED}saved\ncleaned up\n")
 
 
 def test_a_signal_that_was_ignored_from_the_start_stays_ignored() -> None:

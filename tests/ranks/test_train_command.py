@@ -190,7 +190,7 @@ def test_two_ranks_sample_and_train_the_adapters_of_one(folder: Path) -> None:
 # What happens to which rank at which of its rewards, the first of the second step, and what the one line says.
 ENDS = {
     "error 1 5": "rank 1 refuses this step",
-    "SIGTERM 1 5": "interrupted by SIGTERM; the same command resumes the run",
+    "SIGTERM 1 5": "interrupted by SIGTERM; step 2 is saved and 3 is next; the same command resumes the run",
     "SIGKILL 0 9": "finds that another one has ended|interrupted by SIGTERM",
 }
 
@@ -204,9 +204,10 @@ def test_what_ends_one_rank_ends_all_with_one_line(fault: str, folder: Path) -> 
     assert done.returncode != 0
     assert len(lines) == 1, done.stderr
     assert any(words in lines[0] for words in ENDS[fault].split("|"))
-    # The step before is whole.
-    assert [row["step"] for row in rows(folder / run)] == [1]
-    assert alone(folder, f"run.dir={folder / run}", "rl.num_steps=2").resumed_from_step == 1
+    # The step before is whole, and at a signal the running one too.
+    num_done = 2 if "SIGTERM" in fault else 1
+    assert [row["step"] for row in rows(folder / run)] == [*range(1, num_done + 1)]
+    assert alone(folder, f"run.dir={folder / run}", "rl.num_steps=3").resumed_from_step == num_done
 
 
 @pytest.mark.parametrize(

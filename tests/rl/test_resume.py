@@ -4,6 +4,7 @@ Law 7: a lost history costs only speed.
 """
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from tests.killing import NUM_MOMENTS, reports_of
 from tests.models import build_float64
 from tests.rl.killed_runs import NUM_STEPS, SAVE_EVERY
 from tests.rl.runs import eager, memory_of, sampling_loop, store
+from treering.errors import Interrupted
 from treering.metrics import JsonlSink, Metrics
+from treering.ranks.group import RankGroup
 from treering.rl.drafting import Drafting
 from treering.rl.rollout_log import RolloutLog
+from treering.train.loop.interruption import Interruption
 from treering.train.loop.run import METRICS_FILE, open_run, run_steps
+from treering.train.progress import Phase
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +61,21 @@ def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path, s
     assert left == right
 
 
+@pytest.mark.parametrize("phase", ["sampling", "training"])
+def test_a_run_that_a_signal_ends_in_a_step_goes_on_as_if_it_had_not(tmp_path: Path, phase: str) -> None:
+    memories = [eager() for _ in range(3)]
+    whole = train(tmp_path / "whole", memory=memories[0])
+    with pytest.raises(Interrupted) as ended:
+        train(tmp_path / "ended", memory=memories[1], signal_in=(SAVE_EVERY + 1, phase))
+    assert ended.value.__notes__ == [f"step {SAVE_EVERY + 1} is saved and {SAVE_EVERY + 2} is next"]
+    # Drafts of the dropped step are forgotten, and what the drafter has learnt from them.
+    resumed = train(tmp_path / "ended", memory=memories[2])
+    for ours, theirs in ((resumed, whole), (memory_of(memories[2]), memory_of(memories[0]))):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert rollouts_of(tmp_path / "ended") == rollouts_of(tmp_path / "whole")
+
+
 def test_the_history_of_each_checkpoint_lies_beside_it(tmp_path: Path) -> None:
     train(tmp_path)
     names = [sorted(path.name for path in (tmp_path / part).iterdir()) for part in ("checkpoints", "history")]
@@ -89,10 +109,23 @@ def test_a_run_goes_on_with_drafts_off_and_on_again(tmp_path: Path) -> None:
 
 
 def train(
-    folder: Path, *, stop_after: int | None = None, drafts: bool = True, memory: Drafting | None = None
+    folder: Path,
+    *,
+    stop_after: int | None = None,
+    drafts: bool = True,
+    memory: Drafting | None = None,
+    signal_in: tuple[int, str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The weights after training in float64, possibly stopped early."""
+    """The weights after training in float64, possibly stopped early, or by a signal in a phase after some step."""
     loop = sampling_loop(build_float64(), (memory or eager()) if drafts else None)
+    interruption = Interruption(RankGroup())
+
+    def hear(phase: Phase, num_done: int, num_planned: int) -> None:
+        # Some rollouts are sampled, or all are and none is trained.
+        if (loop.num_steps_done, phase) == signal_in and (num_done > 0 or phase == "training"):
+            interruption.request(signal.SIGTERM)
+
+    loop.on_progress = interruption.checked(hear)
     checkpoints = store(folder)
     opened = open_run(folder, loop, checkpoints)
     log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
@@ -104,6 +137,7 @@ def train(
             checkpoints=checkpoints,
             metrics=metrics,
             on_step=lambda report: log.write(report.epoch, loop.latest),
+            interruption=interruption,
         )
         for report in steps:
             if report.step == stop_after:

@@ -1,6 +1,8 @@
 """Law 8 with processes: a run resumed from a checkpoint ends with bitwise the weights of an uninterrupted one."""
 
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,27 +12,49 @@ from tests.models import build_float64
 from tests.rl.runs import sampling_loop, store
 from tests.runtime.runs import pipeline
 from tests.runtime.test_pipeline import CLOSE, rows_of
-from treering.errors import StateError
+from treering.errors import Interrupted, StateError
 from treering.metrics import JsonlSink, Metrics
+from treering.ranks.group import RankGroup
 from treering.rl.loop import RlLoop
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.policies import make_policy
+from treering.train.loop.interruption import Interruption
 from treering.train.loop.run import METRICS_FILE, open_run, run_steps
+from treering.train.progress import Phase
 
 NUM_STEPS = 6
 
 
-def train(loop: PipelineLoop | RlLoop, folder: Path, stop_after: int | None = None) -> list[list[tuple[object, ...]]]:
-    """Trains in a folder, resuming an existing run; returns the rollouts of this call's steps."""
-    checkpoints = store(folder)
+def train(
+    loop: PipelineLoop | RlLoop, folder: Path, stop_after: int | None = None, save_every: int | None = 1
+) -> list[list[tuple[object, ...]]]:
+    """Trains in a folder, resuming an existing run; returns the rollouts of this call's steps.
+
+    Without `save_every` a signal comes while the step after `stop_after` is sampled.
+    """
+    checkpoints, interruption = store(folder), Interruption(RankGroup())
+
+    def hear(phase: Phase, num_done: int, num_planned: int) -> None:
+        if phase == "sampling" and save_every is None and loop.num_steps_done == stop_after and num_done > 0:
+            interruption.request(signal.SIGTERM)
+
+    loop.on_progress = interruption.checked(hear)
     opened = open_run(folder, loop, checkpoints)
     rows = []
     with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
-        steps = run_steps(loop, num_steps=NUM_STEPS, save_every=1, checkpoints=checkpoints, metrics=metrics)
-        for report in steps:
-            rows.append(rows_of(loop))
-            if report.step == stop_after:
-                break
+        steps = run_steps(
+            loop,
+            num_steps=NUM_STEPS,
+            save_every=save_every,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            interruption=interruption,
+        )
+        with suppress(Interrupted):
+            for report in steps:
+                rows.append(rows_of(loop))
+                if report.step == stop_after and save_every is not None:
+                    break
     return rows
 
 
@@ -43,12 +67,16 @@ def planned(staleness: int) -> PipelineLoop:
     return pipeline(num_steps=NUM_STEPS, staleness=staleness, policy=policy, rebalancing="none")
 
 
-@pytest.mark.parametrize(("make", "staleness"), [(dealt_out, 2), (planned, 1)])
-def test_a_stale_run_resumes_bitwise(make: Callable[[int], PipelineLoop], staleness: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "staleness", "save_every"), [(dealt_out, 2, 1), (planned, 1, 1), (planned, 1, None)])
+def test_a_stale_run_resumes_bitwise(
+    make: Callable[[int], PipelineLoop], staleness: int, save_every: int | None, tmp_path: Path
+) -> None:
     with make(staleness) as whole:
         expected = train(whole, tmp_path / "whole")
     with make(staleness) as first:
-        rows = train(first, tmp_path / "stopped", stop_after=3)
+        rows = train(first, tmp_path / "stopped", stop_after=3, save_every=save_every)
+    # At a signal while a step is sampled, as at a stop between steps.
+    assert len(rows) == 3
     with make(staleness) as second:
         rows += train(second, tmp_path / "stopped")
         assert second.num_steps_done == NUM_STEPS

@@ -154,8 +154,10 @@ def demo(
     Example: treering demo --out runs/try
     """
     require("treering demo")
-    from treering.cli.demo.command import run
+    from treering.cli.display.log_console import LogConsole
 
+    with LogConsole().telling("importing torch and transformers"):
+        from treering.cli.demo.command import run
     run(out=out, seed=seed, json_output=json_output)
 
 

@@ -161,6 +161,9 @@ def run_date(run: RunConfig, section: str, configured: Date | None) -> Date:
         return Date.today()
 
 
-def write_settings(config: Config, run: RunConfig) -> None:
-    """Writes all settings, with defaults and overrides, to `config.json` in the run's folder."""
-    write_json(run.dir / CONFIG_FILE, config.model_dump(mode="json"))
+def write_settings(config: Config, run: RunConfig, num_steps: int) -> None:
+    """Writes all settings, with defaults and overrides, to `config.json` in the run's folder.
+
+    Beside the sections stands `num_steps`, to which they amount.
+    """
+    write_json(run.dir / CONFIG_FILE, {**config.model_dump(mode="json"), "num_steps": num_steps})

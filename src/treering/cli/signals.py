@@ -2,7 +2,7 @@
 
 The main thread raises `Interrupted` as soon as it runs Python code, so that `with` statements stop processes and close
 files. A second thread watches that it does. Ending at any moment is safe: what is half written is ignored or cut off by
-the next start, as after a kill.
+the next start, as after a kill. A run that has something to save defers the end until it has.
 """
 
 import os
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from treering.errors import Interrupted
 
@@ -25,6 +25,9 @@ GRACE_S = 5.0
 _SAME_S = 0.5
 """Signals this soon after the first are the same request, which several processes have passed on."""
 
+_POLL_S = 0.5
+"""How often the second thread looks whether the end is still deferred."""
+
 _AGAIN_S = 0.01
 """A signal that cannot be raised yet is sent again so much later."""
 
@@ -33,12 +36,71 @@ _LATE = 0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Request(Protocol):
+    """Asks a run for its end; an `Interruption` of the training loops."""
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the run has been asked."""
+
+    def request(self, signal_number: int) -> bool:
+        """Asks the run, which may have been asked before; returns whether to wait for it."""
+
+
+class _Handler:
+    """What a signal does in the main thread: it raises, unless that is deferred."""
+
+    def __init__(self) -> None:
+        self.deferred: Request | None = None
+        self.announce: Callable[[str], object] = print
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.defers(number):
+            return
+        if _is_called_back(frame):
+            _send_again(number)
+            return
+        raise Interrupted(number)
+
+    def defers(self, number: int) -> bool:
+        """Asks whoever has deferred signals, if anyone has; returns whether to wait."""
+        deferred = self.deferred
+        return deferred is not None and deferred.request(number)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a signal has come, and the end is deferred."""
+        deferred = self.deferred
+        return deferred is not None and deferred.is_requested
+
+
+@contextmanager
+def deferred_to(request: Request, announce: Callable[[str], object]) -> Iterator[None]:
+    """Leaves the first signal in the block to a run, which saves before it raises `Interrupted`; a second ends at once.
+
+    Outside `ended_by_signals` the block runs as it is.
+
+    Args:
+        request: asked at each signal; where it need not wait, `Interrupted` is raised as without this block.
+        announce: prints what happens next, at once; called in another thread.
+
+    Example: at SIGTERM it announces "interrupted by SIGTERM: saving the last whole step (again: end at once)".
+    """
+    installed = [signal.getsignal(number) for number in _SIGNALS]
+    handler = next((each for each in installed if isinstance(each, _Handler)), _Handler())
+    handler.announce, handler.deferred = announce, request
+    try:
+        yield
+    finally:
+        handler.deferred = None
+
+
 @contextmanager
 def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Raises `Interrupted` in the block at SIGINT, SIGTERM or SIGHUP, unless the process started with it ignored.
 
-    The process ends at once at a second signal, or if the block has not ended `GRACE_S` after the first; `speaks` says
-    whether it then prints a line. Outside the main thread the block runs as it is.
+    The process ends at once at a second signal, or if the block has not ended `GRACE_S` after the first, or after the
+    end of `deferred_to`; `speaks` says whether it then prints a line. Outside the main thread the block runs as it is.
 
     Raises:
         Interrupted: the first signal.
@@ -52,22 +114,23 @@ def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
-    usual = sys.unraisablehook
+    usual, handler = sys.unraisablehook, _Handler()
 
     def restore() -> None:
         sys.unraisablehook = usual
         signal.set_wakeup_fd(-1)
         for number in handled:
             # Handlers of the block's own code stay.
-            if signal.getsignal(number) is _interrupt:
+            if signal.getsignal(number) is handler:
                 signal.signal(number, handlers[number])
 
     sys.unraisablehook = partial(_take_unraisable, usual)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in handled:
-        signal.signal(number, _interrupt)
+        signal.signal(number, handler)
     _leave_out_forks(handled, restore)
-    threading.Thread(target=_watch, args=(reader, handled, speaks), name="treering-signals", daemon=True).start()
+    watching = (reader, handled, handler, speaks)
+    threading.Thread(target=_watch, args=watching, name="treering-signals", daemon=True).start()
     try:
         yield
     except Exception as error:
@@ -147,13 +210,6 @@ def leave(code: int, known: Sequence[threading.Thread]) -> NoReturn:
     sys.exit(code)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if _is_called_back(frame):
-        _send_again(number)
-        return
-    raise Interrupted(number)
-
-
 def _send_again(number: int) -> None:
     threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
 
@@ -184,15 +240,21 @@ def _interruption_in(error: BaseException) -> Interrupted | None:
     return cause
 
 
-def _watch(reader: int, handled: Sequence[int], speaks: Callable[[], bool]) -> None:
+def _watch(reader: int, handled: Sequence[int], handler: _Handler, speaks: Callable[[], bool]) -> None:
     """Ends the process if the block does not end in time after a signal."""
     first = _next_signal(reader, handled, None)
     began_s = time.monotonic()
+    # The main thread may be in a long computation, and its handler comes later.
+    if first is not None and handler.defers(first):
+        name = signal.Signals(first).name
+        handler.announce(f"interrupted by {name}: saving the last whole step (again: end at once)")
     following = _next_signal(reader, handled, began_s + _SAME_S)
     while following and time.monotonic() < began_s + _SAME_S:
         following = _next_signal(reader, handled, began_s + _SAME_S)
-    if following == _LATE:
-        following = _next_signal(reader, handled, began_s + GRACE_S)
+    until_s = began_s + GRACE_S
+    while following == _LATE and time.monotonic() < until_s:
+        following = _next_signal(reader, handled, min(until_s, time.monotonic() + _POLL_S))
+        until_s = time.monotonic() + GRACE_S if handler.is_waiting else until_s
     os.close(reader)
     if first is None or following is None:
         return

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from treering.cli.display.log_console import LogConsole
 from treering.cli.display.progress import warnings_as_lines
 from treering.cli.ranks import is_first, num_started
 from treering.cli.signals import advising
@@ -29,11 +30,11 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
     """
     config = load(SftConfig, config_path, overrides)
     with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
-        from treering.cli.sft.run import train
-        from treering.cli.sft.summary import as_table
+        console = LogConsole(quiet=not is_first())
+        with console.telling("importing torch and transformers"), warnings_as_lines(console):
+            from treering.cli.sft.run import train
+            from treering.cli.sft.summary import as_table
 
-        console = _stderr()
-        with warnings_as_lines(console):
             summary = train(config, config_dir=config_path.parent, console=console)
         if is_first():
             _report(summary, as_table, json_output, results)
@@ -44,11 +45,11 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
     config = load(RlConfig, config_path, overrides)
     _check_ranks(config)
     with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
-        from treering.cli.train.run import train
-        from treering.cli.train.summary import as_table
+        console = LogConsole(quiet=not is_first())
+        with console.telling("importing torch and transformers"), warnings_as_lines(console):
+            from treering.cli.train.run import train
+            from treering.cli.train.summary import as_table
 
-        console = _stderr()
-        with warnings_as_lines(console):
             summary = train(config, config_dir=config_path.parent, console=console)
         if is_first():
             _report(summary, as_table, json_output, results)
@@ -71,11 +72,7 @@ def _check_ranks(config: RlConfig) -> None:
 
 
 def _how_to_resume(run: RunConfig) -> str:
-    return f"the same command resumes the run in {run.dir} from its last checkpoint"
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, highlight=False, quiet=not is_first())
+    return f"the same command resumes the run in {run.dir}"
 
 
 def _report(summary: Any, as_table: Callable[[Any], Table], json_output: bool, results: TextIO) -> None:

@@ -1,8 +1,10 @@
 """Types of single settings, shared by every section: paths, counts, fractions, seeds."""
 
 import os
+import re
 from datetime import date as Date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -15,6 +17,27 @@ def _count_or_auto(value: object) -> object:
     if value == "auto" or is_count(value, least=1):
         return value
     raise ValueError(f'an integer of at least 1, or "auto", got {value!r}')
+
+
+_SECONDS = MappingProxyType({"s": 1, "min": 60, "h": 3600})
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
+
+
+def _count_or_time(value: object) -> object:
+    """The value itself; one error instead of one for each side of a union."""
+    if is_count(value, least=1) or (isinstance(value, str) and _TIME.fullmatch(value)):
+        return value
+    raise ValueError(f'an integer of at least 1, or a time such as "10min" (s, min or h), got {value!r}')
+
+
+def seconds_in(text: str) -> float:
+    """Seconds of a time.
+
+    Example: "10min" is 600.0, and "0.5 h" is 1800.0.
+    """
+    found = _TIME.fullmatch(text)
+    assert found is not None, f"{text!r} was not validated"
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 # TOML has no path type, so paths accept strings; every other type is strict.
@@ -39,6 +62,7 @@ TemplateDate = Annotated[
 ]
 Count = Annotated[int, Field(ge=1)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+CountOrTime = Annotated[int | str, BeforeValidator(_count_or_time)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -15,8 +15,8 @@ from treering.writing import check_regular
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
-DEMO_FILE = "demo.json"
 LOCK_FILE = "run.lock"
+DEMO_FILE = "demo.json"
 SIDES = ("plain", "treering")
 """The runs of a demo's folder, ours last."""
 
@@ -44,7 +44,9 @@ class RunData:
 
     @property
     def num_planned(self) -> int | None:
-        """Steps that the settings ask for; None where they are missing, or count epochs over a file."""
+        """Steps that the settings amount to; None where they are missing, or of an earlier version and in epochs."""
+        if isinstance(self.config.get("num_steps"), int):
+            return int(self.config["num_steps"])
         loop, task = (_mapping(self.config.get(name)) for name in ("rl", "task"))
         counts = [_mapping(self.config.get(name)).get("num_steps") for name in ("rl", "train")]
         if task.get("kind") in ("sums", "calculator") and isinstance(loop.get("num_epochs"), int):

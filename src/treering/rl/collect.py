@@ -93,6 +93,7 @@ def collect(
     max_turns: int = 1,
     order: Order = "by_prompt",
     on_finished: Callable[[Rollout], None] | None = None,
+    on_engine_step: Callable[[], None] | None = None,
 ) -> Collected:
     """Samples a group for each prompt, appends observations between turns, and rewards finished rollouts.
 
@@ -110,6 +111,7 @@ def collect(
         max_turns: turns of the policy, at most.
         order: see `Order`; changes speed, never a rollout.
         on_finished: called with each finished rollout; its reward is set unless it is left out, or its group's.
+        on_engine_step: called before each step of the engine.
 
     Raises:
         ConfigError: a group_size or max_turns below 1.
@@ -128,6 +130,8 @@ def collect(
     engine.submit(requests)
     try:
         while engine.num_unfinished > 0:
+            if on_engine_step is not None:
+                on_engine_step()
             for rollout in engine.step():
                 is_last_turn, prompt = run.note_turn(rollout), run.prompt_of(rollout)
                 result = evaluate_turn(task, prompt, rollout, is_last_turn=is_last_turn, max_tokens=sampling.max_tokens)

@@ -58,6 +58,7 @@ class Drafting:
         self._new: set[PromptId] = set()
         self._num_unpublished = self._num_published = 0
         self.store = self._open_store()
+        self._whole = self.snapshot
         self.drafter = make_drafter(self.store, self.options)
 
     @property
@@ -90,13 +91,14 @@ class Drafting:
         that continues.
         """
         self.store.publish()
+        self._whole = self.snapshot
         self.drafter.load_state(self.drafter.state())
         self._new.clear()
         self._num_unpublished = self._num_published = 0
 
     def save(self, file: Path) -> None:
-        """Writes the history to a file, atomically."""
-        self.store.save(file)
+        """Writes the history after the last whole step to a file, atomically."""
+        self.store.save(file, self._whole)
 
     def load(self, file: Path) -> None:
         """Loads the history; a missing or damaged file is a warning and an empty history.
@@ -108,7 +110,7 @@ class Drafting:
         if self.folder is not None:
             self.store.close()
             saved = _copied(saved, self._open_store())
-        self.store = saved
+        self.store, self._whole = saved, saved.snapshot
         self.drafter = make_drafter(self.store, options)
         self.load_state(state)
 

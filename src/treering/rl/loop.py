@@ -98,6 +98,7 @@ class RlLoop(Resumable[RlStepReport]):
         self._draws: dict[PromptId, int] = {}
         self._rollout_model = rollout_model
         self._drafters: list[Mapping[str, Any]] = []
+        self._drafter_state = None if drafting is None else drafting.state()
         self._engine: Engine | None = None
         self._latest: list[Trajectory] = []
 
@@ -150,6 +151,7 @@ class RlLoop(Resumable[RlStepReport]):
         self._draws |= {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}
         self._num_steps_done, epoch = step, self.plan.epoch_of(step)
         self._latest = as_trajectories(collected.groups, epoch=epoch, step=step, advantages=trained.group_advantages)
+        self._note_drafter()
         stats = self._gather_engines(engine.stats.since(before))
         ended = time.perf_counter()
         return RlStepReport(
@@ -174,7 +176,7 @@ class RlLoop(Resumable[RlStepReport]):
             "draws": dict(self._draws),
             "optimizer": self._trainer.state(),
             # Of several ranks those after the latest step, so that none has to ask the others here.
-            "drafter": self._drafters or (None if self._drafting is None else self._drafting.state()),
+            "drafter": self._drafters or self._drafter_state,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -191,6 +193,7 @@ class RlLoop(Resumable[RlStepReport]):
         drafter = drafters[self._group.rank % len(drafters)]
         if self._drafting is not None and drafter is not None:
             self._drafting.load_state(drafter)
+        self._note_drafter()
         self._drafters = []
         self._engine = None
 
@@ -217,11 +220,15 @@ class RlLoop(Resumable[RlStepReport]):
             # Its cached keys and values would round otherwise than a resumed run, which has none (law 8).
             self._engine = None
 
+    def _note_drafter(self) -> None:
+        """Keeps what the drafter knows after a whole step: the next one may be dropped."""
+        self._drafter_state = None if self._drafting is None else self._drafting.state()
+
     def _gather_engines(self, stats: EngineStats) -> EngineStats:
         """The counts of all ranks; notes what their drafters have learnt."""
         if self._group.size == 1:
             return stats
-        learnt = {} if self._drafting is None else self._drafting.state()
+        learnt = self._drafter_state or {}
         facts = self._group.gather((stats, {name: values.numpy() for name, values in learnt.items()}))
         self._drafters = [{name: torch.from_numpy(own[name]) for name in own} for _, own in facts if own]
         return total_stats(stats for stats, _ in facts)

@@ -72,6 +72,7 @@ class Sampler:
             max_turns=self._options.max_turns,
             order=self._order(own),
             on_finished=on_finished,
+            on_engine_step=progress.tick,
         )
         return collected if self._group.size == 1 else self._joined(prompts, collected, finished)
 

@@ -98,14 +98,20 @@ class Controller:
         """The latest step that is being sampled; 0 if none is."""
         return max(self._open_steps, default=0)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, on_progress: OnProgress | None = None) -> None:
         """Waits until every process but the spare one has built its model or task, and starts the clock.
+
+        `on_progress` is called with those that have, and all of them.
 
         Raises:
             StateError, Exception: see `finish`.
         """
-        while not all(child.is_ready for child in self._needed):
+        progress = PhaseProgress("starting", len(self._needed), on_progress)
+        while (num_ready := sum(child.is_ready for child in self._needed)) < len(self._needed):
+            progress.reach(num_ready)
+            progress.tick()
             self._receive()
+        progress.reach(num_ready)
         self._idle_since_s = self._step_since_s = time.perf_counter()
 
     def open(self, open_step: OpenStep) -> None:
@@ -136,6 +142,8 @@ class Controller:
         while True:
             self.dispatch()
             progress.reach(open_step.account.scheduled - open_step.collection.num_open)
+            if sent_s is None:
+                progress.tick()
             if sent_s is None and open_step.is_complete:
                 self.trainer_client.train(step, open_step.collection.result().groups)
                 sent_s = time.perf_counter()

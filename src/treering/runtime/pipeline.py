@@ -13,7 +13,7 @@ from torch import nn
 
 from treering.data import Trajectory
 from treering.engine.rollout import Rollout
-from treering.errors import ConfigError, StateError
+from treering.errors import ConfigError, Interrupted, StateError
 from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import check_contexts
@@ -162,7 +162,8 @@ class PipelineLoop(Resumable[RlStepReport]):
     def step(self) -> RlStepReport:
         """Runs until the next step is trained, while later steps are sampled.
 
-        An error stops all processes: continue with a new loop, from the latest checkpoint.
+        An error stops all processes: continue with a new loop, from the latest checkpoint. After an `Interrupted` of
+        `on_progress` the loop can be saved first, as of the step before.
 
         Raises:
             InputError: a prompt that an engine cannot hold.
@@ -180,6 +181,8 @@ class PipelineLoop(Resumable[RlStepReport]):
             # Keeps the workers busy until the next call.
             self._open_steps(controller)
             controller.dispatch()
+        except Interrupted:
+            raise
         except BaseException:
             self.close()
             raise
@@ -250,7 +253,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             self._start_state = StartState()
             # Planning overlaps with the imports of the child processes.
             self._open_steps(self._controller)
-            self._controller.wait_until_ready()
+            self._controller.wait_until_ready(self.on_progress)
         return self._controller
 
     def _open_steps(self, controller: Controller) -> None:

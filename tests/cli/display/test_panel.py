@@ -36,7 +36,12 @@ def test_the_time_left_is_that_of_the_newest_steps() -> None:
 
 def test_a_supervised_run_shows_its_loss() -> None:
     rows = [{"step": step, "train/loss": 5.0 - step, "time/step_s": 2.0, "time/tokens_per_s": 1e4} for step in (1, 2)]
-    assert as_line(state_of(*rows)) == "step 2/10 loss 3.000 tokens/s 10,000, 16 s left"
+    assert as_line(state_of(*rows)) == "step 2/10 loss 3.000 tokens/s 10,000, 4 s so far, 16 s left"
+
+
+def test_totals_are_sums_over_the_steps() -> None:
+    sums = "12 s so far, 360 tokens sampled, 1,206 tokens trained"
+    assert f", {sums}, 28 s left" in as_line(state_of(row(1), row(2), row(3)))
 
 
 def test_rows_without_numbers_leave_what_was_known() -> None:

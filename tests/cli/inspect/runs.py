@@ -43,7 +43,7 @@ def write_run(folder: Path) -> Path:
         for step, *values in rows:
             sink.log(step, dict(zip(names, values, strict=True)))
     config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"max_draft": 5, "sources": ["history"]}})
-    run_folder.write_settings(config, config.run.model_copy(update={"dir": folder}))
+    run_folder.write_settings(config, config.run.model_copy(update={"dir": folder}), 1)
     return folder
 
 

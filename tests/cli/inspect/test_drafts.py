@@ -141,7 +141,7 @@ def test_settings_are_those_of_the_run(folder: Path, tmp_path: Path) -> None:
 
 def test_a_run_without_drafts_is_replayed_all_the_same(tmp_path: Path) -> None:
     config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"drafts": "off", "sources": []}})
-    write_settings(config, config.run.model_copy(update={"dir": tmp_path}))
+    write_settings(config, config.run.model_copy(update={"dir": tmp_path}), 1)
     found = drafter_settings(tmp_path)
     assert found is not None
     assert found[1]["sources"] == ("history", "own")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.cli.test_signals import take_signals
 from treering.cli.training import run_sft as run
 from treering.config import SftConfig, load
 from treering.data import Message, Trajectory, write_trajectories
@@ -400,12 +402,34 @@ def test_a_process_killed_while_it_trains_goes_on_to_bitwise_the_same_weights(fo
     assert [row["train/loss"] for row in rows[0]] == [row["train/loss"] for row in rows[1]]
 
 
+def test_ctrl_c_loses_no_whole_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, overrides = config(folder), ["train.trees_per_step=1", "run.save_every=10min"]
+    ended = process(folder, path, "run.dir=ended", "train.num_steps=100000", *overrides)
+    while ended.poll() is None and num_lines(folder / "ended" / "metrics.jsonl") < 3:
+        time.sleep(0.005)
+    ended.send_signal(signal.SIGINT)
+    err = ended.communicate()[1].decode()
+    assert ended.returncode == 130
+    assert "interrupted by SIGINT: saving the last whole step (again: end at once)" in err
+    saved = r"step (\d+) is saved and \d+ is next; the same command resumes the run in ended"
+    found = re.fullmatch(f"treering: interrupted by SIGINT; {saved}", err.splitlines()[-1])
+    assert found is not None, err
+    num_steps = int(found[1])
+    assert num_steps == num_lines(folder / "ended" / "metrics.jsonl")
+    further = [f"train.num_steps={num_steps + 2}", *overrides]
+    rest, whole = (sft(capsys, path, f"run.dir={name}", *further)[0] for name in ("ended", "whole"))
+    assert rest["resumed_from_step"] == num_steps
+    left, right = weights_of(rest["checkpoint"]), weights_of(whole["checkpoint"])
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
 def process(folder: Path, path: Path, *overrides: str) -> subprocess.Popen[bytes]:
     source = Path(__file__).parents[3] / "src"
     code = "from treering.cli.main import main; main()"
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, "sft", str(path), *overrides]
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=take_signals, **pipes)
 
 
 def num_lines(path: Path) -> int:

@@ -31,7 +31,7 @@ def take_signals() -> None:
 
 def start(path: Path, run_dir: str, workers: int) -> subprocess.Popen[str]:
     """`treering train` with no clock in its decisions."""
-    overrides = [f"run.dir={run_dir}", f"runtime.workers={workers}", f"rl.num_steps={NUM_STEPS}", "run.save_every=1"]
+    overrides = [f"run.dir={run_dir}", f"runtime.workers={workers}", f"rl.num_steps={NUM_STEPS}", "run.save_every=1h"]
     free_of_clocks = ["runtime.rebalance=none", "history.drafts=off"]
     command = [sys.executable, "-c", "from treering.cli.start import main; main()", "train", str(path), "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), MARK: run_dir}
@@ -87,8 +87,13 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: 
         if number is not None and process.returncode == 128 + number:
             num_interrupted += 1
             # Before its settings are read a run has no folder to name.
-            how = "(the same command resumes the run in often from its last checkpoint|start the same command again)"
-            assert re.fullmatch(f"treering: interrupted by {number.name}; {how}", err.splitlines()[-1])
+            done = "(no step is done; |step [0-9]+ is saved and [0-9]+ is next; |)"
+            how = f"{done}the same command resumes the run in often|start the same command again"
+            assert re.fullmatch(f"treering: interrupted by {number.name}; ({how})", err.splitlines()[-1])
+            # What is logged is saved: nothing else would save within the hour.
+            rows = folder / "often" / "metrics.jsonl"
+            num_done = rows.read_bytes().count(b"\n") if rows.exists() else 0
+            assert not num_done or (folder / "often" / "checkpoints" / f"step-{num_done:06d}").is_dir()
         elif process.returncode:
             # Before the program, or after its result, the signal has its usual effect.
             assert (process.returncode, "interrupted" in err) == (-(number or 0), False)

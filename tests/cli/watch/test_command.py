@@ -1,13 +1,16 @@
 """`treering watch` follows the metrics of a run elsewhere to its last step."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.report.folders import row, write_run
 from treering.cli.watch import command
-from treering.errors import InputError
+from treering.errors import InputError, StateError
+from treering.file_lock import FileLock
 
 
 def test_off_a_terminal_it_prints_a_line_per_new_step_until_the_last(
@@ -41,3 +44,42 @@ def test_json_is_the_newest_row_of_each_run(tmp_path: Path, capsys: pytest.Captu
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds metrics\.jsonl"):
         command.run(tmp_path, once=True, json_output=False)
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Makes the files of a run as old as that."""
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_a_run_that_no_process_trains_is_said_to_have_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a", num_steps=6)
+    lock, num_looks = FileLock(tmp_path / "a" / "run.lock", str), 0
+    age(tmp_path / "a", 100.0)
+
+    def end_while_it_waits(_: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        # Held, the lock says that a slow step runs.
+        if num_looks == 3:
+            lock.release()
+
+    monkeypatch.setattr(command, "sleep", end_while_it_waits)
+    with pytest.raises(StateError, match=r"no process trains in .*a any more: its last step is 6 of 8, 1 min 40 s ago"):
+        command.run(tmp_path / "a", once=False, json_output=False)
+    assert num_looks == 3
+    capsys.readouterr()
+    command.run(tmp_path / "a", once=True, json_output=False)
+    assert "its last step is 6 of 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", ["just begun", "done", "a copy"])
+def test_a_run_that_may_go_on_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    write_run(tmp_path / "a", num_steps=8 if case == "done" else 6)
+    if case != "a copy":
+        (tmp_path / "a" / "run.lock").touch()
+    age(tmp_path / "a", 1.0 if case == "just begun" else 100.0)
+    command.run(tmp_path / "a", once=True, json_output=False)
+    assert "no process" not in capsys.readouterr().out

@@ -13,6 +13,7 @@ from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, wa
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
 from treering.cli.demo.threads import best_threads
+from treering.cli.display.log_console import LogConsole, note_doing
 from treering.cli.display.progress import StepProgress, note_compiling, warnings_as_lines
 from treering.cli.display.run_display import RunDisplay
 from treering.cli.run_folder import locked
@@ -42,9 +43,9 @@ def run(out: Path | None, seed: int, json_output: bool) -> None:
         StateError: another process uses it, or it cannot be written.
     """
     out = _free_folder() if out is None else out
-    console = Console(stderr=True, highlight=False)
+    console = LogConsole()
     advice = f"the demo starts anew in another folder; treering train {out}/treering.toml goes on with one run"
-    with advising(advice), locked(out), warnings_as_lines(console):
+    with advising(advice), locked(out), warnings_as_lines(console), console.telling("preparing"):
         _check_empty(out)
         report = measure(out, DemoSize(), seed=seed, console=console)
     if json_output:
@@ -64,6 +65,7 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
     start = _warm_start(out, size, seed=seed, console=console, enough=enough)
+    note_doing(console, "timing the engine")
     threads = best_threads(start.model, size.max_batch)
     with RunDisplay(title=f"{out}/treering", num_steps=size.num_steps, first_step=0, console=console) as display:
         compared = compare(
@@ -81,6 +83,7 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
 
 def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> WarmStart:
     task = demo_task(size.num_prompts, seed)
+    note_doing(console, "warm start")
     note_compiling(console, lay_out, propose)
     console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
     with StepProgress(num_steps=MAX_STEPS, first_step=0, console=console, title="warm start") as progress:

@@ -36,7 +36,7 @@ class DemoSize:
     num_prompts: int = 128
     prompts_per_step: int = 32
     group_size: int = 16
-    num_epochs: int = 8
+    num_epochs: int = 5
     max_batch: int = 8
     """Rollouts that run at one time, on both sides."""
 

@@ -24,6 +24,7 @@ _NUM_SPARKS = 40
 _NUM_RECENT = 8
 """Steps whose mean time predicts the time left."""
 _PHASE_WIDTH = 36
+_TOTALS = (metrics.STEP_S, metrics.NUM_SAMPLED, metrics.NUM_BRANCH_TOKENS)
 _LEAST_SHARE = 0.005
 """Phases below are not named."""
 _PHASE_STYLES = {"rollout": "blue", "training": "yellow", "update": "green", "other": "bright_black"}
@@ -52,6 +53,7 @@ class PanelState:
     _last: dict[str, float] = field(default_factory=dict)
     _phases: dict[str, float] = field(default_factory=dict)
     _evaluation: tuple[int, dict[str, float]] = field(default_factory=lambda: (0, {}))
+    _totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_TOTALS, 0.0))
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Takes the metrics of one more step, with its "step"; step 0 has those of an evaluation alone."""
@@ -60,6 +62,8 @@ class PanelState:
         if self.step == 0:
             return
         self._last |= {name: value for name in row if (value := number(row[name])) is not None}
+        for name in _TOTALS:
+            self._totals[name] += number(row.get(name)) or 0.0
         for phase, seconds in phase_seconds(row).items():
             self._phases[phase] = self._phases.get(phase, 0.0) + seconds
         name = metrics.REWARD_MEAN if metrics.NUM_SAMPLED in row else metrics.LOSS
@@ -120,6 +124,14 @@ class PanelState:
         return "   ".join(words.format(value) for words, value in parts.items() if value is not None)
 
     @property
+    def totals(self) -> str:
+        """Time and tokens of all steps so far."""
+        seconds, sampled, trained = (self._totals[name] for name in _TOTALS)
+        counts = {"sampled": sampled, "trained": trained}
+        tokens = [f"{count:,.0f} tokens {what}" for what, count in counts.items() if count]
+        return ", ".join([f"{in_words(seconds)} so far", *tokens])
+
+    @property
     def phases(self) -> dict[str, float]:
         """The share of each phase in the seconds of all steps so far."""
         total = sum(self._phases.values())
@@ -133,7 +145,7 @@ def as_panel(state: PanelState) -> Panel:
         # Its symbol turns between two calls, so that a long forward is no standstill.
         lines.append(Spinner("dots", Text(state.running)))
     if state.has_rows or not state.running:
-        lines += [Text(state.scores), Text(state.figures)]
+        lines += [Text(state.scores), Text(state.figures), Text(state.totals)]
     if state.evaluation:
         lines.append(Text(state.evaluation))
     if state.phases:
@@ -146,12 +158,13 @@ def as_panel(state: PanelState) -> Panel:
 def as_line(state: PanelState) -> str:
     """The panel as a plain line.
 
-    Example: "step 12/32 reward 0.829 tokens/s 9,804   tokens/forward 7.05   sharing 0.89, 2 min left".
+    Example: "step 12/32 reward 0.829 tokens/s 9,804 tokens/forward 7.05 sharing 0.89, 1 min 12 s so far, 310,412 tokens
+    sampled, 401,220 tokens trained, 2 min 0 s left".
     """
     total = "" if state.num_steps is None else f"/{state.num_steps}"
     left = "" if state.seconds_left is None else f", {in_words(state.seconds_left)} left"
     score = state.scores.partition("  ")[0]
-    return f"step {state.step}{total} {score} {state.figures.replace('   ', ' ')}{left}"
+    return f"step {state.step}{total} {score} {state.figures.replace('   ', ' ')}, {state.totals}{left}"
 
 
 def sparkline(values: list[float]) -> str:

@@ -22,13 +22,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from treering.cli.display.log_console import PART_EVERY_S, note_doing
 from treering.compiled import is_compiled
 
 NUM_PLAIN_LINES = 10
 """Most step lines per run when stderr is not a terminal."""
-
-PART_EVERY_S = 30.0
-"""When stderr is not a terminal, a running step prints a line after this many seconds without one."""
 
 LINE_EVERY_S = 120.0
 """When stderr is not a terminal, `WorkProgress` prints at most one line per this many seconds."""
@@ -108,10 +106,12 @@ class StepProgress(LiveLine):
         )
         super().__init__(console, *columns, is_live=console.is_terminal)
         self._job = self._live.add_task(title, total=num_steps, completed=first_step, text="")
+        self._note()
 
     def show_text(self, step: int, text: str) -> None:
         """Shows that `step` is done, with the caller's text."""
         self._num_done = step
+        self._note()
         self._live.update(self._job, completed=step, text=text)
         if not self._console.is_terminal and self._is_due(step):
             self._print(f"{self._title} {step}/{self._num_steps} {text}")
@@ -125,6 +125,9 @@ class StepProgress(LiveLine):
     def print_now(self, step: int, text: str) -> None:
         """Prints a line about a step, however many there are."""
         self._print(f"{self._title} {step}/{self._num_steps}: {text}")
+
+    def _note(self) -> None:
+        note_doing(self._console, f"{self._title} {self._num_done + 1}/{self._num_steps}")
 
     def _print(self, line: str) -> None:
         self._last_line = time.monotonic()

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from treering.train.loop.step_report import StepReport
     from treering.train.progress import Phase
 
-_UNITS = {"sampling": "rollouts", "scoring": "tokens", "training": "tokens"}
+_UNITS = {"starting": "processes", "sampling": "rollouts", "scoring": "tokens", "training": "tokens"}
+
+_DRAW_EVERY_S = 0.1
+"""A panel is drawn anew at most so often within a phase."""
 
 
 class RunDisplay:
@@ -32,7 +35,8 @@ class RunDisplay:
         self._state = PanelState(title=title, num_steps=num_steps, step=first_step)
         self._live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
         self._lines = StepProgress(num_steps=num_steps, first_step=first_step, console=console, title=unit)
-        self._phase_started = time.monotonic()
+        self._phase: tuple[str, int] = "", 0
+        self._phase_started = self._drawn_s = time.monotonic()
 
     def show(self, row: Mapping[str, Any], text: str, *, note: str = "") -> None:
         """Shows one more step.
@@ -66,11 +70,16 @@ class RunDisplay:
 
         Example: 3 of 16 rollouts after 30 s are `sampling 3 of 16 rollouts, 2 min 10 s left`.
         """
-        if num_done == 0:
-            self._phase_started = time.monotonic()
+        now, before = time.monotonic(), self._phase
+        self._phase = phase, num_done
+        if num_done == 0 and self._phase != before:
+            self._phase_started = now
+        elif num_done < num_planned and now < self._drawn_s + _DRAW_EVERY_S:
+            return
+        self._drawn_s = now
         text = f"{phase} {num_done:,} of {num_planned:,} {_UNITS[phase]}"
         if 0 < num_done < num_planned:
-            seconds = time.monotonic() - self._phase_started
+            seconds = now - self._phase_started
             text += f", {in_words(seconds / num_done * (num_planned - num_done))} left"
         self._state.running = text
         if self._live is None:

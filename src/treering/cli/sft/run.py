@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus
+from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import note_compiling
 from treering.cli.display.run_display import RunDisplay, SftProgress
+from treering.cli.display.saving import SavingNote
 from treering.cli.hub import find_model, with_commits
 from treering.cli.models import build_model, load_teacher
 from treering.cli.push.card import model_card
@@ -29,6 +31,7 @@ from treering.cli.sft.held_out import split_corpus
 from treering.cli.sft.samples import write_samples
 from treering.cli.sft.settings import identity, loop_options
 from treering.cli.sft.summary import SftSummary, totals
+from treering.cli.signals import deferred_to
 from treering.cli.starts import log_start
 from treering.config import SftConfig
 from treering.metrics import Metrics, Sink
@@ -36,6 +39,7 @@ from treering.ranks.group import all_ranks
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.held_out import Evaluation, HeldOutLoss
+from treering.train.loop.interruption import Interruption
 from treering.train.loop.ranks import shard_model
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
 from treering.train.loop.sft import SftLoop
@@ -59,11 +63,14 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     if group.rank == 0:
         config = with_commits(config, config_dir)
     config = group.gather(config)[0]
+    note_doing(console, "reading the data")
     folder = find_model(config.model, config_dir)
     corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size, model=folder)
     corpus, held = split_corpus(config, corpus, config_dir=config_dir, model=folder)
     seed = config.train.seed
+    note_doing(console, "loading the model")
     model = build_model(config.model, num_ids=corpus.num_ids, seed=seed, folder=folder, lora=config.lora)
+    note_doing(console, "preparing the first step")
     note_compiling(console, lay_out)
     plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=config.train.trees_per_step, seed=seed)
     num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
@@ -94,7 +101,7 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
         opened = open_run(config.run.dir, loop, checkpoints)
     sinks: list[Sink] = []
     if group.rank == 0:
-        write_settings(config, config.run)
+        write_settings(config, config.run, num_steps)
         log_start(config.run.dir, opened, model, group.size)
         if opened.is_new:
             write_samples(config.run.dir, corpus.tasks)
@@ -108,18 +115,24 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
             every=config.eval.every,
             knows_first=group.gather(knows_first(config.run.dir))[0],
         )
+    interruption = Interruption(group)
     with Metrics(sinks) as metrics:
         steps = run_steps(
             loop,
             num_steps=num_steps,
-            save_every=config.run.save_every,
+            save_every=config.run.save_interval,
             checkpoints=checkpoints,
             metrics=metrics,
             evaluation=evaluation,
+            interruption=interruption,
+            on_saved=SavingNote(console),
         )
         title = str(config.run.dir)
-        with RunDisplay(title=title, num_steps=num_steps, first_step=opened.step, console=console) as display:
-            loop.on_progress = display.show_phase
+        with (
+            RunDisplay(title=title, num_steps=num_steps, first_step=opened.step, console=console) as display,
+            deferred_to(interruption, console.print),
+        ):
+            loop.on_progress = interruption.checked(display.show_phase)
             if evaluation is not None:
                 evaluation.on_measured = display.show_evaluation
             reports = _show_each(steps, SftProgress(display), console)

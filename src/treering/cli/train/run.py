@@ -10,8 +10,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import note_compiling
 from treering.cli.display.run_display import RlProgress, RunDisplay
+from treering.cli.display.saving import SavingNote
 from treering.cli.hub import with_commits
 from treering.cli.push.card import model_card
 from treering.cli.ranks import is_first, joined
@@ -24,6 +26,7 @@ from treering.cli.run_folder import (
     write_settings,
 )
 from treering.cli.settings import attention_in_words, compute_options, count_steps, parameters_in_words, with_costs
+from treering.cli.signals import deferred_to
 from treering.cli.starts import log_start
 from treering.cli.train.held_out import held_out_notes, load_held_out, load_trained, measure_rewards
 from treering.cli.train.logs import Loop, step_logs
@@ -44,6 +47,7 @@ from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.compute import ComputeOptions, num_threads
 from treering.train.loop.held_out import Evaluation
+from treering.train.loop.interruption import Interruption
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
 from treering.tree.build import lay_out
 
@@ -60,6 +64,7 @@ class OpenRun:
         num_steps: of the whole run.
         steps: each item trains, logs and saves one step and is its report.
         evaluation: on held-out prompts; None without any.
+        interruption: ends them at a signal.
     """
 
     config: RlConfig
@@ -69,6 +74,7 @@ class OpenRun:
     num_steps: int
     steps: Iterator[RlStepReport]
     evaluation: Evaluation | None
+    interruption: Interruption
 
 
 def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
@@ -79,8 +85,9 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
         RunDisplay(
             title=str(config.run.dir), num_steps=run.num_steps, first_step=run.opened.step, console=console
         ) as display,
+        deferred_to(run.interruption, console.print),
     ):
-        run.loop.on_progress = display.show_phase
+        run.loop.on_progress = run.interruption.checked(display.show_phase)
         if run.evaluation is not None:
             run.evaluation.on_measured = display.show_evaluation
         reports = _show_each(run.steps, RlProgress(display), console)
@@ -128,11 +135,14 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     if group.rank == 0:
         config = with_commits(config, config_dir)
     config = group.gather(config)[0]
+    note_doing(console, "reading the task")
     source, held = load_trained(config, config_dir), load_held_out(config, config_dir)
     if held is not None:
         source = replace(source, notes=(*source.notes, *held_out_notes(held, source)))
     source.try_reward()
+    note_doing(console, "loading the model")
     model = make_model(config, config_dir, source)
+    note_doing(console, "preparing the first step")
     note_compiling(console, lay_out, propose)
     num_steps = _count_steps(config, source)
     compute = _compute(config, model, group, num_steps)
@@ -154,11 +164,12 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         with printed_warnings(console):
             opened = open_run(config.run.dir, loop, checkpoints)
         if group.rank == 0:
-            write_settings(config, config.run)
+            write_settings(config, config.run, num_steps)
             log_start(config.run.dir, opened, model, max(group.size, config.runtime.trainer_ranks))
             _announce(console, config, source, model, opened, num_steps)
         if opened.step == 0:
             warm_up(config, model, group, console)
+        interruption = Interruption(group)
         metrics, on_step = Metrics([]), None
         if group.rank == 0:
             with printed_warnings(console):
@@ -169,11 +180,13 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         steps = run_steps(
             loop,
             num_steps=num_steps,
-            save_every=config.run.save_every,
+            save_every=config.run.save_interval,
             checkpoints=checkpoints,
             metrics=metrics,
             on_step=on_step,
             evaluation=evaluation,
+            interruption=interruption,
+            on_saved=SavingNote(console),
         )
         yield OpenRun(
             config=config,
@@ -183,6 +196,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
             num_steps=num_steps,
             steps=steps,
             evaluation=evaluation,
+            interruption=interruption,
         )
 
 

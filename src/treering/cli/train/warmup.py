@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from treering.cli.display.run_display import RunDisplay, SftProgress
 from treering.cli.run_folder import WARMUP_FOLDER, open_sinks, printed_warnings
+from treering.cli.signals import deferred_to
 from treering.cli.train.settings import warmup_identity, warmup_options
 from treering.cli.train.task import draw_sums
 from treering.config import RlConfig
@@ -16,6 +17,7 @@ from treering.metrics import Metrics
 from treering.ranks.group import RankGroup
 from treering.train.loop.batches import TrainingTask
 from treering.train.loop.checkpoint import CheckpointStore
+from treering.train.loop.interruption import Interruption
 from treering.train.loop.run import CHECKPOINTS_FOLDER, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 
@@ -35,16 +37,23 @@ def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console:
     with printed_warnings(console):
         opened = open_run(run.dir, loop, checkpoints)
         sinks = open_sinks(MetricsConfig(), run.dir, opened, {}) if group.rank == 0 else []
+    interruption = Interruption(group)
     with (
         Metrics(sinks) as metrics,
         RunDisplay(
             title=str(run.dir), num_steps=num_steps, first_step=opened.step, console=console, unit="warm-up"
         ) as display,
+        deferred_to(interruption, console.print),
     ):
-        loop.on_progress = display.show_phase
+        loop.on_progress = interruption.checked(display.show_phase)
         progress = SftProgress(display)
         for report in run_steps(
-            loop, num_steps=num_steps, save_every=run.save_every, checkpoints=checkpoints, metrics=metrics
+            loop,
+            num_steps=num_steps,
+            save_every=run.save_interval,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            interruption=interruption,
         ):
             progress.show(report)
 

@@ -161,13 +161,17 @@ class HistoryStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def save(self, file: Path) -> None:
-        """Writes the whole store, pending rollouts included, as one checksummed file.
+    def save(self, file: Path, snapshot: Mapping[PromptId, PromptIndex] | None = None) -> None:
+        """Writes the whole store, pending rollouts included, or one of its snapshots, as one checksummed file.
 
         Raises:
             StateError: the file cannot be written; an older one of that name is unchanged.
         """
         self.wait()
+        if snapshot is not None:
+            assert isinstance(snapshot, Snapshot), "a store saves its own snapshots"
+            write_saved(Path(file), snapshot, {})
+            return
         pending = {key: np.concatenate(added) for key, added in self._unpublished().items()}
         write_saved(Path(file), self._snapshot, pending)
 

@@ -44,8 +44,10 @@ class Evaluation:
             return {}
         # A user's reward may draw from torch's random state, which training goes on with.
         before = random_state()
-        values = dict(self.measure(on_progress))
-        set_random_state(before)
+        try:
+            values = dict(self.measure(on_progress))
+        finally:
+            set_random_state(before)
         if self.on_measured is not None:
             self.on_measured(step, values)
         return values

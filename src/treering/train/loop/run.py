@@ -6,15 +6,18 @@ Each step is trained, then logged, then saved.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from treering.atomic import write_text
-from treering.errors import StateError
+from treering.errors import Interrupted, StateError
 from treering.metrics import Metrics
 from treering.step_lines import read_rows
 from treering.train.loop.checkpoint import CheckpointStore, Identity, check_identity
 from treering.train.loop.held_out import Evaluation
+from treering.train.loop.interruption import Interruption
 from treering.train.loop.resumable import ReportT, Resumable
+from treering.train.loop.saving import Saved, Saver
 from treering.writing import check_regular, writing
 
 RUN_FILE = "run.json"
@@ -70,38 +73,54 @@ def run_steps(
     loop: Resumable[ReportT],
     *,
     num_steps: int,
-    save_every: int | None,
+    save_every: int | timedelta | None,
     checkpoints: CheckpointStore,
     metrics: Metrics,
     on_step: Callable[[ReportT], Mapping[str, float] | None] | None = None,
     evaluation: Evaluation | None = None,
+    interruption: Interruption | None = None,
+    on_saved: Callable[[Saved], None] | None = None,
 ) -> Iterator[ReportT]:
     """Runs steps up to `num_steps` and yields each step's report after it has been logged and, if due, saved.
+
+    If a signal ends a step, that step is dropped and the one before it is saved, from which the next start goes on.
 
     Args:
         loop: after `open_run`.
         num_steps: of the whole run; the last one is always saved.
-        save_every: steps between checkpoints; None saves only the last step.
+        save_every: steps between checkpoints, or the time, which becomes longer where saving takes more than a
+            twentieth of it; None saves only the last step.
         checkpoints: where to save.
         metrics: opened with `Opened.resume_step`.
         on_step: logs other data than metrics, and may return metrics of what it logged; called before the step is
             saved, so that no checkpoint is ahead of a log.
         evaluation: measures held-out data; what it finds before the first step is logged as step 0.
+        interruption: through which a signal ends the run; the loop's `on_progress` is one that it has checked.
+        on_saved: hears of each checkpoint.
+
+    Raises:
+        Interrupted: a signal ended the run.
 
     Example: num_steps=5 and save_every=2 save after steps 2, 4 and 5.
     """
+    saver = Saver(loop, checkpoints, save_every, interruption, on_saved)
 
     def measured(step: int) -> dict[str, float]:
-        return {} if evaluation is None else evaluation.at(step, num_steps, loop.on_progress)
+        try:
+            return {} if evaluation is None else evaluation.at(step, num_steps, loop.on_progress)
+        except Interrupted:
+            if interruption is None or not interruption.is_requested:
+                raise
+            # The step is logged first, and saved where the next one would begin.
+            return {}
 
     if loop.num_steps_done == 0 and (first := measured(0)):
         metrics.log(0, first)
     while loop.num_steps_done < num_steps:
-        report = loop.step()
+        report = saver.step()
         logged = None if on_step is None else on_step(report)
         metrics.log(report.step, {**report.values(), **(logged or {}), **measured(report.step)})
-        if report.step == num_steps or (save_every is not None and report.step % save_every == 0):
-            checkpoints.save(loop)
+        saver.save_if_due(is_last=report.step == num_steps)
         yield report
 
 

@@ -1,0 +1,204 @@
+"""A run that a signal ends saves its last whole step, and goes on from there to bitwise the same weights."""
+
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import build
+from tests.train.loop.runs import assert_bitwise_equal, store, tensors_of, tiny_loop
+from treering.errors import Interrupted
+from treering.metrics import Metrics
+from treering.ranks.group import RankGroup
+from treering.train.loop import saving
+from treering.train.loop.interruption import Interruption
+from treering.train.loop.resumable import Resumable
+from treering.train.loop.run import open_run, run_steps
+from treering.train.loop.saving import Saved
+from treering.train.loop.sft import SftLoop
+from treering.train.loop.step_report import StepReport
+from treering.train.progress import Phase
+
+NUM_STEPS = 4
+
+
+def train(folder: Path, loop: Resumable[Any], *, signal_at: int | None = None) -> Interrupted | None:
+    """Trains, up to a signal at the n-th word of progress; returns how that ended the run."""
+    interruption, num_words = Interruption(RankGroup()), 0
+
+    def hear(phase: Phase, num_done: int, num_planned: int) -> None:
+        nonlocal num_words
+        num_words += 1
+        if num_words == signal_at:
+            interruption.request(signal.SIGTERM)
+
+    loop.on_progress = interruption.checked(hear)
+    checkpoints = store(folder / "checkpoints")
+    open_run(folder, loop, checkpoints)
+    steps = run_steps(
+        loop,
+        num_steps=NUM_STEPS,
+        save_every=timedelta(hours=1),
+        checkpoints=checkpoints,
+        metrics=Metrics([]),
+        interruption=interruption,
+    )
+    try:
+        list(steps)
+    except Interrupted as error:
+        return error
+    return None
+
+
+def in_small_batches() -> SftLoop:
+    return tiny_loop(build(), max_tokens=100)
+
+
+def test_a_run_ended_between_micro_batches_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole = in_small_batches()
+    words: list[int] = []
+    whole.on_progress = lambda _, num_done, __: words.append(num_done)
+    while whole.num_steps_done < NUM_STEPS:
+        whole.step()
+    first, last = words.index(0, 1), len(words) - 1
+    assert last - first > 2 * NUM_STEPS, "each step has several micro-batches"
+    # The last word of the first step comes before its update.
+    for moment in range(first + 1, last, 4):
+        folder = tmp_path / str(moment)
+        # A word that asks for the end is heard; the one after it is not.
+        ended, step = train(folder, in_small_batches(), signal_at=moment), words[: moment + 1].count(0) - 1
+        assert ended is not None
+        assert ended.signal_number == signal.SIGTERM
+        assert ended.__notes__ == [f"step {step} is saved and {step + 1} is next"]
+        rest = in_small_batches()
+        assert train(folder, rest) is None
+        assert_bitwise_equal(tensors_of(rest), tensors_of(whole))
+
+
+def test_where_all_is_saved_a_signal_need_not_wait(tmp_path: Path) -> None:
+    interruption, loop, checkpoints = Interruption(RankGroup()), tiny_loop(), store(tmp_path / "checkpoints")
+    steps = run_steps(
+        loop, num_steps=3, save_every=2, checkpoints=checkpoints, metrics=Metrics([]), interruption=interruption
+    )
+    # Before the first step, and after the second, nothing is lost.
+    waits = [interruption.has_unsaved(), *(interruption.has_unsaved() for _ in steps)]
+    assert waits == [False, True, False, False]
+
+
+class Drawing(Resumable[StepReport]):
+    """Adds random numbers to its weight, some of them before the place where a step can end."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = build()
+        self._num_steps_done = 0
+
+    @property
+    def num_steps_done(self) -> int:
+        return self._num_steps_done
+
+    def step(self) -> StepReport:
+        drawn = torch.rand(1)
+        assert self.on_progress is not None
+        for num_done in range(3):
+            self.on_progress("training", num_done, 2)
+        with torch.no_grad():
+            next(self.model.parameters()).add_(drawn)
+        self._num_steps_done += 1
+        return _Report(step=self._num_steps_done)  # type: ignore[return-value]
+
+    def state(self) -> dict[str, Any]:
+        return {"num_steps_done": self._num_steps_done}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._num_steps_done = state["num_steps_done"]
+
+
+class _Report:
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def values(self) -> dict[str, float]:
+        return {}
+
+
+def test_random_numbers_of_the_dropped_step_are_drawn_again(tmp_path: Path) -> None:
+    whole, rest = Drawing(), Drawing()
+    assert train(tmp_path / "whole", whole) is None
+    assert train(tmp_path / "ended", Drawing(), signal_at=5) is not None
+    assert train(tmp_path / "ended", rest) is None
+    assert_bitwise_equal(dict(rest.model.state_dict()), dict(whole.model.state_dict()))
+
+
+class Failing(Drawing):
+    """Ctrl-C also ends a process of its engine, in the third step."""
+
+    def step(self) -> StepReport:
+        if self.num_steps_done == 2:
+            assert self.on_progress is not None
+            with suppress(Interrupted):
+                self.on_progress("training", 0, 1)
+                self.on_progress("training", 1, 1)
+            raise RuntimeError("the engine is gone")
+        return super().step()
+
+
+def test_a_step_that_fails_at_the_signal_is_dropped_like_others(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        train(tmp_path / "failed", Failing())
+    ended = train(tmp_path / "ended", Failing(), signal_at=7)
+    assert ended is not None
+    assert ended.__notes__ == ["step 2 is saved and 3 is next"]
+    assert isinstance(ended.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(("cost_s", "saved"), [(1.0, [3, 6, 9, 10]), (20.0, [3, 7, 10])])
+def test_a_run_saves_by_time_and_less_often_where_that_is_dear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cost_s: float, saved: list[int]
+) -> None:
+    """Steps take 100 s; every 250 s one is saved, but at least 19 times what saving takes lies between two."""
+    now_s = 0.0
+
+    class Slow(Drawing):
+        on_progress = staticmethod(lambda *_: None)
+
+        def step(self) -> StepReport:
+            nonlocal now_s
+            now_s += 100.0
+            return super().step()
+
+        def state(self) -> dict[str, Any]:
+            nonlocal now_s
+            now_s += cost_s
+            return super().state()
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now_s))
+    heard: list[Saved] = []
+    steps = run_steps(
+        Slow(),
+        num_steps=10,
+        save_every=timedelta(seconds=250),
+        checkpoints=store(tmp_path / "checkpoints"),
+        metrics=Metrics([]),
+        on_saved=heard.append,
+    )
+    assert len(list(steps)) == 10
+    assert [each.step for each in heard] == saved
+    assert heard[0].seconds == cost_s
+    assert heard[0].wait_s == max(250.0, 19 * cost_s)
+    weights = (tmp_path / "checkpoints" / "step-000010" / "model.safetensors").stat().st_size
+    assert weights < heard[-1].num_bytes < 3 * weights
+
+
+def test_gradients_of_a_dropped_step_are_gone(tmp_path: Path) -> None:
+    loop = in_small_batches()
+    assert train(tmp_path, loop, signal_at=8) is not None
+    weights: list[nn.Parameter] = list(loop.model.parameters())
+    assert all(weight.grad is None for weight in weights)
