@@ -4,21 +4,23 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from treering import extras
 from treering.errors import MissingExtraError
 
 ROOT = Path(__file__).parents[1]
-WITHOUT_TRAIN = f"""
+WITHOUT = """
 import sys
 
 class Refuses:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {set(extras.TRAIN)}:
-            raise ImportError(f"{{name}} is not installed")
+        if name.partition(".")[0] in {packages}:
+            raise ImportError(name + " is not installed")
 
 sys.meta_path.insert(0, Refuses())
 """
@@ -59,8 +61,10 @@ EPOCHS = [
 ]
 
 
-def without_train(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT_TRAIN + code, *arguments]
+def without_train(
+    code: str, *arguments: str, cwd: Path, packages: Iterable[str] = extras.TRAIN
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT.format(packages=set(packages)) + code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
@@ -87,6 +91,24 @@ def test_a_command_of_the_core_runs(folder: Path, arguments: list[str], part: st
     assert part in done.stdout
 
 
+def test_tokenizers_and_jinja_alone_read_chats(folder: Path) -> None:
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["2", "4", "+", "=", "?"])}, unk_token="?")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    packages = set(extras.TRAIN) - set(extras.CHAT)
+    arguments = ["inspect", "messages.jsonl", "--tokenizer", ".", "--json"]
+    done = without_train(COMMAND, *arguments, cwd=folder, packages=packages)
+    assert done.returncode == 0, done.stderr
+    # The tokens 2, +, 2, = and 4.
+    assert json.loads(done.stdout)["files"][0]["flat_tokens"] == 5
+    assert "chats are rendered by the chat template of ." in done.stderr
+    done = without_train(COMMAND, *arguments, cwd=folder, packages=packages | {"jinja2"})
+    assert done.stderr == "treering: a chat template needs jinja2: pip install 'treering[chat]'\n"
+
+
 def test_forests_history_and_drafter_work(tmp_path: Path) -> None:
     done = without_train(DRAFTS, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "4\n[18, 19, 20, 21]\n"), done.stderr
@@ -104,7 +126,8 @@ def test_forests_history_and_drafter_work(tmp_path: Path) -> None:
 def test_a_command_that_needs_more_says_so_in_one_line(folder: Path, arguments: list[str], needs: str) -> None:
     done = without_train(COMMAND, *arguments, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"treering: {needs}: pip install 'treering[train]'\n"
+    extra = "chat" if "tokenizers" in needs else "train"
+    assert done.stderr == f"treering: {needs}: pip install 'treering[{extra}]'\n"
 
 
 @pytest.mark.parametrize("name", ["forward", "backward", "tree_attention", "TorchEngine", "objectives.sft"])
@@ -116,7 +139,8 @@ def test_a_public_name_that_needs_more_says_so(tmp_path: Path, name: str) -> Non
 
 def test_the_checked_packages_are_those_of_the_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert {line.partition(">")[0] for line in project["optional-dependencies"]["train"]} == set(extras.TRAIN)
+    for name, packages in {"train": extras.TRAIN, "chat": extras.CHAT}.items():
+        assert {line.partition(">")[0] for line in project["optional-dependencies"][name]} == set(packages)
     assert not {line.partition(">")[0] for line in project["dependencies"]} & set(extras.TRAIN)
 
 

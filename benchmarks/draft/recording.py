@@ -35,7 +35,7 @@ def read_recording(file: Path, tokenizer: Path | None, limit_tokens: int | None 
         InputError: a missing or bad file, messages without a tokenizer, or nothing that was sampled.
     """
     trajectories = read_trajectories(file)
-    everything, notes = record(trajectories, Renderer(tokenizer=tokenizer).render(trajectories))
+    everything, notes = record(trajectories, Renderer(tokenizer=tokenizer, template="plain").render(trajectories))
     if limit_tokens is None:
         return everything, notes
     recorded = some_prompts(everything, weights=everything.lengths, limit=limit_tokens)

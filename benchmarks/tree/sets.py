@@ -83,7 +83,7 @@ class TaskSource:
     def __init__(self, folder: Path) -> None:
         """`folder` holds `bench` and `tokenizer`."""
         self._folder = folder / "bench"
-        self._renderer = Renderer(tokenizer=folder / "tokenizer")
+        self._renderer = Renderer(tokenizer=folder / "tokenizer", template="plain")
         self._tasks: dict[str, list[TrainingTask]] = {}
 
     def tasks(self, name: str) -> list[TrainingTask]:

@@ -67,7 +67,7 @@ def load_tasks(kind: str, num_tasks: int) -> list[list[RenderedTrajectory]]:
         print("no real data here: generated trajectories instead")
         return by_task(render_trajectories(list(generate_trajectories(AgentSpec(num_tasks=num_tasks)))))
     trajectories = read_trajectories(folder / FILES[kind])
-    return folded(by_task(render_trajectories(trajectories, folder / "tokenizer"))[:num_tasks])
+    return folded(by_task(render_trajectories(trajectories, folder / "tokenizer", "plain"))[:num_tasks])
 
 
 def folded(tasks: list[list[RenderedTrajectory]]) -> list[list[RenderedTrajectory]]:

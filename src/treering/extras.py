@@ -8,17 +8,21 @@ from types import MappingProxyType
 
 from treering.errors import MissingExtraError
 
-TRAIN = ("torch", "transformers", "safetensors", "tokenizers", "jaxtyping")
+CHAT = ("tokenizers", "jinja2")
+"""Packages of `treering[chat]`, which reads chats without torch."""
+
+TRAIN = ("torch", "transformers", "safetensors", *CHAT, "jaxtyping")
 """Packages of `treering[train]`."""
 
 _EXTRAS = MappingProxyType(
     {
+        **dict.fromkeys(CHAT, "chat"),
         **{"liger_kernel": "liger", "math_verify": "math", "peft": "peft", "pyarrow": "datasets", "ray": "ray"},
         **{"trl": "trl", "verl": "verl", "vllm": "vllm"},
         **{"mlflow": "mlflow", "trackio": "trackio", "wandb": "wandb"},
     }
 )
-"""The extra of each package that is not in `TRAIN`."""
+"""The extra of each package that needs less than `treering[train]`."""
 
 
 def require(user: str, *packages: str) -> None:

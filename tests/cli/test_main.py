@@ -42,7 +42,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (
             ["inspect", "a.jsonl", "b.jsonl.gz"],
             {"files": [Path("a.jsonl"), Path("b.jsonl.gz")], "tokenizer": None, "model_shape": "qwen3-8b"}
-            | {"template": "plain", "json_output": False, "num_causes": 0, "format": "auto"}
+            | {"template": "auto", "json_output": False, "num_causes": 0, "format": "auto"}
             | {"more": False, "tokenizer_name": None},
         ),
         (

@@ -202,7 +202,7 @@ def test_code_of_a_model_folder_never_runs_whatever_stdin_answers(
 def test_code_of_a_tokenizer_folder_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marker = tmp_path / "ran"
     (tmp_path / "code.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\nclass Own: pass\n")
-    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
+    settings = {"tokenizer_class": "Own", "chat_template": "x", "auto_map": {"AutoTokenizer": ["code.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     with pytest.raises(ConfigError, match="brings Python code of its own, which is never run"):

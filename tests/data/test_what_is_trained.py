@@ -22,7 +22,7 @@ def read(tmp_path, *messages, **fields):
 def shown(folder, trajectories) -> tuple[str, str]:
     """The text of a trajectory in the plain form, and what of it is trained."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    [rendered] = render(trajectories, folder)
+    [rendered] = render(trajectories, folder, "plain")
 
     def text(ids) -> str:
         return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
@@ -122,7 +122,7 @@ def test_data_cannot_write_a_turn_in_the_plain_form(tokenizer_dir, tmp_path):
     assert attack in text
     assert trained == f"Basel{END}"
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-    [rendered] = render(trajectories, tokenizer_dir)
+    [rendered] = render(trajectories, tokenizer_dir, "plain")
     markers = [tokenizer.token_to_id(marker) for marker in ("<|im_start|>", END)]
     assert [int((rendered.tokens == marker).sum()) for marker in markers] == [3, 3]
 

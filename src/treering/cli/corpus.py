@@ -104,6 +104,8 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None) -> Cor
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
         tasks += group_by_task(rendered)[: config.max_tasks]
         notes += [f"{path.name}: {note}" for note in data_notes(trajectories, rendered)]
+    if renderer.form_in_words:
+        notes.insert(0, renderer.form_in_words)
     num_ids = max(_num_occurring(tasks), 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer))
     return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=tuple(notes), tokenizer=tokenizer)
 

@@ -16,6 +16,7 @@ from treering.config import RlConfig, SftConfig
 from treering.config.model import ModelConfig
 from treering.config.teacher import TeacherConfig
 from treering.data import DATA_VARIABLE, data_folder
+from treering.data.locate import did_you_mean
 from treering.errors import InputError
 from treering.extras import require
 from treering.report.run import CONFIG_FILE
@@ -45,7 +46,10 @@ def locate(path: Path, places: Sequence[Path]) -> Path:
         if (place / path).exists():
             return place / path
     listed = ", ".join(str(place) for place in places)
-    raise InputError(f"{path} is looked up in {listed}, and none has it; correct the path, or set {DATA_VARIABLE}")
+    near = did_you_mean(place / path for place in places)
+    raise InputError(
+        f"{path} is looked up in {listed}, and none has it; {near}correct the path, or set {DATA_VARIABLE}"
+    )
 
 
 def search_places(config_dir: Path) -> list[Path]:

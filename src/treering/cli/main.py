@@ -16,6 +16,7 @@ from treering.cli.commands import app
 from treering.cli.notes import notes_on_stderr
 from treering.cli.ranks import num_started, speaks_of_end
 from treering.cli.signals import describe, ended_by_signals, exit_code, leave, leave_at_once
+from treering.cli.wording import in_words_of
 from treering.errors import Interrupted, TreeringError
 
 EXIT_BAD_INPUT = 2
@@ -55,7 +56,7 @@ def _run() -> int | None:
         # Not standalone: typer would wrap a mistyped option in a box of many lines.
         code: int | None = app(prog_name="treering", standalone_mode=False)
     except TreeringError as error:
-        return _refused(str(error))
+        return _refused(in_words_of("".join(sys.argv[1:2]), str(error)))
     except typer.Abort:
         # Outside the main thread Ctrl-C is typer's; newer releases return the code themselves.
         return EXIT_INTERRUPTED

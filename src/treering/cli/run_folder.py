@@ -4,7 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import date as Date
 from pathlib import Path
 from typing import Any
@@ -144,21 +144,38 @@ def _open_sink(
     return kinds[name](folder, project=project, resume_step=resume_step, settings=settings)
 
 
-def run_date(run: RunConfig, section: str, configured: Date | None) -> Date:
-    """The date that chat templates write: the configured one, else that of the run's first start, else today.
+def first_settings(run: RunConfig, section: str) -> Mapping[str, Any]:
+    """The settings of a section with which the run in its folder began; empty for a new run.
 
-    A run's first start is read from the settings in its folder.
-
-    Example: a run that started on 2026-01-31 and resumes the day after has 2026-01-31.
+    Example: for a run whose `config.json` is `{"data": {"date": "2026-01-31"}}` the section "data" has that date.
     """
-    if configured is not None:
-        return configured
     try:
-        settings = json.loads((run.dir / CONFIG_FILE).read_text(encoding="utf-8"))
-        return Date.fromisoformat(settings[section]["date"])
+        return dict(json.loads((run.dir / CONFIG_FILE).read_text(encoding="utf-8"))[section])
     except (OSError, ValueError, LookupError, TypeError):
-        # A new run, or one whose settings are lost: then its identity says whether its prompts are still the same.
-        return Date.today()
+        # A new run, or one whose settings are lost: then its identity says whether its data is still the same.
+        return {}
+
+
+def chat_settings(run: RunConfig, section: str, template: str, date: Date | None) -> dict[str, Any]:
+    """The form of chats and the date that it writes, as configured, else as the run began, else the defaults.
+
+    Args:
+        run: the [run] section.
+        section: name of the section with `template` and `date`.
+        template: as configured; "auto" stands for none.
+        date: as configured; the date of a run is that of its first start.
+
+    Example: a run that began on 2026-01-31, when the plain form was the default, goes on with both.
+    """
+    first = first_settings(run, section)
+    if template == "auto" and first:
+        # Before there was a choice, there was the plain form.
+        template = first.get("template", "plain")
+    if template in ("plain", "raw"):
+        return {"template": template, "date": date}
+    with suppress(LookupError, ValueError, TypeError):
+        date = date or Date.fromisoformat(first["date"])
+    return {"template": template, "date": date or Date.today()}
 
 
 def write_settings(config: Config, run: RunConfig, num_steps: int) -> None:

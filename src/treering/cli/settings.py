@@ -21,7 +21,6 @@ from treering.model.context import tree_attention
 from treering.train.fit_costs import cached_costs
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.adapters import base_checksum, has_adapter
-from treering.train.loop.batches import StepPlan
 from treering.train.loop.compute import Autocast, ComputeOptions, precision, prepare_model
 from treering.train.loop.distill import DistillOptions
 from treering.train.loop.optim import OptimOptions
@@ -39,15 +38,6 @@ _SHAPE = (
     "intermediate_size",
     "tie_word_embeddings",
 )
-
-
-def count_steps(plan: StepPlan, *, num_steps: int | None, num_epochs: int | None) -> int:
-    """Steps of the whole run: `num_steps` or `num_epochs`, whichever ends first; at least one is set.
-
-    Example: 5 tasks, 2 trees per step and 2 epochs are 6 steps.
-    """
-    limits = [num_steps, None if num_epochs is None else num_epochs * plan.steps_per_epoch]
-    return min(limit for limit in limits if limit is not None)
 
 
 def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:

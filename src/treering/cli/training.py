@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -18,8 +18,11 @@ from treering.cli.ranks import is_first, num_started
 from treering.cli.signals import advising
 from treering.cli.stdout import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
+from treering.config.load import read_toml
 from treering.config.run import RunConfig
 from treering.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
 
 
 def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
@@ -28,7 +31,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
     Raises:
         ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
     """
-    config = load(SftConfig, config_path, overrides)
+    config = _load(SftConfig, config_path, overrides)
     with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
         console = LogConsole(quiet=not is_first())
         with console.telling("importing torch and transformers"), warnings_as_lines(console):
@@ -42,7 +45,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
     """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
-    config = load(RlConfig, config_path, overrides)
+    config = _load(RlConfig, config_path, overrides)
     _check_ranks(config)
     with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
         console = LogConsole(quiet=not is_first())
@@ -53,6 +56,20 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
             summary = train(config, config_dir=config_path.parent, console=console)
         if is_first():
             _report(summary, as_table, json_output, results)
+
+
+def _load(config_type: type[ConfigT], path: Path, overrides: list[str]) -> ConfigT:
+    """Reads the configuration; refuses a file of the other command as such, and not key by key."""
+    command, other = ("train", RlConfig) if config_type is SftConfig else ("sft", SftConfig)
+    own, theirs = config_type.model_fields.keys(), other.model_fields.keys()
+    sections = read_toml(path).keys()
+    foreign = [name for name in sections if name in theirs - own]
+    if foreign and not sections & (own - theirs):
+        raise ConfigError(
+            f"{path} is a file of `treering {command}`, whose sections it has ({', '.join(foreign)}); run treering "
+            f"{command} {path}"
+        )
+    return load(config_type, path, overrides)
 
 
 def _check_ranks(config: RlConfig) -> None:

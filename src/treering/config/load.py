@@ -39,7 +39,7 @@ def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str]
     """
     return _validated(
         config_type,
-        {} if path is None else _read_toml(path),
+        {} if path is None else read_toml(path),
         overrides,
         source="configuration" if path is None else str(path),
     )
@@ -92,7 +92,12 @@ def _with_sections(config_type: type[BaseModel], settings: dict[str, Any]) -> di
     return sections | settings
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file, unchecked.
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:

@@ -2,11 +2,21 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from treering.config.load import Config
 from treering.config.values import Count, ModelPath, Revision
 from treering.errors import ConfigError
+
+
+def _full_name(dtype: object) -> object:
+    """The name of a dtype without abbreviation."""
+    if dtype in ("fp16", "float16", "half"):
+        raise ValueError(
+            f"half precision needs its loss scaled, which Treering does not do, got {dtype!r}; set bfloat16, which "
+            "needs none, or float32"
+        )
+    return {"bf16": "bfloat16", "fp32": "float32"}.get(str(dtype), dtype)
 
 
 class ModelConfig(Config):
@@ -29,7 +39,9 @@ class ModelConfig(Config):
     )
     intermediate_size: Count = Field(default=384, description="Width of the gated MLP.")
     tie_embeddings: bool = Field(default=True, description="Whether the output head is the embedding matrix.")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Type that the model computes in.")
+    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_full_name)] = Field(
+        default="float32", description="Type that the model computes in; fp32 and bf16 are other names of them."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where to train; auto: cuda if there is one."
     )

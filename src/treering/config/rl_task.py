@@ -56,10 +56,10 @@ class TaskConfig(Config):
     tokenizer: ModelPath | None = Field(
         default=None, description="Prompts: Hugging Face tokenizer folder or hub id; none: that of model.path."
     )
-    template: Literal["plain", "hf", "raw"] = Field(
-        default="plain",
-        description="Prompts: how they become text. plain: the plain chat form. hf: the tokenizer's chat template. "
-        "raw: unchanged.",
+    template: Literal["auto", "plain", "hf", "raw"] = Field(
+        default="auto",
+        description="Prompts: how they become text. hf: by the tokenizer's chat template. plain: by the plain form. "
+        "raw: unchanged. auto: hf where the tokenizer has a template, else plain where it knows the markers.",
     )
     date: TemplateDate = None
     reward: Annotated[str | tuple[RewardConfig, ...], BeforeValidator(_several)] = Field(
@@ -80,7 +80,7 @@ class TaskConfig(Config):
     stop_tokens: Annotated[tuple[str | Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
         default=(),
         description="Prompts: texts or ids of tokens that end a response, besides those of the tokenizer, its chat "
-        'template (template = "hf") and the model folder (eos_token_id).',
+        "template, if it renders the prompts, and the model folder (eos_token_id).",
     )
 
     @property

@@ -56,8 +56,10 @@ class DataConfig(Config):
     tokenizer: ModelPath | None = Field(
         default=None, description="Hugging Face tokenizer folder or hub id, for `messages`; none: that of model.path."
     )
-    template: Literal["plain", "hf"] = Field(
-        default="plain", description="How messages become text: the plain form, or the tokenizer's chat template."
+    template: Literal["auto", "plain", "hf"] = Field(
+        default="auto",
+        description="How messages become text. hf: by the tokenizer's chat template. plain: by the plain form. auto: "
+        "hf where the tokenizer has a template, else plain where it knows the markers.",
     )
     date: TemplateDate = None
     max_tasks: Count | None = Field(default=None, description="Tasks to keep from the start of each file; none: all.")
@@ -90,7 +92,11 @@ class TrainConfig(OptimConfig):
     num_steps: Count | None = Field(
         default=None, description="Optimizer steps; none: until num_epochs. The earlier one ends."
     )
-    trees_per_step: Count = Field(default=8, description="Tasks, each one tree, per optimizer step.")
+    trees_per_step: CountOrAuto = Field(
+        default="auto",
+        description="Tasks, each one tree, per optimizer step. auto: 8, fewer where an epoch would have less than 16 "
+        "steps.",
+    )
     max_batch_tokens: CountOrAuto = Field(
         default="auto",
         description="Unique tokens per micro-batch, at most; a larger tree runs in partitions. auto: on CUDA what free "

@@ -61,8 +61,8 @@ class RunData:
         return "train" in self.config or (bool(steps) and metrics.NUM_SAMPLED not in steps[-1])
 
 
-def read_runs(folder: Path) -> tuple[RunData, ...]:
-    """The run of a folder, or both runs of a demo's folder, ours last.
+def read_runs(folder: Path, user: str = "treering report") -> tuple[RunData, ...]:
+    """The run of a folder, or both runs of a demo's folder, ours last; errors begin with the `user`.
 
     Raises:
         InputError: the folder is missing, or holds nothing of a run.
@@ -70,13 +70,13 @@ def read_runs(folder: Path) -> tuple[RunData, ...]:
     Example: `read_runs(Path("runs/demo"))` gives the runs "plain" and "treering".
     """
     if not folder.is_dir():
-        raise InputError(f"a report needs the folder of a run, and {folder} is none; name the run.dir of a run")
+        raise InputError(f"{user} needs the folder of a run, and {folder} is none; name the run.dir of a run")
     found = [folder / side for side in SIDES if _is_run(folder / side)]
     if _is_run(folder) or not found:
         if not _is_run(folder):
             raise InputError(
-                f"the folder of a run holds {METRICS_FILE} or {CONFIG_FILE}, and {folder} holds neither; name the "
-                "run.dir of a run, or a demo's folder"
+                f"{user} needs the folder of a run, which holds {METRICS_FILE} or {CONFIG_FILE}, and {folder} holds "
+                "neither; name the run.dir of a run, or a demo's folder"
             )
         found = [folder]
     return tuple(read_run(each) for each in found)

@@ -82,5 +82,5 @@ def test_a_limit_takes_whole_tasks_by_a_seed_until_it_is_reached(tmp_path: Path)
 def test_messages_need_a_tokenizer(tmp_path: Path) -> None:
     file = tmp_path / "rollouts.jsonl"
     write_trajectories(file, [Trajectory(task_id="a", messages=(Message(role="assistant", content="x"),))])
-    with pytest.raises(InputError, match="--tokenizer DIR"):
+    with pytest.raises(InputError, match="tokenizer=DIR"):
         read_recording(file, None)

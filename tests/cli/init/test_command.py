@@ -67,7 +67,7 @@ def test_a_file_for_trajectories_trains_as_it_is(folder, monkeypatch, capsys):
     )
     assert "The longest sequence has 5 tokens, the largest tree 6 distinct" in words
     settings = tomllib.loads(text)
-    assert settings["data"] == {"files": ["traces.jsonl"], "template": "hf"}
+    assert settings["data"] == {"files": ["traces.jsonl"]}
     # Two trees a step: 10 steps an epoch, three epochs.
     assert (settings["train"]["trees_per_step"], settings["train"]["num_epochs"]) == (2, 3)
     code, out, err = call(monkeypatch, capsys, "sft", "sft.toml", "--json")

@@ -134,7 +134,7 @@ def test_long_counts_fit_a_column():
 
 def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass(tmp_path):
     write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, messages=(Message(role="user", content="x"),))])
-    with pytest.raises(InputError, match="pass --tokenizer DIR"):
+    with pytest.raises(InputError, match="pass tokenizer=DIR"):
         inspect_files([tmp_path / "set.jsonl"], None, "qwen3-8b")
 
 
@@ -154,7 +154,7 @@ def test_inspecting_loads_no_model_library(two_tasks):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_real_sets_share_what_was_measured_of_the_whole_of_them(real_data, name):
-    [report] = inspect_files([real_data / "bench" / f"{name}.jsonl.gz"], real_data / "tokenizer", "qwen3-8b")
+    [report] = inspect_files([real_data / "bench" / f"{name}.jsonl.gz"], real_data / "tokenizer", "qwen3-8b", "plain")
     sharing, token_bound, prompt_only_bound = PUBLISHED[name]
     # Halves of a set of tens of tasks differ from the whole by a few per cent.
     assert report.sharing == pytest.approx(sharing, abs=0.03)

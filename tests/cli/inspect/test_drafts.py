@@ -175,7 +175,7 @@ def test_drafts_is_an_option_and_its_options_reach_it(
         call(monkeypatch, "--drafts", "a", "--max-rollouts", "5", "--verify-cost", "0.4", "--json", "--format", "chat")
         == 0
     )
-    assert got == {"paths": [Path("a")], "tokenizer": None, "template": "plain"} | {
+    assert got == {"paths": [Path("a")], "tokenizer": None, "template": "auto"} | {
         "max_rollouts": 5, "verify_cost": 0.4, "json_output": True, "format": "chat",
     }  # fmt: skip
 

@@ -168,13 +168,13 @@ def test_messages_are_rendered_and_need_an_epoch(tmp_path: Path, real_data: Path
     )
     epochs = [Trajectory(task_id=1, messages=messages, format="raw", epoch=epoch) for epoch in range(2)]
     write_trajectories(tmp_path / "set.jsonl", epochs)
-    report = inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer")
+    report = inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer", "plain")
     reuse = report.epochs[1].reuse["history"]
     assert reuse is not None
     assert reuse.num_copied == reuse.num_tokens - 3 == report.num_tokens // 2 - 3
     write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, messages=messages, format="raw")])
     with pytest.raises(InputError, match='has no "epoch"'):
-        inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer")
+        inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer", "plain")
 
 
 def test_history_is_an_option_and_its_options_reach_it(
@@ -183,14 +183,14 @@ def test_history_is_an_option_and_its_options_reach_it(
     got: dict[str, Any] = {}
     monkeypatch.setattr(module, "run", lambda **given: got.update(given))
     assert call(monkeypatch, "--history", str(folder)) == 0
-    assert got == {"paths": [folder], "tokenizer": None, "template": "plain"} | {
+    assert got == {"paths": [folder], "tokenizer": None, "template": "auto"} | {
         "num_groups": 8, "max_rollouts": None, "json_output": False, "format": "auto",
     }  # fmt: skip
     assert (
         call(monkeypatch, "--history", "a", "b", "--groups", "3", "--max-rollouts", "5", "--json", "--tokenizer", "t")
         == 0
     )
-    assert got == {"paths": [Path("a"), Path("b")], "tokenizer": Path("t"), "template": "plain"} | {
+    assert got == {"paths": [Path("a"), Path("b")], "tokenizer": Path("t"), "template": "auto"} | {
         "num_groups": 3, "max_rollouts": 5, "json_output": True, "format": "auto",
     }  # fmt: skip
 

@@ -472,3 +472,30 @@ def test_chats_that_become_branches_say_how_many_tokens_these_share(folder, caps
     # A chat's turns are 11 and 19 tokens; both begin with date, question and the header of the answer, 10 tokens.
     shared = "2 of 2 chats are one branch a turn, 4 branches: of their 60 tokens 20 are shared"
     assert shared in " ".join(err.split())
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_run_that_began_in_the_plain_form_goes_on_with_it(folder, capsys, is_stored):
+    # The plain form was the default of earlier releases, the first of which stored no template.
+    path = config(folder, write_dated_chats(folder).replace('template = "hf"', ""))
+    sft(capsys, path, "data.template=plain", "train.num_steps=2", "run.dir=r")
+    stored = json.loads((folder / "r" / "config.json").read_text())
+    if not is_stored:
+        del stored["data"]["template"]
+        (folder / "r" / "config.json").write_text(json.dumps(stored))
+    summary, err = sft(capsys, path, "run.dir=r")
+    assert (summary["resumed_from_step"], summary["num_steps"]) == (2, 4)
+    assert "in the plain form, <|im_start|> and <|im_end|> as ordinary tokens" in " ".join(err.split())
+    with pytest.raises(StateError, match="data is"):
+        sft(capsys, path, "data.template=hf", "data.date=2024-07-26", "run.dir=r")
+    assert "rendered by the chat template of" in sft(capsys, path, "run.dir=new")[1]
+
+
+def test_the_number_of_trees_is_that_of_the_first_start(folder, capsys):
+    path = config(folder)
+    path.write_text(path.read_text().replace("trees_per_step = 2\n", ""))
+    sft(capsys, path, "train.trees_per_step=3", "train.num_steps=2", "run.dir=r")
+    assert sft(capsys, path, "run.dir=r")[0]["resumed_from_step"] == 2
+    assert json.loads((folder / "r" / "config.json").read_text())["train"]["trees_per_step"] == 3
+    sft(capsys, path, "run.dir=new")
+    assert json.loads((folder / "new" / "config.json").read_text())["train"]["trees_per_step"] == 1

@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -6,10 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
-from treering.data import Message, Renderer, ToolCall, Trajectory, render
+from treering.data import Message, Renderer, ToolCall, Trajectory
+from treering.data import render as render_as
 from treering.data.rendering.script import join_scripts, message_script, tool_calls_text
 from treering.errors import ConfigError, DataWarning, InputError
 
+render = partial(render_as, template="plain")
 content = st.text(st.sampled_from("abc \n\täö12+={}[]"), max_size=12)
 roles = st.sampled_from(["system", "user", "assistant", "tool"])
 conversations = st.lists(st.builds(Message, role=roles, content=content | st.none()), min_size=1, max_size=6)
@@ -145,7 +148,7 @@ def test_a_stored_truncation_or_padding_never_cuts_or_stretches(tokenizer_dir, t
 
 
 def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass():
-    with pytest.raises(InputError, match="pass --tokenizer DIR"):
+    with pytest.raises(InputError, match="pass tokenizer=DIR"):
         render([chat(message("user", "hello"))])
 
 
@@ -182,7 +185,7 @@ def test_plain_and_raw_text_begin_as_the_tokenizer_begins_a_text(tokenizer_dir, 
     assert found.tokens.tolist() == [begin, *without.tokens]
     assert found.loss_mask.tolist() == [False, *without.loss_mask]
     assert found.turn_ends.tolist() == [end + 1 for end in without.turn_ends]
-    prompt = Renderer(tokenizer=tmp_path).prompt(messages[:1], is_raw=format == "raw")
+    prompt = Renderer(tokenizer=tmp_path, template="plain").prompt(messages[:1], is_raw=format == "raw")
     assert prompt.tolist() == found.tokens[: prompt.size].tolist()
     assert prompt[0] == begin
     written = Trajectory(task_id=1, messages=(Message(role="user", content="<bos>4"),), format="raw")

@@ -179,7 +179,7 @@ def test_tools_reach_the_template_and_one_that_drops_them_is_refused(tokenizer_d
 def test_the_plain_form_says_that_it_leaves_tools_out(tokenizer_dir):
     chat = Trajectory(task_id=1, messages=CONVERSATION, tools=({"name": "track"},))
     with pytest.warns(DataWarning, match="leave tools out"):
-        render([chat], tokenizer_dir)
+        render([chat], tokenizer_dir, "plain")
 
 
 def test_a_date_in_a_template_is_the_given_one(tokenizer_dir, tmp_path):

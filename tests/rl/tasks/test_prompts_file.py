@@ -110,9 +110,21 @@ def test_a_prompt_ends_where_the_policy_begins(
     assert task.prompts[0].tokens.dtype == np.int32
 
 
+def test_prompts_take_the_template_of_their_tokenizer_where_it_has_one(
+    file: Path, tokenizer: Path, markerless: Path
+) -> None:
+    write(file, {"prompt": "the agent"})
+    task = PromptsFile(file, tokenizer=tokenizer, reward=OWN)
+    assert text_of(task, task.prompts[0], tokenizer).startswith("SYSTEM ")
+    assert task.form_in_words == f"chats are rendered by the chat template of {tokenizer}"
+    with pytest.raises(ConfigError, match="are single tokens, and"):
+        PromptsFile(file, tokenizer=markerless, reward=OWN)
+    assert PromptsFile(file, tokenizer=markerless, reward=OWN, template="raw").form_in_words is None
+
+
 def test_a_prompt_begins_as_the_tokenizer_begins_a_text(file: Path, tokenizer: Path, prefixing: Path) -> None:
     write(file, {"prompt": "Hi?"})
-    tasks = [PromptsFile(file, tokenizer=folder, reward=OWN) for folder in (tokenizer, prefixing)]
+    tasks = [PromptsFile(file, tokenizer=folder, reward=OWN, template="plain") for folder in (tokenizer, prefixing)]
     begun = Tokenizer.from_file(str(prefixing / "tokenizer.json")).encode("").ids
     assert len(begun) == 1
     assert [*begun, *tasks[0].prompts[0].tokens.tolist()] == tasks[1].prompts[0].tokens.tolist()
@@ -191,14 +203,14 @@ def test_a_response_ends_at_the_markers_that_the_tokenizer_has(file: Path, token
     write(file, {"prompt": "a"})
     task = PromptsFile(file, tokenizer=tokenizer, reward=OWN)
     assert (task.stop_tokens, task.stop_strings) == ((2, 0), ())
-    plain = PromptsFile(file, tokenizer=markerless, reward=OWN)
+    plain = PromptsFile(file, tokenizer=markerless, reward=OWN, template="plain")
     assert (plain.stop_tokens, plain.stop_strings) == ((0,), ("<|im_end|>",))
     raw = PromptsFile(file, tokenizer=markerless, reward=OWN, template="raw")
     assert (raw.stop_tokens, raw.stop_strings) == ((0,), ())
 
 
 def test_a_closing_stop_string_is_no_part_of_the_text(file: Path, markerless: Path) -> None:
-    task = PromptsFile(write(file, {"prompt": "a"}), tokenizer=markerless, reward=OWN)
+    task = PromptsFile(write(file, {"prompt": "a"}), tokenizer=markerless, reward=OWN, template="plain")
     ids = PromptsFile(write(file, {"prompt": "abc<|im_end|>"}), tokenizer=markerless, reward=OWN, template="raw")
     assert task.reward(task.prompts[0], rollout_of(ids.prompts[0].tokens)).reward == 3 + 1
 
@@ -259,7 +271,7 @@ def test_answers_are_checked_against_the_reward_by_line(file: Path, tokenizer: P
 
 def test_settings_that_cannot_be_are_refused(file: Path, tmp_path: Path, tokenizer: Path) -> None:
     write(file, {"prompt": "a" * 20})
-    with pytest.raises(ConfigError, match="one of plain, hf, raw, got 'chatml'"):
+    with pytest.raises(ConfigError, match="one of auto, plain, hf, raw, got 'chatml'"):
         PromptsFile(file, tokenizer=tokenizer, reward=OWN, template="chatml")  # type: ignore[arg-type]
     for name in ("max_prompts", "max_prompt_tokens"):
         with pytest.raises(ConfigError, match=f"{name} is at least 1, got 0"):

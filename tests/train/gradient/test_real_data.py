@@ -33,7 +33,7 @@ def first_task(rendered: list[RenderedTrajectory]) -> list[RenderedTrajectory]:
 @pytest.mark.parametrize("name", FILES)
 def test_a_real_task_trains_like_its_flat_sequences(name: str, real_data: Path) -> None:
     trajectories = read_trajectories(real_data / "small" / f"{name}.jsonl")
-    task = first_task(render(trajectories, real_data / "tokenizer"))
+    task = first_task(render(trajectories, real_data / "tokenizer", "plain"))
     batch = Batch(
         groups=[[(trajectory.tokens % VOCAB).tolist() for trajectory in task]],
         masks=[trajectory.loss_mask.astype(int).tolist() for trajectory in task],

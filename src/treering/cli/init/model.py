@@ -1,4 +1,4 @@
-"""What a configuration must know of the user's model: its folder, vocabulary, context and chat template."""
+"""What a configuration must know of the user's model: its folder, vocabulary and context."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from treering.cli.hub import find_folder
-from treering.data.rendering.template import ChatTemplate
 from treering.errors import ConfigError, InputError
 from treering.types import DEFAULT_SHAPE, find_shape
 
@@ -23,8 +22,6 @@ class ModelFacts:
     """Token ids that it knows; None if its configuration does not say."""
     context: int | None
     """Positions that it was made for; None if its configuration does not say."""
-    has_template: bool
-    """Whether its tokenizer has a chat template."""
     shape: str
     """For `find_shape`: its configuration, or another's where FLOPs of its kind are not counted."""
 
@@ -45,7 +42,6 @@ def read_model(name: str) -> ModelFacts:
         tokenizer=tokenizer,
         vocab_size=_count(config, "vocab_size"),
         context=_count(config, "max_position_embeddings"),
-        has_template=tokenizer is not None and _has_template(tokenizer),
         shape=_shape(folder),
     )
 
@@ -68,14 +64,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _count(config: dict[str, Any], key: str) -> int | None:
     value = config.get(key)
     return value if isinstance(value, int) else None
-
-
-def _has_template(tokenizer: Path) -> bool:
-    try:
-        ChatTemplate(tokenizer)
-    except ConfigError:
-        return False
-    return True
 
 
 def _shape(folder: Path) -> str:

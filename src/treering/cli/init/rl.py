@@ -4,9 +4,8 @@ from pathlib import Path
 
 from treering.cli.init.model import ModelFacts
 from treering.cli.init.toml import comments, pair, section
-from treering.config.rl_task import TaskConfig
 from treering.errors import InputError
-from treering.rl.tasks.prompts_file import PromptsFile, PromptTemplate
+from treering.rl.tasks.prompts_file import PromptsFile
 
 _GROUP_SIZE = 8
 _MAX_PROMPTS = 8
@@ -26,8 +25,7 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
     """
     if model.tokenizer is None:
         raise InputError(f"prompts need a tokenizer, and {model.name} has no tokenizer.json; name a model that has one")
-    template: PromptTemplate = "hf" if model.has_template else TaskConfig.model_fields["template"].default
-    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, template=template, model=model.tokenizer)
+    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer)
     lengths = [prompt.tokens.size for prompt in task.prompts]
     response = _response(max(lengths), model)
     num_answers = sum(prompt.answer is not None for prompt in task.prompts)
@@ -39,7 +37,7 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
         [
             comments(found),
             section("model", _model(model)),
-            section("task", _task(named, model, reward)),
+            section("task", _task(named, reward)),
             section("sampling", [pair("max_tokens", response, "Tokens of a rollout; raise it if answers are cut.")]),
             section("rl", _loop(len(lengths))),
             section("engine", [pair("max_batch", _MAX_BATCH, "Rollouts that run at one time.")]),
@@ -65,11 +63,8 @@ def _model(model: ModelFacts) -> list[str]:
     return [pair("path", model.name), comments('On a GPU: dtype = "bfloat16".')]
 
 
-def _task(named: str, model: ModelFacts, reward: str) -> list[str]:
-    lines = [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]
-    if model.has_template:
-        lines.append(pair("template", "hf", "The chat template of the model's tokenizer."))
-    return lines
+def _task(named: str, reward: str) -> list[str]:
+    return [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]
 
 
 def _loop(num_prompts: int) -> list[str]:

@@ -7,8 +7,7 @@ from treering.cli.init.toml import comments, pair, section
 from treering.cli.inspect.command import inspect_files
 from treering.cli.inspect.file_report import FileReport
 from treering.cli.inspect.verdict import verdict
-from treering.config.sft import DataConfig
-from treering.data import FormatName, Template
+from treering.data import FormatName
 from treering.data.formats.containers import read_records
 from treering.data.formats.detect import detect
 from treering.errors import InputError
@@ -26,8 +25,7 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
     Raises:
         InputError: a bad file, one without a trained token, or with token ids that the model does not know.
     """
-    template: Template = "hf" if model.has_template else DataConfig.model_fields["template"].default
-    [report] = inspect_files([file], model.tokenizer, model.shape, template, format=format)
+    [report] = inspect_files([file], model.tokenizer, model.shape, format=format)
     if not report.turns.samples:
         raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
     if model.vocab_size is not None and report.largest_id >= model.vocab_size:
@@ -40,7 +38,7 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
             comments(_found(report, file, model, format)),
             comments(_lengths(report, model)),
             section("model", _model(model)),
-            section("data", _data(named, model, format)),
+            section("data", _data(named, format)),
             section("train", _train(report)),
             section("run", [pair("dir", run_dir, "Checkpoints and metrics. The same command resumes a stopped run.")]),
         ]
@@ -72,13 +70,8 @@ def _model(model: ModelFacts) -> list[str]:
     ]
 
 
-def _data(named: str, model: ModelFacts, format: FormatName) -> list[str]:
-    lines = [pair("files", [named])]
-    if format != "auto":
-        lines.append(pair("format", format))
-    if model.has_template:
-        lines.append(pair("template", "hf", "The chat template of the model's tokenizer."))
-    return lines
+def _data(named: str, format: FormatName) -> list[str]:
+    return [pair("files", [named]), *([pair("format", format)] if format != "auto" else [])]
 
 
 def _train(report: FileReport) -> list[str]:

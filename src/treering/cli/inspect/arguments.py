@@ -1,11 +1,12 @@
 """The arguments of `treering inspect` and their help; other files of this folder do the work."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from treering.cli.options import Format, JsonOutput, one_of
+from treering.data import Template
 from treering.errors import ConfigError
 from treering.types import DEFAULT_SHAPE
 
@@ -30,13 +31,14 @@ def inspect(
         typer.Option(metavar="NAME", help=f"Model whose FLOPs are counted; {DEFAULT_SHAPE}.", rich_help_panel=_SHARING),
     ] = None,
     template: Annotated[
-        Literal["plain", "hf"],
+        Template,
         typer.Option(
-            parser=one_of("plain", "hf"),
-            metavar="plain|hf",
-            help="How messages become text: plain, or the tokenizer's template.",
+            parser=one_of("auto", "plain", "hf"),
+            metavar="auto|plain|hf",
+            help="How messages become text: by the tokenizer's chat template (hf) or the plain form. Default: auto, hf "
+            "where there is a template.",
         ),
-    ] = "plain",
+    ] = "auto",
     more: Annotated[
         bool,
         typer.Option(

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
@@ -14,7 +13,7 @@ from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.inspect.file_report import FileReport, measure
 from treering.cli.inspect.tables import cause_tables, detail_tables, summary_table
 from treering.cli.inspect.verdict import next_command, verdict
-from treering.data import FormatName, Renderer, read_trajectories
+from treering.data import FormatName, Renderer, Template, read_trajectories
 from treering.tree.build import lay_out
 from treering.tree.repeats import find_repeats
 from treering.types import find_shape
@@ -24,7 +23,7 @@ def inspect_files(
     paths: Sequence[Path],
     tokenizer_dir: Path | None,
     model_shape: str,
-    template: Literal["plain", "hf"] = "plain",
+    template: Template = "auto",
     num_causes: int = 0,
     format: FormatName = "auto",
 ) -> list[FileReport]:
@@ -55,6 +54,8 @@ def inspect_files(
             if number == 0:
                 note_compiling(progress.console, lay_out, *([find_repeats] if num_causes else []))
             reports.append(measure(str(path), rendered, shape, tokenizer_dir, num_causes))
+    if renderer.form_in_words:
+        console.print(renderer.form_in_words, soft_wrap=True, markup=False)
     return reports
 
 
@@ -67,7 +68,7 @@ def run(
     files: list[Path],
     tokenizer: Path | None,
     model_shape: str,
-    template: Literal["plain", "hf"],
+    template: Template,
     json_output: bool,
     num_causes: int = 0,
     format: FormatName = "auto",

@@ -5,7 +5,6 @@ It says how much faster drafts from earlier rollouts would make decoding. No clo
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -15,7 +14,7 @@ from treering.analysis.replay import replay
 from treering.cli.display.progress import StageProgress, note_compiling
 from treering.cli.inspect.drafts_report import LOOKS, DraftsReport, EpochDrafts, as_json, show
 from treering.cli.inspect.rollouts import drafter_settings, read_figures, read_rollouts
-from treering.data import FormatName, Renderer
+from treering.data import FormatName, Renderer, Template
 from treering.history.draft.kernel import propose
 from treering.history.draft.settings import MIN_ACCEPTANCE
 
@@ -28,7 +27,7 @@ MAX_EPOCHS = 2
 def run(
     paths: list[Path],
     tokenizer: Path | None,
-    template: Literal["plain", "hf"],
+    template: Template,
     max_rollouts: int | None,
     verify_cost: float | None,
     json_output: bool,
@@ -45,7 +44,7 @@ def run(
 def inspect_drafts(
     paths: Sequence[Path],
     tokenizer: Path | None,
-    template: Literal["plain", "hf"] = "plain",
+    template: Template = "auto",
     max_rollouts: int | None = None,
     verify_cost: float | None = None,
     format: FormatName = "auto",

@@ -5,7 +5,6 @@ Reads rollouts and takes the measures; `analysis.reuse` and `schedule.predict.ca
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -16,14 +15,14 @@ from treering.cli.display.progress import StageProgress, note_compiling
 from treering.cli.inspect.history_report import SOURCES, EpochReport, HistoryReport, RankReport, as_json
 from treering.cli.inspect.history_tables import show
 from treering.cli.inspect.rollouts import read_rollouts
-from treering.data import FormatName, Renderer
+from treering.data import FormatName, Renderer, Template
 from treering.schedule.predict.calibration import calibrate, group_ranks
 
 
 def run(
     paths: list[Path],
     tokenizer: Path | None,
-    template: Literal["plain", "hf"],
+    template: Template,
     num_groups: int,
     max_rollouts: int | None,
     json_output: bool,
@@ -40,7 +39,7 @@ def run(
 def inspect_history(
     paths: Sequence[Path],
     tokenizer: Path | None,
-    template: Literal["plain", "hf"] = "plain",
+    template: Template = "auto",
     num_groups: int = 8,
     max_rollouts: int | None = None,
     format: FormatName = "auto",

@@ -62,6 +62,8 @@ def read_rollouts(
         rendered += rows
         trajectories += [found[row.index] for row in rows]
         progress.advance(1)
+    if renderer.form_in_words:
+        progress.console.print(renderer.form_in_words, soft_wrap=True, markup=False)
     in_file_order = allow_file_order and any(one.epoch is None for one in trajectories)
     return record(trajectories, rendered, in_file_order=in_file_order), "file" if in_file_order else "epochs"
 

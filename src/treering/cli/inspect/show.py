@@ -1,5 +1,6 @@
 """Prints trajectories as they will be trained: on a terminal in colours, elsewhere with marks; or as a page."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def run(
         for file in files
         for one in shown_trajectories(file, renderer, tokenizer, num_shown=num_shown, task=task, format=format)
     ]
+    if renderer.form_in_words:
+        print(renderer.form_in_words, file=sys.stderr)
     if page is not None:
         page.write_text(as_html([(heading(one), _facts(one)) for one in shown]), encoding="utf-8")
     if json_output:

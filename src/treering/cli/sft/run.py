@@ -18,25 +18,24 @@ from treering.cli.hub import find_model, with_commits
 from treering.cli.models import build_model, load_teacher
 from treering.cli.push.card import model_card
 from treering.cli.ranks import is_first, joined
-from treering.cli.run_folder import locked, open_sinks, printed_warnings, run_date, write_settings
+from treering.cli.run_folder import locked, open_sinks, printed_warnings, write_settings
+from treering.cli.run_notes import RunLength, budget_note
 from treering.cli.settings import (
     attention_in_words,
     compute_options,
-    count_steps,
     optim_options,
     parameters_in_words,
     with_costs,
 )
 from treering.cli.sft.held_out import split_corpus
 from treering.cli.sft.samples import write_samples
-from treering.cli.sft.settings import identity, loop_options
+from treering.cli.sft.settings import as_begun, identity, loop_options, run_length, with_step_size
 from treering.cli.sft.summary import SftSummary, totals
 from treering.cli.signals import deferred_to
 from treering.cli.starts import log_start
 from treering.config import SftConfig
 from treering.metrics import Metrics, Sink
 from treering.ranks.group import all_ranks
-from treering.train.loop.batches import StepPlan
 from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.held_out import Evaluation, HeldOutLoss
 from treering.train.loop.interruption import Interruption
@@ -57,23 +56,21 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     group = all_ranks()
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
-    if config.data.template == "hf":
-        date = group.gather(run_date(config.run, "data", config.data.date))[0]
-        config = config.model_copy(update={"data": config.data.model_copy(update={"date": date})})
     if group.rank == 0:
-        config = with_commits(config, config_dir)
+        config = with_commits(as_begun(config), config_dir)
     config = group.gather(config)[0]
     note_doing(console, "reading the data")
     folder = find_model(config.model, config_dir)
     corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size, model=folder)
     corpus, held = split_corpus(config, corpus, config_dir=config_dir, model=folder)
+    config = with_step_size(config, len(corpus.tasks), group.size)
+    length = run_length(config, len(corpus.tasks))
+    num_steps = length.total
     seed = config.train.seed
     note_doing(console, "loading the model")
     model = build_model(config.model, num_ids=corpus.num_ids, seed=seed, folder=folder, lora=config.lora)
     note_doing(console, "preparing the first step")
     note_compiling(console, lay_out)
-    plan = StepPlan(num_tasks=len(corpus.tasks), trees_per_step=config.train.trees_per_step, seed=seed)
-    num_steps = count_steps(plan, num_steps=config.train.num_steps, num_epochs=config.train.num_epochs)
     compute = compute_options(config.model, config.train, num_steps)
     if group.rank == 0:
         compute = with_costs(compute, config.train.sharing, model, config.run.dir)
@@ -105,7 +102,7 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
         log_start(config.run.dir, opened, model, group.size)
         if opened.is_new:
             write_samples(config.run.dir, corpus.tasks)
-        _announce(console, config, corpus, model, opened, num_steps)
+        _announce(console, config, corpus, model, opened, length)
         with printed_warnings(console):
             sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
     evaluation = None
@@ -150,21 +147,23 @@ def _show_each(steps: Iterator[StepReport], progress: SftProgress, console: Cons
 
 
 def _announce(
-    console: Console, config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, num_steps: int
+    console: Console, config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, length: RunLength
 ) -> None:
-    for note in corpus.notes:
-        console.print(note, soft_wrap=True)
-    flat = sum(sequence.size for task in corpus.tasks for sequence in task.sequences)
+    lengths = [sequence.size for task in corpus.tasks for sequence in task.sequences]
+    budget = budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths))
+    for note in (*corpus.notes, budget, length.short_note() if opened.is_new else None):
+        if note is not None:
+            console.print(note, soft_wrap=True)
     device = next(model.parameters()).device
     console.print(
-        f"{len(corpus.tasks)} tasks, {flat:,} flat tokens; {parameters_in_words(model)} on {device} in "
-        f"{config.model.dtype}; {num_steps} steps into {config.run.dir}",
+        f"{len(corpus.tasks)} tasks, {sum(lengths):,} flat tokens; {parameters_in_words(model)} on {device} in "
+        f"{config.model.dtype}; {length.in_words} into {config.run.dir}",
         soft_wrap=True,
     )
     autocast = compute_options(config.model, config.train).autocast
     console.print(attention_in_words(model, autocast), soft_wrap=True)
     if not opened.is_new:
-        console.print(f"resuming the run in {config.run.dir} after step {opened.step}", soft_wrap=True)
+        console.print(length.resume_note(config.run.dir, opened.step), soft_wrap=True)
 
 
 def _summary(

@@ -75,13 +75,12 @@ def totals(reports: Sequence[StepReport]) -> SftTotals:
 
 def as_table(summary: SftSummary) -> Table:
     """The summary for a terminal."""
-    losses = "-" if summary.first_loss is None else f"{summary.first_loss:.3f} -> {summary.last_loss:.3f}"
     table = Table(title=f"treering sft: {summary.run_dir}", title_justify="left", show_header=False)
     rows = {
         "data": f"{summary.data}, {summary.num_tasks} tasks",
         "model": f"{summary.num_parameters:,} parameters",
         "steps": _steps_cell(summary),
-        "loss": losses,
+        "loss": _loss_cell(summary),
         "seconds": f"{summary.seconds:,.1f}",
         "flat tokens": f"{summary.flat_tokens:,} ({summary.flat_tokens_per_s:,.0f} per second)",
         "unique tokens": f"{summary.unique_tokens:,} ({summary.unique_tokens_per_s:,.0f} per second)",
@@ -94,6 +93,14 @@ def as_table(summary: SftSummary) -> Table:
     for name, cell in rows.items():
         table.add_row(name, cell)
     return table
+
+
+def _loss_cell(summary: SftSummary) -> str:
+    if summary.first_loss is None:
+        return "-"
+    if summary.num_steps - (summary.resumed_from_step or 0) == 1:
+        return f"{summary.first_loss:.3f} (one step)"
+    return f"{summary.first_loss:.3f} -> {summary.last_loss:.3f}"
 
 
 def _steps_cell(summary: SftSummary) -> str:

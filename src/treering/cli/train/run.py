@@ -19,13 +19,14 @@ from treering.cli.push.card import model_card
 from treering.cli.ranks import is_first, joined
 from treering.cli.run_folder import (
     HISTORY_FOLDER,
+    chat_settings,
     locked,
     open_sinks,
     printed_warnings,
-    run_date,
     write_settings,
 )
-from treering.cli.settings import attention_in_words, compute_options, count_steps, parameters_in_words, with_costs
+from treering.cli.run_notes import RunLength, budget_note
+from treering.cli.settings import attention_in_words, compute_options, parameters_in_words, with_costs
 from treering.cli.signals import deferred_to
 from treering.cli.starts import log_start
 from treering.cli.train.held_out import held_out_notes, load_held_out, load_trained, measure_rewards
@@ -129,11 +130,8 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     group = all_ranks()
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
-    if config.task.template == "hf":
-        date = group.gather(run_date(config.run, "task", config.task.date))[0]
-        config = config.model_copy(update={"task": config.task.model_copy(update={"date": date})})
     if group.rank == 0:
-        config = with_commits(config, config_dir)
+        config = with_commits(_with_chat_settings(config), config_dir)
     config = group.gather(config)[0]
     note_doing(console, "reading the task")
     source, held = load_trained(config, config_dir), load_held_out(config, config_dir)
@@ -144,7 +142,8 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     model = make_model(config, config_dir, source)
     note_doing(console, "preparing the first step")
     note_compiling(console, lay_out, propose)
-    num_steps = _count_steps(config, source)
+    length = _run_length(config, source)
+    num_steps = length.total
     compute = _compute(config, model, group, num_steps)
     # Before its weights are sharded.
     run_identity = identity(config, source, model)
@@ -166,7 +165,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         if group.rank == 0:
             write_settings(config, config.run, num_steps)
             log_start(config.run.dir, opened, model, max(group.size, config.runtime.trainer_ranks))
-            _announce(console, config, source, model, opened, num_steps)
+            _announce(console, config, source, model, opened, length)
         if opened.step == 0:
             warm_up(config, model, group, console)
         interruption = Interruption(group)
@@ -209,6 +208,15 @@ def _evaluation(config: RlConfig, held: TaskSource, loop: Loop, group: RankGroup
     )
 
 
+def _with_chat_settings(config: RlConfig) -> RlConfig:
+    task = config.task
+    chat = chat_settings(config.run, "task", task.template, task.date)
+    if task.kind != "prompts":
+        # Without text there is no date, and a warm-up would take another one for another run.
+        chat["date"] = task.date
+    return config.model_copy(update={"task": task.model_copy(update=chat)})
+
+
 def _compute(config: RlConfig, model: PreTrainedModel, group: RankGroup, num_steps: int) -> ComputeOptions:
     """With the costs that one rank has measured, so that all share trees alike."""
     compute = compute_options(config.model, config.rl, num_steps)
@@ -218,10 +226,16 @@ def _compute(config: RlConfig, model: PreTrainedModel, group: RankGroup, num_ste
     return group.gather(compute)[0]  # type: ignore[no-any-return]
 
 
-def _count_steps(config: RlConfig, source: TaskSource) -> int:
+def _run_length(config: RlConfig, source: TaskSource) -> RunLength:
     rl = config.rl
-    plan = StepPlan(num_tasks=len(source.task.prompts), trees_per_step=rl.prompts_per_step, seed=rl.seed)
-    return count_steps(plan, num_steps=rl.num_steps, num_epochs=rl.num_epochs)
+    return RunLength(
+        section="rl",
+        per_step="prompts_per_step",
+        plan=StepPlan(num_tasks=len(source.task.prompts), trees_per_step=rl.prompts_per_step, seed=rl.seed),
+        num_steps=rl.num_steps,
+        num_epochs=rl.num_epochs,
+        schedule=config.optim.schedule,
+    )
 
 
 def _show_each(steps: Iterator[RlStepReport], progress: RlProgress, console: Console) -> list[RlStepReport]:
@@ -238,18 +252,21 @@ def _show_each(steps: Iterator[RlStepReport], progress: RlProgress, console: Con
 
 
 def _announce(
-    console: Console, config: RlConfig, source: TaskSource, model: PreTrainedModel, opened: Opened, num_steps: int
+    console: Console, config: RlConfig, source: TaskSource, model: PreTrainedModel, opened: Opened, length: RunLength
 ) -> None:
-    for note in source.notes:
-        console.print(note, soft_wrap=True)
+    longest = source.longest_prompt + config.sampling.max_tokens
+    budget = budget_note("rl.max_batch_tokens", config.rl.max_batch_tokens, longest)
+    for note in (*source.notes, budget, length.short_note() if opened.is_new else None):
+        if note is not None:
+            console.print(note, soft_wrap=True)
     device = next(model.parameters()).device
     console.print(
         f"{len(source.task.prompts)} prompts ({source.kind}); {parameters_in_words(model)} on {device} in "
-        f"{config.model.dtype}; {num_steps} steps of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts "
+        f"{config.model.dtype}; {length.total} steps of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts "
         f"into {config.run.dir}",
         soft_wrap=True,
     )
     autocast = compute_options(config.model, config.rl).autocast
     console.print(attention_in_words(model, autocast), soft_wrap=True)
     if not opened.is_new:
-        console.print(f"resuming the run in {config.run.dir} after step {opened.step}", soft_wrap=True)
+        console.print(length.resume_note(config.run.dir, opened.step), soft_wrap=True)

@@ -128,6 +128,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         f"more than {config.max_prompt_tokens} tokens": task.num_overlong,
         "the same tokens as an earlier one": task.num_duplicates,
     }
+    form = task.form_in_words
     notes = [f"{count} prompts have {why} and are left out" for why, count in left_out.items() if count]
     return TaskSource(
         task=task,
@@ -135,7 +136,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         max_turns=_TURNS[config.kind],
         tokenizer=tokenizer,
         decode=TextTokens(tokenizer).decode,
-        notes=(*notes, _stops_of(task)),
+        notes=(*([form] if form else []), *notes, _stops_of(task)),
         text_reward=task.text_reward,
     )
 

@@ -32,7 +32,11 @@ def run(folder: Path, once: bool, json_output: bool) -> None:
         StateError: no process trains the run any more, and its last step is not done.
     """
     if json_output:
-        print(json.dumps({each.name: each.rows[-1] if each.rows else None for each in read_runs(folder)}))
+        print(
+            json.dumps(
+                {each.name: each.rows[-1] if each.rows else None for each in read_runs(folder, "treering watch")}
+            )
+        )
         return
     console = Console()
     states = _states(folder)
@@ -71,7 +75,7 @@ def _print_lines(folder: Path, states: list[PanelState], console: Console) -> No
 
 
 def _states(folder: Path) -> list[PanelState]:
-    return [_state(each) for each in read_runs(folder)]
+    return [_state(each) for each in read_runs(folder, "treering watch")]
 
 
 def _state(found: RunData) -> PanelState:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from treering.data.formats.files import first_bytes, numbered_lines, parse_line, read_whole, whole_lines
 from treering.data.formats.parts import say_missing_parts
 from treering.data.formats.tables import folder_records, is_table, table_records
+from treering.data.locate import did_you_mean
 from treering.errors import InputError
 
 _UNREAD = MappingProxyType(
@@ -44,6 +45,8 @@ def read_records(
 
     Example: a file with the two lines `{"a": 1}` and `{"a": 2}` gives ("FILE:1", {"a": 1}) and ("FILE:2", {"a": 2}).
     """
+    if not path.exists():
+        raise InputError(f"{path}: cannot be read (No such file or directory); {did_you_mean([path])}check the path")
     if path.is_dir():
         return folder_records(path)
     say_missing_parts(path)

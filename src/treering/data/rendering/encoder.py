@@ -72,6 +72,11 @@ class Encoder:
         self.begin = _begin(self._tokenizer)
         """What the tokenizer writes before a text, such as Llama's token that begins one; often nothing."""
 
+    @property
+    def missing_markers(self) -> list[str]:
+        """The markers of the plain form that are not single tokens."""
+        return [marker for marker in (TURN_START, TURN_END) if marker not in self._control]
+
     def encode(self, conversations: Sequence[Sequence[Script]]) -> list[EncodedScript]:
         """Encodes each list of scripts as the tokenizer encodes their concatenation, without added tokens.
 

@@ -51,8 +51,8 @@ def policy_turn(chat: RenderedChat, index: int) -> PolicyTurn:
     lead, written = _lead_and_written(chat, index, prompt_thought(prompt))
     if message.reasoning and not _has_reasoning(message, written):
         raise InputError(
-            f"the chat template must render thoughts, but it drops the reasoning of messages[{index}]; use --template "
-            "plain, remove the reasoning, or write it into the content with the model's tags"
+            f"the chat template must render thoughts, but it drops the reasoning of messages[{index}]; use "
+            'template="plain", remove the reasoning, or write it into the content with the tags of the model'
         )
     start = len(prompt) + len(lead)
     end = _missing_end(chat, index, written)
@@ -148,5 +148,5 @@ def _moved(chat: RenderedChat, index: int, prompt: str) -> str:
             return whole[at + len(header) :]
     raise InputError(
         f"the chat template must keep a prompt as it is when the answer is added, but it rewrites the text before "
-        f"messages[{index}]; use --template plain or give tokens"
+        f'messages[{index}]; use template="plain" or give tokens'
     )

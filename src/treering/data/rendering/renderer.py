@@ -4,8 +4,9 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date as Date
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +15,15 @@ from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
 from treering.data.rendering.rendered_chat import RenderedChat, Tools
 from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
 from treering.data.rendering.template import ChatTemplate
+from treering.data.rendering.template_files import chat_templates
 from treering.data.rendering.turns import chat_scripts, check_rendered
 from treering.data.trajectory import RAW_FORMAT, Message, TaskId, Trajectory
 from treering.errors import ConfigError, DataWarning, InputError
 from treering.types import LossMask, TokenIds
 
-Template: TypeAlias = Literal["plain", "hf"]
-"""The chat form: "plain" markers, or "hf" for the tokenizer's own template."""
+Template: TypeAlias = Literal["auto", "plain", "hf"]
+"""The chat form: "hf" is the tokenizer's own template, "plain" has markers. "auto" is "hf" where there is a template,
+else "plain" where the tokenizer knows the markers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +68,7 @@ class Renderer:
     Example: `Renderer(tokenizer=None).render([Trajectory(task_id=1, tokens=ids)])[0].tokens` is `ids`.
     """
 
-    def __init__(self, *, tokenizer: Path | None, template: Template = "plain", date: Date | None = None) -> None:
+    def __init__(self, *, tokenizer: Path | None, template: Template = "auto", date: Date | None = None) -> None:
         """Opens nothing yet.
 
         Args:
@@ -76,13 +79,12 @@ class Renderer:
         Raises:
             ConfigError: an unknown template.
         """
-        if template not in ("plain", "hf"):
-            raise ConfigError(f'template is "plain" or "hf", got {template!r}; choose one of them')
+        if template not in get_args(Template):
+            raise ConfigError(f'template is "auto", "plain" or "hf", got {template!r}; choose one of them')
         self._folder = tokenizer
         self._template: Template = template
         self._date = date
-        self._encoder: Encoder | None = None
-        self._chat: ChatTemplate | None = None
+        self._num_chats = 0
 
     def render(self, trajectories: Iterable[Trajectory]) -> list[RenderedTrajectory]:
         """The trajectories as tokens, in order. Equal messages of one call are tokenized once.
@@ -94,12 +96,12 @@ class Renderer:
         """
         trajectories = list(trajectories)
         written = [i for i, trajectory in enumerate(trajectories) if trajectory.messages is not None]
-        sequences = [(i, scripts) for i in written for scripts in self._scripts(trajectories[i], self._open())]
-        encoded = self._open().encode([scripts for _, scripts in sequences]) if sequences else []
+        sequences = [(i, scripts) for i in written for scripts in self._scripts(trajectories[i])]
+        encoded = self._encoder.encode([scripts for _, scripts in sequences]) if sequences else []
         of_messages: dict[int, list[EncodedScript]] = {}
         for (i, _), sequence in zip(sequences, encoded, strict=True):
-            is_own_text = self._chat is not None and trajectories[i].format != RAW_FORMAT
-            of_messages.setdefault(i, []).append(sequence if is_own_text else self._begun(sequence))
+            begun = self._begun(sequence) if self._template_of(trajectories[i]) is None else sequence
+            of_messages.setdefault(i, []).append(begun)
         self._say_what_is_lost([trajectories[i] for i in written])
         return [
             _rendered(trajectory, sequence, i)
@@ -120,46 +122,85 @@ class Renderer:
 
         Example: in the plain form, user "Hi" is `<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n`.
         """
-        encoder = self._open()
+        trajectory = Trajectory(
+            task_id=0, messages=tuple(messages), tools=tuple(tools), format=RAW_FORMAT if is_raw else "chat"
+        )
+        template = self._template_of(trajectory)
+        self._num_chats += not is_raw
         if is_raw:
             scripts = [raw_script(messages)]
-        elif self._chat is None:
+        elif template is None:
             scripts = [*(message_script(message) for message in messages), turn_opening()]
         else:
-            chat = RenderedChat(self._chat, messages, tools)
+            chat = RenderedChat(template, messages, tools)
             check_rendered(chat)
             scripts = [Script(text=chat.opened(len(messages)))]
-        self._say_what_is_lost([Trajectory(task_id=0, messages=tuple(messages), tools=tuple(tools))])
-        encoded = encoder.encode([scripts])[0]
-        return (encoded if self._chat is not None and not is_raw else self._begun(encoded)).tokens
+        self._say_what_is_lost([trajectory])
+        encoded = self._encoder.encode([scripts])[0]
+        return (self._begun(encoded) if template is None else encoded).tokens
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The tokenizer's own template; None for the plain form.
+
+        Raises:
+            ConfigError: "hf" without a chat template, or "auto" where the tokenizer has neither template nor markers.
+        """
+        folder = self._checked_folder
+        if self._template == "plain":
+            return None
+        if self._template == "hf" or chat_templates(folder):
+            return ChatTemplate(folder, date=self._date)
+        if missing := self._encoder.missing_markers:
+            raise ConfigError(
+                f"chats need a chat template, or a tokenizer in which {' and '.join(missing)} are single tokens, and "
+                f'{folder} has neither; add its chat_template.jinja, or set template="plain" to spell the markers out'
+            )
+        return None
 
     @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The tokenizer's own template; None for the plain form."""
-        self._open()
-        return self._chat
+    def form_in_words(self) -> str | None:
+        """One sentence on how chats have become text; None before the first chat.
 
-    def _open(self) -> Encoder:
+        Example: "chats are rendered by the chat template of models/qwen3".
+        """
+        if not self._num_chats:
+            return None
+        if self.chat_template is not None:
+            return f"chats are rendered by the chat template of {self._folder}"
+        missing = " and ".join(self._encoder.missing_markers)
+        why = f": {self._folder} has no chat template" if self._template == "auto" else ""
+        return f"chats are rendered in the plain form{f', {missing} as ordinary tokens' if missing else why}"
+
+    @property
+    def _checked_folder(self) -> Path:
         if self._folder is None:
             raise InputError(
-                "messages need a tokenizer, got none; pass --tokenizer DIR (a Hugging Face folder or hub id)"
+                "messages need a tokenizer, got none; pass tokenizer=DIR (a Hugging Face folder or hub id)"
             )
-        self._encoder = self._encoder or Encoder(self._folder)
-        if self._template == "hf":
-            self._chat = self._chat or ChatTemplate(self._folder, date=self._date)
-        return self._encoder
+        return self._folder
 
-    def _scripts(self, trajectory: Trajectory, encoder: Encoder) -> list[list[Script]]:
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self._checked_folder)
+
+    def _template_of(self, trajectory: Trajectory) -> ChatTemplate | None:
+        """The template that renders a trajectory; None for the plain form and for raw text."""
+        return None if trajectory.format == RAW_FORMAT else self.chat_template
+
+    def _scripts(self, trajectory: Trajectory) -> list[list[Script]]:
         """The sequences of a trajectory, each as its scripts."""
-        if self._chat is None or trajectory.format == RAW_FORMAT:
-            return [plain_scripts(trajectory)]
         assert trajectory.messages is not None, "only messages have a template"
-        chat = RenderedChat(self._chat, trajectory.messages, trajectory.tools)
+        self._num_chats += trajectory.format != RAW_FORMAT
+        template = self._template_of(trajectory)
+        if template is None:
+            return [plain_scripts(trajectory)]
+        chat = RenderedChat(template, trajectory.messages, trajectory.tools)
         return [[script] for script in chat_scripts(chat)]
 
     def _begun(self, encoded: EncodedScript) -> EncodedScript:
         """The sequence after what the tokenizer writes before a text; a chat template writes that itself."""
-        begin = self._open().begin
+        begin = self._encoder.begin
         if not encoded.tokens.size or np.array_equal(encoded.tokens[: begin.size], begin):
             return encoded
         no_turn = np.zeros(0, np.int32)
@@ -169,20 +210,19 @@ class Renderer:
 
     def _say_what_is_lost(self, trajectories: Sequence[Trajectory]) -> None:
         """Warns of tools that the plain form leaves out, and of data that a template turns into special tokens."""
-        is_plain = [self._chat is None or trajectory.format == RAW_FORMAT for trajectory in trajectories]
-        if any(trajectory.tools for trajectory, plain in zip(trajectories, is_plain, strict=True) if plain):
-            _warn("the plain form and raw text leave tools out; a policy that was shown them needs --template hf")
-        read = [one for one in trajectories if self._chat or one.format == RAW_FORMAT]
+        if any(trajectory.tools and self._template_of(trajectory) is None for trajectory in trajectories):
+            _warn("the plain form and raw text leave tools out; a policy that was shown them needs a chat template")
+        read = [one for one in trajectories if one.format == RAW_FORMAT or self.chat_template is not None]
         contents = [message.content or "" for one in read for message in one.messages or ()]
-        if count := sum(self._open().has_special_text(content) for content in contents):
+        if count := sum(self._encoder.has_special_text(content) for content in contents):
             _warn(
                 f"{count} of {len(contents)} messages hold the text of special tokens, which a chat template or raw "
-                "text turns into these tokens, so data can write turns; --template plain keeps it as text"
+                "text turns into these tokens, so data can write turns; the plain form keeps it as text"
             )
 
 
 def render(
-    trajectories: Iterable[Trajectory], tokenizer: Path | None = None, template: Template = "plain"
+    trajectories: Iterable[Trajectory], tokenizer: Path | None = None, template: Template = "auto"
 ) -> list[RenderedTrajectory]:
     """Renders trajectories with a new `Renderer`.
 

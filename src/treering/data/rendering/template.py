@@ -1,10 +1,9 @@
 """A tokenizer's own chat template: renders messages to text as inference does, or refuses them by name.
 
-Imports transformers on first use, without its models.
+Needs jinja2 on first use, and no transformers.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date as Date
 from functools import cached_property, lru_cache
@@ -13,6 +12,13 @@ from typing import Any, TypeAlias
 
 from treering.data.rendering.rendered_parts import restore_arguments
 from treering.data.rendering.script import is_object_text
+from treering.data.rendering.template_files import (
+    CONFIG_FILE,
+    chat_templates,
+    named_tokens,
+    read_settings,
+    special_tokens,
+)
 from treering.data.rendering.turn_end import TurnEnd, find_turn_end
 from treering.data.trajectory import Message, ToolCall
 from treering.errors import ConfigError, InputError
@@ -23,7 +29,9 @@ _Form: TypeAlias = Callable[[ToolCall], Mapping[str, Any] | str]
 
 _MARK = "mark-kram"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_TODAY = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<form>.*?)(?P=quote)\s*\)")
+_STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+# Other classes of Transformers may have tokens of their own.
+_CLASSES_WITHOUT_TOKENS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class ChatTemplate:
@@ -41,25 +49,20 @@ class ChatTemplate:
             date: what templates that write today's date write; None is today.
 
         Raises:
-            ConfigError: the folder has no tokenizer or no chat template.
+            ConfigError: the folder has no chat template, or one that needs more than its files.
+            MissingExtraError: jinja2 is not installed.
         """
-        require("--template hf", "transformers")
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
+        require("a chat template", "jinja2")
+        self._folder = folder
+        self._templates = chat_templates(folder)
+        if not self._templates:
+            raise ConfigError(
+                f'template="hf" needs a chat template, and {folder} has none; use template="plain", or the tokenizer '
+                "of a model that chats"
             )
-        except (OSError, ValueError) as error:
-            if "trust_remote_code" in str(error):
-                raise ConfigError(
-                    f"--template hf needs a tokenizer that transformers has itself, and {folder} brings Python code of "
-                    "its own, which is never run; use --template plain, or a folder with tokenizer.json alone"
-                ) from error
-            raise ConfigError(f"--template hf needs a Hugging Face tokenizer folder, got {folder} ({error})") from error
-        if not self._tokenizer.chat_template:
-            raise ConfigError(f"--template hf needs a chat template, {folder} has none; use --template plain")
         self._date = date or Date.today()
+        self._named = named_tokens(folder)
+        self._check()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text before the policy's turn: the messages and whatever the template opens a turn with.
@@ -80,8 +83,7 @@ class ChatTemplate:
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """Texts of the tokenizer's special tokens."""
-        added = (token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special)
-        return tuple(dict.fromkeys([*added, *self._tokenizer.all_special_tokens]))
+        return special_tokens(self._folder)
 
     @cached_property
     def turn_end(self) -> TurnEnd:
@@ -127,7 +129,7 @@ class ChatTemplate:
                 if not isinstance(error, TypeError):
                     break
         raise InputError(
-            f"the chat template refuses the chat up to messages[{len(messages) - 1}] ({refusal}); use --template plain"
+            f'the chat template refuses the chat up to messages[{len(messages) - 1}] ({refusal}); use template="plain"'
             f"{_advice(messages)}"
         ) from refusal
 
@@ -142,38 +144,50 @@ class ChatTemplate:
     def _apply(
         self, records: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, opens_turn: bool
     ) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                records,
-                tools=tools,
-                chat_template=_with_date(self._tokenizer.get_chat_template(tools=tools), self._date),
-                tokenize=False,
-                add_generation_prompt=opens_turn,
-            )
+        from treering.data.rendering.sandbox import compiled, plain
+
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        render = compiled(self._templates[name], self._date)
+        named = {name: text for name, text in self._named.items() if text is not None}
+        return render(
+            messages=plain(records), tools=plain(tools), documents=None, add_generation_prompt=opens_turn, **named
         )
+
+    def _check(self) -> None:
+        """Refuses templates that cannot be read, and those that need code of the folder or what no file says.
+
+        Raises:
+            ConfigError: names what is wrong.
+        """
+        from treering.data.rendering.sandbox import variables
+
+        if "default" not in self._templates:
+            names = ", ".join(self._templates)
+            raise ConfigError(f"of several chat templates one is named default, and {self._folder} has {names}")
+        used = set().union(*map(variables, self._templates.values()))
+        settings = read_settings(self._folder / CONFIG_FILE)
+        code = settings.get("auto_map")
+        if isinstance(code, list) or (isinstance(code, dict) and code.get("AutoTokenizer")):
+            raise ConfigError(
+                f'template="hf" needs a tokenizer that is read from files, and {self._folder} brings Python code of '
+                'its own, which is never run; use template="plain", or a folder with tokenizer.json alone'
+            )
+        unknown = sorted((used & _STANDARD_TOKENS) - self._named.keys())
+        if unknown and settings.get("tokenizer_class") not in _CLASSES_WITHOUT_TOKENS:
+            raise ConfigError(
+                f"the chat template writes {unknown[0]}, and no file of {self._folder} says which token that is; add "
+                f'"{unknown[0]}" to {CONFIG_FILE}, null if there is none'
+            )
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What a template raises that cannot render some messages."""
-    from jinja2 import TemplateError
+    from treering.data.rendering.sandbox import REFUSALS
 
-    return TemplateError, ValueError, TypeError, LookupError, AttributeError
+    return REFUSALS
 
 
 def _parts(content: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": content}] if content else []
-
-
-@lru_cache(maxsize=8)
-def _with_date(template: str, date: Date) -> str:
-    """The template with the date in place of its calls for today's."""
-    dated = _TODAY.sub(lambda call: json.dumps(date.strftime(call["form"])), template)
-    if "strftime_now(" in dated:
-        raise InputError(
-            "the chat template writes today's date in a form that it computes, so a resumed run would have other "
-            "prompts; write the form into strftime_now(...) as text"
-        )
-    return dated
 
 
 def _advice(messages: Sequence[Message]) -> str:

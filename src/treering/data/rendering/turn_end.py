@@ -52,7 +52,7 @@ def find_turn_end(
     if opened == alone and opening.strip() and last.endswith(opening):
         raise InputError(
             f"a chat template must open a turn only where add_generation_prompt is set, and it always does, with "
-            f"{opening!r:.80}; use --template plain, or another template of this model"
+            f'{opening!r:.80}; use template="plain", or another template of this model'
         )
     between = again.partition(_ANSWER)[2].partition(_NEXT)[0]
     if not last.strip():

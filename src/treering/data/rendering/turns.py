@@ -122,7 +122,7 @@ def _check_tools(chat: RenderedChat) -> None:
         if chat.seen == without or (tool_name(tool) or "") not in chat.seen:
             raise InputError(
                 f"the chat template must show the policy its tools, but it drops {tool_name(tool)!r}; use a tokenizer "
-                "whose template knows tools, or --template plain, which leaves them out"
+                'whose template knows tools, or template="plain", which leaves them out'
             )
 
 
@@ -147,5 +147,5 @@ def _refuse_loss(lost: str | None, messages: Sequence[Message], index: int) -> N
     if lost is not None:
         raise InputError(
             f"the chat template must render all of a message, but it drops {lost} in messages[{index}] of role "
-            f"{messages[index].role!r}; use --template plain or a tokenizer whose template knows it"
+            f'{messages[index].role!r}; use template="plain" or a tokenizer whose template knows it'
         )

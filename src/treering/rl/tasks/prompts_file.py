@@ -24,8 +24,8 @@ from treering.rl.tasks.task import Prompt, Task, prompt_id_of
 from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
 from treering.types import PromptId
 
-PromptTemplate = Literal["plain", "hf", "raw"]
-"""plain: ChatML markers. hf: the tokenizer's own chat template. raw: the text unchanged, for base models."""
+PromptTemplate = Literal["auto", "plain", "hf", "raw"]
+"""raw: the text unchanged, for base models. The others are those of `Renderer`."""
 
 _PROMPT_KEYS = (*CONTEXT_KEYS, "images", "image", "videos", "video", "audio", "documents")
 """Keys beside the prompt that change it, with chat_template_kwargs; the trajectory decoder reads or refuses them."""
@@ -54,7 +54,7 @@ class PromptsFile(Task):
         reward: str | Sequence[WeightedReward],
         folders: Sequence[Path] = (Path(),),
         judge: Judge | None = None,
-        template: PromptTemplate = "plain",
+        template: PromptTemplate = "auto",
         max_prompts: int | None = None,
         max_prompt_tokens: int | None = None,
         date: Date | None = None,
@@ -91,9 +91,9 @@ class PromptsFile(Task):
                 raise ConfigError(f"{name} is at least 1, got {limit}; None sets no limit")
         self.text_reward = TextReward(reward, folders, judge)
         """The reward of a text."""
-        self._template: PromptTemplate = template
+        self._is_raw = template == "raw"
         self._tokens = TextTokens(tokenizer)
-        self._renderer = Renderer(tokenizer=tokenizer, template="hf" if template == "hf" else "plain", date=date)
+        self._renderer = Renderer(tokenizer=tokenizer, template="plain" if template == "raw" else template, date=date)
         chat = self._renderer.chat_template
         turn = None if chat is None else end_of_turn(chat)
         self.stops = find_stop_tokens(self._tokens, end_of_turn=turn, model=model, named=stop_tokens)
@@ -122,8 +122,14 @@ class PromptsFile(Task):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """<|im_end|> for the plain template if the tokenizer has no single token for it, else nothing."""
-        return (TURN_END,) if self._template == "plain" and not self._tokens.has_turn_end else ()
+        """<|im_end|> for the plain form if the tokenizer has no single token for it, else nothing."""
+        is_plain = not self._is_raw and self._renderer.chat_template is None
+        return (TURN_END,) if is_plain and not self._tokens.has_turn_end else ()
+
+    @property
+    def form_in_words(self) -> str | None:
+        """One sentence on how the prompts have become text; None for raw text."""
+        return self._renderer.form_in_words
 
     @property
     def reward_name(self) -> str:
@@ -177,7 +183,7 @@ class PromptsFile(Task):
             if line.answer is not None or line.likely_answer is None:
                 raise
             raise InputError(f"{error}; if {line.likely_answer} is the answer, rename it to answer") from error
-        tokens = self._renderer.prompt(line.messages, line.tools, is_raw=self._template == "raw")
+        tokens = self._renderer.prompt(line.messages, line.tools, is_raw=self._is_raw)
         prompt_id = prompt_id_of(tokens) if line.prompt_id is None else line.prompt_id
         return Prompt(prompt_id=prompt_id, tokens=tokens, answer=line.answer, columns=line.columns)
 

@@ -1,6 +1,5 @@
 """Encodes and decodes text with a tokenizer folder, and finds its end tokens."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +7,12 @@ import numpy as np
 from treering.data.rendering.encoder import open_tokenizer
 from treering.data.rendering.script import TURN_END
 from treering.data.rendering.template import ChatTemplate
+from treering.data.rendering.template_files import CONFIG_FILE, SPECIAL_TOKENS_FILE, read_settings, token_text
 from treering.data.trajectory import Message
-from treering.errors import ConfigError, InputError
+from treering.errors import InputError
 from treering.types import TokenIds
 
 _ANSWER = "an-answer-of-the-assistant"
-_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class TextTokens:
@@ -86,16 +85,5 @@ def end_of_turn(template: ChatTemplate) -> str | None:
 
 
 def _end_of_text(folder: Path) -> str | None:
-    tokens = (_eos_token(folder / name) for name in _TOKEN_FILES)
-    return next((token for token in tokens if token is not None), None)
-
-
-def _eos_token(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    try:
-        token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{file.name} is a JSON object, {file} is not ({error}); fetch it again") from error
-    # Older folders store a token as an object with its settings.
-    return token.get("content") if isinstance(token, dict) else token
+    files = (read_settings(folder / name) for name in (CONFIG_FILE, SPECIAL_TOKENS_FILE))
+    return next((text for text in (token_text(settings.get("eos_token")) for settings in files) if text), None)

@@ -1,0 +1,75 @@
+"""A run says why it is short, that it is complete and how it goes on, and that a budget is far too small."""
+
+from pathlib import Path
+
+import pytest
+
+from treering.cli.run_notes import RunLength, budget_note
+from treering.cli.sft.settings import with_step_size
+from treering.cli.sft.summary import SftSummary, as_table
+from treering.config import SftConfig
+from treering.train.loop.batches import StepPlan
+
+
+def length(num_tasks: int, per_step: int, *, steps: int | None = None, epochs: int | None = 1, schedule="constant"):
+    plan = StepPlan(num_tasks=num_tasks, trees_per_step=per_step, seed=0)
+    names = {"section": "train", "per_step": "trees_per_step"}
+    return RunLength(**names, plan=plan, num_steps=steps, num_epochs=epochs, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "per_step", "steps", "epochs", "total"), [(5, 2, None, 2, 6), (5, 2, 4, 2, 4), (30, 8, 7, None, 7)]
+)
+def test_the_earlier_of_steps_and_epochs_ends_a_run(num_tasks, per_step, steps, epochs, total):
+    assert length(num_tasks, per_step, steps=steps, epochs=epochs).total == total
+
+
+def test_a_short_run_says_why_and_what_gives_more_steps():
+    assert length(6, 8).short_note() == (
+        "this run is short, 1 step: an epoch is 6 tasks, 8 a step; raise train.num_epochs (now 1), or lower "
+        "train.trees_per_step"
+    )
+    assert length(1, 1).short_note().endswith("raise train.num_epochs (now 1)")
+    assert length(160, 8).short_note() is None
+    assert length(6, 8, steps=1).short_note() is None, "one step was asked for"
+
+
+def test_a_complete_run_says_what_goes_on_with_it():
+    whole = length(6, 2, epochs=2)
+    assert whole.resume_note(Path("r"), 5) == "resuming the run in r after step 5"
+    done = "the run in r is complete after step 6; raise train.num_epochs (now 2) to go on"
+    assert whole.resume_note(Path("r"), 6) == done
+    assert "raise train.num_steps (now 4)" in length(6, 2, steps=4, epochs=9).resume_note(Path("r"), 4)
+    assert "go on in another run.dir" in length(6, 2, schedule="cosine").resume_note(Path("r"), 3)
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "num_ranks", "size"), [(1, 1, 1), (30, 1, 1), (64, 1, 4), (999, 1, 8), (30, 4, 4)]
+)
+def test_an_epoch_has_sixteen_steps_where_there_are_tasks_for_them(num_tasks, num_ranks, size):
+    config = SftConfig.model_validate({"data": {"source": "generated"}, "train": {"num_epochs": 1}})
+    sized = with_step_size(config, num_tasks, num_ranks).train.trees_per_step
+    assert sized == size
+    assert num_tasks < 16 or num_ranks > 1 or -(-num_tasks // sized) >= 16
+    kept = config.model_copy(update={"train": config.train.model_copy(update={"trees_per_step": 5})})
+    assert with_step_size(kept, num_tasks, num_ranks) is kept
+
+
+def test_a_budget_is_too_small_where_it_cuts_a_sequence_into_many_parts():
+    assert budget_note("train.max_batch_tokens", 1, 4000) == (
+        "warning: train.max_batch_tokens = 1 cuts the longest sequence, 4,000 tokens, into 4,000 parts, each a pass of "
+        'its own, so that steps take very long; 4,000 hold it whole, and "auto" finds what fits'
+    )
+    assert budget_note("x", 250, 4000) is budget_note("x", "auto", 4000) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "resumed", "num_steps", "cell"),
+    [(11.95, 11.95, None, 1, "11.950 (one step)"), (3.0, 2.0, None, 4, "3.000 -> 2.000"), (None, None, 4, 4, "-")],
+)
+def test_the_loss_of_one_step_is_no_progress(first, last, resumed, num_steps, cell):
+    named = {"first_loss": first, "last_loss": last, "resumed_from_step": resumed, "num_steps": num_steps}
+    counts = dict.fromkeys(SftSummary.__dataclass_fields__, 0)
+    table = as_table(SftSummary(**counts | {"run_dir": "r", "data": "files", "checkpoint": "c"} | named))
+    rows = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
+    assert rows["loss"] == cell
