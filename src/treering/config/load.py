@@ -66,7 +66,8 @@ def _without_defaults(config_type: type[BaseModel], written: Mapping[str, Any]) 
         field = config_type.model_fields.get(name)
         inner = None if field is None else section_type(field.annotation)
         if inner is not None and isinstance(value, Mapping):
-            kept[name] = _without_defaults(inner, value)
+            if inside := _without_defaults(inner, value):
+                kept[name] = inside
         elif field is None or value != to_jsonable_python(field.get_default(call_default_factory=True)):
             kept[name] = value
     return kept

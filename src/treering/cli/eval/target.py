@@ -62,12 +62,14 @@ def find_target(
 
 def _written(folder: Path) -> Mapping[str, Any]:
     try:
-        return dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+        written = dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"{folder / CONFIG_FILE} holds the settings of a run, and it cannot be read ({error}); name a checkpoint "
             f"in {folder / CHECKPOINTS_FOLDER} instead, with --file"
         ) from error
+    # It stands beside the sections, for `watch`.
+    return {name: value for name, value in written.items() if name != "num_steps"}
 
 
 def _data_settings(files: Sequence[Path], *, is_prompts: bool) -> list[str]:
