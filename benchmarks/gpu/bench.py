@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -80,7 +80,6 @@ class Settings:
         device: "cuda", or "cpu" to check that the code works.
         size: "full", or "tiny" for machines without a device.
         parts: which parts, in order.
-        backends: of attention; the models run with "auto".
         budget_s: seconds for all parts together.
         data: folder with carried bench sets; without it trees are generated.
         out: folder for JSON files; None writes none.
@@ -89,7 +88,6 @@ class Settings:
     device: str = "cuda"
     size: Size = "full"
     parts: Sequence[Part] = PARTS
-    backends: Sequence[Any] = ()
     budget_s: float = BUDGET_S
     data: Path = FOLDER
     out: Path | None = None
@@ -175,8 +173,7 @@ def _measure_engine(report: PartReport, settings: Settings, sets: Sequence[Workl
 def _measure_attention(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
     tiny = settings.size == "tiny"
     cases, lengths = (tiny_cases(sets), TINY_LENGTHS) if tiny else (full_cases(sets), DENSE_LENGTHS)
-    backends = settings.backends or gpu_attention.measured_backends()
-    gpu_attention.measure_attention(report, cases, lengths, _watch(settings), backends)
+    gpu_attention.measure_attention(report, cases, lengths, _watch(settings), gpu_attention.measured_backends())
 
 
 def _watch(settings: Settings) -> Stopwatch:
@@ -223,7 +220,6 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=get_args(Size), default="full")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--backends", nargs="+", default=(), metavar="NAME", help="of attention (default: all)")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S", help=f"(default {BUDGET_S:.0f})")
     parser.add_argument("--data", type=Path, default=FOLDER, metavar="FOLDER", help=f"bench sets (default {FOLDER})")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for JSON (with CUDA and full: benchmarks/results)")
@@ -237,7 +233,6 @@ def main() -> None:
             device=given.device,
             size=given.size,
             parts=[part for part in PARTS if part in given.only],
-            backends=given.backends,
             budget_s=given.budget_s,
             data=given.data,
             out=out,

@@ -24,8 +24,10 @@ from benchmarks.gpu.model.gradient import check_gradients
 from benchmarks.gpu.model.kernels import profile_step
 from benchmarks.gpu.model.steps import MicroBatch
 from benchmarks.gpu.model.varlen import varlen_implementation
-from benchmarks.gpu.model.ways import Layers, Way, prepare_layers
+from benchmarks.gpu.model.ways import Way
+from treering.extras import is_installed
 from treering.model.context import tree_attention
+from treering.model.layers import Layers, set_layers
 
 GOALS = MappingProxyType({"share_of_flop_bound": 0.9, "loss_without_sharing": 0.0, "mfu": 0.5})
 
@@ -76,12 +78,15 @@ def _measure_layers(
     chosen: dict[str, Choice],
 ) -> None:
     """Tunes the ways with such layers, then runs those on all workloads that are not far behind."""
+    if layers == "liger" and not is_installed("liger_kernel"):
+        report.skip(f"{plan.shape.name} liger", "liger-kernel is not installed")
+        return
     of_layers = {name: way for name, way in ways.items() if way.layers == layers}
     models: list[PreTrainedModel] = []
 
     def tune() -> Cell:
         models.append(build_on_device(plan, device))
-        prepare_layers(models[0], layers)
+        set_layers(models[0], layers)
         found, left_out = choose_tokens(models[0], plan, of_layers, _clock(device))
         chosen.update(found)
         return {

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from benchmarks.gpu.data import Workload
-from benchmarks.gpu.model.ways import Layers
 from benchmarks.gpu.workloads import shared_prefix
 from benchmarks.tree.cases import model_settings
+from treering.model.layers import Layers
 from treering.train.loop.compute import enable_gradient_checkpointing
 from treering.tree.forest import Forest
 from treering.tree.stats import Work, flat_work, train_flops, tree_work, work_bounds
@@ -39,7 +39,7 @@ class ModelPlan:
     checkpointed: bool
     token_options: tuple[int, ...]
     workloads: tuple[Workload, ...]
-    layers: tuple[Layers, ...] = get_args(Layers)
+    layers: tuple[Layers, ...] = ("compiled", "liger", "stock")
     dtype: torch.dtype = torch.bfloat16
     checked_length: int = 512
 

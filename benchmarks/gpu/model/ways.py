@@ -4,16 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
-from typing import Literal
 
 from transformers import PreTrainedModel
 
 from benchmarks.common.timing import Step
 from benchmarks.gpu.data import Workload
 from benchmarks.gpu.model.steps import Head, MicroBatch, Rows, build_step
-from treering.errors import UnsupportedError
-
-Layers = Literal["compiled", "liger", "stock"]
+from treering.model.layers import Layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +47,3 @@ def all_ways() -> Mapping[str, Way]:
     ways = {f"{some}, {kind}": Way(rows=some, layers=kind) for kind, some in product(layers, rows)}
     fused = {f"{some}, liger, liger head": Way(rows=some, layers="liger", head="liger") for some in rows[1:3]}
     return MappingProxyType(ways | fused)
-
-
-def prepare_layers(model: PreTrainedModel, layers: Layers) -> None:
-    """Compiles a model's layers or gives them Liger's kernels, in place.
-
-    Raises:
-        UnsupportedError: Liger is not installed.
-    """
-    if layers == "compiled":
-        for layer in model.get_decoder().layers:
-            layer.compile()
-    if layers == "liger":
-        try:
-            from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-        except ImportError as error:
-            raise UnsupportedError(f"liger-kernel is not installed ({error}): pip install liger-kernel") from error
-        apply_liger_kernel_to_qwen3(
-            model=model, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
-        )
