@@ -11,7 +11,7 @@ from treering.config.router import RouterConfig
 from treering.errors import ConfigError
 from treering.train.gradient.router_losses import RouterLosses
 
-SFT = ("train.num_steps=1", "data.source=generated")
+SFT = ("train.num_steps=1", "train.trees_per_step=8", "data.source=generated")
 RL = ("rl.num_steps=1",)
 
 
