@@ -224,7 +224,7 @@ def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_it_goes_on_withou
 def test_a_full_disk_says_what_a_checkpoint_needs_and_keeps_the_last_one(commands: Commands) -> None:
     run = commands.folder / "out"
     run.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(run)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(run)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("this process may not mount a small disk; `make faults` and the limit on files cover the rest")
     try:

@@ -10,14 +10,25 @@ from treering.config.load import load
 from treering.errors import ConfigError
 from treering.train.loop.compute import ComputeOptions
 
-MEMORY = ("max_batch_tokens=9", "parents=recompute", "max_bytes=5000", "gradient_checkpointing=reentrant")
+MEMORY = (
+    "max_batch_tokens=9",
+    "parents=recompute",
+    "max_bytes=5000",
+    "gradient_checkpointing=reentrant",
+    "layers=compiled",
+)
 EXPECTED = ComputeOptions(
-    max_tokens=9, parents="recompute", max_bytes=5000, autocast="bfloat16", gradient_checkpointing="reentrant"
+    max_tokens=9,
+    parents="recompute",
+    max_bytes=5000,
+    autocast="bfloat16",
+    gradient_checkpointing="reentrant",
+    layers="compiled",
 )
 
 
 def test_every_setting_of_computing_reaches_the_record() -> None:
-    others = ["model.dtype=bfloat16", "train.num_steps=1", "data.source=generated"]
+    others = ["model.dtype=bfloat16", "train.num_steps=1", "train.trees_per_step=8", "data.source=generated"]
     config = load(SftConfig, None, [*(f"train.{setting}" for setting in MEMORY), *others])
     assert loop_options(config, compute_options(config.model, config.train)).compute == EXPECTED
 
