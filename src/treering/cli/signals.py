@@ -164,14 +164,14 @@ def _leave_out_forks(handled: Sequence[int], restore: Callable[[], None]) -> Non
 
 
 @contextmanager
-def advising(advice: str) -> Iterator[None]:
-    """Adds to an `Interrupted` that passes what the user can do next."""
+def advising(advice: str | Callable[[], str]) -> Iterator[None]:
+    """Adds to an `Interrupted` that passes what the user can do next; a function says it at that moment."""
     try:
         yield
     except BaseException as error:
         interruption = _interruption_in(error)
         if interruption is not None:
-            interruption.add_note(advice)
+            interruption.add_note(advice if isinstance(advice, str) else advice())
         raise
 
 

@@ -21,6 +21,7 @@ from treering.config import RlConfig, SftConfig, load
 from treering.config.load import read_toml
 from treering.config.run import RunConfig
 from treering.errors import ConfigError
+from treering.report.run import CONFIG_FILE
 
 ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
 
@@ -32,7 +33,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
         ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
     """
     config = _load(SftConfig, config_path, overrides)
-    with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
+    with advising(lambda: _how_to_go_on(config.run)), only_results_on_stdout() as results:
         console = LogConsole(quiet=not is_first())
         with console.telling("importing torch and transformers"), warnings_as_lines(console):
             from treering.cli.sft.run import train
@@ -47,7 +48,7 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
     """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
     config = _load(RlConfig, config_path, overrides)
     _check_ranks(config)
-    with advising(_how_to_resume(config.run)), only_results_on_stdout() as results:
+    with advising(lambda: _how_to_go_on(config.run)), only_results_on_stdout() as results:
         console = LogConsole(quiet=not is_first())
         with console.telling("importing torch and transformers"), warnings_as_lines(console):
             from treering.cli.train.run import train
@@ -88,8 +89,9 @@ def _check_ranks(config: RlConfig) -> None:
             )
 
 
-def _how_to_resume(run: RunConfig) -> str:
-    return f"the same command resumes the run in {run.dir}"
+def _how_to_go_on(run: RunConfig) -> str:
+    has_begun = (run.dir / CONFIG_FILE).exists()
+    return f"the same command {'resumes' if has_begun else 'begins'} the run in {run.dir}"
 
 
 def _report(summary: Any, as_table: Callable[[Any], Table], json_output: bool, results: TextIO) -> None:

@@ -5,11 +5,13 @@ It also says where in that code an error was raised.
 
 import inspect
 import os
+import select
 import signal
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,9 @@ _OTHERS = (
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 """How the files of code that is not the user's begin."""
+
+_MAX_ANSWER_BYTES = 4096
+"""A pipe takes as many without a reader."""
 
 
 @contextmanager
@@ -59,6 +64,32 @@ def contained() -> Iterator[None]:
             # A fork returned from the block twice; only the original continues the run.
             os._exit(0)
         _return_to(folder)
+
+
+def in_copy(call: Callable[[], str], time_limit_s: float) -> str:
+    """What a call returns in a forked copy of this process, which user code may crash, or leave in any state.
+
+    It is empty if the copy ends without an answer, or takes longer.
+
+    Example: `in_copy(lambda: "found", 1.0)` is "found", and `in_copy(lambda: os._exit(1), 1.0)` is "".
+    """
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Of threads, which the copy does not have: it only calls, and ends.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = os.fork()
+    if process == 0:
+        with suppress(BaseException):
+            os.write(writer, call().encode()[:_MAX_ANSWER_BYTES])
+        os._exit(0)
+    os.close(writer)
+    try:
+        is_answered = bool(select.select([reader], [], [], time_limit_s)[0])
+        return os.read(reader, _MAX_ANSWER_BYTES).decode(errors="replace") if is_answered else ""
+    finally:
+        os.close(reader)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 def in_words(error: BaseException) -> str:

@@ -88,7 +88,7 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: 
             num_interrupted += 1
             # Before its settings are read a run has no folder to name.
             done = "(no step is done; |step [0-9]+ is saved and [0-9]+ is next; |)"
-            how = f"{done}the same command resumes the run in often|start the same command again"
+            how = f"{done}the same command (begins|resumes) the run in often|start the same command again"
             assert re.fullmatch(f"treering: interrupted by {number.name}; ({how})", err.splitlines()[-1])
             # What is logged is saved: nothing else would save within the hour.
             rows = folder / "often" / "metrics.jsonl"

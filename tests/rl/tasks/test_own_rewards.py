@@ -1,6 +1,7 @@
 """Rewards of one's own: where they are found, which signatures they have, and how several are one reward."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -246,10 +247,32 @@ def test_a_reward_is_tried_on_the_answer_of_a_prompt_before_a_run(body: str, mes
         reward.try_on(prompt_with(answer="yes"))
 
 
-def test_a_trial_calls_a_reward_once_and_ready_ones_never() -> None:
-    reward = reward_of("calls = []\ndef f(prompt, text):\n    calls.append(text)\n    return None\n")
-    reward.try_on(prompt_with())
-    assert sys.modules[reward._functions["f"].__module__].calls == [""]
+def test_a_trial_calls_a_reward_once_in_a_copy_of_the_process_and_ready_ones_never(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    body = f"open({str(log)!r}, 'a').write(f'{{os.getpid()}} {{text!r}}')"
+    reward_of(f"import os\ndef f(prompt, text):\n    {body}\n").try_on(prompt_with())
+    process, text = log.read_text().split()
+    assert (int(process) != os.getpid(), text) == (True, "''")
     ready = TextReward("exact_answer", [])
     ready.bind([])
     ready.try_on(prompt_with())
+
+
+@pytest.mark.parametrize(
+    "body", ["raise ValueError('no number')", "raise KeyboardInterrupt", "os._exit(1)", "os.closerange(3, 99)"]
+)
+def test_what_an_empty_text_does_to_a_reward_without_an_answer_refuses_nothing_and_changes_no_process(
+    body: str,
+) -> None:
+    reward_of(f"import os\ndef f(prompt, text):\n    {body}\n").try_on(prompt_with())
+    with pytest.raises(InputError, match="NameError"):
+        reward_of("def f(prompt, text):\n    return undefined\n").try_on(prompt_with())
+
+
+@pytest.mark.parametrize(
+    "signature",
+    ["completion, solution", "response, ground_truth=None", "solution_str, ground_truth", "prompt, label=1"],
+)
+def test_names_that_other_trainers_give_to_other_values_are_refused(signature: str) -> None:
+    with pytest.raises(ConfigError, match="rename or add its parameters"):
+        reward_of(f"def f({signature}):\n    return 1.0\n")

@@ -40,7 +40,9 @@ def note_compiling(console: Console, *functions: Any) -> None:
         functions: of `numba.njit(cache=True)`. Each stands for those that its command compiles with it.
     """
     if not all(map(is_compiled, functions)):
-        console.print("compiling functions with numba, once after installation; this may take a minute")
+        names = ", ".join(function.__name__ for function in functions if not is_compiled(function))
+        line = f"compiling functions with numba, once after installation: {names}; this may take a minute"
+        console.print(line, soft_wrap=True)
 
 
 @contextmanager

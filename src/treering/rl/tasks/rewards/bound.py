@@ -16,6 +16,8 @@ SIGNATURES = (
     "columns of the prompts file, or with **columns for all of them"
 )
 _GROUP = ("prompts", "completions")
+_TEXTS = ("text", "response", "completion", "output", "generation", "solution_str", "data_source")
+_ANSWERS = ("answer", "ground_truth", "solution", "label", "target", "reference")
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -109,8 +111,8 @@ def _check_first(function: Callable[..., object], first: Sequence[str], columns:
     """The first two parameters are the prompt and the text, whatever their names, unless those say otherwise."""
     has_any = any(each.kind is Parameter.VAR_POSITIONAL for each in _parameters(function).values())
     names = [*first, *["prompt", "text"][len(first) :]] if has_any else [*first]
-    # A column in their place would silently get the prompt or the text.
-    foreign = ({*columns, "text", "answer"} - {"prompt"}, {*columns, "prompt", "answer"} - {"text"})
+    # A column in their place would silently get the prompt or the text, and so would what other trainers call them.
+    foreign = ({*columns, *_TEXTS, *_ANSWERS} - {"prompt"}, {*columns, *_ANSWERS, "prompt", "question"} - {"text"})
     if len(names) == 2 and not any(name in others for name, others in zip(names, foreign, strict=True)):
         return
     raise ConfigError(f"a reward is {SIGNATURES}; got {_described(function)}; rename or add its parameters")

@@ -15,7 +15,12 @@ from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.named import NAMED_REWARDS, check_answer
 from treering.rl.tasks.score import Score, checked_reward
 from treering.rl.tasks.task import Prompt
-from treering.rl.user_code import contained, in_words
+from treering.rl.user_code import contained, in_copy, in_words
+
+TRIAL_S = 60.0
+"""Seconds that the call before a run may take; a slower reward is not judged by it."""
+
+_MISTAKES = (AttributeError, ImportError, InputError, NameError, TypeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,24 +100,33 @@ class TextReward:
         return [self._sum(scores) for scores in zip(*parts, strict=True)]
 
     def try_on(self, prompt: Prompt) -> None:
-        """Calls rewards of your own once, on the prompt's answer or an empty text; nothing counts it.
+        """Calls rewards of your own once, on the prompt's answer or an empty text, in a copy of this process.
+
+        Nothing counts it. What raises for an empty text may mean to, unless it is a mistake in the code.
 
         Raises:
             InputError: one raises, or returns no reward.
         """
-        text = prompt.answer or ""
         if not self.is_own:
             return
-        try:
-            with contained():
-                for score in self.scores(prompt, [text, text] if self.takes_groups else [text]):
-                    if isinstance(score, Exception):
-                        raise score
-        except Exception as error:
+        error = in_copy(lambda: self._trial_error(prompt), TRIAL_S)
+        if error:
             raise InputError(
                 f"a reward returns a number for every text, or None to leave it out, and {self.name} on prompt "
-                f"{prompt.prompt_id!r} with the text {text!r:.60} raised {in_words(error)}; correct it"
-            ) from error
+                f"{prompt.prompt_id!r} with the text {(prompt.answer or '')!r:.60} raised {error}; correct it"
+            )
+
+    def _trial_error(self, prompt: Prompt) -> str:
+        text = prompt.answer or ""
+        try:
+            with contained():
+                scores = self.scores(prompt, [text, text] if self.takes_groups else [text])
+        except InputError as error:
+            return "" if prompt.answer is None else in_words(error)
+        for score in scores:
+            if isinstance(score, Exception) and (prompt.answer is not None or isinstance(score, _MISTAKES)):
+                return in_words(score)
+        return ""
 
     def _sum(self, scores: Sequence[Score | Exception]) -> Score | Exception:
         numbers: dict[str, float] = {}
