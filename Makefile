@@ -183,12 +183,13 @@ peers: .venv-peers/.installed
 # The documentation as a site in build/site, built strictly and without a network, in an environment of its own.
 DOCS := .venv-docs
 docs: $(DOCS)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
+	@echo "the documentation is in build/site: open build/site/index.html"
 
 $(DOCS)/.installed: constraints-docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt mkdocs-material \
-	  'mkdocstrings[python]'
+	  'mkdocstrings[python]' ruff
 	touch $@
 
 # Draws docs/figures/*.svg from what the library computes.
