@@ -1,0 +1,162 @@
+"""What documents tell a reader to type exists, and the first steps run as they are shown, in an empty folder."""
+
+import contextlib
+import json
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.data.conftest import CHAT_TEMPLATE, build_tokenizer
+from treering.cli.commands import app
+from treering.cli.main import _UsageError, main
+from treering.cli.reference.settings import sections_of
+from treering.config import RlConfig, SftConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+QUICK_START = ROOT / "docs" / "quick_start.md"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A command, behind variables or torchrun; a line `treering: ...` is one that a command prints.
+COMMAND = re.compile(r"^(?:\w+=\S+ |torchrun (?:-\S+ (?:\d+ )?)*)*treering (.*)$", re.MULTILINE)
+ENDINGS = {"json": "jsonl", "python": "py"}
+MODEL = Path("Qwen", "Qwen3-0.6B")
+SETTINGS = {
+    f"{section.name}.{one.key}".lstrip(".")
+    for config in (SftConfig, RlConfig)
+    for section in sections_of(config)
+    for one in section.settings
+}
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The words behind `treering` of each command in the blocks of a text."""
+    blocks = "\n".join(block.replace("\\\n", " ") for _, block in BLOCK.findall(text))
+    return [shlex.split(command, comments=True) for command in COMMAND.findall(blocks)]
+
+
+def is_setting(key: str) -> bool:
+    """Whether a dotted key is a setting, or stands in one that is a table."""
+    return any(key == one or key.startswith(f"{one}.") for one in SETTINGS)
+
+
+def keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a TOML document, without tables."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def parse(words: list[str]) -> None:
+    """Parses a command as the command line does, settings included, and runs nothing."""
+    group = typer.main.get_command(app)
+    context = group.make_context("treering", [], resilient_parsing=True)
+    command = group.get_command(context, words[0])
+    assert command is not None, f"no command {words[0]}"
+    with contextlib.suppress(typer.Exit):
+        command.make_context(words[0], words[1:])
+    if words[0] in ("sft", "train", "eval"):
+        unknown = [word for word in words[2:] if "=" in word and not is_setting(word.partition("=")[0])]
+        assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_parse(page: Path) -> None:
+    for words in commands_in(page.read_text(encoding="utf-8")):
+        parse(words)
+
+
+def test_commands_are_found_and_mistyped_ones_refused() -> None:
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert sum(len(commands_in(text)) for text in texts) >= sum(text.count("\ntreering ") for text in texts) >= 40
+    for right in ("inspect a --show 3", "sft a.toml train.num_epochs=1"):
+        parse(right.split())
+    for wrong in ("inpsect a", "inspect a --shwo 3", "init a", "sft a.toml train.num_epoch=1"):
+        with pytest.raises((_UsageError, AssertionError)):
+            parse(wrong.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_targets_and_settings_of_a_page_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        for target in re.findall(r"^make ([\w-]+)", block, re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+        if language == "toml":
+            unknown = [key for key in keys_of(tomllib.loads(block)) if "." in key and not is_setting(key)]
+            assert unknown == []
+
+
+def files_in(text: str) -> Iterator[tuple[str, str]]:
+    """Name and content of the files that a text shows: a block is the file that was last named before it."""
+    for block in BLOCK.finditer(text):
+        ending = ENDINGS.get(block[1], "")
+        names = re.findall(rf"`(\w+\.{ending})`", text[: block.start()]) if ending else []
+        if names:
+            yield names[-1], block[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with the reader's files and, under the name that pages use, a tiny model with a tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in files_in(QUICK_START.read_text(encoding="utf-8")):
+        Path(name).write_text(content, encoding="utf-8")
+    MODEL.mkdir(parents=True)
+    tokenizer = build_tokenizer(["<|im_start|>", "<|im_end|>"], ["What is 17 + 25?"], use_regex=True)
+    tokenizer.save(str(MODEL / "tokenizer.json"))
+    (MODEL / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE})
+    )
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"vocab_size": 400, "head_dim": 8, "intermediate_size": 16, "max_position_embeddings": 100}
+    Qwen3ForCausalLM(Qwen3Config(**shape, **sizes)).save_pretrained(MODEL)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("section", "written"),
+    [
+        (
+            QUICK_START.read_text(encoding="utf-8"),
+            ["sft.toml", "runs/traces-sft/report.html", "train.toml", "runs/prompts-train/report.html"],
+        ),
+        (
+            (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## On your own data\n")[2].partition("\n## ")[0],
+            ["sft.toml", "runs/traces-sft/checkpoints"],
+        ),
+    ],
+    ids=["quick_start", "README"],
+)
+def test_the_first_steps_run_as_shown(
+    section: str,
+    written: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commands = commands_in(section)
+    assert {"inspect", "init", "sft"} <= {words[0] for words in commands}
+    outputs = []
+    for words in commands:
+        monkeypatch.setattr(sys, "argv", ["treering", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert not ended.value.code, (words, err)
+        outputs.append(out)
+    assert [path for path in written if not (folder / path).exists()] == []
+    # What the first command says to do next is what the page does next.
+    assert f"Next: treering {shlex.join(commands[2])}" in " ".join(outputs[0].split())
+    assert "⟦" in outputs[1]
