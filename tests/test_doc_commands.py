@@ -23,7 +23,9 @@ from treering.config import RlConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-QUICK_START = ROOT / "docs" / "quick_start.md"
+QUICK_START = (ROOT / "docs" / "quick_start.md").read_text(encoding="utf-8")
+_, _, FROM_OWN_DATA = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## On your own data\n")
+OWN_DATA = FROM_OWN_DATA.partition("\n## ")[0]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # A command, behind variables or torchrun; a line `treering: ...` is one that a command prints.
 COMMAND = re.compile(r"^(?:\w+=\S+ |torchrun (?:-\S+ (?:\d+ )?)*)*treering (.*)$", re.MULTILINE)
@@ -110,7 +112,7 @@ def files_in(text: str) -> Iterator[tuple[str, str]]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder with the reader's files and, under the name that pages use, a tiny model with a tokenizer."""
     monkeypatch.chdir(tmp_path)
-    for name, content in files_in(QUICK_START.read_text(encoding="utf-8")):
+    for name, content in files_in(QUICK_START):
         Path(name).write_text(content, encoding="utf-8")
     MODEL.mkdir(parents=True)
     tokenizer = build_tokenizer(["<|im_start|>", "<|im_end|>"], ["What is 17 + 25?"], use_regex=True)
@@ -128,14 +130,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("section", "written"),
     [
-        (
-            QUICK_START.read_text(encoding="utf-8"),
-            ["sft.toml", "runs/traces-sft/report.html", "train.toml", "runs/prompts-train/report.html"],
-        ),
-        (
-            (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## On your own data\n")[2].partition("\n## ")[0],
-            ["sft.toml", "runs/traces-sft/checkpoints"],
-        ),
+        (QUICK_START, ["sft.toml", "runs/traces-sft/report.html", "train.toml", "runs/prompts-train/report.html"]),
+        (OWN_DATA, ["sft.toml", "runs/traces-sft/checkpoints"]),
     ],
     ids=["quick_start", "README"],
 )

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: READMEs join the site, links say titles, pages are there as Markdown too, llms.txt lists them."""
+"""Hooks of mkdocs.yml: READMEs join the site, links say titles, every page is there as Markdown, llms.txt lists all."""
 
 import re
 from collections.abc import Iterator
