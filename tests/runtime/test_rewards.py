@@ -85,14 +85,15 @@ def test_a_rollout_that_ends_its_worker_is_left_out_and_counted(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["crashes", "ends itself"])
-def test_a_reward_that_always_ends_its_worker_ends_the_run_in_one_line(name: str) -> None:
+def test_a_reward_that_always_ends_its_worker_ends_the_run_in_its_first_step_in_one_line(name: str) -> None:
     with doing(name, always=True) as loop:
         with pytest.raises(StateError) as caught:
             run(loop, NUM_STEPS)
-        assert loop.account.reward_worker_deaths == MAX_IN_A_ROW * (3 if name == "ends itself" else 1)
+        assert loop.account.reward_worker_deaths == 8 * (3 if name == "ends itself" else 1)
         assert loop.pids == {}
     text = str(caught.value)
-    assert "tests.runtime.tasks.Doing.reward ended or stopped its process for 10 of the last 10 rollouts" in text
+    assert "tests.runtime.tasks.Doing.reward failed for every rollout of step 1, for 8" in text
+    assert "its reward ended the reward worker" in text
     assert "\n" not in text
 
 
