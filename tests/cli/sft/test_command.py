@@ -404,7 +404,7 @@ def test_a_process_killed_while_it_trains_goes_on_to_bitwise_the_same_weights(fo
 
 def test_ctrl_c_loses_no_whole_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, overrides = config(folder), ["train.trees_per_step=1", "run.save_every=10min"]
-    ended = process(folder, path, "run.dir=ended", "train.num_steps=100000", *overrides)
+    ended = process(folder, path, "run.dir=ended", "train.num_steps=100000", *overrides, stderr=subprocess.PIPE)
     while ended.poll() is None and num_lines(folder / "ended" / "metrics.jsonl") < 3:
         time.sleep(0.005)
     ended.send_signal(signal.SIGINT)
@@ -423,12 +423,12 @@ def test_ctrl_c_loses_no_whole_step(folder: Path, capsys: pytest.CaptureFixture[
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def process(folder: Path, path: Path, *overrides: str) -> subprocess.Popen[bytes]:
+def process(folder: Path, path: Path, *overrides: str, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     source = Path(__file__).parents[3] / "src"
     code = "from treering.cli.main import main; main()"
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, "sft", str(path), *overrides]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": stderr}
     return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=take_signals, **pipes)
 
 
