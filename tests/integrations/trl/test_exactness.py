@@ -13,6 +13,9 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 # Rounding in float32 over three steps; the stock trainer with other micro-batches is 4e-7 to 2e-6 from itself.
 GRADIENTS = 3e-6
+# The advantages of a group that leaves one out sum to 0, so the first gradient is a small difference of large terms, which
+# rounds ten times as far: 3.3e-6 on some processors, where the same steps in float64 are 2e-7 apart, the norms' float32.
+LEAVE_ONE_OUT_GRADIENTS = 1e-5
 METRICS = 1e-5
 # Sums of log-probs over a completion.
 LOGPS = 2e-5
@@ -89,7 +92,8 @@ def test_gradients_and_metrics_are_those_of_the_stock_trainer(name: str, tmp_pat
     stock = trained(name, tmp_path / "stock", shared=None)
     ours = trained(name, tmp_path / "ours", shared={"group_batches": False})
     assert len(stock.gradients) >= 3
-    assert runs.apart(ours.gradients, stock.gradients) <= GRADIENTS
+    bound = LEAVE_ONE_OUT_GRADIENTS if name.startswith("rloo") else GRADIENTS
+    assert runs.apart(ours.gradients, stock.gradients) <= bound
     found = runs.metrics_apart(ours.logs, stock.logs)
     assert "loss" in found
     assert ("rewards/accuracies" in found) == name.startswith("dpo")
