@@ -13,8 +13,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 # Rounding in float32 over three steps; the stock trainer with other micro-batches is 4e-7 to 2e-6 from itself.
 GRADIENTS = 3e-6
-# The advantages of a group that leaves one out sum to 0, so the first gradient is a small difference of large terms, which
-# rounds ten times as far: 3.3e-6 on some processors, where the same steps in float64 are 2e-7 apart, the norms' float32.
+# The advantages of a group that leaves one out sum to 0: its first gradient is a small difference of large terms, which
+# rounds further. It is 3.3e-6 on some processors, where the same steps in float64 are 2e-7 apart, by norms in float32.
 LEAVE_ONE_OUT_GRADIENTS = 1e-5
 METRICS = 1e-5
 # Sums of log-probs over a completion.
