@@ -93,6 +93,7 @@ def rewards_of_both(host: Host, learn: Any) -> tuple[dict[str, float], dict[str,
     return first, last
 
 
+@pytest.mark.slow
 def test_it_learns_sums_as_on_the_torch_engine(sums: Host) -> None:
     """Means over the last two of six GRPO steps and three seeds, 384 rollouts each."""
     first, last = rewards_of_both(sums, learned_sums)

@@ -41,6 +41,7 @@ def test_a_run_drafts_learns_and_resumes(tmp_path: Path) -> None:
     assert (resumed["resumed_from_step"], resumed["num_steps"]) == (3, 4)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL to a rollout worker with vLLM inside: every rollout is sampled and trained once, and vLLM ends too."""
     # Imported here: numba must not be loaded before the LLMs of other tests start in this process.
