@@ -300,7 +300,7 @@ class Collection:
         return sorted(by_key, key=lambda key: (rank[key[0]], key[2]))
 
     def _request(self, key: RolloutKey, so_far: Rollout | None = None) -> Request:
-        prompt_id, draw, sample = key
+        prompt_id, draw, sample = key[:3]
         return Request(
             prompt_id=prompt_id,
             prompt=self._prompts[prompt_id].tokens,
