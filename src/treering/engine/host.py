@@ -72,6 +72,11 @@ class EngineHost:
         """Whether the thread blocks because no call is open."""
         return self._is_waiting.is_set()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the service; None while there is none."""
+        return self._error
+
     def submit(self, request: Request) -> "Future[Rollout]":
         """Asks for a call, from any thread; the future gets its rollout, or the engine's error.
 

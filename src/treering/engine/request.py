@@ -88,8 +88,8 @@ class Request:
     """One rollout to sample.
 
     (prompt_id, draw, sample) is the rollout's key, with the call for one of an episode's calls: with the engine's seed
-    and each token's position it determines the noise. Two requests in an engine must not share a key. Requests with equal prompts share the prompt's keys and
-    values; requests with equal prompt_id and draw are siblings.
+    and each token's position it determines the noise. Two requests in an engine must not share a key. Requests with
+    equal prompts share the prompt's keys and values; requests with equal prompt_id and draw are siblings.
 
     Example: `Request(prompt_id="q1", prompt=np.array([5, 6], np.int32), sampling=Sampling(max_tokens=8), sample=3)`
     """
