@@ -6,6 +6,7 @@ the messages after it. Any other chat, such as one that summarises its history, 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date as Date
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from treering.data.formats.messages import decode_messages
 from treering.data.formats.tool_calls import decode_tools
 from treering.data.rendering.renderer import Renderer, Template
 from treering.data.trajectory import Message
-from treering.rl.tasks.text_tokens import TextTokens
+from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
 from treering.types import TokenIds
 
 Messages = Sequence[Message | Mapping[str, Any]]
@@ -40,11 +41,21 @@ class ChatTokens:
     Example: with Qwen3's tokenizer, `prompt([{"role": "user", "content": "Hi"}])` ends in the opening of an answer.
     """
 
-    def __init__(self, tokenizer: Path, template: Template = "auto") -> None:
-        """Opens the folder; raises ConfigError if it has no tokenizer, or no chat form."""
+    def __init__(self, tokenizer: Path, template: Template = "auto", date: Date | None = None) -> None:
+        """Opens the folder; `template` and `date` are as for `Renderer`.
+
+        Raises:
+            ConfigError: the folder has no tokenizer, or no chat form.
+        """
         self.text = TextTokens(tokenizer)
-        self._renderer = Renderer(tokenizer=tokenizer, template=template)
+        self._renderer = Renderer(tokenizer=tokenizer, template=template, date=date)
         self._shows_tools = self._renderer.chat_template is not None
+
+    @property
+    def end_of_turn(self) -> str | None:
+        """What the chat template writes after a turn; None for the plain form, whose marker the tokenizer knows."""
+        template = self._renderer.chat_template
+        return None if template is None else end_of_turn(template)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
         """The ids of a new chat, int32 [N].

@@ -71,13 +71,27 @@ class EnvironmentTask(Task):
     Example: `EnvironmentTask(Sums(), ChatTokens(folder), EpisodeOptions(max_rows=8)).prompts[0].prompt_id` is "2+2".
     """
 
-    def __init__(self, environment: Environment, chat: ChatTokens, options: EpisodeOptions) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        chat: ChatTokens,
+        options: EpisodeOptions,
+        *,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> None:
         """Reads the tasks.
+
+        Args:
+            environment: what runs.
+            chat: tokens of its chats.
+            options: how episodes run.
+            stop_tokens: what ends a turn; None is what the tokenizer says.
 
         Raises:
             InputError: no task, or one that is no `EnvTask`.
         """
         self.environment, self.chat, self.options = environment, chat, options
+        self._stop_tokens = tuple(chat.text.end_tokens if stop_tokens is None else stop_tokens)
         self.tasks = {task.id: task for task in _checked_tasks(environment)}
         self._prompts = tuple(
             TaskPrompt(prompt_id=task.id, tokens=np.zeros(0, np.int32), columns={"data": task.data})
@@ -96,8 +110,8 @@ class EnvironmentTask(Task):
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """None here: the configuration finds those of tokenizer, template and model."""
-        return ()
+        """Tokens that end a turn."""
+        return self._stop_tokens
 
     @property
     def reward_name(self) -> str:
