@@ -1,12 +1,14 @@
 """What environments sample is what is trained, once, whoever ends first and whatever fails."""
 
 import asyncio
+import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,9 @@ from tests.rl.environments.worlds import (
     user,
 )
 from treering.engine.request import Request, Sampling
-from treering.errors import StateError
+from treering.errors import Interrupted, StateError
 from treering.rl.collect import Collected, Group
+from treering.rl.environments.collect import collect_episodes
 from treering.rl.environments.environment import EnvTask, Outcome
 from treering.rl.environments.policy import ContextFullError, Policy
 from treering.tree.forest import Forest
@@ -171,6 +174,21 @@ def test_deterministic_episodes_give_the_same_batches_so_that_a_run_repeats_bitw
     assert found[1:] == found[:-1]
 
 
+HANGING = """
+import asyncio, threading
+from tests.rl.environments.worlds import Linear, collect, engine_of, model_of, task_of
+
+class Hanging(Linear):
+    async def run(self, task, policy):
+        if policy._session.sample == 1:
+            await asyncio.to_thread(threading.Event().wait)
+        return await super().run(task, policy)
+
+found = collect(engine_of(model_of()), task_of(Hanging(), episode_timeout_s=1.0), group_size=2)
+print(f"{found.num_reward_errors} of 2: {next(iter(found.error_counts))}")
+"""
+
+
 class Failing(Linear):
     """Some samples of a task fail, each in its own way."""
 
@@ -235,6 +253,35 @@ def test_an_episode_that_blocks_the_others_ends_the_run_with_its_place(model: Pr
             collect(engine_of(model), task_of(Blocking(), episode_timeout_s=0.3))
     finally:
         release.set()
+
+
+def test_a_tool_that_hangs_in_a_thread_leaves_its_episode_out_and_lets_the_program_end(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(HANGING)
+    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "1 of 2: no end within 1 s (task.episode_timeout)\n", ended.stderr
+    assert ended.returncode == 0
+
+
+def test_an_interrupt_between_episodes_leaves_an_idle_engine(model: PreTrainedModel) -> None:
+    engine = engine_of(model)
+
+    def interrupt(num_ended: int) -> None:
+        if num_ended:
+            raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        collect_episodes(
+            engine,
+            task_of(Linear()),
+            task_of(Linear()).prompts,
+            {},
+            group_size=4,
+            sampling=Sampling(max_tokens=500),
+            on_progress=interrupt,
+        )
+    assert engine.num_unfinished == 0
+    assert not any(thread.name.startswith("treering-e") for thread in threading.enumerate())
 
 
 def test_a_late_call_of_an_ended_episode_is_refused(model: PreTrainedModel) -> None:

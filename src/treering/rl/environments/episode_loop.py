@@ -11,6 +11,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from treering.rl.environments.daemon_threads import DaemonThreads
+
 _PATIENCE_S = 1.0
 """How long ending waits for coroutines that are cancelled."""
 
@@ -52,6 +54,7 @@ class EpisodeLoop:
         self._busy_since: float | None = time.monotonic()
         self._loop = asyncio.SelectorEventLoop(_Selector(self._note_idle, self._note_busy))
         self._loop.set_exception_handler(_ignore)
+        self._loop.set_default_executor(DaemonThreads())
         self._thread = threading.Thread(target=self._serve, name="treering-episodes", daemon=True)
         self._thread.start()
 
