@@ -84,6 +84,7 @@ def test_a_caller_that_leaves_gives_its_row_back() -> None:
         async def leave() -> None:
             task = asyncio.ensure_future(host.sample(request_of(90, call=1)))
             await asyncio.sleep(0)
+            wait_for(lambda: engine.num_unfinished == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

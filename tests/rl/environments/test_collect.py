@@ -109,14 +109,22 @@ def test_a_chat_goes_on_after_the_very_tokens_that_were_sampled(
     """Random bytes are no valid text, so a chat that is rendered anew would have other tokens."""
     watched = Watched(monkeypatch)
     engine = engine_of(model)
-    collected = collect(engine, task_of(Linear()), group_size=1)
-    (calls,) = watched.calls.values()
-    for before, call in pairwise(calls):
+    collected = collect(engine, task_of(Linear(), max_turn_tokens=16), num_tasks=4)
+    pairs = [pair for calls in watched.calls.values() for pair in pairwise(calls)]
+    for before, call in pairs:
         assert call.context[: before.path.size].tolist() == before.path.tolist()
         # A turn that was cut off is ended for it.
         assert (before.path[-1] == TURN_END) != (call.context[before.path.size] == TURN_END)
-    assert [len(group.rollouts) for group in collected.groups] == [1]
-    # All but each turn's new tokens were in memory.
+    assert 0 < sum(before.path[-1] == TURN_END for before, _ in pairs) < len(pairs)
+    assert [len(group.rollouts) for group in collected.groups] == [8] * 4
+
+
+def test_a_turn_computes_its_new_tokens_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what follows the earlier turn was in memory."""
+    watched = Watched(monkeypatch)
+    engine = engine_of(model)
+    collect(engine, task_of(Linear()), group_size=1)
+    (calls,) = watched.calls.values()
     tails = [calls[0].context.size - 1] + [call.context.size - before.path.size for before, call in pairwise(calls)]
     assert engine.stats.num_prefilled == sum(tails)
 
@@ -150,9 +158,25 @@ def test_sub_agents_sample_the_same_tokens_in_whatever_order_they_run(model: Pre
 def test_batches_and_episodes_in_flight_change_no_token(model: PreTrainedModel) -> None:
     def found(max_batch: int, in_flight: int) -> object:
         engine = engine_of(model, max_batch=max_batch)
-        return tokens_by_sample(collect(engine, task_of(Rerendered(), episodes_in_flight=in_flight)))
+        return list(tokens_by_sample(collect(engine, task_of(Rerendered(), episodes_in_flight=in_flight))).items())
 
     assert found(8, 16) == found(2, 3) == found(1, 1)
+
+
+def test_groups_are_in_the_order_of_tasks_and_samples_whoever_ends_first(model: PreTrainedModel) -> None:
+    class Uneven(World):
+        async def run(self, task: EnvTask, policy: Policy) -> float:
+            for _ in range(1 + 3 * policy._session.sample % 8):
+                reply = await policy.chat([user("hello")])
+            return self.reward([reply.text])
+
+    collected = collect(engine_of(model), task_of(Uneven()), num_tasks=2)
+    assert [group.prompt.prompt_id for group in collected.groups] == ["t0", "t1"]
+    for group in collected.groups:
+        samples = [rollout.sample for rollout in group.rollouts]
+        assert samples == sorted(samples)
+        assert group.runs is not None
+        assert list(group.runs.of) == samples
 
 
 def test_a_context_that_is_sampled_again_gets_other_answers_and_a_run_repeats_them(model: PreTrainedModel) -> None:

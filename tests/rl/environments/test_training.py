@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+import treering
 from tests.models import build_float64
-from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, engine_of, task_of
+from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, collect, engine_of, task_of
 from tests.rl.rollouts import rollout_of
 from tests.rl.runs import PLAIN, eager, store
 from treering.engine.protocol import Engine
@@ -70,6 +71,23 @@ def test_a_resumed_run_ends_bitwise_as_one_that_was_not_stopped(tmp_path: Path, 
         assert all(torch.equal(stopped[key], whole[key]) for key in whole)
     before = build_float64("qwen3", vocab_size=VOCAB).state_dict()
     assert any(not torch.equal(before[key], whole[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_gradient_of_a_tree_of_runs_is_that_of_their_branches_one_by_one(name: str) -> None:
+    model = build_float64("qwen3", vocab_size=VOCAB).eval()
+    groups = collect(engine_of(model), task_of(WORLDS[name]()), num_tasks=2, group_size=4).groups
+    found = []
+    for layout in ("tree", "packed"):
+        options = RlOptions(prompts_per_step=2, group_size=4, sampling=Sampling(max_tokens=9), layout=layout)
+        batch = make_rl_batch(groups, estimator="grpo", layout=layout, normalizer=options.weighting.normalizer)
+        model.zero_grad()
+        treering.backward(model, batch.trees.forests, options.make_objective(batch))
+        found.append({key: weight.grad.clone() for key, weight in model.named_parameters()})
+    tree, packed = found
+    assert sum(float(grad.norm()) for grad in packed.values()) > 0
+    for key, expected in packed.items():
+        assert float((tree[key] - expected).norm()) <= 1e-10 * float(expected.norm()) + 1e-14
 
 
 def group_of(
