@@ -331,6 +331,39 @@ def test_a_late_call_of_an_ended_episode_is_refused(model: PreTrainedModel) -> N
     assert "has ended" in str(late[0])
 
 
+@pytest.mark.parametrize(
+    ("outcome", "rule"),
+    [
+        (Outcome(reward=1.0, rewards={"critc": 1.0}), "has no 'critc'"),
+        (Outcome(reward=1.0, turn_rewards={7: 1.0}), "has no call 7"),
+    ],
+)
+def test_a_reward_for_nobody_fails_its_run(model: PreTrainedModel, outcome: Outcome, rule: str) -> None:
+    class Mistaken(World):
+        async def run(self, task: EnvTask, policy: Policy) -> Outcome:
+            policy.agent("critic")
+            await policy.chat([user("hello")])
+            return outcome
+
+    collected = collect(engine_of(model), task_of(Mistaken(), max_failed=1.0), group_size=2)
+    assert collected.num_reward_errors == 2
+    assert rule in next(iter(collected.error_counts))
+
+
+def test_a_call_has_the_reward_that_its_number_names(model: PreTrainedModel) -> None:
+    class Rewarding(World):
+        async def run(self, task: EnvTask, policy: Policy) -> Outcome:
+            judge = policy.agent("judge", trainable=False)
+            first = await policy.chat([user("hello")])
+            await judge.chat([user("well?")])
+            second = await policy.chat([user("bye")])
+            return Outcome(reward=0.0, turn_rewards={first.call: 1.0, second.call: 0.5})
+
+    (group,) = collect(engine_of(model), task_of(Rewarding()), group_size=2).groups
+    assert group.runs is not None
+    assert group.runs.turn_rewards == ((1.0, 0.5), (1.0, 0.5))
+
+
 def test_an_engines_error_ends_the_step(model: PreTrainedModel) -> None:
     engine = engine_of(model)
 
@@ -339,7 +372,7 @@ def test_an_engines_error_ends_the_step(model: PreTrainedModel) -> None:
 
     engine.step = broken  # type: ignore[method-assign]
     with pytest.raises(StateError, match="logits hold NaN"):
-        collect(engine, task_of(Linear(), max_failed=1.0))
+        collect(engine, task_of(Linear(), max_failed=0.0))
 
 
 def test_a_full_context_is_an_error_that_the_episode_may_catch(model: PreTrainedModel) -> None:

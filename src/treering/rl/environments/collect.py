@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -128,32 +129,39 @@ class _Step:
         keys = [
             (prompt.prompt_id, draws.get(prompt.prompt_id, 0), i) for prompt in prompts for i in range(self._group_size)
         ]
-        loop.start(self._all(host, keys, on_finished))
+        episodes = loop.start(self._all(host, keys, on_finished))
         runs: list[Run] = []
         while len(runs) < len(keys):
-            ended = self._next(loop, host)
+            ended = self._next()
             runs += ended
+            if not ended:
+                self._check_running(loop, episodes)
+            if host.error is not None:
+                raise host.error
             if on_progress is not None:
                 on_progress(len(ended))
             _check_failures(runs, len(keys), self._options.max_failed)
         return runs
 
-    def _next(self, loop: EpisodeLoop, host: EngineHost) -> list[Run]:
+    def _next(self) -> list[Run]:
         """The next run that ends, if one does soon."""
         try:
             return [self._ended.get(timeout=_TICK_S)]
         except Empty:
-            pass
-        if host.error is not None:
-            raise host.error
-        if loop.busy_s() > self._options.episode_timeout_s:
+            return []
+
+    def _check_running(self, loop: EpisodeLoop, episodes: "Future[None]") -> None:
+        """Raises what ended the episodes, or that one blocks the others."""
+        if episodes.done() and self._ended.empty():
+            episodes.result()
+        limit = self._options.episode_timeout_s
+        if loop.busy_s() > limit:
             frame = loop.frame()
             place = None if frame is None else place_of_frame(frame)
             raise StateError(
-                f"episodes share one event loop, and one has blocked it for {self._options.episode_timeout_s:g} s"
+                f"episodes share one event loop, and one has blocked it for {limit:g} s"
                 f"{'' if place is None else f' at {place}'}; await what waits there, or call it by asyncio.to_thread"
             )
-        return []
 
     async def _all(
         self, host: EngineHost, keys: Sequence[RolloutKey], on_finished: Callable[[Rollout], None] | None
@@ -189,7 +197,10 @@ class _Step:
             limit = f"no end within {self._options.episode_timeout_s:g} s (task.episode_timeout)"
             return Run(key=key, error=f"{whose(key)}{limit}")
         found = running.result()
-        return Run(key=key, error=f"{whose(key)}{found}") if isinstance(found, str) else self._run(session, found)
+        error = found if isinstance(found, str) else _unknown_names(session, found)
+        if isinstance(found, str) or error is not None:
+            return Run(key=key, error=f"{whose(key)}{error}")
+        return self._run(session, found)
 
     async def _outcome(self, session: Session) -> Outcome | str:
         """What the user's coroutine returns, or its error in words."""
@@ -234,6 +245,17 @@ class _Step:
             turns=tuple(branch.turns for branch in branches),
             turn_rewards=worth if any(worth) else (),
         )
+
+
+def _unknown_names(session: Session, outcome: Outcome) -> str | None:
+    """What an outcome rewards and the run does not have."""
+    agents = [name for name in outcome.rewards if name not in session.trainable]
+    calls = [number for number in outcome.turn_rewards if number not in session.calls]
+    if agents:
+        return f"InputError: rewards are of agents of the run, which has no {agents[0]!r}; ask policy.agent for it"
+    if calls:
+        return f"InputError: turn_rewards are of calls of the run, which has no call {calls[0]!r}; take Reply.call"
+    return None
 
 
 def _rollout(session: Session, branch: Branch, reward: float) -> Rollout:
