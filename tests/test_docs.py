@@ -27,6 +27,7 @@ DOCUMENTS = (
     "docs/kernels.md",
     "docs/agent_trees.md",
     "docs/rewards.md",
+    "docs/environments.md",
 )
 # An example, and the next block where it is an output: a document says what an example prints, always behind it.
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:[^`]|`(?!``))*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)

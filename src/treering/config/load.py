@@ -62,8 +62,9 @@ def load_written(
 
 def _without_defaults(config_type: type[BaseModel], written: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
+    fields = {field.alias or name: field for name, field in config_type.model_fields.items()}
     for name, value in written.items():
-        field = config_type.model_fields.get(name)
+        field = fields.get(name)
         inner = None if field is None else section_type(field.annotation)
         if inner is not None and isinstance(value, Mapping):
             if inside := _without_defaults(inner, value):

@@ -117,13 +117,13 @@ def _keys(config_type: type[BaseModel], section: list[str]) -> list[str]:
         inner = section_type(config_type.model_fields[name].annotation)
         assert inner is not None, f"{name!r} holds no keys"
         config_type = inner
-    return list(config_type.model_fields)
+    return [field.alias or name for name, field in config_type.model_fields.items()]
 
 
 def _dotted_keys(config_type: type[BaseModel]) -> Iterator[str]:
     for name, field in config_type.model_fields.items():
         inner = section_type(field.annotation)
         if inner is None:
-            yield name
+            yield field.alias or name
             continue
         yield from (f"{name}.{key}" for key in _dotted_keys(inner))

@@ -252,10 +252,10 @@ class RlConfig(Config):
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
         check_warmup(warmup_steps=self.optim.warmup_steps, num_steps=self.rl.num_steps)
-        if self.task.kind == "prompts" and self.warmup.num_steps > 0:
+        if self.task.kind in ("prompts", "environment") and self.warmup.num_steps > 0:
             raise ConfigError(
-                'warmup trains on solutions, and task.kind = "prompts" has none; set warmup.num_steps = 0, and start '
-                "from a model that `treering sft` has trained"
+                f'warmup trains on solutions, and task.kind = "{self.task.kind}" has none; set warmup.num_steps = 0, '
+                "and start from a model that `treering sft` has trained"
             )
         return self
 
@@ -307,6 +307,30 @@ class RlConfig(Config):
             raise ConfigError(
                 'evaluations sample with the engine of this process, and engine.kind is "vllm"; remove [eval], and '
                 "evaluate checkpoints with `treering eval RUN engine.kind=torch`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> Self:
+        if self.task.kind != "environment":
+            return self
+        refused = {
+            "runtime.workers": (self.runtime.workers, 0),
+            "engine.kind": (self.engine.kind, "torch"),
+            "rl.kl_in": (self.rl.kl_in, "loss"),
+        }
+        for name, (value, only) in refused.items():
+            if value != only:
+                raise ConfigError(
+                    f'task.kind = "environment" runs its episodes beside the engine of this process, and {name} is '
+                    f"{value!r}; set it to {only!r}"
+                )
+        if self.eval.is_set:
+            raise ConfigError("the episodes of an environment are not evaluated apart, and [eval] is set; remove it")
+        if self.task.max_turn_tokens > self.sampling.max_tokens:
+            raise ConfigError(
+                f"sampling.max_tokens = {self.sampling.max_tokens} bounds a context with its turn, and "
+                f"task.max_turn_tokens is {self.task.max_turn_tokens}; raise the one, or lower the other"
             )
         return self
 

@@ -1,19 +1,27 @@
 """The [task] and [warmup] sections of `treering train`. Loading them opens no file and imports no torch."""
 
+from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from treering.config.judge import JudgeConfig
 from treering.config.load import Config
 from treering.config.problems import describe
-from treering.config.values import Count, FilePath, ModelPath, Positive, Seed, TemplateDate
+from treering.config.values import Count, CountOrAuto, FilePath, ModelPath, Positive, Seed, TemplateDate
 from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
-_FROM_FILE = (
-    *("file", "tokenizer", "template", "date", "reward", "max_prompts", "max_prompt_tokens", "stop_tokens", "judge"),
+_CHAT = ("tokenizer", "template", "date", "stop_tokens")
+_FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
+_OF_ENVIRONMENT = (
+    *_CHAT,
+    *("class_", "episodes_in_flight", "episode_timeout", "max_turn_tokens", "max_failed", "shared", "weights"),
 )
+_SETTINGS = MappingProxyType(
+    {"sums": _GENERATED, "calculator": _GENERATED, "prompts": _FROM_FILE, "environment": _OF_ENVIRONMENT}
+)
+_OWNERS = MappingProxyType({"sums": "sums and calculator", "prompts": '"prompts"', "environment": '"environment"'})
 
 
 class RewardConfig(Config):
@@ -38,10 +46,41 @@ def _several(value: object) -> object:
 class TaskConfig(Config):
     """Prompts and rewards."""
 
-    kind: Literal["sums", "calculator", "prompts"] = Field(
+    # "class" is no name in Python.
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+
+    kind: Literal["sums", "calculator", "prompts", "environment"] = Field(
         default="sums",
         description="sums: chained sums in one turn. calculator: the same with a tool, in several turns. prompts: a "
-        "file of prompts.",
+        "file of prompts. environment: episodes of a class of your own.",
+    )
+    class_: str | None = Field(
+        default=None,
+        alias="class",
+        description="Environment: file.py:Name or package.module:Name, looked up as task.reward is.",
+    )
+    episodes_in_flight: CountOrAuto = Field(
+        default="auto", description="Environment: episodes that run at one time. auto: twice engine.max_batch."
+    )
+    episode_timeout: Positive = Field(
+        default=600.0, description="Environment: seconds after which an episode is left out."
+    )
+    max_turn_tokens: Count = Field(
+        default=512,
+        description="Environment: tokens of a turn, at most; sampling.max_tokens then bounds a context with its turn.",
+    )
+    max_failed: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5, description="Environment: share of a step's episodes that may fail; above it the run stops."
+    )
+    shared: Literal["once", "sum"] = Field(
+        default="once",
+        description="Environment: how sampled tokens count that several branches of a run go through. once: one branch "
+        "trains them. sum: each does.",
+    )
+    weights: Literal["runs", "branches"] = Field(
+        default="runs",
+        description="Environment: what counts as one sequence in the loss. runs: a run, however many branches it has. "
+        "branches: each branch.",
     )
     num_prompts: Count = Field(default=64, description="Sums: distinct ones to draw.")
     seed: Seed = Field(default=0, description="Sums: which ones are drawn.")
@@ -88,6 +127,11 @@ class TaskConfig(Config):
         """Whether one of the rewards is "judge"."""
         return "judge" in ([self.reward] if isinstance(self.reward, str) else [each.name for each in self.reward])
 
+    @property
+    def _given(self) -> set[str]:
+        """What is set, other than to nothing."""
+        return {name for name in self.model_fields_set if getattr(self, name) is not None}
+
     @model_validator(mode="after")
     def _check_judge(self) -> Self:
         if self.uses_judge and None in (self.judge.url, self.judge.model):
@@ -98,13 +142,20 @@ class TaskConfig(Config):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        foreign = sorted(self.model_fields_set & set(_GENERATED if self.kind == "prompts" else _FROM_FILE))
+        own = _SETTINGS[self.kind]
+        foreign = sorted({name for names in _SETTINGS.values() for name in names if name not in own} & self._given)
         if foreign:
-            other = "sums and calculator" if self.kind == "prompts" else '"prompts"'
-            raise ConfigError(
-                f'kind = "{self.kind}" has no {", ".join(foreign)}, which belong to {other}; remove them, or set '
-                "another kind"
+            owners = dict.fromkeys(
+                owner for kind, owner in _OWNERS.items() if any(name in _SETTINGS[kind] for name in foreign)
             )
+            raise ConfigError(
+                f'kind = "{self.kind}" has no {", ".join(name.rstrip("_") for name in foreign)}, which belong to '
+                f"{' or '.join(owners)}; remove them, or set another kind"
+            )
+        if self.kind == "environment" and self.class_ is None:
+            raise ConfigError('kind = "environment" runs a class of your own, and task.class is not set; set it')
+        if self.kind == "environment" and self.template == "raw":
+            raise ConfigError('an environment chats, and template = "raw" has no turns; set "auto", "hf" or "plain"')
         if self.kind == "prompts" and self.file is None:
             raise ConfigError('kind = "prompts" reads prompts from a file, and file is not set; set task.file')
         if self.min_terms > self.max_terms:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treering.data.unicode import valid_text
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.rollout import Rollout, RolloutKey, key_of
 from treering.errors import ConfigError, InputError
 from treering.types import MAX_TOKEN_ID, PromptId, TokenIds
 
@@ -87,9 +87,9 @@ class Sampling:
 class Request:
     """One rollout to sample.
 
-    (prompt_id, draw, sample) is the rollout's key: with the engine's seed and each token's position it determines the
-    noise. Two requests in an engine must not share a key. Requests with equal prompts share the prompt's keys and
-    values; requests with equal prompt_id and draw are siblings.
+    (prompt_id, draw, sample) is the rollout's key, with the call for one of an episode's calls: with the engine's seed
+    and each token's position it determines the noise. Two requests in an engine must not share a key. Requests with
+    equal prompts share the prompt's keys and values; requests with equal prompt_id and draw are siblings.
 
     Example: `Request(prompt_id="q1", prompt=np.array([5, 6], np.int32), sampling=Sampling(max_tokens=8), sample=3)`
     """
@@ -106,6 +106,8 @@ class Request:
     """Index of the rollout within its group."""
     so_far: Rollout | None = None
     """The rollout of this key to continue: after an observation, an abort or a migration, or a `Rollout.branch`."""
+    call: int | None = None
+    """Of an episode, which sample then names, the id of this call (`noise.call_id`); None for a rollout by itself."""
 
     def __post_init__(self) -> None:
         self._convert(self.prompt_id, self.prompt)
@@ -116,6 +118,8 @@ class Request:
         object.__setattr__(self, "prompt", prompt)
         if not all(_is_integer(number) and number >= 0 for number in (self.draw, self.sample)):
             raise InputError(f"draw and sample count from 0, got {self.draw!r} and {self.sample!r}; correct them")
+        if self.call is not None and not _is_integer(self.call):
+            raise InputError(f"a call is named by an integer, got {self.call!r}; take `call_id`, or None")
         if self.so_far is not None and self.so_far.key != self.key:
             raise InputError(
                 f"a request continues the rollout of its own key, got {self.key} and a rollout of {self.so_far.key}; "
@@ -136,8 +140,8 @@ class Request:
 
     @property
     def key(self) -> RolloutKey:
-        """(prompt_id, draw, sample)."""
-        return (self.prompt_id, self.draw, self.sample)
+        """See `RolloutKey`."""
+        return key_of(self.prompt_id, self.draw, self.sample, self.call)
 
     def unstarted(self) -> Rollout:
         """The rollout of a request aborted before it ran: only the tokens of `so_far`."""
@@ -147,6 +151,7 @@ class Request:
             prompt_id=self.prompt_id,
             draw=self.draw,
             sample=self.sample,
+            call=self.call,
             tokens=np.zeros(0, np.int32),
             logprobs=np.zeros(0),
             policy_logprobs=np.zeros(0),

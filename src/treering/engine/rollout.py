@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.types import LossMask, PromptId, TokenIds
 
-RolloutKey: TypeAlias = tuple[PromptId, int, int]
-"""(prompt_id, draw, sample): with the engine's seed and a token's position, the key of its noise."""
+RolloutKey: TypeAlias = tuple[PromptId, int, int] | tuple[PromptId, int, int, int]
+"""(prompt_id, draw, sample), and the call where it is one: with the engine's seed and a token's position, the key of
+its noise."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """stop: a stop token or string. length: max_tokens, or the engine's own limit. abort: aborted by the caller."""
 
 Logprobs: TypeAlias = NDArray[np.float64]
 
-_FIELDS = ("prompt_id", "draw", "sample", "finish_reason", "reward", "branched_from", "num_shared")
+_FIELDS = ("prompt_id", "draw", "sample", "finish_reason", "reward", "branched_from", "num_shared", "call")
 
 _ARRAYS: Mapping[str, np.dtype[Any]] = {
     "logprobs": np.dtype(np.float64),
@@ -33,6 +34,14 @@ _ARRAYS: Mapping[str, np.dtype[Any]] = {
     "loss_mask": np.dtype(bool),
 }
 """Widest dtypes first, so that every array is aligned in the block."""
+
+
+def key_of(prompt_id: PromptId, draw: int, sample: int, call: int | None) -> RolloutKey:
+    """The key of a rollout, or of a call of an episode.
+
+    Example: ("q", 0, 3) of a rollout, and ("q", 0, 3, 71) of a call.
+    """
+    return (prompt_id, draw, sample) if call is None else (prompt_id, draw, sample, call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +75,8 @@ class Rollout:
     """Sample index of the rollout that it branched from; None if it did not branch."""
     num_shared: int = 0
     """Leading tokens of a branch that belong to that rollout, with its log-probs and versions."""
+    call: int | None = None
+    """See `Request.call`."""
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "policy_logprobs", "loss_mask", "versions"):
@@ -94,8 +105,8 @@ class Rollout:
 
     @property
     def key(self) -> RolloutKey:
-        """(prompt_id, draw, sample)."""
-        return (self.prompt_id, self.draw, self.sample)
+        """See `RolloutKey`."""
+        return key_of(self.prompt_id, self.draw, self.sample, self.call)
 
     @property
     def num_tokens(self) -> int:

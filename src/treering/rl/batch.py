@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from treering.engine.rollout import Logprobs
 from treering.ranks.group import RankGroup
-from treering.rl.advantages import Estimator, group_advantages
+from treering.rl.advantages import Estimator
 from treering.rl.collect import Group
+from treering.rl.run_advantages import BranchAdvantages, branch_advantages, branch_weights
 from treering.train.loop.batches import Layout, StepBatch, TrainingTask, make_batch
 from treering.train.loop.ranks import share_batch
+from treering.train.loss_weights import Normalizer
 from treering.tree.plan.costs import CostModel
 from treering.types import TokenIds
 
@@ -31,10 +33,10 @@ class RlBatch:
 
     trees: StepBatch
     """Prompt and rollout as one sequence; only sampled tokens are trained."""
-    advantages: list[float]
-    """K numbers."""
-    group_advantages: list[NDArray[np.float64]]
-    """float64 [G] for each group of the step, including those not trained."""
+    advantages: list[float | NDArray[np.float64]]
+    """K numbers, or arrays with an entry per token; weighted so that runs count alike (`branch_weights`)."""
+    group_advantages: list[BranchAdvantages]
+    """Of each group of the step, including those not trained, and without weights."""
     old_logprobs: list[Logprobs]
     """K arrays, float64 [T] each: with the temperature only; 0 at tokens that were not sampled."""
     behaviour_logprobs: list[Logprobs]
@@ -48,24 +50,39 @@ class RlBatch:
 
 
 def make_rl_batch(
-    groups: Sequence[Group], *, estimator: Estimator, layout: Layout, keeps_equal: bool = False
+    groups: Sequence[Group],
+    *,
+    estimator: Estimator,
+    layout: Layout,
+    keeps_equal: bool = False,
+    normalizer: Normalizer = "token_mean",
 ) -> RlBatch:
     """The batch of a step's groups; with `keeps_equal` those with equal rewards are trained too.
 
+    `normalizer`: that of the loss, for the weights of runs with several branches.
+
     Example: groups with rewards [1, 0], [1, 1] and [] train the first; one has zero variance, one is empty.
     """
-    advantages = [group_advantages(group.rewards, estimator) for group in groups]
-    is_trained = [values.any() or (keeps_equal and values.size > 0) for values in advantages]
+    advantages = [branch_advantages(group, estimator) for group in groups]
+    is_zero = [not any(np.any(values) for values in of_group) for of_group in advantages]
+    is_trained = [
+        not zero or (keeps_equal and len(group.rollouts) > 0) for zero, group in zip(is_zero, groups, strict=True)
+    ]
     trained = list(compress(groups, is_trained))
     num_empty = sum(not group.rollouts for group in groups)
     rollouts = [(group.prompt.tokens, rollout) for group in trained for rollout in group.rollouts]
+    weights = branch_weights(trained, normalizer)
+    of_branches = [value for values in compress(advantages, is_trained) for value in values]
     return RlBatch(
         trees=make_batch([_as_task(group) for group in trained], layout),
-        advantages=[value for values in compress(advantages, is_trained) for value in values.tolist()],
+        advantages=[
+            value * weight if isinstance(value, np.ndarray) else float(value) * weight
+            for value, weight in zip(of_branches, weights, strict=True)
+        ],
         group_advantages=advantages,
         old_logprobs=[_after_prompt(prompt, rollout.policy_logprobs) for prompt, rollout in rollouts],
         behaviour_logprobs=[_after_prompt(prompt, rollout.logprobs) for prompt, rollout in rollouts],
-        num_zero_variance=len(groups) - sum(bool(values.any()) for values in advantages) - num_empty,
+        num_zero_variance=sum(is_zero) - num_empty,
         num_empty_groups=num_empty,
     )
 

@@ -27,14 +27,45 @@ NUM_MESSAGES = 5
 """Number of reward error messages kept."""
 
 
+RunWeights = Literal["runs", "branches"]
+"""What counts as one in means over sequences. runs: a run, however many branches it has. branches: each branch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """Which rollouts of a group are branches of one run, and what the run's calls were worth.
+
+    Example: two runs of which the first has two branches: `of` is (0, 0, 1).
+    """
+
+    of: tuple[int, ...]
+    """Of each rollout, the number of its run, ascending from 0 without gaps."""
+    turns: tuple[NDArray[np.int32], ...]
+    """Of each rollout, int32 [R]: which of the run's calls sampled each token that it trains, from 0; else -1."""
+    turn_rewards: tuple[tuple[float, ...], ...]
+    """Of each run, the rewards of its calls beside its own reward; () if none has one."""
+    weights: RunWeights = "runs"
+    """See `RunWeights`."""
+
+    @property
+    def num_runs(self) -> int:
+        """Runs with at least one branch."""
+        return 1 + max(self.of, default=-1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one prompt in one step."""
+    """The rollouts of one prompt in one step, which are compared with each other.
+
+    The runs of an environment are compared instead, each of which has one rollout or several: its branches.
+    """
 
     prompt: Prompt
-    """What they continue."""
+    """What they continue; that of an environment's task has no tokens."""
     rollouts: tuple[Rollout, ...]
     """Those with a reward, in sample order; may be empty."""
+    runs: Runs | None = None
+    """Of an environment; None where each rollout is a run of its own."""
 
     def __post_init__(self) -> None:
         for rollout in self.rollouts:
@@ -46,8 +77,9 @@ class Group:
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        """float64 [G], in the order of the rollouts."""
-        return np.array([rollout.reward for rollout in self.rollouts], np.float64)
+        """float64 [G], in the order of the rollouts; one per run for an environment."""
+        of_rollouts = np.array([rollout.reward for rollout in self.rollouts], np.float64)
+        return of_rollouts if self.runs is None else of_rollouts[np.unique(self.runs.of, return_index=True)[1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +90,7 @@ class Collected:
     """
 
     groups: tuple[Group, ...]
-    """One per prompt, in the order of the prompts."""
+    """One per prompt, and for an environment one per task and agent; in the order of the prompts."""
     num_reward_errors: int
     """Rollouts left out because the task raised or returned no finite number."""
     num_unscored: int
@@ -78,8 +110,8 @@ class Collected:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts in groups."""
-        return sum(len(group.rollouts) for group in self.groups)
+        """Rollouts in groups; runs of an environment."""
+        return sum(group.rewards.size for group in self.groups)
 
 
 def collect(
@@ -300,7 +332,7 @@ class Collection:
         return sorted(by_key, key=lambda key: (rank[key[0]], key[2]))
 
     def _request(self, key: RolloutKey, so_far: Rollout | None = None) -> Request:
-        prompt_id, draw, sample = key
+        prompt_id, draw, sample = key[:3]
         return Request(
             prompt_id=prompt_id,
             prompt=self._prompts[prompt_id].tokens,

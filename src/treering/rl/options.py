@@ -17,7 +17,7 @@ from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.batches import Layout, check_layout
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.distill import DistillOptions
-from treering.train.loss_weights import Normalizer
+from treering.train.loss_weights import Normalizer, Weighting
 from treering.train.objectives import Clip, Objective
 from treering.train.objectives.importance import ImportanceMode
 from treering.train.objectives.regularizers import KlEstimator
@@ -119,8 +119,13 @@ class RlOptions:
                 f"weight; got {self.objective!r} with {self.distill}"
             )
         # The objective refuses wrong clips, divisors and caps: build one now, not after the first rollouts.
-        objective = self.make_objective(empty_batch())
-        check_layout(self.layout, normalizer=objective.weighting.normalizer, shared=objective.weighting.shared)
+        weighting = self.weighting
+        check_layout(self.layout, normalizer=weighting.normalizer, shared=weighting.shared)
+
+    @property
+    def weighting(self) -> Weighting:
+        """How the terms of the loss are combined."""
+        return self.make_objective(empty_batch()).weighting
 
     def make_objective(self, batch: RlBatch, teacher: nn.Module | None = None) -> Objective:
         """The loss over the branches of a batch; the divergence from the teacher is part of it where one is given."""

@@ -7,6 +7,8 @@ from treering.engine.rollout import Rollout
 from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected, Order, collect, join
 from treering.rl.drafting import Drafting
+from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import with_stops
 from treering.rl.tasks.task import Prompt, Task
@@ -62,6 +64,17 @@ class Sampler:
                 self._drafting.add(rollout)
             progress.add(1)
 
+        if isinstance(self._task, EnvironmentTask):
+            return collect_episodes(
+                engine,
+                self._task,
+                own,
+                draws,
+                group_size=self._options.group_size,
+                sampling=self._sampling,
+                on_finished=None if self._drafting is None else self._drafting.add,
+                on_progress=progress.add,
+            )
         collected = collect(
             engine,
             self._task,

@@ -180,10 +180,10 @@ def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_gr
     all_rewards, exponent = scaled(np.concatenate([np.zeros(0), *(group.rewards for group in collected.groups)]))
     lengths: Sequence[int] = [rollout.num_tokens for group in collected.groups for rollout in group.rollouts]
     return RolloutReport(
-        num_rollouts=len(lengths),
+        num_rollouts=all_rewards.size,
         num_tokens=sum(lengths),
-        reward_mean=float(np.ldexp(all_rewards.mean(), exponent)) if lengths else None,
-        reward_std=float(np.ldexp(all_rewards.std(), exponent)) if lengths else None,
+        reward_mean=float(np.ldexp(all_rewards.mean(), exponent)) if all_rewards.size else None,
+        reward_std=float(np.ldexp(all_rewards.std(), exponent)) if all_rewards.size else None,
         num_groups=len(collected.groups),
         num_zero_variance=num_zero_variance,
         num_empty_groups=num_empty_groups,

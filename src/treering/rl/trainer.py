@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from treering.errors import ConfigError
@@ -14,6 +12,7 @@ from treering.ranks.group import RankGroup
 from treering.rl.batch import RlBatch, make_rl_batch, share_of, with_penalties
 from treering.rl.collect import Group
 from treering.rl.options import RlOptions, known
+from treering.rl.run_advantages import BranchAdvantages
 from treering.train.gradient.router_losses import check_routers
 from treering.train.loop.compute import num_threads
 from treering.train.loop.distill import check_teacher
@@ -31,8 +30,8 @@ class Trained:
     Example: groups with rewards [1, 0] and [1, 1]: one group has zero variance, and 2 rollouts are trained.
     """
 
-    group_advantages: list[NDArray[np.float64]]
-    """float64 [G] for each group."""
+    group_advantages: list[BranchAdvantages]
+    """Of the branches of each group."""
     num_rollouts: int
     """Trained rollouts."""
     num_zero_variance: int
@@ -136,7 +135,13 @@ class Trainer:
 
     def _batch(self, groups: Sequence[Group], *, keeps_equal: bool) -> RlBatch:
         options = self._options
-        return make_rl_batch(groups, estimator=options.estimator, layout=options.layout, keeps_equal=keeps_equal)
+        return make_rl_batch(
+            groups,
+            estimator=options.estimator,
+            layout=options.layout,
+            keeps_equal=keeps_equal,
+            normalizer=options.weighting.normalizer,
+        )
 
     def state(self) -> dict[str, Any]:
         """The optimiser's state, all tensors and numbers."""

@@ -9,6 +9,7 @@ from treering.data.trajectory import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.rl.collect import Group
+from treering.rl.run_advantages import BranchAdvantages
 from treering.rl.tasks.task import Prompt
 
 
@@ -17,7 +18,7 @@ def as_trajectories(
     *,
     epoch: int,
     step: int,
-    advantages: Sequence[NDArray[np.float64]] | None = None,
+    advantages: Sequence[BranchAdvantages] | None = None,
 ) -> list[Trajectory]:
     """One trajectory per rollout, groups in order and rollouts within them.
 
@@ -28,7 +29,7 @@ def as_trajectories(
         groups: of one step.
         epoch: pass over the prompts.
         step: optimizer step that they were sampled for.
-        advantages: float64 [G] for each group; None leaves them out.
+        advantages: of the branches of each group, which may have one per token; None leaves them out.
 
     Raises:
         InputError: the advantages do not match the groups.
@@ -42,14 +43,17 @@ def as_trajectories(
             f"{[len(values) for values in advantages]}; align them"
         )
     return [
-        _trajectory(group.prompt, rollout, epoch, step, None if advantages is None else float(advantages[i][j]))
+        _trajectory(group.prompt, rollout, epoch, step, None if advantages is None else advantages[i][j])
         for i, group in enumerate(groups)
         for j, rollout in enumerate(group.rollouts)
     ]
 
 
-def _trajectory(prompt: Prompt, rollout: Rollout, epoch: int, step: int, advantage: float | None) -> Trajectory:
+def _trajectory(
+    prompt: Prompt, rollout: Rollout, epoch: int, step: int, advantage: float | NDArray[np.float64] | None
+) -> Trajectory:
     num_prompt = prompt.tokens.size
+    is_of_tokens = isinstance(advantage, np.ndarray)
     return Trajectory(
         task_id=prompt.prompt_id,
         tokens=np.concatenate([prompt.tokens, rollout.tokens]).astype(np.int32),
@@ -57,7 +61,8 @@ def _trajectory(prompt: Prompt, rollout: Rollout, epoch: int, step: int, advanta
         logprobs=np.concatenate([np.zeros(num_prompt), rollout.logprobs]),
         trial=rollout.sample,
         reward=rollout.reward,
-        advantage=advantage,
+        advantage=None if advantage is None or is_of_tokens else float(advantage),
+        advantages=np.concatenate([np.zeros(num_prompt), advantage]) if is_of_tokens else None,
         step=step,
         epoch=epoch,
         version=int(rollout.versions[-1]),

@@ -96,7 +96,7 @@ def whose(key: RolloutKey) -> str:
 
     Example: "prompt 'q', sample 0: ".
     """
-    prompt_id, _, sample = key
+    prompt_id, _, sample = key[:3]
     return f"prompt {prompt_id!r}, sample {sample}: "
 
 

@@ -114,6 +114,12 @@ def place_of(error: BaseException) -> str | None:
     return None if error.__cause__ is None else place_of(error.__cause__)
 
 
+def place_of_frame(frame: FrameType) -> str | None:
+    """The innermost "FILE:LINE" of the user's code that a thread runs; None if it runs none."""
+    found = [each for each in traceback.extract_stack(frame) if not each.filename.startswith(_OTHERS)]
+    return f"{_short(found[-1].filename)}:{found[-1].lineno}" if found else None
+
+
 def place_of_function(function: object) -> str:
     """The "FILE:LINE" where a function begins; its name if it is no Python function.
 

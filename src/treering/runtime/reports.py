@@ -1,5 +1,7 @@
 """The account and the report of a finished step."""
 
+import numpy as np
+
 from treering.rl.step_report import Overlap, Phases, RlStepReport, rollout_report
 from treering.runtime.account import Account
 from treering.runtime.controller import FinishedStep
@@ -17,7 +19,7 @@ def settle_account(finished: FinishedStep) -> Account:
     account = open_step.account
     account.reward_errors, account.unscored = collected.num_reward_errors, collected.num_unscored
     account.empty = collected.num_empty
-    account.without_variance = sum(len(group.rollouts) for group, values in groups if not values.any())
+    account.without_variance = sum(len(group.rollouts) for group, values in groups if not any(map(np.any, values)))
     account.trained = 0 if trained.update is None else trained.update.num_branches
     account.check(open_step.step)
     return account

@@ -7,6 +7,7 @@ from typing import Any
 EXAMPLES: Mapping[str, Any] = MappingProxyType(
     {
         # Files and names
+        "class": "my_environment.py:Mine",
         "date": "2026-01-31",
         "dir": "runs/first",
         "file": "prompts.jsonl",

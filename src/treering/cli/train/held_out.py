@@ -30,7 +30,9 @@ def load_trained(config: RlConfig, config_dir: Path, shell_dir: Path = Path()) -
     `shell_dir` is the folder in which the run was started.
     """
     model = find_model(config.model, config_dir)
-    source = load_task(config.task, config_dir=config_dir, shell_dir=shell_dir, model=model)
+    source = load_task(
+        config.task, config_dir=config_dir, shell_dir=shell_dir, model=model, max_rows=config.engine.max_batch
+    )
     return source if config.eval.share is None else _part(source, config, held_out=False)
 
 

@@ -211,7 +211,7 @@ def _evaluation(config: RlConfig, held: TaskSource, loop: Loop, group: RankGroup
 def _with_chat_settings(config: RlConfig) -> RlConfig:
     task = config.task
     chat = chat_settings(config.run, "task", task.template, task.date)
-    if task.kind != "prompts":
+    if task.kind not in ("prompts", "environment"):
         # Without text there is no date, and a warm-up would take another one for another run.
         chat["date"] = task.date
     return config.model_copy(update={"task": task.model_copy(update=chat)})

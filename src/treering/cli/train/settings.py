@@ -18,7 +18,7 @@ from treering.cli.settings import (
 )
 from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
-from treering.config.rl_task import RewardConfig
+from treering.config.rl_task import RewardConfig, TaskConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
@@ -172,7 +172,7 @@ def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) 
 
 def _num_slots(config: RlConfig, source: TaskSource) -> int:
     """Tokens whose keys and values an engine holds."""
-    running = config.engine.max_batch * (source.longest_prompt + config.sampling.max_tokens)
+    running = config.engine.max_batch * (source.longest_prompt + config.sampling.max_tokens) * source.room_factor
     prompts = min(config.rl.prompts_per_step * source.longest_prompt, running)
     return config.engine.max_tokens or running + prompts
 
@@ -250,6 +250,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         "task": source.digest,
         "task.kind": config.task.kind,
         "task.reward": _reward_identity(config.task.reward),
+        **(_environment_identity(config.task) if config.task.kind == "environment" else {}),
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
         **(section_identity("task.judge", config.task.judge, free=_JUDGE_FREE) if config.task.uses_judge else {}),
         # Runs from before this setting existed have no entry for it.
@@ -263,6 +264,11 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         **teacher_identity(config.teacher),
         **router_identity(config.router),
     }
+
+
+def _environment_identity(task: TaskConfig) -> dict[str, Scalar]:
+    names = ("class_", "max_turn_tokens", "shared", "weights")
+    return {f"task.{name.rstrip('_')}": getattr(task, name) for name in names}
 
 
 def _reward_identity(reward: str | tuple[RewardConfig, ...]) -> str:

@@ -12,17 +12,21 @@ from treering.cli.hub import find_folder, locate, search_places
 from treering.config.judge import JudgeConfig
 from treering.config.rl_task import TaskConfig
 from treering.engine.stop_strings import Decode
+from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
+from treering.rl.environments.find import find_environment
+from treering.rl.environments.task import EnvironmentTask, EpisodeOptions
 from treering.rl.tasks.calculator import Calculator
 from treering.rl.tasks.prompts_file import PromptsFile
 from treering.rl.tasks.rewards.judge import Judge, JudgeSettings
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
+from treering.rl.tasks.stop_tokens import find_stop_tokens
 from treering.rl.tasks.sum_task import SumTask
 from treering.rl.tasks.sums import ChainedSums
 from treering.rl.tasks.task import Task
 from treering.rl.tasks.text_tokens import TextTokens
 
 _SUMS: Mapping[str, type[SumTask]] = MappingProxyType({"sums": ChainedSums, "calculator": Calculator})
-_TURNS = MappingProxyType({"sums": 1, "calculator": 8, "prompts": 1})
+_TURNS = MappingProxyType({"sums": 1, "calculator": 8, "prompts": 1, "environment": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +55,8 @@ class TaskSource:
         for prompt in self.task.prompts:
             total.update(f"{prompt.prompt_id!r} {prompt.answer!r} {prompt.tokens.size}\n".encode())
             total.update(np.ascontiguousarray(prompt.tokens, "<i4").tobytes())
+            if self.kind == "environment":
+                total.update(repr(prompt.columns["data"]).encode())
         return total.hexdigest()
 
     def try_reward(self) -> None:
@@ -77,19 +83,32 @@ class TaskSource:
         """Tokens of the longest prompt."""
         return max(prompt.tokens.size for prompt in self.task.prompts)
 
+    @property
+    def room_factor(self) -> int:
+        """How many rollouts an engine has room for beside each that runs: episodes that wait keep theirs."""
+        return 2 if self.kind == "environment" else 1
+
 
 def load_task(
-    config: TaskConfig, *, config_dir: Path, shell_dir: Path = Path(), model: Path | None = None
+    config: TaskConfig,
+    *,
+    config_dir: Path,
+    shell_dir: Path = Path(),
+    model: Path | None = None,
+    max_rows: int = 1,
 ) -> TaskSource:
     """Draws or reads the prompts of a configuration in the folder `config_dir`, for the policy in the folder `model`.
 
-    Rewards of your own are looked up there, then in `shell_dir`.
+    Rewards and environments of your own are looked up there, then in `shell_dir`. `max_rows` is what the engine runs at
+    one time.
 
     Raises:
         ConfigError, InputError: bad settings or files.
     """
     if config.kind == "prompts":
         return _from_file(config, config_dir, shell_dir, model)
+    if config.kind == "environment":
+        return _of_environment(config, config_dir, shell_dir, model, max_rows)
     return TaskSource(task=draw_sums(config), kind=config.kind, max_turns=_TURNS[config.kind])
 
 
@@ -138,6 +157,44 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         decode=TextTokens(tokenizer).decode,
         notes=(*([form] if form else []), *notes, _stops_of(task)),
         text_reward=task.text_reward,
+    )
+
+
+def _of_environment(
+    config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None, max_rows: int
+) -> TaskSource:
+    assert config.class_ is not None, "the configuration checks it"
+    assert config.template != "raw", "the configuration checks it"
+    tokenizer = BYTES_FOLDER if model is None else model
+    if config.tokenizer is not None:
+        places = search_places(config_dir)
+        tokenizer = find_folder(config.tokenizer, places, setting="task.tokenizer", wanted="tokenizer")
+    chat = ChatTokens(tokenizer, config.template, config.date)
+    stops = find_stop_tokens(chat.text, end_of_turn=chat.end_of_turn, model=model, named=config.stop_tokens)
+    options = EpisodeOptions(
+        max_rows=max_rows,
+        episodes_in_flight=config.episodes_in_flight,
+        episode_timeout_s=config.episode_timeout,
+        max_turn_tokens=config.max_turn_tokens,
+        max_failed=config.max_failed,
+        shared=config.shared,
+        weights=config.weights,
+    )
+    task = EnvironmentTask(
+        find_environment(config.class_, (config_dir, shell_dir)),
+        chat,
+        options,
+        stop_tokens=tuple(stop.token_id for stop in stops),
+    )
+    what = "single bytes, for want of a tokenizer" if tokenizer == BYTES_FOLDER else f"the tokens of {tokenizer}"
+    listed = ", ".join(map(str, stops)) or "task.max_turn_tokens only; set task.stop_tokens for a token"
+    return TaskSource(
+        task=task,
+        kind=config.kind,
+        max_turns=_TURNS[config.kind],
+        tokenizer=tokenizer,
+        decode=chat.text.decode,
+        notes=(f"chats are read as {what}; turns stop at {listed}",),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from treering.data.rendering.continuation import chat_continuation, plain_continuation
 from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
 from treering.data.rendering.rendered_chat import RenderedChat, Tools
 from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
@@ -138,6 +139,30 @@ class Renderer:
         self._say_what_is_lost([trajectory])
         encoded = self._encoder.encode([scripts])[0]
         return (self._begun(encoded) if template is None else encoded).tokens
+
+    def continuation(self, messages: Sequence[Message], num_seen: int, tools: Tools = ()) -> TokenIds | None:
+        r"""What follows the policy's turn `messages[num_seen - 1]` up to its next turn, from the end of the turn on.
+
+        The first token is the one that ends a turn, which the policy has sampled unless it was cut off. A chat that
+        goes on with these tokens keeps all earlier ones as they were sampled and read. None where the chat has to be
+        rendered anew: the template rewrites what stands before, or no single token ends a turn.
+
+        Raises:
+            InputError: no tokenizer, or the template refuses the messages.
+
+        Example: in the plain form, after an answer and before its result "4",
+        `<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n`.
+        """
+        if self.chat_template is None:
+            if self._encoder.missing_markers:
+                return None
+            scripts = plain_continuation(messages[num_seen:])
+        else:
+            found = chat_continuation(RenderedChat(self.chat_template, messages, tools), num_seen)
+            if found is None:
+                return None
+            scripts = [found]
+        return self._encoder.encode([scripts])[0].tokens
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

@@ -9,6 +9,7 @@ import numpy as np
 from treering.arrays import Int64Array
 from treering.engine.batch.state import BatchState, make_columns, move_row, widen
 from treering.engine.kv_cache.allocator import KVAllocator
+from treering.engine.kv_cache.copies import Copy, Source, plan_copies
 from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache
 from treering.engine.kv_cache.rollout_cache import ComputedTokens, RolloutCache, longest_match
 from treering.engine.request import Request
@@ -56,12 +57,16 @@ class Table:
         prefix = self.prefixes.get(request.prompt)
         # Keeps `evict_idle` from evicting the prefix while its own row is placed.
         prefix.num_running += 1
-        # Keeps the span that it will copy from as long as others can be evicted for its own.
+        # Keeps the spans that it will copy from as long as others can be evicted for its own.
         self.rollouts.note_use(self._source_of(request)[0])
+        for copy in self._copies_for(prefix):
+            self.rollouts.note_use(copy.span)
+            self.prefixes.allocator.note_use(copy.span)
         own_start = self._allocate_spans(prefix, request.sampling.max_tokens)
         if own_start is None:
             prefix.num_running -= 1
             return False
+        self._copy_prefix(prefix)
         self._fill_row(self.num_rows, request, prefix, own_start)
         self._copy_computed(self.num_rows, *self._source_of(request))
         self.requests.append(request)
@@ -168,6 +173,30 @@ class Table:
     def _try_allocate(self, prefix: Prefix, num_own: int) -> int | None:
         return self.prefixes.allocator.allocate(num_own) if self.prefixes.allocate(prefix) else None
 
+    def _copies_for(self, prefix: Prefix) -> list[Copy]:
+        """What a prefix can copy of its missing tokens from spans of other prompts, turns and branches."""
+        if self._move is None or prefix.is_complete:
+            return []
+        prompts = [Source(tokens, 0, start) for tokens, start in self.prefixes.computed()]
+        kept = ((prompt[:-1], span) for prompt, span in self.rollouts.spans())
+        running = ((other.tokens, self._computed_tokens(row)) for row, other in enumerate(self._row_prefixes))
+        own = [
+            Source(np.concatenate([before, span.tokens]), before.size, span.start)
+            for before, span in (*kept, *running)
+            # Cheap to see before the whole path is put together.
+            if before.size < prefix.num_tokens and np.array_equal(before, prefix.tokens[: before.size])
+        ]
+        return plan_copies([*prompts, *own], prefix.tokens, prefix.num_computed)
+
+    def _copy_prefix(self, prefix: Prefix) -> None:
+        """Copies what it can of a prefix's missing keys and values."""
+        for source, first, num_tokens, _ in self._copies_for(prefix):
+            assert self._move is not None
+            assert prefix.start is not None
+            steps = np.arange(num_tokens)
+            self._move(source + steps, prefix.start + first + steps)
+            self.prefixes.allocator.set_computed(prefix.start, first + num_tokens)
+
     def _source_of(self, request: Request) -> tuple[int, int]:
         """Where the keys and values of a request's first own tokens are, and how many: see `longest_match`."""
         if request.so_far is None or self._move is None:
@@ -218,7 +247,7 @@ class Table:
         c.num_computed[row] = c.num_prefix[row] = prefix.num_tokens
         c.prefix_start[row], c.own_start[row] = prefix.start or 0, own_start
         c.is_ready[row] = prefix.is_complete
-        c.keys[row] = row_key(self._seed, *request.key)
+        c.keys[row] = row_key(self._seed, request.prompt_id, request.draw, request.sample, request.call)
         c.groups[row] = self._group_of(request)
         c.row_ids[row] = self._num_added
         self._num_added += 1

@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 
+import numpy as np
+
 from treering.errors import InputError
 from treering.types import TokenIds
 
@@ -30,6 +32,14 @@ class KVAllocator(ABC):
     @abstractmethod
     def free(self, start: int) -> None:
         """Frees a span from `allocate` or `allocate_prompt`."""
+
+    @abstractmethod
+    def cached_prompts(self) -> list[tuple[TokenIds, int]]:
+        """Tokens and first slot of computed prompts without readers, which `allocate` may evict; oldest first."""
+
+    @abstractmethod
+    def note_use(self, start: int) -> None:
+        """Makes a cached prompt the last one to evict; ignores other spans."""
 
     @abstractmethod
     def num_computed(self, start: int) -> int:
@@ -87,6 +97,16 @@ class SpanAllocator(KVAllocator):
         if start is not None:
             self._prompts[start] = prompt
         return start
+
+    def cached_prompts(self) -> list[tuple[TokenIds, int]]:
+        """See `KVAllocator.cached_prompts`."""
+        return [(np.frombuffer(prompt, np.int32), start) for prompt, start in self._cached.items()]
+
+    def note_use(self, start: int) -> None:
+        """See `KVAllocator.note_use`."""
+        prompt = next((prompt for prompt, cached in self._cached.items() if cached == start), None)
+        if prompt is not None:
+            self._cached[prompt] = self._cached.pop(prompt)
 
     def num_computed(self, start: int) -> int:
         """See `KVAllocator.num_computed`."""

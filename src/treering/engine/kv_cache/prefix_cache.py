@@ -86,6 +86,12 @@ class PrefixCache:
         """Marks every prefix as not computed, after a weight update."""
         self.allocator.invalidate()
 
+    def computed(self) -> list[tuple[TokenIds, int]]:
+        """Tokens and first slot of what is computed of all prefixes, also of those that the arena caches."""
+        live = (prefix for prefix in self._by_tokens.values() if prefix.num_computed > 0)
+        spans = [(prefix.tokens[: prefix.num_computed], prefix.start) for prefix in live if prefix.start is not None]
+        return [*self.allocator.cached_prompts(), *spans]
+
     def incomplete(self) -> list[Prefix]:
         """Prefixes that running rows wait for."""
         return [prefix for prefix in self._by_tokens.values() if prefix.num_running and not prefix.is_complete]

@@ -15,8 +15,12 @@ from treering.engine.kv_cache.allocator import KVAllocator
 from treering.types import TokenIds
 
 Continuation = Literal["copy", "prefill"]
-"""How a request with `so_far` gets the keys and values of its tokens. copy: those that a running or a finished rollout
-of the same prompt has are copied. prefill: all are computed again (the off-switch)."""
+"""How a request gets the keys and values of tokens that the engine has computed before. copy: those of a running or a
+finished rollout, and of the prompts before it, are copied. prefill: all but equal prompts are computed again (the
+off-switch)."""
+
+
+_FIRST_COMPARED = 64
 
 
 class ComputedTokens(NamedTuple):
@@ -40,7 +44,7 @@ def longest_match(spans: Iterable[ComputedTokens], tokens: TokenIds) -> tuple[in
     """
     best = -1, 0
     for span in spans:
-        num_common = _count_common(span.tokens, tokens)
+        num_common = count_common(span.tokens, tokens)
         if num_common > 0 and num_common >= best[1]:
             best = span.start, num_common
     return best
@@ -64,6 +68,10 @@ class RolloutCache:
         wanted = prompt.tobytes()
         return [span for key, span in self._spans.values() if key == wanted]
 
+    def spans(self) -> list[tuple[TokenIds, ComputedTokens]]:
+        """The spans of all prompts, each with its prompt; most recently used last."""
+        return [(np.frombuffer(prompt, np.int32), span) for prompt, span in self._spans.values()]
+
     def note_use(self, start: int) -> None:
         """Makes a span the last one to evict; ignores slots of other spans."""
         if start in self._spans:
@@ -84,8 +92,14 @@ class RolloutCache:
             pass
 
 
-def _count_common(left: TokenIds, right: TokenIds) -> int:
-    """Number of equal leading tokens."""
+def count_common(left: TokenIds, right: TokenIds) -> int:
+    """Number of equal leading tokens.
+
+    Example: 2 of [5, 6, 7] and [5, 6, 8, 9].
+    """
     size = min(left.size, right.size)
-    different = np.flatnonzero(left[:size] != right[:size])
-    return int(different[0]) if different.size else size
+    # Most spans differ early.
+    if size > _FIRST_COMPARED and not np.array_equal(left[:_FIRST_COMPARED], right[:_FIRST_COMPARED]):
+        size = _FIRST_COMPARED
+    different = left[:size] != right[:size]
+    return int(different.argmax()) if different.any() else size

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.types import PromptId
+from treering.types import PromptId, TokenIds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,29 @@ NUM_DROPPED_BITS = 12
 _MASK = 2**64 - 1
 
 
-def row_key(seed: int, prompt_id: PromptId, draw: int, sample: int) -> int:
-    """The key of a rollout's noise: a 64-bit hash, signed, so that it fits int64 arrays.
+def call_id(context: TokenIds, num_before: int = 0, agent: str = "") -> int:
+    """The id of an episode's call: 63 bits of a hash of what it continues, whoever asks, and how often they asked it.
+
+    So calls that run at the same time have the noise of their own in whatever order they come, and a context that is
+    sampled again gets another answer.
+
+    Args:
+        context: int32 [N], all tokens before the sampled ones.
+        num_before: how often the agent has sampled this context in the episode before.
+        agent: its name.
+
+    Example:
+        >>> tokens = np.array([5, 6], np.int32)
+        >>> call_id(tokens) == call_id(tokens), call_id(tokens) == call_id(tokens, 1)
+        (True, False)
+    """
+    digest = blake2b(json.dumps([agent, num_before]).encode("ascii"), digest_size=8)
+    digest.update(np.ascontiguousarray(context, "<i4").tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def row_key(seed: int, prompt_id: PromptId, draw: int, sample: int, call: int | None = None) -> int:
+    """The key of a rollout's noise, or of a call's: a 64-bit hash, signed, so that it fits int64 arrays.
 
     The same on every machine and in every process. An integer prompt id differs from the string of its digits.
 
@@ -42,9 +63,10 @@ def row_key(seed: int, prompt_id: PromptId, draw: int, sample: int) -> int:
         (8783102507430300984, False)
     """
     name = json.dumps(prompt_id) if isinstance(prompt_id, str) else operator.index(prompt_id)
-    # The JSON of the four as a list, in a quarter of json's time: rollouts are short, and each needs a key.
-    encoded = f"[{operator.index(seed)}, {name}, {operator.index(draw)}, {operator.index(sample)}]".encode("ascii")
-    return int.from_bytes(blake2b(encoded, digest_size=8).digest(), "little", signed=True)
+    # The JSON of all as a list, in a quarter of json's time: rollouts are short, and each needs a key.
+    last = "" if call is None else f", {operator.index(call)}"
+    text = f"[{operator.index(seed)}, {name}, {operator.index(draw)}, {operator.index(sample)}{last}]"
+    return int.from_bytes(blake2b(text.encode("ascii"), digest_size=8).digest(), "little", signed=True)
 
 
 def uniforms(key: int, position: int, vocab_size: int) -> NDArray[np.float64]:

@@ -63,6 +63,13 @@ class PagedAllocator(KVAllocator):
         self._ranges.free(start // PAGE_SLOTS)
         self.pages.free(self._pages_of.pop(start))
 
+    def cached_prompts(self) -> list[tuple[TokenIds, int]]:
+        """None: prompts that begin alike share their pages by themselves."""
+        return []
+
+    def note_use(self, start: int) -> None:
+        """Nothing to note without cached spans."""
+
     def num_computed(self, start: int) -> int:
         """See `KVAllocator.num_computed`; counts what other spans computed of shared pages."""
         return self.pages.num_computed(self._pages_of[start])

@@ -1,0 +1,201 @@
+"""A thread that owns an engine, so that any number of callers can ask it for calls at the same time."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+from treering.engine.protocol import Engine
+from treering.engine.request import Request
+from treering.engine.rollout import Rollout, RolloutKey
+from treering.errors import StateError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    request: Request
+    answer: "Future[Rollout]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    key: RolloutKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    function: Callable[[], None]
+
+
+class EngineHost:
+    """Runs an engine in a thread of its own and answers calls; nothing else may use the engine until it is closed.
+
+    The unit is one call: an episode that asks for nothing holds no row and no reservation. The thread blocks while no
+    call is open. A caller that leaves, by cancelling its future, aborts its call.
+
+    Example:
+        >>> with EngineHost(engine) as host:                                                    # doctest: +SKIP
+        ...     host.submit(request).result().tokens
+    """
+
+    def __init__(self, engine: Engine, *, settle: Callable[[], None] | None = None) -> None:
+        """Starts the thread.
+
+        Args:
+            engine: idle.
+            settle: called in the thread before a step, if calls came or answers went out since. One that returns once
+                all callers have asked what they ask next makes the batches of deterministic callers deterministic.
+
+        Raises:
+            StateError: the engine has unfinished requests.
+        """
+        if engine.num_unfinished > 0:
+            raise StateError(f"a host needs an idle engine, and this one has {engine.num_unfinished} requests")
+        self._engine = engine
+        self._settle = settle
+        self._inbox: SimpleQueue[_Call | _Left | _Run | None] = SimpleQueue()
+        self._open: dict[RolloutKey, Future[Rollout]] = {}
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._is_settled = True
+        self._lock = threading.Lock()
+        self._is_waiting = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="treering-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the thread blocks because no call is open."""
+        return self._is_waiting.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the service; None while there is none."""
+        return self._error
+
+    def submit(self, request: Request) -> "Future[Rollout]":
+        """Asks for a call, from any thread; the future gets its rollout, or the engine's error.
+
+        Raises:
+            StateError: the host is closed.
+        """
+        answer: Future[Rollout] = Future()
+        self._put(_Call(request, answer))
+
+        def note_leaving(future: "Future[Rollout]") -> None:
+            if future.cancelled():
+                self._inbox.put(_Left(request.key))
+
+        answer.add_done_callback(note_leaving)
+        return answer
+
+    async def sample(self, request: Request) -> Rollout:
+        """`submit` for a coroutine; cancelling it aborts the call."""
+        return await asyncio.wrap_future(self.submit(request))
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Runs a function in the thread before the engine's next step, after all that came before.
+
+        Raises:
+            StateError: the host is closed.
+        """
+        self._put(_Run(function))
+
+    def close(self) -> None:
+        """Ends the thread after its present step; open calls are aborted, and their futures raise StateError."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._inbox.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _put(self, message: _Call | _Run) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise StateError("the host of this engine is closed, and answers no more calls; open another one")
+            self._inbox.put(message)
+
+    def _serve(self) -> None:
+        try:
+            while self._handle_messages():
+                if self._is_settled or self._settle is None:
+                    self._step()
+                else:
+                    self._is_settled = True
+                    self._attempt(self._settle)
+        finally:
+            self._fail_all(StateError("the host of this engine was closed before the call was answered"))
+
+    def _handle_messages(self) -> bool:
+        """Handles what is in the inbox, and waits for a call where none is open; False to end."""
+        while not self._open or not self._inbox.empty():
+            if not self._open and self._inbox.empty():
+                self._is_waiting.set()
+            message = self._inbox.get()
+            self._is_waiting.clear()
+            if message is None:
+                return False
+            self._handle(message)
+        return True
+
+    def _handle(self, message: _Call | _Left | _Run) -> None:
+        if isinstance(message, _Run):
+            self._attempt(message.function)
+        elif isinstance(message, _Left):
+            if self._open.pop(message.key, None) is not None:
+                self._engine.abort([message.key])
+        elif self._error is not None:
+            _fail(message.answer, self._error)
+        elif not message.answer.cancelled():
+            self._begin(message.request, message.answer)
+
+    def _begin(self, request: Request, answer: "Future[Rollout]") -> None:
+        try:
+            self._engine.submit([request])
+        except Exception as error:
+            # Of this request alone: none is queued.
+            _fail(answer, error)
+            return
+        self._open[request.key] = answer
+        self._is_settled = False
+
+    def _step(self) -> None:
+        finished: list[Rollout] = []
+        self._attempt(lambda: finished.extend(self._engine.step()))
+        self._is_settled = not finished
+        for rollout in finished:
+            answer = self._open.pop(rollout.key, None)
+            if answer is not None and answer.set_running_or_notify_cancel():
+                answer.set_result(rollout)
+
+    def _attempt(self, function: Callable[[], None]) -> None:
+        """Runs a function whose error ends the service: every caller gets it, now and later."""
+        try:
+            function()
+        except BaseException as error:
+            self._error = error
+            self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        keys, answers = list(self._open), list(self._open.values())
+        self._open.clear()
+        self._engine.abort(keys)
+        for answer in answers:
+            _fail(answer, error)
+
+
+def _fail(answer: "Future[Rollout]", error: BaseException) -> None:
+    if answer.set_running_or_notify_cancel():
+        answer.set_exception(error)

@@ -1,0 +1,221 @@
+"""Environments out of objects that other libraries have: objects whose methods are tools, and reset with step."""
+
+import asyncio
+import inspect
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
+
+from treering.data.trajectory import ToolCall
+from treering.errors import InputError
+from treering.rl.environments.environment import Environment, EnvTask, Outcome
+from treering.rl.environments.policy import ContextFullError, Policy
+
+_JSON_TYPES: Mapping[Any, str] = types.MappingProxyType(
+    {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+)
+_RESERVED = frozenset({"reset", "get_reward"})
+
+
+class ToolObject(Protocol):
+    """An object whose other public methods are tools, as TRL's `environment_factory` makes them."""
+
+    def reset(self, **data: Any) -> str | None:
+        """Begins an episode with the fields of a task; returns text to add to the question, or None."""
+
+    def get_reward(self) -> float:
+        """The reward of the episode."""
+
+
+class StepObject(Protocol):
+    """An object with reset and step, in the manner of Gymnasium, whose observations and actions are texts."""
+
+    def reset(self, **data: Any) -> Any:
+        """Begins an episode; returns the first observation, or a pair of it and anything else."""
+
+    def step(self, action: str) -> Sequence[Any]:
+        """Takes an action; returns observation, reward, whether it is over, and as Gymnasium perhaps more."""
+
+
+class ToolEnvironment(Environment):
+    """Episodes of an object whose public methods are tools: they end with the first turn that calls none.
+
+    A task's data are a mapping with "prompt", a text or messages, and the fields that `reset` takes. Each episode has
+    an object of its own, whose methods run in other threads.
+
+    Example:
+        >>> class Calculator:
+        ...     def reset(self, answer):
+        ...         self.answer, self.found = answer, None
+        ...
+        ...     def add(self, a: int, b: int) -> int:
+        ...         'Adds two numbers.'
+        ...         self.found = a + b
+        ...         return self.found
+        ...
+        ...     def get_reward(self):
+        ...         return float(self.found == self.answer)
+        >>> tasks = [EnvTask(id="2+2", data={"prompt": "What is 2+2?", "answer": 4})]
+        >>> ToolEnvironment(Calculator, tasks).tools[0]["function"]["parameters"]["required"]
+        ['a', 'b']
+    """
+
+    def __init__(self, factory: Callable[[], ToolObject], tasks: Sequence[EnvTask], *, max_turns: int = 16) -> None:
+        """Makes one object to read its tools.
+
+        Args:
+            factory: makes an object; a class will do.
+            tasks: see above.
+            max_turns: turns of an episode, at most.
+
+        Raises:
+            InputError: the object has no tools.
+        """
+        self.tasks = tasks
+        self._factory, self._max_turns = factory, max_turns
+        self.tools = _tools_of(factory())
+
+    async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
+        """See `Environment.run`."""
+        data = dict(task.data)
+        messages = _opening(data.pop("prompt", None), task)
+        thing = self._factory()
+        more = await asyncio.to_thread(thing.reset, **data)
+        if more:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{more}"}
+        try:
+            for _ in range(self._max_turns):
+                reply = await policy.chat(messages, tools=self.tools)
+                if not reply.tool_calls:
+                    break
+                messages.append(reply.message)
+                messages += [await _answer(thing, call, self.tools) for call in reply.tool_calls]
+        except ContextFullError:
+            pass
+        return float(await asyncio.to_thread(thing.get_reward))
+
+
+class StepEnvironment(Environment):
+    """Episodes of an object with reset and step: observations are the user's messages, turns are actions.
+
+    The reward of a step belongs to the call that chose the action, so a call is worth what its episode earns from it
+    on. A task's data are a mapping with the fields that `reset` takes.
+
+    Example: with rewards 0, 0 and 1 of three steps, each of the three calls is worth 1; with 1, 0 and 0 the first alone
+    is.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], StepObject],
+        tasks: Sequence[EnvTask],
+        *,
+        system: str | None = None,
+        max_turns: int = 16,
+    ) -> None:
+        """Makes no object yet.
+
+        Args:
+            factory: makes an object, one for each episode.
+            tasks: see above.
+            system: the first message; None has none.
+            max_turns: turns of an episode, at most.
+        """
+        self.tasks = tasks
+        self._factory, self._system, self._max_turns = factory, system, max_turns
+
+    async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
+        """See `Environment.run`."""
+        thing = self._factory()
+        observed = await asyncio.to_thread(thing.reset, **dict(task.data or {}))
+        messages: list[Mapping[str, Any]] = [{"role": "system", "content": self._system}] if self._system else []
+        rewards: dict[int, float] = {}
+        try:
+            for _ in range(self._max_turns):
+                text = observed[0] if isinstance(observed, tuple) else observed
+                messages.append({"role": "user", "content": str(text)})
+                reply = await policy.chat(messages)
+                messages.append(reply.message)
+                observed, reward, *ends = await asyncio.to_thread(thing.step, reply.text)
+                rewards[reply.call] = float(reward)
+                if any(ends[:2]):
+                    break
+        except ContextFullError:
+            pass
+        return Outcome(reward=0.0, turn_rewards=rewards, numbers={"return": sum(rewards.values())})
+
+
+def tool_schema(function: Callable[..., Any], name: str) -> Mapping[str, Any]:
+    """The JSON schema of a method as a tool: its name, the first lines of its docstring, and its parameters.
+
+    Raises:
+        InputError: a parameter that calls cannot name.
+
+    Example: `def add(self, a: int, b: int = 0)` has integers "a" and "b", of which "a" is required.
+    """
+    hints = get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    wrong = [each.name for each in parameters if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    if wrong:
+        raise InputError(f"the arguments of a tool have names, and {name} takes *{wrong[0]}; name each")
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": inspect.getdoc(function) or "",
+            "parameters": {
+                "type": "object",
+                "properties": {each.name: _json_type(hints.get(each.name)) for each in parameters},
+                "required": [each.name for each in parameters if each.default is each.empty],
+            },
+        },
+    }
+
+
+def _json_type(hint: Any) -> dict[str, str]:
+    options = [each for each in get_args(hint) if each is not type(None)]
+    if get_origin(hint) in (Union, types.UnionType) and len(options) == 1:
+        return _json_type(options[0])
+    found = _JSON_TYPES.get(get_origin(hint) or hint)
+    return {} if found is None else {"type": found}
+
+
+def _tools_of(thing: object) -> list[Mapping[str, Any]]:
+    methods = inspect.getmembers(thing, callable)
+    found = [
+        tool_schema(method, name) for name, method in methods if not name.startswith("_") and name not in _RESERVED
+    ]
+    if not found:
+        raise InputError(
+            f"the public methods of a tool object are its tools, and {type(thing).__qualname__} has none besides "
+            f"{' and '.join(sorted(_RESERVED))}; add one"
+        )
+    return found
+
+
+def _opening(prompt: object, task: EnvTask) -> list[Mapping[str, Any]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list | tuple) and prompt:
+        return list(prompt)
+    raise InputError(f'the data of a task have a "prompt", a text or messages, got {prompt!r:.60} in {task.id!r}')
+
+
+async def _answer(thing: object, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The message of a call's result; what the tool raises is its answer, so that the policy sees it."""
+    message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
+    try:
+        arguments = json.loads(call.arguments) if isinstance(call.arguments, str) else dict(call.arguments)
+        if call.name not in {tool["function"]["name"] for tool in tools}:
+            raise InputError(f"there is no tool {call.name!r}")
+        method = getattr(thing, call.name)
+        inspect.signature(method).bind(**arguments)
+        found = (
+            await method(**arguments)
+            if inspect.iscoroutinefunction(method)
+            else await asyncio.to_thread(method, **arguments)
+        )
+        return {**message, "content": found if isinstance(found, str) else json.dumps(found, default=str)}
+    except Exception as error:
+        return {**message, "content": f"error: {error}"}

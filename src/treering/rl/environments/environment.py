@@ -1,0 +1,85 @@
+"""What a user writes: an environment with tasks and a coroutine that runs an episode of one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from treering.errors import InputError
+from treering.rl.environments.policy import Policy
+from treering.rl.tasks.score import checked_reward
+from treering.types import PromptId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvTask:
+    """A task of an environment: the runs of one are compared with each other.
+
+    Example: `EnvTask(id="17+5", data={"answer": 22})`
+    """
+
+    id: PromptId
+    """Stable across epochs and machines."""
+    data: Any = None
+    """Whatever the environment needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an episode ended.
+
+    Example: `Outcome(reward=1.0, turn_rewards={reply.call: -0.1})` takes a tenth off what this call and those before it
+    are worth.
+    """
+
+    reward: float
+    """Of the run: every agent's that `rewards` does not name."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Of agents, by name."""
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    """Rewards of single calls, by `Reply.call`: a call is worth the run's reward and those of this and later calls of
+    its agent."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Logged as means over runs, by name."""
+
+    def __post_init__(self) -> None:
+        for values in ({"": self.reward}, self.rewards, self.turn_rewards, self.numbers):
+            for value in values.values():
+                checked_reward(value)
+
+
+class Environment(ABC):
+    """Tasks with a coroutine that runs an episode of one; branches and sub-agents come by asking more than once.
+
+    Episodes run at the same time in one event loop: await whatever waits, and call what blocks by `asyncio.to_thread`.
+
+    Example:
+        >>> class Sums(Environment):
+        ...     tasks = [EnvTask(id="2+2", data=4)]
+        ...
+        ...     async def run(self, task, policy):
+        ...         reply = await policy.chat([{"role": "user", "content": f"{task.id}="}])
+        ...         return float(reply.text.strip() == str(task.data))
+    """
+
+    tasks: Sequence[EnvTask]
+    """In a fixed order, with distinct ids."""
+
+    @abstractmethod
+    async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
+        """Runs an episode; what it raises leaves the run out, and is counted."""
+
+
+def as_outcome(value: object) -> Outcome:
+    """Validates what an episode returned.
+
+    Raises:
+        InputError: neither a finite number nor an outcome.
+
+    Example: `as_outcome(1)` is `Outcome(reward=1.0)`.
+    """
+    if isinstance(value, Outcome):
+        return value
+    if value is None:
+        raise InputError("an episode returns its reward, a number or an Outcome, got None; return one")
+    return Outcome(reward=checked_reward(value))

@@ -1,0 +1,79 @@
+"""`task.kind = "environment"` from the command line: it trains, resumes bitwise, and refuses what it cannot do."""
+
+import json
+
+import pytest
+
+from tests.cli.runs import Commands, assert_same_weights
+
+ENVIRONMENT = """
+from treering.rl.environments import Environment, EnvTask
+
+
+class Digits(Environment):
+    tasks = [EnvTask(id=f"d{i}", data=i) for i in range(4)]
+
+    async def run(self, task, policy):
+        question = {"role": "user", "content": str(task.data)}
+        first = await policy.chat([question])
+        second = await policy.chat([question, first.message, {"role": "user", "content": "Again"}])
+        return sum(map(str.islower, first.text + second.text)) / 8
+
+
+class Broken(Digits):
+    async def run(self, task, policy):
+        raise ValueError("no such file")
+"""
+CONFIG = ("task.kind=environment", "task.class=envs.py:Digits", "task.max_turn_tokens=4", "sampling.max_tokens=90")
+
+
+@pytest.fixture
+def trained(commands: Commands) -> Commands:
+    (commands.folder / "envs.py").write_text(ENVIRONMENT)
+    text = (commands.folder / "train.toml").read_text().replace("num_prompts = 4\n", "").replace("max_tokens = 6\n", "")
+    (commands.folder / "train.toml").write_text(text)
+    return commands
+
+
+def test_a_run_trains_and_a_resumed_one_ends_bitwise_as_one_that_was_not_stopped(trained: Commands) -> None:
+    told = trained.done("train", *CONFIG, "run.dir=whole")
+    assert "chats are read as single bytes" in told
+    trained.done("train", *CONFIG, "rl.num_steps=2")
+    assert "resuming the run in out after step 2" in trained.done("train", *CONFIG)
+    assert_same_weights(trained.folder / "whole", trained.folder / "out", 4)
+    written = json.loads((trained.folder / "out" / "config.json").read_text())
+    assert written["task"]["class"] == "envs.py:Digits"
+    rows = [json.loads(line) for line in (trained.folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rewards/branches"] for row in rows if "rewards/branches" in row] == [1.0] * 4
+    rollouts = (trained.folder / "out" / "rollouts" / "epoch-000.jsonl").read_text().splitlines()
+    # Two steps of 2 tasks and 3 runs each.
+    assert len(rollouts) == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (["task.class=envs.py:Broken"], "at most 50% of a step's episodes may fail"),
+        (["task.class=envs.py:Nothing"], "has none named 'Nothing'"),
+        (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to sums and calculator'),
+        (["runtime.workers=1"], "runtime.workers is 1"),
+        (["rl.kl=0.1", "rl.kl_in=reward"], "rl.kl_in is 'reward'"),
+        (["eval.share=0.5"], "are not evaluated apart"),
+        (["warmup.num_steps=2"], 'task.kind = "environment" has none'),
+        (["task.max_turn_tokens=100"], "bounds a context with its turn"),
+        (["task.template=raw"], 'template = "raw" has no turns'),
+        (["task.clas=envs.py:Digits"], "did you mean 'task.class'?"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(trained: Commands, overrides: list[str], rule: str) -> None:
+    code, told = trained.run("train", *CONFIG, *overrides)
+    assert code != 0
+    assert rule in " ".join(told.split())
+
+
+def test_an_environment_without_its_kind_is_refused(trained: Commands) -> None:
+    code, told = trained.run("train", "task.class=envs.py:Digits")
+    assert code != 0
+    assert 'kind = "sums" has no class, which belong to "environment"' in " ".join(told.split())
+    code, told = trained.run("train", "task.kind=environment")
+    assert "task.class is not set" in " ".join(told.split())

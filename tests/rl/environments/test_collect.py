@@ -1,0 +1,418 @@
+"""What environments sample is what is trained, once, whoever ends first and whatever fails."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import treering
+from tests.rl.environments.worlds import (
+    TURN_END,
+    WORLDS,
+    Linear,
+    Rerendered,
+    Resampling,
+    SubAgents,
+    TwoSeats,
+    Watched,
+    World,
+    collect,
+    engine_of,
+    model_of,
+    task_of,
+    user,
+)
+from treering.engine.request import Request, Sampling
+from treering.errors import Interrupted, StateError
+from treering.rl.collect import Collected, Group
+from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.environment import EnvTask, Outcome
+from treering.rl.environments.policy import ContextFullError, Policy
+from treering.tree.forest import Forest
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return model_of()
+
+
+def forest_of(groups: Iterator[Group] | tuple[Group, ...]) -> Forest:
+    return Forest.from_sequences(rollout.tokens for group in groups for rollout in group.rollouts)
+
+
+def tokens_by_sample(collected: Collected) -> dict[tuple[object, int, int], list[list[int]]]:
+    found: dict[tuple[object, int, int], list[list[int]]] = {}
+    for number, group in enumerate(collected.groups):
+        for rollout in group.rollouts:
+            key = (group.prompt.prompt_id, number, rollout.sample)
+            found.setdefault(key, []).append(rollout.tokens.tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_calls_are_paths_and_their_tokens_are_trained_once_as_they_were_sampled(
+    model: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    collected = collect(engine_of(model), task_of(WORLDS[name]()), num_tasks=2, group_size=4)
+    rollouts = [rollout for group in collected.groups for rollout in group.rollouts]
+    expected: Counter[tuple[Any, ...]] = Counter()
+    for (prompt_id, sample, _, is_trainable), calls in watched.calls.items():
+        own = [
+            rollout.tokens.tobytes()
+            for rollout in rollouts
+            if (rollout.prompt_id, rollout.sample) == (prompt_id, sample)
+        ]
+        for call in calls if is_trainable else ():
+            assert any(path.startswith(call.path.tobytes()) for path in own)
+            first = call.context.size
+            for i, (token, logprob) in enumerate(zip(call.rollout.tokens, call.rollout.policy_logprobs, strict=True)):
+                expected[prompt_id, sample, call.path[: first + i].tobytes(), int(token), float(logprob)] += 1
+    trained: Counter[tuple[Any, ...]] = Counter()
+    for rollout in rollouts:
+        for i in np.flatnonzero(rollout.loss_mask):
+            before = rollout.tokens[:i].tobytes()
+            logprob = float(rollout.policy_logprobs[i])
+            trained[rollout.prompt_id, rollout.sample, before, int(rollout.tokens[i]), logprob] += 1
+    assert collected.num_reward_errors == 0
+    assert trained == expected
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_recorded_log_probs_are_those_of_a_forward_pass_over_the_forest(model: PreTrainedModel, name: str) -> None:
+    collected = collect(engine_of(model), task_of(WORLDS[name]()), group_size=4)
+    forest = forest_of(collected.groups)
+    with torch.no_grad():
+        logprobs = treering.forward(model, forest).logprobs.numpy()
+    rollouts = [rollout for group in collected.groups for rollout in group.rollouts]
+    indices, offsets = forest.paths()
+    for i, rollout in enumerate(rollouts):
+        own = logprobs[indices[offsets[i] : offsets[i + 1]]]
+        difference = np.abs(own - rollout.policy_logprobs)[rollout.loss_mask]
+        assert difference.max() <= 1e-10
+
+
+def test_a_chat_goes_on_after_the_very_tokens_that_were_sampled(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random bytes are no valid text, so a chat that is rendered anew would have other tokens."""
+    watched = Watched(monkeypatch)
+    engine = engine_of(model)
+    collected = collect(engine, task_of(Linear(), max_turn_tokens=16), num_tasks=4)
+    pairs = [pair for calls in watched.calls.values() for pair in pairwise(calls)]
+    for before, call in pairs:
+        assert call.context[: before.path.size].tolist() == before.path.tolist()
+        # A turn that was cut off is ended for it.
+        assert (before.path[-1] == TURN_END) != (call.context[before.path.size] == TURN_END)
+    assert 0 < sum(before.path[-1] == TURN_END for before, _ in pairs) < len(pairs)
+    assert [len(group.rollouts) for group in collected.groups] == [8] * 4
+
+
+def test_a_turn_computes_its_new_tokens_alone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what follows the earlier turn was in memory."""
+    watched = Watched(monkeypatch)
+    engine = engine_of(model)
+    collect(engine, task_of(Linear()), group_size=1)
+    (calls,) = watched.calls.values()
+    tails = [calls[0].context.size - 1] + [call.context.size - before.path.size for before, call in pairwise(calls)]
+    assert engine.stats.num_prefilled == sum(tails)
+
+
+def test_each_world_has_its_shape(model: PreTrainedModel) -> None:
+    """Branches of 8 runs, and trees: one per task."""
+    shapes = {"Linear": 1, "Tools": 1, "Rerendered": 4, "Compacting": 2, "SubAgents": 4, "TwoSeats": 2 + 2}
+    for name, num_branches in shapes.items():
+        collected = collect(engine_of(model), task_of(WORLDS[name]()))
+        assert sum(len(group.rollouts) for group in collected.groups) == 8 * num_branches
+        assert forest_of(collected.groups).sharing > 0
+        assert all(group.rewards.size == 8 for group in collected.groups)
+
+
+def test_two_seats_are_two_groups_and_an_untrained_agent_is_none(model: PreTrainedModel) -> None:
+    collected = collect(engine_of(model), task_of(TwoSeats()), num_tasks=2)
+    assert [group.prompt.prompt_id for group in collected.groups] == ["t0", "t0", "t1", "t1"]
+    first, second = collected.groups[:2]
+    assert not np.array_equal(first.rewards, second.rewards)
+    assert collected.num_turns == 2 * 8 * 5
+
+
+def test_sub_agents_sample_the_same_tokens_in_whatever_order_they_run(model: PreTrainedModel) -> None:
+    class Reversed(SubAgents):
+        order = (20, 10, 0)
+
+    plain, other = (tokens_by_sample(collect(engine_of(model), task_of(world()))) for world in (SubAgents, Reversed))
+    assert {key: sorted(paths) for key, paths in plain.items()} == {key: sorted(paths) for key, paths in other.items()}
+
+
+def test_batches_and_episodes_in_flight_change_no_token(model: PreTrainedModel) -> None:
+    def found(max_batch: int, in_flight: int) -> object:
+        engine = engine_of(model, max_batch=max_batch)
+        return list(tokens_by_sample(collect(engine, task_of(Rerendered(), episodes_in_flight=in_flight))).items())
+
+    assert found(8, 16) == found(2, 3) == found(1, 1)
+
+
+def test_groups_are_in_the_order_of_tasks_and_samples_whoever_ends_first(model: PreTrainedModel) -> None:
+    class Uneven(World):
+        async def run(self, task: EnvTask, policy: Policy) -> float:
+            for _ in range(1 + 3 * policy._session.sample % 8):
+                reply = await policy.chat([user("hello")])
+            return self.reward([reply.text])
+
+    collected = collect(engine_of(model), task_of(Uneven()), num_tasks=2)
+    assert [group.prompt.prompt_id for group in collected.groups] == ["t0", "t1"]
+    for group in collected.groups:
+        samples = [rollout.sample for rollout in group.rollouts]
+        assert samples == sorted(samples)
+        assert group.runs is not None
+        assert list(group.runs.of) == samples
+
+
+def test_a_context_that_is_sampled_again_gets_other_answers_and_a_run_repeats_them(model: PreTrainedModel) -> None:
+    runs = [tokens_by_sample(collect(engine_of(model), task_of(Resampling()), group_size=2)) for _ in range(2)]
+    assert runs[0] == runs[1]
+    for paths in runs[0].values():
+        assert len({tuple(path) for path in paths}) > 1
+    first, second = list(runs[0].values())
+    assert first != second
+
+
+def test_deterministic_episodes_give_the_same_batches_so_that_a_run_repeats_bitwise(model: PreTrainedModel) -> None:
+    found = []
+    for _ in range(4):
+        engine = engine_of(model, max_batch=3)
+        collected = collect(engine, task_of(SubAgents()), num_tasks=2)
+        logprobs = [rollout.logprobs.tobytes() for group in collected.groups for rollout in group.rollouts]
+        found.append((logprobs, engine.stats))
+    assert found[1:] == found[:-1]
+
+
+HANGING = """
+import asyncio, threading
+from tests.rl.environments.worlds import Linear, collect, engine_of, model_of, task_of
+
+class Hanging(Linear):
+    async def run(self, task, policy):
+        if policy._session.sample == 1:
+            await asyncio.to_thread(threading.Event().wait)
+        return await super().run(task, policy)
+
+found = collect(engine_of(model_of()), task_of(Hanging(), episode_timeout_s=1.0), group_size=2)
+print(f"{found.num_reward_errors} of 2: {next(iter(found.error_counts))}")
+"""
+
+
+class Failing(Linear):
+    """Some samples of a task fail, each in its own way."""
+
+    def __init__(self) -> None:
+        self.number: Counter[object] = Counter()
+        self.tasks = [EnvTask(id=f"t{i}", data=i) for i in range(2)]
+
+    async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
+        number = policy._session.sample
+        if number == 1:
+            await policy.chat([user("a")])
+            raise ValueError("no number")
+        if number == 2:
+            sys.exit("bye")
+        if number == 3:
+            await asyncio.sleep(1000)
+        if number == 4:
+            await asyncio.gather(policy.chat([user("a")]), self.end())
+        if number == 5:
+            return float("nan")
+        return await super().run(task, policy)
+
+    async def end(self) -> None:
+        raise SystemExit(3)
+
+
+def test_failures_are_counted_by_cause_and_change_no_other_run(model: PreTrainedModel) -> None:
+    options = {"max_failed": 1.0, "episode_timeout_s": 2.0}
+    whole = tokens_by_sample(collect(engine_of(model), task_of(Linear()), num_tasks=2))
+    engine = engine_of(model)
+    collected = collect(engine, task_of(Failing(), **options), num_tasks=2)
+    counts = {cause.partition(": ")[2] or cause: count for cause, count in collected.error_counts.items()}
+    assert collected.num_reward_errors == 10
+    assert sorted(collected.error_counts.values()) == [2, 2, 2, 2, 2]
+    text = " | ".join(collected.error_counts)
+    for cause in ("ValueError: no number", "SystemExit: bye", "no end within 2 s", "SystemExit: 3", "finite number"):
+        assert text.count(cause) == 1, counts
+    assert tokens_by_sample(collected) == {key: paths for key, paths in whole.items() if key[2] in (0, 6, 7)}
+    # Rows and slots are back: as much runs as before.
+    assert engine.num_unfinished == 0
+    assert engine.progress() == {}
+    assert tokens_by_sample(collect(engine, task_of(Linear()), num_tasks=2)) == whole
+
+
+def test_too_many_failures_stop_the_run_with_the_commonest(model: PreTrainedModel) -> None:
+    engine = engine_of(model)
+    with pytest.raises(StateError, match=r"at most 25% .* and 5 of 16 did, .* with "):
+        collect(engine, task_of(Failing(), max_failed=0.25, episode_timeout_s=1.0), num_tasks=2)
+    assert engine.num_unfinished == 0
+
+
+def test_an_episode_that_blocks_the_others_ends_the_run_with_its_place(model: PreTrainedModel) -> None:
+    release = threading.Event()
+
+    class Blocking(World):
+        async def run(self, task: EnvTask, policy: Policy) -> float:
+            release.wait(20)  # here
+            return 0.0
+
+    try:
+        with pytest.raises(StateError, match=r"blocked it for 0\.3 s at .*test_collect\.py:\d+; await"):
+            collect(engine_of(model), task_of(Blocking(), episode_timeout_s=0.3))
+    finally:
+        release.set()
+
+
+def test_a_tool_that_hangs_in_a_thread_leaves_its_episode_out_and_lets_the_program_end(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(HANGING)
+    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "1 of 2: no end within 1 s (task.episode_timeout)\n", ended.stderr
+    assert ended.returncode == 0
+
+
+def test_an_interrupt_between_episodes_leaves_an_idle_engine(model: PreTrainedModel) -> None:
+    engine = engine_of(model)
+
+    def interrupt(num_ended: int) -> None:
+        if num_ended:
+            raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        collect_episodes(
+            engine,
+            task_of(Linear()),
+            task_of(Linear()).prompts,
+            {},
+            group_size=4,
+            sampling=Sampling(max_tokens=500),
+            on_progress=interrupt,
+        )
+    assert engine.num_unfinished == 0
+    assert not any(thread.name.startswith("treering-e") for thread in threading.enumerate())
+
+
+def test_a_late_call_of_an_ended_episode_is_refused(model: PreTrainedModel) -> None:
+    late: list[BaseException] = []
+
+    class Leaving(World):
+        async def run(self, task: EnvTask, policy: Policy) -> float:
+            async def later() -> None:
+                try:
+                    await asyncio.sleep(0.05)
+                    await policy.chat([user("late")])
+                except StateError as error:
+                    late.append(error)
+
+            self.task = asyncio.ensure_future(later())
+            if policy._session.sample == 1:
+                await asyncio.sleep(0.3)
+            await policy.chat([user("now")])
+            return 0.0
+
+    collected = collect(engine_of(model), task_of(Leaving()), group_size=2)
+    assert collected.num_reward_errors == 0
+    assert "has ended" in str(late[0])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rule"),
+    [
+        (Outcome(reward=1.0, rewards={"critc": 1.0}), "has no 'critc'"),
+        (Outcome(reward=1.0, turn_rewards={7: 1.0}), "has no call 7"),
+    ],
+)
+def test_a_reward_for_nobody_fails_its_run(model: PreTrainedModel, outcome: Outcome, rule: str) -> None:
+    class Mistaken(World):
+        async def run(self, task: EnvTask, policy: Policy) -> Outcome:
+            policy.agent("critic")
+            await policy.chat([user("hello")])
+            return outcome
+
+    collected = collect(engine_of(model), task_of(Mistaken(), max_failed=1.0), group_size=2)
+    assert collected.num_reward_errors == 2
+    assert rule in next(iter(collected.error_counts))
+
+
+def test_a_call_has_the_reward_that_its_number_names(model: PreTrainedModel) -> None:
+    class Rewarding(World):
+        async def run(self, task: EnvTask, policy: Policy) -> Outcome:
+            judge = policy.agent("judge", trainable=False)
+            first = await policy.chat([user("hello")])
+            await judge.chat([user("well?")])
+            second = await policy.chat([user("bye")])
+            return Outcome(reward=0.0, turn_rewards={first.call: 1.0, second.call: 0.5})
+
+    (group,) = collect(engine_of(model), task_of(Rewarding()), group_size=2).groups
+    assert group.runs is not None
+    assert group.runs.turn_rewards == ((1.0, 0.5), (1.0, 0.5))
+
+
+def test_an_engines_error_ends_the_step(model: PreTrainedModel) -> None:
+    engine = engine_of(model)
+
+    def broken() -> list[Any]:
+        raise StateError("logits hold NaN")
+
+    engine.step = broken  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="logits hold NaN"):
+        collect(engine, task_of(Linear(), max_failed=0.0))
+
+
+def test_a_full_context_is_an_error_that_the_episode_may_catch(model: PreTrainedModel) -> None:
+    class Endless(World):
+        async def run(self, task: EnvTask, policy: Policy) -> float:
+            messages = [user("go on")]
+            try:
+                while True:
+                    messages += [(await policy.chat(messages)).message, user("more")]
+            except ContextFullError:
+                return 0.5
+
+    collected = collect(engine_of(model), task_of(Endless()), group_size=2)
+    assert [rollout.reward for group in collected.groups for rollout in group.rollouts] == [0.5, 0.5]
+    assert all(rollout.num_tokens <= 500 for group in collected.groups for rollout in group.rollouts)
+
+
+def test_waiting_episodes_hold_no_row(model: PreTrainedModel) -> None:
+    """One row serves all, while those that have asked already wait for the last."""
+    started = asyncio.Event()
+
+    class Meeting(World):
+        def __init__(self) -> None:
+            self.num_there = 0
+
+        async def run(self, task: EnvTask, policy: Policy) -> float:
+            first = await policy.chat([user("hello")])
+            self.num_there += 1
+            if self.num_there == 8:
+                started.set()
+            await started.wait()
+            return self.reward([first.text, (await policy.chat([user("bye")])).text])
+
+    collected = collect(engine_of(model, max_batch=1), task_of(Meeting()))
+    assert collected.num_rollouts == 8
+
+
+def test_calls_of_one_key_are_told_apart_by_their_noise(model: PreTrainedModel) -> None:
+    engine = engine_of(model)
+    request = Request(prompt_id="q", prompt=[5, 6], sampling=Sampling(max_tokens=12), call=1)
+    found = {rollout.call: rollout.tokens.tolist() for rollout in engine.generate([request, replace(request, call=2)])}
+    assert found[1] != found[2]
+    assert next(iter(engine.generate([request]))).tokens.tolist() == found[1]

@@ -1,0 +1,162 @@
+"""Runs of environments in the loop: law 8, advantages by run, and weights that do not depend on branches."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import treering
+from tests.models import build_float64
+from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, collect, engine_of, task_of
+from tests.rl.rollouts import rollout_of
+from tests.rl.runs import PLAIN, eager, store
+from treering.engine.protocol import Engine
+from treering.engine.request import Sampling
+from treering.history.draft.drafter import Drafter
+from treering.metrics import JsonlSink, Metrics
+from treering.rl.batch import make_rl_batch
+from treering.rl.collect import Group, Runs
+from treering.rl.loop import RlLoop
+from treering.rl.options import RlOptions
+from treering.rl.rollout_log import RolloutLog
+from treering.rl.run_advantages import branch_advantages, branch_weights
+from treering.rl.tasks.task import Prompt
+from treering.train.loop.run import open_run, run_steps
+from treering.train.loss_weights import Weighting, entry_counts, entry_weights
+from treering.tree.forest import Forest
+
+NUM_STEPS = 3
+
+
+def train(folder: Path, name: str, num_steps: int) -> tuple[dict[str, torch.Tensor], str]:
+    """The weights and the rollouts of a run, which goes on where the folder has one."""
+    model = build_float64("qwen3", vocab_size=VOCAB)
+
+    def make_engine(drafter: Drafter | None, version: int) -> Engine:
+        return engine_of(model, drafter=drafter, version=version, num_threads=1, costs="none", max_batch=3)
+
+    loop = RlLoop(
+        model,
+        task_of(WORLDS[name]()),
+        make_engine,
+        optim=PLAIN,
+        options=RlOptions(prompts_per_step=2, group_size=3, sampling=Sampling(max_tokens=500, stop_tokens=(TURN_END,))),
+        drafting=eager(),
+    )
+    checkpoints = store(folder, keep=9)
+    opened = open_run(folder, loop, checkpoints)
+    log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
+    with Metrics([JsonlSink(folder / "metrics.jsonl", resume_step=opened.resume_step)]) as metrics:
+        steps = run_steps(
+            loop,
+            num_steps=num_steps,
+            save_every=1,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            on_step=lambda report: log.write(report.epoch, loop.latest),
+        )
+        assert len(list(steps)) == num_steps - (opened.resume_step or 0)
+    rollouts = "".join(file.read_text() for file in sorted((folder / "rollouts").iterdir()))
+    return dict(model.state_dict()), rollouts
+
+
+@pytest.mark.parametrize("name", ["Linear", "SubAgents", "TwoSeats"])
+def test_a_resumed_run_ends_bitwise_as_one_that_was_not_stopped(tmp_path: Path, name: str) -> None:
+    whole, rollouts = train(tmp_path / "whole", name, NUM_STEPS)
+    for stop in range(1, NUM_STEPS):
+        train(tmp_path / f"stopped{stop}", name, stop)
+        stopped, resumed = train(tmp_path / f"stopped{stop}", name, NUM_STEPS)
+        assert resumed == rollouts
+        assert all(torch.equal(stopped[key], whole[key]) for key in whole)
+    before = build_float64("qwen3", vocab_size=VOCAB).state_dict()
+    assert any(not torch.equal(before[key], whole[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_gradient_of_a_tree_of_runs_is_that_of_their_branches_one_by_one(name: str) -> None:
+    model = build_float64("qwen3", vocab_size=VOCAB).eval()
+    groups = collect(engine_of(model), task_of(WORLDS[name]()), num_tasks=2, group_size=4).groups
+    found = []
+    for layout in ("tree", "packed"):
+        options = RlOptions(prompts_per_step=2, group_size=4, sampling=Sampling(max_tokens=9), layout=layout)
+        batch = make_rl_batch(groups, estimator="grpo", layout=layout, normalizer=options.weighting.normalizer)
+        model.zero_grad()
+        treering.backward(model, batch.trees.forests, options.make_objective(batch))
+        found.append({key: weight.grad.clone() for key, weight in model.named_parameters()})
+    tree, packed = found
+    assert sum(float(grad.norm()) for grad in packed.values()) > 0
+    for key, expected in packed.items():
+        assert float((tree[key] - expected).norm()) <= 1e-10 * float(expected.norm()) + 1e-14
+
+
+def group_of(
+    rewards: list[float], of: tuple[int, ...], turn_rewards: tuple[tuple[float, ...], ...] = (), **fields: object
+) -> Group:
+    """Branches of three tokens, of which the k-th has k + 1 more that are trained."""
+    branches, turns = [], []
+    for number, run in enumerate(of):
+        size = number + 1
+        mask = np.array([False] * 3 + [True] * size)
+        tokens = np.arange(3 + size, dtype=np.int32) + 10 * number * (np.arange(3 + size) > 2)
+        branches.append(rollout_of(tokens.astype(np.int32), sample=run, reward=rewards[run], loss_mask=mask))
+        turns.append(np.where(mask, number - of.index(run), -1).astype(np.int32))
+    runs = Runs(of=of, turns=tuple(turns), turn_rewards=turn_rewards or ((),) * len(rewards), **fields)
+    return Group(prompt=Prompt(prompt_id="p", tokens=np.array([1], np.int32)), rollouts=tuple(branches), runs=runs)
+
+
+def test_runs_are_compared_however_many_branches_they_have() -> None:
+    group = group_of([1.0, 0.0], (0, 0, 0, 1))
+    assert group.rewards.tolist() == [1.0, 0.0]
+    assert list(branch_advantages(group, "dr_grpo")) == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_a_call_is_worth_what_its_run_earns_from_it_on() -> None:
+    group = group_of([0.0, 1.0], (0, 0, 1), turn_rewards=((1.0, 4.0), ()))
+    first, second, other = branch_advantages(group, "dr_grpo")
+    # The first calls are worth 5 and 1, the second ones 4 and, where there is none, 1.
+    assert first.tolist() == [0, 0, 0, 2]
+    assert second.tolist() == [0, 0, 0, 1.5, 1.5]
+    assert other.tolist() == [0, 0, 0, -2, -2, -2]
+
+
+@pytest.mark.parametrize("normalizer", ["sequence_mean", "sequence_sum", "token_mean"])
+def test_a_mean_over_sequences_is_one_over_runs(normalizer: str) -> None:
+    """Each run's trained tokens have the weights that they would have in one sequence."""
+    groups = [group_of([1.0, 0.0], (0, 0, 1)), group_of([2.0, 0.0], (0, 1, 1, 1))]
+    batch = make_rl_batch(groups, estimator="dr_grpo", layout="packed", normalizer=normalizer)
+    found = per_token(batch.advantages, batch.trees.loss_masks, normalizer)
+    # One sequence per run, with all tokens that it trains.
+    sizes, values = [], []
+    for group in groups:
+        runs = group.runs
+        assert runs is not None
+        trained = np.array([int(rollout.loss_mask.sum()) for rollout in group.rollouts])
+        sizes += np.bincount(runs.of, weights=trained).astype(int).tolist()
+        values += (group.rewards - group.rewards.mean()).tolist()
+    expected = per_token(values, [np.array([False] + [True] * size) for size in sizes], normalizer)
+    totals = [sum(found[0:2]), found[2], found[3], sum(found[4:7])]
+    np.testing.assert_allclose(totals, expected, atol=1e-12, rtol=0)
+
+
+def per_token(advantages: list[float], masks: list[np.ndarray], normalizer: str) -> list[float]:
+    """The sum over each sequence's tokens of weight times advantage."""
+    forests = [Forest.from_sequences([np.arange(mask.size)]) for mask in masks]
+    lengths = np.array([mask.size for mask in masks])
+    weights = entry_weights(
+        entry_counts(forests, masks, "sum"),
+        branch_length=lengths,
+        branch_tree=np.arange(len(masks)),
+        weighting=Weighting(normalizer=normalizer),
+        sum_over_ranks=lambda values: values,
+    )
+    sums = [part.sum() for part in np.split(weights, np.cumsum(lengths)[:-1])]
+    return [float(total * advantage) for total, advantage in zip(sums, advantages, strict=True)]
+
+
+def test_branches_may_count_instead() -> None:
+    groups = [group_of([1.0, 0.0], (0, 0, 1), weights="branches")]
+    assert branch_weights(groups, "sequence_mean") == [1.0, 1.0, 1.0]
+    # The branches of the first run train 1 and 2 tokens.
+    by_run = branch_weights([group_of([1.0, 0.0], (0, 0, 1))], "sequence_mean")
+    assert by_run == pytest.approx([1 / 3 * 1.5, 2 / 3 * 1.5, 1.5])
