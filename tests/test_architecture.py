@@ -36,6 +36,7 @@ ORDER = (
     "analysis",
     "rl",
     "runtime",
+    "serving",
     "integrations",
     "report",
     "config",

@@ -17,7 +17,14 @@ TRAIN = ("torch", "transformers", "safetensors", *CHAT, "jaxtyping")
 _EXTRAS = MappingProxyType(
     {
         **dict.fromkeys(CHAT, "chat"),
-        **{"liger_kernel": "liger", "math_verify": "math", "peft": "peft", "pyarrow": "datasets", "ray": "ray"},
+        **{
+            "aiohttp": "serve",
+            "liger_kernel": "liger",
+            "math_verify": "math",
+            "peft": "peft",
+            "pyarrow": "datasets",
+            "ray": "ray",
+        },
         **{"trl": "trl", "verl": "verl", "vllm": "vllm"},
         **{"mlflow": "mlflow", "trackio": "trackio", "wandb": "wandb"},
     }

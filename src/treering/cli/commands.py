@@ -141,6 +141,55 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    name: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or folder or hub id of a model.")
+    ],
+    host: Annotated[str, typer.Option(metavar="IP", help="Beyond loopback it needs TREERING_API_KEY.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is a free one.")] = 8000,
+    served_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What clients call the model; else RUN_OR_MODEL.")
+    ] = None,
+    history: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of a history, whose rollouts are drafted from.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Calls that are sampled at one time.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens whose keys and values fit.")] = 65536,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")] = None,
+) -> None:
+    """Serve a model over HTTP: token ids in and out as vLLM's server, and OpenAI's completions and chats.
+
+    Example: treering serve runs/train --history runs/train/history
+
+    Example: treering serve models/qwen3 --port 8001 --dtype bfloat16
+
+    POST /inference/v1/generate, /v1/completions and /v1/chat/completions, GET /v1/models and /health.
+    """
+    require("treering serve")
+    require("treering serve", "aiohttp")
+    from treering.cli.serve.command import ServeOptions, run
+
+    run(
+        ServeOptions(
+            name=name,
+            step=step,
+            host=host,
+            port=port,
+            served_name=served_name,
+            history=history,
+            max_batch=max_batch,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+        )
+    )
+
+
+@app.command()
 def demo(
     out: Annotated[
         Path | None,

@@ -36,11 +36,7 @@ def find_target(
     Raises:
         ConfigError, InputError: there is no such run or model, or nothing to evaluate it on.
     """
-    is_run = (Path(name) / CHECKPOINTS_FOLDER).is_dir()
-    if not is_run and step is not None:
-        raise InputError(f"--step names a checkpoint of a run, and {name} is a model; leave it out")
-    weights = find_checkpoint(Path(name), step) if is_run else find_folder(name, [Path()], setting="RUN_OR_MODEL")
-    weights = weights.resolve()
+    weights, is_run = find_weights(name, step), is_a_run(name)
     written = _written(Path(name)) if is_run else {}
     data = _data_settings(files, is_prompts=reward is not None or "rl" in written)
     if reward is not None:
@@ -58,6 +54,28 @@ def find_target(
     if not config.eval.is_set:
         raise ConfigError(f"the run in {name} has no [eval] that names held-out data; name some with --file")
     return Target(weights=weights, config=config)
+
+
+def is_a_run(name: str) -> bool:
+    """Whether a name is that of a run's folder."""
+    return (Path(name) / CHECKPOINTS_FOLDER).is_dir()
+
+
+def find_weights(name: str, step: int | None) -> Path:
+    """The folder of a run's checkpoint, or of a model.
+
+    Args:
+        name: folder of a run, or folder or hub id of a model.
+        step: of the run's checkpoint; None is the newest.
+
+    Raises:
+        InputError: there is no such checkpoint or model, or a step of a model.
+    """
+    if is_a_run(name):
+        return find_checkpoint(Path(name), step).resolve()
+    if step is not None:
+        raise InputError(f"--step names a checkpoint of a run, and {name} is a model; leave it out")
+    return find_folder(name, [Path()], setting="RUN_OR_MODEL").resolve()
 
 
 def _written(folder: Path) -> Mapping[str, Any]:

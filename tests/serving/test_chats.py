@@ -1,0 +1,108 @@
+"""A chat over HTTP goes on after the very ids that were sampled, and its tool calls are read."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.serving.test_server import ask, settings
+from treering.engine.host import EngineHost
+from treering.engine.request import Request
+from treering.engine.scripted import ScriptedEngine
+from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
+from treering.serving import HostSampler, Server
+
+CHAT = "/v1/chat/completions"
+TOKENS = ChatTokens(BYTES_FOLDER)
+(END,) = TOKENS.text.end_tokens[:1]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+
+
+class Says(ScriptedEngine):
+    """Says one thing after another, and notes the contexts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.contexts: list[list[int]] = []
+        texts_left = iter(texts)
+
+        def script(request: Request) -> list[int]:
+            self.contexts.append(request.prompt.tolist())
+            return [*TOKENS.text.encode(next(texts_left)).tolist(), END]
+
+        super().__init__(script, max_batch=4)
+
+
+@pytest.fixture
+def engine() -> Says:
+    return Says("one", ADD, "three")
+
+
+@pytest.fixture
+def server(engine: Says) -> Iterator[Server]:
+    with (
+        EngineHost(engine) as host,
+        Server(HostSampler(host), model="tiny", num_positions=500, chat=TOKENS, settings=settings()) as opened,
+    ):
+        yield opened
+
+
+def chat(server: Server, messages: list[Any], **given: Any) -> dict[str, Any]:
+    body = {"messages": messages, "return_token_ids": True, **given}
+    status, answer = ask(server, CHAT, body, **{"X-Session-ID": "s"})
+    assert status == 200, answer
+    return answer["choices"][0]
+
+
+def test_each_turn_goes_on_after_the_sampled_ids_and_calls_are_read(server: Server, engine: Says) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    first = chat(server, messages)
+    assert (first["message"]["content"], first["finish_reason"]) == ("one", "stop")
+    messages += [first["message"], {"role": "user", "content": "go on"}]
+    second = chat(server, messages, tools=[TOOL], logprobs=True)
+    (call,) = second["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    assert second["finish_reason"] == "tool_calls"
+    assert len(second["logprobs"]["content"]) == len(second["token_ids"])
+    messages += [second["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2"}]
+    third = chat(server, messages, tools=[TOOL])
+    assert third["message"]["content"] == "three"
+    contexts = [np.array(context) for context in engine.contexts]
+    for before, answer, after in zip(contexts, (first, second), contexts[1:], strict=False):
+        path = [*before, *answer["token_ids"]]
+        # Tools given only from the second turn on are another prompt.
+        if answer is second:
+            assert after[: len(path)].tolist() == path
+    assert [answer["prompt_token_ids"] for answer in (first, second, third)] == engine.contexts
+
+
+def test_a_chat_of_no_session_is_rendered_anew(server: Server, engine: Says) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    ask(server, CHAT, {"messages": messages})
+    assert engine.contexts == [ChatTokens(BYTES_FOLDER).prompt(_records(messages), ()).tolist()]
+
+
+def _records(messages: list[Any]) -> Any:
+    from treering.rl.environments.chat import as_messages
+
+    return as_messages(messages)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": ["Hi"]}, "'Hi'"),
+        ({"messages": [{"role": "user", "content": "Hi"}], "tools": [3]}, "tools"),
+        ({"messages": [{"role": "user", "content": "Hi"}], "response_format": {"type": "json_object"}}, "masked"),
+        ({"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image"),
+    ],
+)
+def test_what_is_no_chat_is_refused_by_name(server: Server, body: dict[str, Any], words: str) -> None:
+    status, answer = ask(server, CHAT, body)
+    assert status == 400
+    assert words in answer["error"]["message"]
