@@ -31,10 +31,18 @@ _OWNER = "_tree_attention_owner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeContext:
-    """The backend of a `tree_attention` block and, in words, why it was chosen."""
+    """What a `tree_attention` block has set up.
+
+    Attributes:
+        backend: that computes attention.
+        reason: why it was chosen, in words.
+        prepare: makes a forest's tables before compiled layers run, which then have no break for it; the decoder's hook
+            calls it, or whoever calls the decoder's forward without its hooks.
+    """
 
     backend: Backend
     reason: str
+    prepare: Callable[[TreeLayout], None]
 
 
 @contextmanager
@@ -74,13 +82,15 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         for layer in parts.layers:
             handle = layer.register_forward_pre_hook(_pass_layout, with_kwargs=True)
             undo.callback(handle.remove)
+        prepare: Callable[[TreeLayout], None] = _prepare_nothing
         if choice.backend == "flash":
             shape = attention_shape(parts.config, parts.device, dtype)
             prepare = partial(_prepare_flash, parts=parts, shape=shape)
-            undo.callback(parts.decoder.register_forward_pre_hook(prepare, with_kwargs=True).remove)
+            hook = partial(_prepare_first, prepare=prepare)
+            undo.callback(parts.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
         undo.enter_context(routed(parts.mixers))
         _route_checkpoints(parts, name, undo)
-        yield TreeContext(backend=choice.backend, reason=choice.reason)
+        yield TreeContext(backend=choice.backend, reason=choice.reason, prepare=prepare)
 
 
 def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> AttentionShape:
@@ -148,13 +158,20 @@ def _pass_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _prepare_flash(
-    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, parts: ModelParts, shape: AttentionShape
+def _prepare_first(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, prepare: Callable[[TreeLayout], None]
 ) -> None:
-    """Checks the backend and makes its tables before the layers run, so that compiled layers have no break for it."""
     layout = kwargs.get("tree_layout")
-    if not isinstance(layout, TreeLayout):
-        return
+    if isinstance(layout, TreeLayout):
+        prepare(layout)
+
+
+def _prepare_nothing(layout: TreeLayout) -> None:
+    """Of backends that compiled layers leave their graph for."""
+
+
+def _prepare_flash(layout: TreeLayout, *, parts: ModelParts, shape: AttentionShape) -> None:
+    """Checks the backend and makes its tables."""
     mixers = [mixer for layer in parts.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
     for window in {getattr(mixer, "sliding_window", None) for mixer in mixers}:
         has_sinks = any(hasattr(mixer, "sinks") for mixer in mixers)

@@ -30,7 +30,6 @@ def lora(dropout: float) -> dict[str, Any]:
         ({"trainer_options": lora(0.05)}, r"lora_dropout=0 in LoraConfig \(--lora_dropout 0"),
         ({"model_init_kwargs": {"attention_dropout": 0.1}}, "load the model with attention_dropout=0.0"),
         ({"neftune_noise_alpha": 5.0}, "leave neftune_noise_alpha out"),
-        ({"torch_compile": True}, "set torch_compile=False"),
     ],
 )
 def test_what_would_not_be_exact_is_refused_before_training(options: Any, rule: str, tmp_path: Path) -> None:

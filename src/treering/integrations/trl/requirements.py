@@ -12,8 +12,6 @@ TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTraine
 
 _SWITCHES = {
     "use_liger_kernel": "its kernels replace layers when training starts; set use_liger_kernel=False",
-    "torch_compile": "a compiled model is not tested on trees here; set torch_compile=False",
-    "activation_offloading": "it is not tested on trees; set activation_offloading=False",
 }
 
 
@@ -74,6 +72,18 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
         if model is not None and all(model is not other for other in found.values()):
             found[role] = model
     return found
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """The model inside the wrapper of `torch.compile`, which Accelerate puts around a reference beforehand."""
+    inner: nn.Module = model._modules.get("_orig_mod") or model
+    return inner
+
+
+def compiler_options(trainer: Any) -> dict[str, Any]:
+    """What `torch_compile_backend`, `torch_compile_mode` and Accelerate's configuration say of the compiler."""
+    given = trainer.accelerator.state.dynamo_plugin.to_kwargs()
+    return {name: given[name] for name in ("backend", "mode", "options") if given.get(name) is not None}
 
 
 def check_no_dropout(model: nn.Module, role: str) -> None:
