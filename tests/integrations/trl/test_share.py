@@ -40,12 +40,8 @@ def test_what_would_not_be_exact_is_refused_before_training(options: Any, rule: 
     assert not hasattr(trainer, "_treering_shared_prefixes")
 
 
-def test_liger_images_and_hosts_that_shard_are_refused_by_name(tmp_path: Path) -> None:
+def test_images_and_hosts_that_shard_are_refused_by_name(tmp_path: Path) -> None:
     trainer = runs.sft(runs.saved(), tmp_path)
-    trainer.args.use_liger_kernel = True
-    with pytest.raises(UnsupportedError, match="use_liger_kernel=False"):
-        share_prefixes(trainer)
-    trainer.args.use_liger_kernel = False
     for attribute, rule in (("_is_vlm", "images"), ("is_fsdp_enabled", "fsdp"), ("is_deepspeed_enabled", "deepspeed")):
         setattr(trainer, attribute, True)
         with pytest.raises(UnsupportedError, match=rule):

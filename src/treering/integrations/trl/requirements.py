@@ -6,13 +6,14 @@ from torch import nn
 
 from treering.errors import StateError, UnsupportedError
 from treering.model.checks import dropout_of
+from treering.model.layers import LIGER_ACTIVATIONS
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """Trainers of TRL whose padded batches run on trees; their subclasses too."""
 
-_SWITCHES = {
-    "use_liger_kernel": "its kernels replace layers when training starts; set use_liger_kernel=False",
-}
+_LIGER_FAMILIES = (*LIGER_ACTIVATIONS, "gpt_oss")
+"""The families whose layers by Liger compute a token alone, in forests as in batches. Its experts run on a device only,
+so those of Mixtral and Qwen3 are not known to."""
 
 
 def kind_of(trainer: Any) -> str:
@@ -47,9 +48,12 @@ def check_trainer(trainer: Any) -> None:
             f"{name} holds a model wrapped by {type(trainer.model).__name__}; call share_prefixes before "
             "trainer.train(), which wraps the patched model, and never pass the module inside a wrapper by hand"
         )
-    for switch, why in _SWITCHES.items():
-        if getattr(trainer.args, switch, False):
-            raise UnsupportedError(f"{name} has {switch}=True: {why}")
+    family = trainer.model.config.model_type
+    if trainer.args.use_liger_kernel and family not in _LIGER_FAMILIES:
+        raise UnsupportedError(
+            f"{name} has use_liger_kernel=True, whose layers are tested on trees for {', '.join(_LIGER_FAMILIES)}, and "
+            f"model type {family!r} is none of them; set use_liger_kernel=False"
+        )
     if getattr(trainer.args, "neftune_noise_alpha", None):
         raise UnsupportedError(
             f"{name} has neftune_noise_alpha={trainer.args.neftune_noise_alpha}, which draws other noise for a shared "
