@@ -198,10 +198,23 @@ def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
             continue
         layer.__dict__["_gradient_checkpointing_func"] = route
         undo.callback(layer.__dict__.__setitem__, "_gradient_checkpointing_func", original)
+    _route_wrappers(parts, name, undo)
     if checkpointed and not any(weight.requires_grad for weight in parts.embedding.parameters()):
         # Reentrant checkpointing drops all gradients of a block whose inputs need none (frozen embeddings with LoRA).
         handle = parts.embedding.register_forward_hook(_require_grad)
         undo.callback(handle.remove)
+
+
+def _route_wrappers(parts: ModelParts, name: str, undo: ExitStack) -> None:
+    """The same for torch's `checkpoint_wrapper`, by which Accelerate checkpoints the layers of FSDP2."""
+    wrappers: list[Any] = [module for layer in parts.layers for module in layer.modules()]
+    for wrapper in wrappers:
+        original = vars(wrapper).get("checkpoint_fn")
+        if original is None:
+            continue
+        mixers = [mixer for mixer in parts.mixers if any(mixer is inner for inner in wrapper.modules())]
+        wrapper.checkpoint_fn = partial(_checkpoint_routed, original, parts.config, name, mixers)
+        undo.callback(setattr, wrapper, "checkpoint_fn", original)
 
 
 def _checkpointed_around(layer: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,17 +241,18 @@ def _checkpoint_routed(
     mixers: list[nn.Module],
     block: Callable[..., Any],
     *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if isinstance(block, partial):
         # transformers before 5.23 checkpoints a layer with its hooks, and ours is removed before the recompute.
         block = partial(block.func, *block.args, **_with_layout_as_mask(block.keywords))
 
-    def on_forest(*block_args: Any) -> Any:
+    def on_forest(*block_args: Any, **block_kwargs: Any) -> Any:
         with _implementation(config, name), routed(mixers):
-            return block(*block_args)
+            return block(*block_args, **block_kwargs)
 
     # Without gradients there is nothing to recompute.
-    return checkpoint(on_forest, *args) if torch.is_grad_enabled() else on_forest(*args)
+    return checkpoint(on_forest, *args, **kwargs) if torch.is_grad_enabled() else on_forest(*args, **kwargs)
 
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from trl import (
 )
 
 from treering.integrations.trl import share_prefixes
+from treering.ranks.state import as_whole
 
 PAD, EOS, START = 0, 1, 2
 _ASSISTANT = "{% generation %}{{ m['content'] }} <eos>{% endgeneration %}"
@@ -223,7 +224,8 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         inner = getattr(model, "module", model)
-        self.gradients.append({n: p.grad.clone() for n, p in inner.named_parameters() if p.grad is not None})
+        given = {n: p.grad for n, p in inner.named_parameters() if p.grad is not None}
+        self.gradients.append({name: as_whole(grad).clone() for name, grad in given.items()})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.logs.append(dict(logs))

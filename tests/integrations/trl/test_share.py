@@ -3,6 +3,7 @@
 import random
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,21 @@ def test_what_would_not_be_exact_is_refused_before_training(options: Any, rule: 
 
 def test_images_and_hosts_that_shard_are_refused_by_name(tmp_path: Path) -> None:
     trainer = runs.sft(runs.saved(), tmp_path)
-    for attribute, rule in (("_is_vlm", "images"), ("is_fsdp_enabled", "fsdp"), ("is_deepspeed_enabled", "deepspeed")):
+    for attribute, rule in (("_is_vlm", "images"), ("is_deepspeed_enabled", r"deepspeed.*FSDP2 \(fsdp_version: 2\)")):
         setattr(trainer, attribute, True)
         with pytest.raises(UnsupportedError, match=rule):
             share_prefixes(trainer)
         setattr(trainer, attribute, False)
+
+
+def test_fsdp_of_the_first_version_is_refused_and_the_second_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = runs.sft(runs.saved(), tmp_path)
+    trainer.is_fsdp_enabled = True
+    monkeypatch.setitem(trainer.accelerator.state._shared_state, "fsdp_plugin", SimpleNamespace(fsdp_version=1))
+    with pytest.raises(UnsupportedError, match=r"FSDP1, .*fsdp_version: 2 in Accelerate's configuration"):
+        share_prefixes(trainer)
 
 
 def test_a_wrapped_model_is_refused_with_the_advice_that_works(tmp_path: Path) -> None:

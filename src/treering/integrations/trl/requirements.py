@@ -59,13 +59,27 @@ def check_trainer(trainer: Any) -> None:
             f"{name} has neftune_noise_alpha={trainer.args.neftune_noise_alpha}, which draws other noise for a shared "
             "token in each of its rows, where it is computed once; leave neftune_noise_alpha out"
         )
-    for host in ("deepspeed", "fsdp"):
-        if getattr(trainer, f"is_{host}_enabled", False):
-            raise UnsupportedError(f"{name} runs under {host}, which is not tested on trees; use one process or DDP")
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise UnsupportedError(
+            f"{name} runs under deepspeed, which is not tested on trees; use DDP, or FSDP2 (fsdp_version: 2)"
+        )
+    _check_fsdp(trainer)
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; leave it out, or use DDP")
     if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
         raise UnsupportedError(f"{name} takes images, which have no place in a forest of tokens; train a text model")
+
+
+def _check_fsdp(trainer: Any) -> None:
+    if not getattr(trainer, "is_fsdp_enabled", False):
+        return
+    version = trainer.accelerator.state.fsdp_plugin.fsdp_version
+    if version != 2:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} runs under FSDP{version}, which flattens weights of several layers, so parts "
+            "cannot be called alone; use FSDP2: fsdp_version: 2 in Accelerate's configuration, or "
+            "fsdp_config={'version': 2}"
+        )
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
