@@ -69,11 +69,11 @@ def _keep(model: nn.Module) -> Callable[[], None]:
     return lambda: None
 
 
-def compiled_layers(layers: Sequence[nn.Module], **options: Any) -> Callable[[], AbstractContextManager[None]]:
+def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], AbstractContextManager[None]]:
     """Compiles layers; returns a context manager, to be entered often, inside which they run compiled.
 
     Args:
-        layers: of a model.
+        layers: modules of a model.
         options: of `torch.compile`; shapes are dynamic.
 
     Example:

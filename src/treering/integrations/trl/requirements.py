@@ -48,12 +48,7 @@ def check_trainer(trainer: Any) -> None:
             f"{name} holds a model wrapped by {type(trainer.model).__name__}; call share_prefixes before "
             "trainer.train(), which wraps the patched model, and never pass the module inside a wrapper by hand"
         )
-    family = trainer.model.config.model_type
-    if trainer.args.use_liger_kernel and family not in _LIGER_FAMILIES:
-        raise UnsupportedError(
-            f"{name} has use_liger_kernel=True, whose layers are tested on trees for {', '.join(_LIGER_FAMILIES)}, and "
-            f"model type {family!r} is none of them; set use_liger_kernel=False"
-        )
+    _check_liger(trainer)
     if getattr(trainer.args, "neftune_noise_alpha", None):
         raise UnsupportedError(
             f"{name} has neftune_noise_alpha={trainer.args.neftune_noise_alpha}, which draws other noise for a shared "
@@ -68,6 +63,15 @@ def check_trainer(trainer: Any) -> None:
         raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; leave it out, or use DDP")
     if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
         raise UnsupportedError(f"{name} takes images, which have no place in a forest of tokens; train a text model")
+
+
+def _check_liger(trainer: Any) -> None:
+    family = trainer.model.config.model_type
+    if trainer.args.use_liger_kernel and family not in _LIGER_FAMILIES:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} has use_liger_kernel=True, whose layers are tested on trees for "
+            f"{', '.join(_LIGER_FAMILIES)}, and model type {family!r} is none of them; set use_liger_kernel=False"
+        )
 
 
 def _check_fsdp(trainer: Any) -> None:
