@@ -31,10 +31,18 @@ _OWNER = "_tree_attention_owner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeContext:
-    """The backend of a `tree_attention` block and, in words, why it was chosen."""
+    """What a `tree_attention` block has set up.
+
+    Attributes:
+        backend: that computes attention.
+        reason: why it was chosen, in words.
+        prepare: makes a forest's tables before compiled layers run, which then have no break for it; the decoder's hook
+            calls it, or whoever calls the decoder's forward without its hooks.
+    """
 
     backend: Backend
     reason: str
+    prepare: Callable[[TreeLayout], None]
 
 
 @contextmanager
@@ -74,13 +82,15 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         for layer in parts.layers:
             handle = layer.register_forward_pre_hook(_pass_layout, with_kwargs=True)
             undo.callback(handle.remove)
+        prepare: Callable[[TreeLayout], None] = _prepare_nothing
         if choice.backend == "flash":
             shape = attention_shape(parts.config, parts.device, dtype)
             prepare = partial(_prepare_flash, parts=parts, shape=shape)
-            undo.callback(parts.decoder.register_forward_pre_hook(prepare, with_kwargs=True).remove)
+            hook = partial(_prepare_first, prepare=prepare)
+            undo.callback(parts.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
         undo.enter_context(routed(parts.mixers))
         _route_checkpoints(parts, name, undo)
-        yield TreeContext(backend=choice.backend, reason=choice.reason)
+        yield TreeContext(backend=choice.backend, reason=choice.reason, prepare=prepare)
 
 
 def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> AttentionShape:
@@ -148,13 +158,20 @@ def _pass_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _prepare_flash(
-    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, parts: ModelParts, shape: AttentionShape
+def _prepare_first(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, prepare: Callable[[TreeLayout], None]
 ) -> None:
-    """Checks the backend and makes its tables before the layers run, so that compiled layers have no break for it."""
     layout = kwargs.get("tree_layout")
-    if not isinstance(layout, TreeLayout):
-        return
+    if isinstance(layout, TreeLayout):
+        prepare(layout)
+
+
+def _prepare_nothing(layout: TreeLayout) -> None:
+    """Of backends that compiled layers leave their graph for."""
+
+
+def _prepare_flash(layout: TreeLayout, *, parts: ModelParts, shape: AttentionShape) -> None:
+    """Checks the backend and makes its tables."""
     mixers = [mixer for layer in parts.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
     for window in {getattr(mixer, "sliding_window", None) for mixer in mixers}:
         has_sinks = any(hasattr(mixer, "sinks") for mixer in mixers)
@@ -181,10 +198,23 @@ def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
             continue
         layer.__dict__["_gradient_checkpointing_func"] = route
         undo.callback(layer.__dict__.__setitem__, "_gradient_checkpointing_func", original)
+    _route_wrappers(parts, name, undo)
     if checkpointed and not any(weight.requires_grad for weight in parts.embedding.parameters()):
         # Reentrant checkpointing drops all gradients of a block whose inputs need none (frozen embeddings with LoRA).
         handle = parts.embedding.register_forward_hook(_require_grad)
         undo.callback(handle.remove)
+
+
+def _route_wrappers(parts: ModelParts, name: str, undo: ExitStack) -> None:
+    """The same for torch's `checkpoint_wrapper`, by which Accelerate checkpoints the layers of FSDP2."""
+    wrappers: list[Any] = [module for layer in parts.layers for module in layer.modules()]
+    for wrapper in wrappers:
+        original = vars(wrapper).get("checkpoint_fn")
+        if original is None:
+            continue
+        mixers = [mixer for mixer in parts.mixers if any(mixer is inner for inner in wrapper.modules())]
+        wrapper.checkpoint_fn = partial(_checkpoint_routed, original, parts.config, name, mixers)
+        undo.callback(setattr, wrapper, "checkpoint_fn", original)
 
 
 def _checkpointed_around(layer: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,17 +241,18 @@ def _checkpoint_routed(
     mixers: list[nn.Module],
     block: Callable[..., Any],
     *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if isinstance(block, partial):
         # transformers before 5.23 checkpoints a layer with its hooks, and ours is removed before the recompute.
         block = partial(block.func, *block.args, **_with_layout_as_mask(block.keywords))
 
-    def on_forest(*block_args: Any) -> Any:
+    def on_forest(*block_args: Any, **block_kwargs: Any) -> Any:
         with _implementation(config, name), routed(mixers):
-            return block(*block_args)
+            return block(*block_args, **block_kwargs)
 
     # Without gradients there is nothing to recompute.
-    return checkpoint(on_forest, *args) if torch.is_grad_enabled() else on_forest(*args)
+    return checkpoint(on_forest, *args, **kwargs) if torch.is_grad_enabled() else on_forest(*args, **kwargs)
 
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ All three work in place: names of modules, their parameters and what a checkpoin
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -68,9 +69,42 @@ def _keep(model: nn.Module) -> Callable[[], None]:
     return lambda: None
 
 
+def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Compiles layers; returns a context manager, to be entered often, inside which they run compiled.
+
+    Args:
+        layers: modules of a model.
+        options: of `torch.compile`; shapes are dynamic.
+
+    Example:
+        >>> compiled = compiled_layers(model.model.layers, mode="reduce-overhead")         # doctest: +SKIP
+        >>> with compiled():                                                               # doctest: +SKIP
+        ...     out = forward(model, forest)
+    """
+    _allow_graphs()
+    calls = [torch.compile(layer._call_impl, dynamic=True, **options) for layer in layers]
+
+    @contextmanager
+    def compiled() -> Iterator[None]:
+        before = [layer._compiled_call_impl for layer in layers]
+        for layer, call in zip(layers, calls, strict=True):
+            layer._compiled_call_impl = call
+        try:
+            yield
+        finally:
+            for layer, call in zip(layers, before, strict=True):
+                layer._compiled_call_impl = call
+
+    return compiled
+
+
+def _allow_graphs() -> None:
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_GRAPHS)
+
+
 def _compile(model: nn.Module) -> Callable[[], None]:
     layers = find_parts(model).layers
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_GRAPHS)
+    _allow_graphs()
     before = [layer._compiled_call_impl for layer in layers]
     for layer in layers:
         layer.compile(dynamic=True)

@@ -8,7 +8,7 @@ metrics and every wrapper outside (DDP, autocast, PEFT) see what they saw before
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
 from treering.model.fused_head import as_batch, label_pairs, parts_of
+from treering.model.layers import compiled_layers
 from treering.model.replaced_forward import is_replaced, replace_forward
 from treering.model.tree_counts import TreeCounts
 from treering.model.wrappers import unwrap
@@ -92,6 +93,7 @@ class TreePatch:
         self._is_flat = False
         self._scored: _Scoring | None = None
         self._counts = TreeCounts()
+        self._layers: Callable[[], AbstractContextManager[None]] = nullcontext
         self._undo = [
             replace_forward(self._decoder, self._run_decoder),
             replace_forward(self._causal_lm, self._run_head),
@@ -106,6 +108,14 @@ class TreePatch:
         """What was computed since the last call of this method."""
         counts, self._counts = self._counts, TreeCounts()
         return counts
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compiles the layers for calls on trees, where forests of all shapes run the same graphs.
+
+        Args:
+            options: of `torch.compile`, such as its backend and mode.
+        """
+        self._layers = compiled_layers(find_parts(self._causal_lm).layers, **options)
 
     @contextmanager
     def flat(self) -> Iterator[None]:
@@ -125,7 +135,7 @@ class TreePatch:
         finally:
             self._counts = before
 
-    # Compilers cannot read how batches become forests; the decoder itself is compiled where the model was.
+    # Compilers cannot read how batches become forests; the decoder or its layers are compiled where the model was.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_decoder(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scored = self._scored
@@ -150,11 +160,13 @@ class TreePatch:
         device = next(self._decoder.parameters()).device
         tokens, positions = (to_device(a, device)[None].long() for a in (forest.tokens, forest.position))
         options = {name: value for name, value in kwargs.items() if name not in _OWN | _PACKING | _REFUSED.keys()}
-        with tree_attention(self._causal_lm, self._backend):
+        layout = TreeLayout(forest, device)
+        with self._layers(), tree_attention(self._causal_lm, self._backend) as active:
+            active.prepare(layout)
             output = self._compile(original)(
                 input_ids=tokens,
                 position_ids=positions,
-                tree_layout=TreeLayout(forest, device),
+                tree_layout=layout,
                 use_cache=False,
                 return_dict=True,
                 **options,

@@ -6,6 +6,7 @@ torch's own `register_fsdp_forward_method`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -37,6 +38,19 @@ def groups_of(units: Sequence[Any]) -> Iterator[Any]:
             if group is not None and id(group) not in seen:
                 seen.add(id(group))
                 yield group
+
+
+@contextmanager
+def reducing(units: Sequence[Any]) -> Iterator[None]:
+    """Inside, every backward reduces its gradients, also between micro-batches of a step, where callers defer it."""
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups_of(units)]
+    for group, *_ in before:
+        group.reduce_grads = group.all_reduce_grads = True
+    try:
+        yield
+    finally:
+        for group, scatters, sums in before:
+            group.reduce_grads, group.all_reduce_grads = scatters, sums
 
 
 def own_hooks(module: nn.Module) -> set[int]:

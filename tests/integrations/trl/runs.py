@@ -38,6 +38,7 @@ from trl import (
 )
 
 from treering.integrations.trl import share_prefixes
+from treering.ranks.state import as_whole
 
 PAD, EOS, START = 0, 1, 2
 _ASSISTANT = "{% generation %}{{ m['content'] }} <eos>{% endgeneration %}"
@@ -88,9 +89,9 @@ def save_model(folder: Path, family: str = "qwen3", seed: int = 0, **overrides: 
 
 
 @cache
-def saved(family: str = "qwen3", seed: int = 0) -> str:
+def saved(family: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
     """A folder with such a model, made once a process."""
-    return save_model(Path(mkdtemp(prefix="treering-trl-")), family, seed)
+    return save_model(Path(mkdtemp(prefix="treering-trl-")), family, seed, **overrides)
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -148,6 +149,19 @@ def completions(prompt_ids: list[list[int]]) -> list[list[int]]:
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def episodes(texts: list[str], trainer: Any) -> dict[str, Any]:
+    """Rollouts of several turns: what the environment said stands between two answers, and its mask is 0."""
+    prompt_ids = trainer._tokenize_prompts(texts)[0]
+    answers = completions(prompt_ids)
+    said = [[3 + len(ids) % 5, 4, 5] for ids in answers]
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [[*ids, *words, *ids[:2]] for ids, words in zip(answers, said, strict=True)],
+        "logprobs": None,
+        "env_mask": [[*[1] * len(ids), 0, 0, 0, *[1] * len(ids[:2])] for ids in answers],
+    }
 
 
 def made_up(prompt_ids: Any, *_: Any, **__: Any) -> tuple[Any, None]:
@@ -210,7 +224,8 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         inner = getattr(model, "module", model)
-        self.gradients.append({n: p.grad.clone() for n, p in inner.named_parameters() if p.grad is not None})
+        given = {n: p.grad for n, p in inner.named_parameters() if p.grad is not None}
+        self.gradients.append({name: as_whole(grad).clone() for name, grad in given.items()})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.logs.append(dict(logs))
@@ -228,11 +243,19 @@ class Run:
 
 
 def train(
-    make: Callable[..., Any], model: str, out: Path, *, shared: dict[str, Any] | None = None, **options: Any
+    make: Callable[..., Any],
+    model: str,
+    out: Path,
+    *,
+    shared: dict[str, Any] | None = None,
+    change: Callable[[Any], None] | None = None,
+    **options: Any,
 ) -> Run:
-    """Trains; `shared` are the options of `share_prefixes`, None for the stock trainer."""
+    """Trains; `shared` are the options of `share_prefixes`, None for the stock trainer; `change` gets the model."""
     torch.manual_seed(0)
     trainer = make(model, out, **options)
+    if change is not None:
+        change(trainer.model)
     recorder = Recorder()
     trainer.add_callback(recorder)
     handle = None if shared is None else share_prefixes(trainer, **shared)

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo entropy quantile": (runs.grpo, {"top_entropy_quantile": 0.5}),
     "grpo entropy bonus": (runs.grpo, {"entropy_coef": 0.05}),
     "grpo truncated masked": (runs.grpo, {"mask_truncated_completions": True}),
+    "grpo episodes": (runs.grpo, {"trainer_options": {"rollout_func": runs.episodes}}),
     "grpo checkpointing": (runs.grpo, {"gradient_checkpointing": True}),
     "grpo reentrant": (
         runs.grpo,
@@ -105,6 +106,15 @@ def test_gradients_and_metrics_are_those_of_the_stock_trainer(name: str, tmp_pat
 def test_a_wrong_temperature_is_seen(tmp_path: Path) -> None:
     stock = trained("grpo dapo", tmp_path / "stock", shared=None)
     wrong = trained("grpo dapo", tmp_path / "wrong", shared={"group_batches": False}, temperature=1.0)
+    assert runs.apart(wrong.gradients, stock.gradients) > 1e-2
+
+
+def test_a_mask_of_turns_that_is_left_out_is_seen(tmp_path: Path) -> None:
+    def unmasked(texts: list[str], trainer: Any) -> dict[str, Any]:
+        return {name: value for name, value in runs.episodes(texts, trainer).items() if name != "env_mask"}
+
+    stock = trained("grpo episodes", tmp_path / "stock", shared=None)
+    wrong = trained("grpo episodes", tmp_path / "wrong", shared={}, trainer_options={"rollout_func": unmasked})
     assert runs.apart(wrong.gradients, stock.gradients) > 1e-2
 
 

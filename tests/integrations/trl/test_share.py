@@ -3,6 +3,7 @@
 import random
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ def lora(dropout: float) -> dict[str, Any]:
         ({"trainer_options": lora(0.05)}, r"lora_dropout=0 in LoraConfig \(--lora_dropout 0"),
         ({"model_init_kwargs": {"attention_dropout": 0.1}}, "load the model with attention_dropout=0.0"),
         ({"neftune_noise_alpha": 5.0}, "leave neftune_noise_alpha out"),
-        ({"torch_compile": True}, "set torch_compile=False"),
     ],
 )
 def test_what_would_not_be_exact_is_refused_before_training(options: Any, rule: str, tmp_path: Path) -> None:
@@ -41,17 +41,23 @@ def test_what_would_not_be_exact_is_refused_before_training(options: Any, rule: 
     assert not hasattr(trainer, "_treering_shared_prefixes")
 
 
-def test_liger_images_and_hosts_that_shard_are_refused_by_name(tmp_path: Path) -> None:
+def test_images_and_hosts_that_shard_are_refused_by_name(tmp_path: Path) -> None:
     trainer = runs.sft(runs.saved(), tmp_path)
-    trainer.args.use_liger_kernel = True
-    with pytest.raises(UnsupportedError, match="use_liger_kernel=False"):
-        share_prefixes(trainer)
-    trainer.args.use_liger_kernel = False
-    for attribute, rule in (("_is_vlm", "images"), ("is_fsdp_enabled", "fsdp"), ("is_deepspeed_enabled", "deepspeed")):
+    for attribute, rule in (("_is_vlm", "images"), ("is_deepspeed_enabled", r"deepspeed.*FSDP2 \(fsdp_version: 2\)")):
         setattr(trainer, attribute, True)
         with pytest.raises(UnsupportedError, match=rule):
             share_prefixes(trainer)
         setattr(trainer, attribute, False)
+
+
+def test_fsdp_of_the_first_version_is_refused_and_the_second_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = runs.sft(runs.saved(), tmp_path)
+    trainer.is_fsdp_enabled = True
+    monkeypatch.setitem(trainer.accelerator.state._shared_state, "fsdp_plugin", SimpleNamespace(fsdp_version=1))
+    with pytest.raises(UnsupportedError, match=r"FSDP1, .*fsdp_version: 2 in Accelerate's configuration"):
+        share_prefixes(trainer)
 
 
 def test_a_wrapped_model_is_refused_with_the_advice_that_works(tmp_path: Path) -> None:

@@ -6,15 +6,14 @@ from torch import nn
 
 from treering.errors import StateError, UnsupportedError
 from treering.model.checks import dropout_of
+from treering.model.layers import LIGER_ACTIVATIONS
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """Trainers of TRL whose padded batches run on trees; their subclasses too."""
 
-_SWITCHES = {
-    "use_liger_kernel": "its kernels replace layers when training starts; set use_liger_kernel=False",
-    "torch_compile": "a compiled model is not tested on trees here; set torch_compile=False",
-    "activation_offloading": "it is not tested on trees; set activation_offloading=False",
-}
+_LIGER_FAMILIES = (*LIGER_ACTIVATIONS, "gpt_oss")
+"""The families whose layers by Liger compute a token alone, in forests as in batches. Its experts run on a device only,
+so those of Mixtral and Qwen3 are not known to."""
 
 
 def kind_of(trainer: Any) -> str:
@@ -49,21 +48,42 @@ def check_trainer(trainer: Any) -> None:
             f"{name} holds a model wrapped by {type(trainer.model).__name__}; call share_prefixes before "
             "trainer.train(), which wraps the patched model, and never pass the module inside a wrapper by hand"
         )
-    for switch, why in _SWITCHES.items():
-        if getattr(trainer.args, switch, False):
-            raise UnsupportedError(f"{name} has {switch}=True: {why}")
+    _check_liger(trainer)
     if getattr(trainer.args, "neftune_noise_alpha", None):
         raise UnsupportedError(
             f"{name} has neftune_noise_alpha={trainer.args.neftune_noise_alpha}, which draws other noise for a shared "
             "token in each of its rows, where it is computed once; leave neftune_noise_alpha out"
         )
-    for host in ("deepspeed", "fsdp"):
-        if getattr(trainer, f"is_{host}_enabled", False):
-            raise UnsupportedError(f"{name} runs under {host}, which is not tested on trees; use one process or DDP")
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise UnsupportedError(
+            f"{name} runs under deepspeed, which is not tested on trees; use DDP, or FSDP2 (fsdp_version: 2)"
+        )
+    _check_fsdp(trainer)
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; leave it out, or use DDP")
     if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
         raise UnsupportedError(f"{name} takes images, which have no place in a forest of tokens; train a text model")
+
+
+def _check_liger(trainer: Any) -> None:
+    family = trainer.model.config.model_type
+    if trainer.args.use_liger_kernel and family not in _LIGER_FAMILIES:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} has use_liger_kernel=True, whose layers are tested on trees for "
+            f"{', '.join(_LIGER_FAMILIES)}, and model type {family!r} is none of them; set use_liger_kernel=False"
+        )
+
+
+def _check_fsdp(trainer: Any) -> None:
+    if not getattr(trainer, "is_fsdp_enabled", False):
+        return
+    version = trainer.accelerator.state.fsdp_plugin.fsdp_version
+    if version != 2:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} runs under FSDP{version}, which flattens weights of several layers, so parts "
+            "cannot be called alone; use FSDP2: fsdp_version: 2 in Accelerate's configuration, or "
+            "fsdp_config={'version': 2}"
+        )
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
@@ -74,6 +94,18 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
         if model is not None and all(model is not other for other in found.values()):
             found[role] = model
     return found
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """The model inside the wrapper of `torch.compile`, which Accelerate puts around a reference beforehand."""
+    inner: nn.Module = model._modules.get("_orig_mod") or model
+    return inner
+
+
+def compiler_options(trainer: Any) -> dict[str, Any]:
+    """What `torch_compile_backend`, `torch_compile_mode` and Accelerate's configuration say of the compiler."""
+    given = trainer.accelerator.state.dynamo_plugin.to_kwargs()
+    return {name: given[name] for name in ("backend", "mode", "options") if given.get(name) is not None}
 
 
 def check_no_dropout(model: nn.Module, role: str) -> None:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from treering.integrations.trl.batches import Batching, keep_together
 from treering.integrations.trl.overrides import Overrides
-from treering.integrations.trl.requirements import check_no_dropout, check_trainer, kind_of, models_of
+from treering.integrations.trl.requirements import (
+    check_no_dropout,
+    check_trainer,
+    compiler_options,
+    kind_of,
+    models_of,
+    without_compiler,
+)
 from treering.integrations.trl.verification import Difference, FirstMicroBatch
 from treering.model.context import tree_attention
 from treering.model.patch import TreePatch, patch
@@ -35,7 +42,10 @@ class SharedPrefixes:
             on_error.callback(self.undo)
             self._patches: list[TreePatch] = []
             for model in models.values():
-                self._patches.append(patch(model, backend=backend, mode_of=trainer.model))
+                patched = patch(without_compiler(model), backend=backend, mode_of=trainer.model)
+                self._patches.append(patched)
+                if trainer.args.torch_compile:
+                    patched.compile_layers(**compiler_options(trainer))
             self._first = FirstMicroBatch(trainer, self._patches) if verify_first else None
             self._batching = keep_together(trainer, kind, self._overrides, is_on=group_batches)
             self._overrides.replace("compute_loss", self._compute_loss)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from treering.errors import StateError
 from treering.model.patch import TreePatch
 from treering.model.wrappers import unwrap
+from treering.ranks.units import reducing, units_of
 
 TIMES_YARDSTICK = 16.0
 TIMES_EPSILON = 16.0
@@ -73,27 +74,33 @@ class FirstMicroBatch:
             loss: Any = compute_loss(model, dict(inputs), num_items_in_batch=num_items)
             with torch.autocast(loss.device.type, enabled=False):
                 loss.backward()
-            return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            return {name: _own_part(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
+        units = units_of(model)
         with ExitStack() as stack:
+            stack.enter_context(reducing(units))
             with self._flat():
                 with _untouched(self._trainer, model):
                     stock = {name: grad.detach().cpu().clone() for name, grad in gradients().items()}
                 with _untouched(self._trainer, model), _rounded_otherwise(model, epsilon):
-                    yardstick = distance(gradients(), stock)
+                    yardstick = square_apart(gradients(), stock)
             for patch in self._patches:
                 stack.enter_context(patch.uncounted())
             with _untouched(self._trainer, model):
-                tree = distance(gradients(), stock)
-        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in stock.values()))
-        self._judge(norm, tree, yardstick, epsilon)
+                tree = square_apart(gradients(), stock)
+        self._judge(square_apart({}, stock), tree, yardstick, epsilon, is_sharded=bool(units))
 
-    def _judge(self, norm: float, tree: float, yardstick: float, epsilon: float) -> None:
+    def _judge(self, norm: float, tree: float, yardstick: float, epsilon: float, *, is_sharded: bool) -> None:
+        """Takes squares: of each rank's gradients, or of its part of theirs, which are sums over the ranks."""
         accelerator = self._trainer.accelerator
-        mine = torch.tensor([[norm, tree, yardstick]], dtype=torch.float32, device=accelerator.device)
-        norm, tree, yardstick = (float(worst) for worst in accelerator.gather(mine).amax(0))
+        squares = torch.tensor([[norm, tree, yardstick]], dtype=torch.float32, device=accelerator.device)
+        squares = accelerator.reduce(squares, reduction="sum") if is_sharded else accelerator.gather(squares)
+        norm = float(squares[:, 0].max())
         if norm == 0:
             return
+        # A rank whose own gradients are all 0 has no norm to measure by, and must have none on trees.
+        relative = (squares[:, 1:] / squares[:, :1]).nan_to_num(nan=0.0, posinf=math.inf).sqrt()
+        tree, yardstick = relative.amax(0).tolist()
         bound = min(max(TIMES_YARDSTICK * yardstick, TIMES_EPSILON * epsilon), MAX_BOUND)
         self.difference = Difference(tree=tree, yardstick=yardstick, bound=bound)
         if not tree <= bound:
@@ -111,21 +118,22 @@ class FirstMicroBatch:
             yield
 
 
-def distance(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
-    """L2 distance over all parameters, relative to the stock gradients' norm; 0 where both are zero.
+def square_apart(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
+    """The squared L2 distance over all parameters; a gradient that only one side has is 0 on the other.
 
-    Example: gradients [3, 0] and [0, 4] of one parameter are 1.25 apart.
+    Example: gradients [3, 0] and [0, 4] of one parameter have the squared distance 25.
     """
-    apart, norm = 0.0, 0.0
+    total = 0.0
     for name in gradients.keys() | stock.keys():
-        ours, theirs = gradients.get(name), stock.get(name)
-        either = ours if theirs is None else theirs
-        assert either is not None
-        zero = torch.zeros_like(either, device="cpu")
-        ours, theirs = (zero if grad is None else grad.detach().cpu().double() for grad in (ours, theirs))
-        apart += float((ours - theirs).square().sum())
-        norm += float(theirs.double().square().sum())
-    return math.sqrt(apart / norm) if norm else math.inf if apart else 0.0
+        ours, theirs = (side[name].detach().cpu().double() if name in side else 0.0 for side in (gradients, stock))
+        total += float(torch.as_tensor(ours - theirs).square().sum())
+    return total
+
+
+def _own_part(gradient: Any) -> Tensor:
+    """The rank's part of a sharded gradient; any other as it is."""
+    own: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return own
 
 
 def _dtype_of(model: nn.Module, mixed_precision: str) -> torch.dtype:

@@ -1,0 +1,94 @@
+"""One rank of a run under torchrun: `python -m tests.integrations.trl.fsdp_run FOLDER CASE...`.
+
+Trains each case stock and shared under FSDP2, and saves gradients of every optimizer step, and the weights after the
+last, by rank. The case "wrong" has one rank whose tree is wrong, and saves what each rank raised.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integrations.trl import fsdp_on_cpu, runs
+from tests.integrations.trl.test_exactness import LORA
+from treering.errors import StateError
+from treering.model.patch import TreePatch
+from treering.ranks.state import as_whole
+
+OFFLOADED, CHECKPOINTED = {"cpu_offload": True}, {"activation_checkpointing": True}
+ROUTED = {"model_init_kwargs": {"output_router_logits": True}, "learning_rate": 1e-3}
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "sft accumulated": (runs.sft, {"gradient_accumulation_steps": 2}, {}),
+    "sft tied": (runs.sft, {"model": {"tie_word_embeddings": True}}, {}),
+    "sft experts offloaded": (runs.sft, {"model": {"family": "qwen3_moe"}, **ROUTED}, OFFLOADED),
+    "grpo checkpointed": (runs.grpo, {"beta": 0.1}, CHECKPOINTED),
+    "grpo offloaded checkpointed": (runs.grpo, {"gradient_accumulation_steps": 1}, OFFLOADED | CHECKPOINTED),
+    "dpo lora": (runs.dpo, {"lora": True, "gradient_checkpointing": True}, {}),
+    "kto one unit": (runs.kto, {}, {"auto_wrap_policy": "NO_WRAP"}),
+    "distillation": (runs.distillation, {"gradient_accumulation_steps": 1}, {}),
+}
+
+
+def options_of(name: str) -> tuple[Any, str, dict[str, Any]]:
+    """What trains a case, its model, and the options of both sides."""
+    make, options, sharding = CASES[name]
+    options = dict(options)
+    model = options.pop("model", {})
+    if options.pop("lora", False):
+        from peft import LoraConfig
+
+        options["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+    layer = "Qwen3MoeDecoderLayer" if model.get("family") == "qwen3_moe" else "Qwen3DecoderLayer"
+    sharding = {"version": 2, "transformer_layer_cls_to_wrap": [layer], **sharding}
+    return make, runs.saved(**model), {"fsdp": True, "fsdp_config": sharding, **options}
+
+
+def weights_of(run: runs.Run) -> dict[str, torch.Tensor]:
+    return {name: as_whole(weight.detach()).clone() for name, weight in run.trainer.model.named_parameters()}
+
+
+def refusal_of_a_wrong_tree(folder: Path) -> str:
+    """What this rank raises where rank 1 alone reads the state of the token before each."""
+    stock = TreePatch._batch
+
+    def shifted(self: Any, args: Any, kwargs: Any) -> Any:
+        batch = stock(self, args, kwargs)
+        if batch is not None and dist.get_rank() == 1:
+            batch.places[:, 1:] = batch.places[:, :-1].copy()
+        return batch
+
+    TreePatch._batch = shifted
+    make, model, options = options_of("sft accumulated")
+    try:
+        runs.train(make, model, folder, shared={}, **options)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path, names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    fsdp_on_cpu.emulate()
+    # Models are saved before there are ranks, of which only the first would write.
+    runs.saved(seed=1)
+    cases = {name: options_of(name) for name in CASES}
+    saved: dict[str, Any] = {}
+    for name in names:
+        if name == "wrong":
+            saved[name] = refusal_of_a_wrong_tree(folder / "out")
+            continue
+        make, model, options = cases[name]
+        for side, shared in (("stock", None), ("ours", {"group_batches": False})):
+            run = runs.train(make, model, folder / "out", shared=shared, **options)
+            saved[f"{name}/{side}"] = run.gradients
+            saved[f"{name}/{side}/weights"] = weights_of(run)
+            saved[f"{name}/{side}/ratio"] = [log.get("tree/token_ratio") for log in run.logs[:-1]]
+    torch.save(saved, folder / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
