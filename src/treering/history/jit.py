@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-lean = njit(_nrt=False, forceinline=True, error_model="numpy")
-"""`numba.njit` for functions that compiled ones call and that make no arrays; a function that does fails to compile.
-
-A division by zero raises nothing, so the divisor must be checked before."""
 
 
 def stamp_of(folder: Path) -> int:

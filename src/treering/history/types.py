@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from treering.errors import InputError
-from treering.history.jit import lean
+from treering.lean import lean
 from treering.types import PromptId
 
 _NAMES = (str, int, np.integer)

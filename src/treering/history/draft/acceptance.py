@@ -16,7 +16,8 @@ from treering.errors import InputError
 from treering.history.draft.prior import SHARES
 from treering.history.draft.token_weights import MOST_ROOT_UNITS, MOST_UNITS, make_token_weights, move, token_logit
 from treering.history.features import NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, squash
-from treering.history.jit import STAMP, lean
+from treering.history.jit import STAMP
+from treering.lean import lean
 
 NUM_BINS = 20
 _RATE = 0.15

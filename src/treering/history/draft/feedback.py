@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.errors import InputError, StateError
 from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
-from treering.history.jit import STAMP, lean
+from treering.history.jit import STAMP
 from treering.history.match.row_states import RowStates
 from treering.history.types import DraftRows, Drafts
+from treering.lean import lean
 
 NO_LEAF = -2
 """Stands for a row whose last accepted token the engine does not name."""

@@ -17,7 +17,7 @@ from treering.history.draft.output import Output, cut, write_row
 from treering.history.draft.tree import Model, Row, grow
 from treering.history.draft.workspace import Workspace, make_workspace
 from treering.history.features import NO_DRAFT
-from treering.history.jit import STAMP, lean
+from treering.history.jit import STAMP
 from treering.history.match.arena import Histories
 from treering.history.match.batched_search import MAX_QUERIES, BatchedSearch, make_batched_search
 from treering.history.match.matches import Matches, longest_of, make_matches
@@ -26,6 +26,7 @@ from treering.history.match.row_states import RowStates, copy_state
 from treering.history.match.running import Running, note_rows
 from treering.history.match.sources import Rows, find_matches, is_due
 from treering.history.types import fits_line
+from treering.lean import lean
 
 ROWS_PER_PROBE = 64
 """Rows with matches but no draft until one of them is drafted one token all the same, as a probe."""

@@ -12,7 +12,8 @@ from treering.arrays import BoolArray, Float32Array, Float64Array, Int32Array, I
 from treering.history.budget.selection import NUM_BINS, bin_of, choose_bins
 from treering.history.draft.workspace import MAX_NODES, Workspace
 from treering.history.features import NUM_KINDS, NUM_VOTES
-from treering.history.jit import copy_entries, lean
+from treering.history.jit import copy_entries
+from treering.lean import lean
 
 
 class Output(NamedTuple):

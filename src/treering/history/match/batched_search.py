@@ -12,9 +12,10 @@ import numpy as np
 from numba import njit
 
 from treering.arrays import Int32Array, Int64Array
-from treering.history.jit import lean, prefetch
+from treering.history.jit import prefetch
 from treering.history.match.arena import Histories
 from treering.history.match.suffix_search import KEY_BITS, is_before, key_at, last_with_key
+from treering.lean import lean
 
 MAX_QUERIES = 16
 """Searches per batch."""

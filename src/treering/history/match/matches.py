@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.features import NUM_LENGTH_CLASSES, edit_bucket, length_bucket
-from treering.history.jit import lean
+from treering.lean import lean
 
 MAX_MATCHES = 64
 IN_HISTORY, IN_RUNNING, IN_OTHERS = range(3)

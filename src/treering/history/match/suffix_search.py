@@ -7,8 +7,8 @@ import numpy as np
 from numba import njit
 
 from treering.arrays import Int32Array, Int64Array
-from treering.history.jit import lean
 from treering.history.store.prompt_index import MARKER
+from treering.lean import lean
 
 KEY_BITS = 4
 """Every 16th position of an order has a key."""

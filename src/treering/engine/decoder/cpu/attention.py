@@ -30,7 +30,7 @@ from treering.engine.decoder.cpu.simd import (
     subtract,
     total,
 )
-from treering.history.jit import lean
+from treering.lean import lean
 
 _FLOOR = -64.0
 """Scores this far below the largest are clamped: e**-64 is 1.6e-28, negligible; subnormal float32 would be slow."""

@@ -23,7 +23,7 @@ from treering.engine.decoder.cpu.simd import (
     subtract,
     total,
 )
-from treering.history.jit import lean
+from treering.lean import lean
 
 Floats = NDArray[np.floating]
 
