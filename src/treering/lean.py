@@ -18,6 +18,13 @@ from numba.core.typed_passes import NativeLowering
 
 _OPTIONS = {"_nrt": False, "error_model": "numpy"}
 
+kernel = njit(cache=True, nogil=True, no_cfunc_wrapper=True, **_OPTIONS)
+"""`numba.njit` for functions that Python calls and that make no arrays, without the interpreter lock.
+
+No references are counted, as in `lean` functions, and nothing is compiled for callers in C. A division by zero raises
+nothing.
+"""
+
 
 def lean(function: Callable[..., Any]) -> Any:
     """`numba.njit` for functions that compiled ones call and that make no arrays; one that does fails to compile.
