@@ -5,7 +5,8 @@ of each caller. Most of that is wasted on a small function that is always inline
 compile, two thirds. `lean` leaves it out; its function is optimised once, within its caller.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from numba import njit
@@ -26,12 +27,18 @@ nothing.
 """
 
 
-def lean(function: Callable[..., Any]) -> Any:
+def lean(function: Callable[..., Any] | None = None, *, inline: bool = True, fastmath: Collection[str] = ()) -> Any:
     """`numba.njit` for functions that compiled ones call and that make no arrays; one that does fails to compile.
 
-    It is inlined at every call. No references are counted in it: counting takes atomic operations, which is most of the
-    time in loops of a few nanoseconds. A division by zero raises nothing, so the divisor must be checked before.
-    Called from Python it is compiled by itself, in every process: for tests.
+    No references are counted in it: counting takes atomic operations, which is most of the time in loops of a few
+    nanoseconds. A division by zero raises nothing, so the divisor must be checked before. Called from Python it is
+    compiled by itself, in every process: for tests.
+
+    Args:
+        function: to be compiled; without it the result is the decorator with these options.
+        inline: at every call. Without it the function is optimised before its callers, so that its loops are
+            vectorised alike in each of them.
+        fastmath: LLVM's flags, as of `numba.njit`.
 
     Example:
         >>> @lean
@@ -43,8 +50,15 @@ def lean(function: Callable[..., Any]) -> Any:
         >>> quadruple(3)
         12
     """
-    options = {"nopython": True, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return _Lean(function, targetoptions=options | _OPTIONS, pipeline_class=_Compiler)
+    if function is None:
+        return partial(lean, inline=inline, fastmath=fastmath)
+    options = {**_OPTIONS, "fastmath": set(fastmath)}
+    wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return _Lean(
+        function,
+        targetoptions={"nopython": True, "forceinline": inline, **wrappers, **options},
+        pipeline_class=_Compiler,
+    )
 
 
 class _Lean(CPUDispatcher):  # type: ignore[misc]
@@ -55,7 +69,7 @@ class _Lean(CPUDispatcher):  # type: ignore[misc]
     def __call__(self, *args: Any) -> Any:
         """The function compiled by itself: without this, numba would jump to an address that does not exist."""
         if self._standalone is None:
-            self._standalone = njit(**_OPTIONS)(self.py_func)
+            self._standalone = njit(**_OPTIONS, fastmath=self.targetoptions["fastmath"])(self.py_func)
         return self._standalone(*args)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
@@ -68,13 +82,17 @@ class _Lean(CPUDispatcher):  # type: ignore[misc]
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]
-    """Intermediate code that is only linked into other libraries: neither optimised as a whole nor made executable."""
-
-    def _optimize_final_module(self) -> None:
-        pass
+    """Intermediate code that is only linked into other libraries, never made executable."""
 
     def _finalize_final_module(self) -> None:
         self._finalized = True
+
+
+class _InlinedLibrary(_Library):
+    """Likewise, and only optimised as a part of its callers."""
+
+    def _optimize_final_module(self) -> None:
+        pass
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -85,7 +103,8 @@ class _Lowering(NativeLowering):  # type: ignore[misc]
 
     def run_pass(self, state: Any) -> bool:
         """Lowers, and registers the function for compiled callers under a key of its own."""
-        state.library = _Library(state.targetctx.codegen(), state.func_id.func_qualname)
+        library = _InlinedLibrary if state.flags.forceinline else _Library
+        state.library = library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
         state.flags.no_compile = True
         super().run_pass(state)

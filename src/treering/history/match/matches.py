@@ -9,7 +9,6 @@ edit: a token replaced, added or left out.
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.features import NUM_LENGTH_CLASSES, edit_bucket, length_bucket
@@ -36,12 +35,6 @@ MATCH = np.dtype(
 
 Matches = NDArray[Any]
 """The matches of one row, `MATCH` [M], or of several, [B, M]."""
-
-
-@njit
-def make_matches(num_rows: int) -> Matches:
-    """Buffers for the matches of so many rows."""
-    return np.empty((num_rows, MAX_MATCHES), MATCH)
 
 
 @lean
