@@ -19,6 +19,7 @@ from treering.errors import InputError, TreeringError
 SUBJECTS = {
     "tree": "the tree step against separate flat sequences: time, memory, gradients",
     "distill": "distilling a teacher on trees against flat sequences: time, memory, gradients",
+    "compile": "what numba compiles on a new installation: seconds by function",
     "draft": "recorded rollouts replayed with every drafter: tokens per verification step",
     "engine": "decoding with drafts, without, and by model.generate",
     "pipe": "every scheduling policy on worker processes against the simulator's prediction",

@@ -17,6 +17,7 @@ ORDER = (
     "types",
     "arrays",
     "compiled",
+    "lean",
     "writing",
     "atomic",
     "file_lock",
@@ -46,7 +47,7 @@ ORDER = (
 )
 # The core, installed without the packages of `treering[train]`.
 NO_TORCH = {
-    *("errors", "extras", "types", "arrays", "compiled", "metrics", "config"),
+    *("errors", "extras", "types", "arrays", "compiled", "lean", "metrics", "config"),
     *("writing", "atomic", "file_lock", "step_lines"),
     *("data", "tree", "history", "schedule", "analysis", "trackers", "report"),
 }

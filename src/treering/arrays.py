@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 BoolArray = NDArray[np.bool_]
 Int8Array = NDArray[np.int8]
 Int16Array = NDArray[np.int16]
+UInt8Array = NDArray[np.uint8]
 UInt16Array = NDArray[np.uint16]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]

@@ -16,7 +16,20 @@ from treering.cli.main import main
 from treering.cli.simulate.cases import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"doctor", "init", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "push", "trl"}
+SUBCOMMANDS = {
+    "compile",
+    "doctor",
+    "init",
+    "inspect",
+    "sft",
+    "train",
+    "demo",
+    "simulate",
+    "report",
+    "watch",
+    "push",
+    "trl",
+}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:

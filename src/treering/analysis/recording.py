@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.data import RenderedTrajectory, Trajectory
 from treering.errors import InputError
+from treering.lean import kernel
 from treering.types import PromptId
 
 _SEED = 0
@@ -188,7 +188,6 @@ def lengths_before(recorded: Recorded, epoch: int) -> tuple[Float64Array, Float6
     return medians, longest
 
 
-@njit(cache=True)
 def sampled_runs(is_sampled: BoolArray, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Where the sampled runs of rollouts end: `Recorded.run_ends` and `Recorded.nexts`.
 
@@ -196,9 +195,14 @@ def sampled_runs(is_sampled: BoolArray, offsets: Int64Array) -> tuple[Int64Array
         is_sampled: bool [N].
         offsets: int64 [R + 1], where each rollout begins.
     """
-    run_ends = np.empty(is_sampled.size, np.int64)
-    nexts = np.empty(is_sampled.size + 1, np.int64)
+    run_ends, nexts = np.empty(is_sampled.size, np.int64), np.empty(is_sampled.size + 1, np.int64)
     nexts[is_sampled.size] = is_sampled.size
+    _fill_runs(is_sampled, offsets, run_ends, nexts)
+    return run_ends, nexts
+
+
+@kernel
+def _fill_runs(is_sampled: BoolArray, offsets: Int64Array, run_ends: Int64Array, nexts: Int64Array) -> None:
     for rollout in range(offsets.size - 1):
         run_end = following = offsets[rollout + 1]
         for place in range(offsets[rollout + 1] - 1, offsets[rollout] - 1, -1):
@@ -208,4 +212,3 @@ def sampled_runs(is_sampled: BoolArray, offsets: Int64Array) -> tuple[Int64Array
                 run_end = place
             run_ends[place] = run_end if is_sampled[place] else place
             nexts[place] = following
-    return run_ends, nexts

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numba import njit
 
 from treering.analysis.recording import Recorded, other_prompts
 from treering.arrays import Int8Array, Int32Array, Int64Array
@@ -17,6 +16,7 @@ from treering.history.draft.drafter import Drafter
 from treering.history.features import Source
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts
+from treering.lean import kernel
 
 Look = Literal["all", "history", "other_prompt", "own"]
 """Sources that a replayed rollout may draft from. all: the drafter's setting. history: the prompt's earlier epochs and
@@ -233,7 +233,6 @@ def _publish(store: HistoryStore, recorded: Recorded, rollouts: Int64Array, epoc
     store.publish()
 
 
-@njit(cache=True)
 def agreement(
     recorded: Int32Array,
     run_ends: Int64Array,
@@ -243,8 +242,16 @@ def agreement(
     parents: Int32Array,
 ) -> tuple[Int64Array, Int64Array]:
     """`confirmed` on flat arrays: those of a recording, int64 [B] places, and the fields of `Drafts`."""
-    accepted = np.zeros(places.size, np.int64)
-    leaves = np.full(places.size, -1, np.int64)
+    accepted, leaves = np.zeros(places.size, np.int64), np.full(places.size, -1, np.int64)
+    _agree(recorded, run_ends, places, tokens, offsets, parents, accepted, leaves)
+    return accepted, leaves
+
+
+@kernel
+def _agree(
+    recorded: Int32Array, run_ends: Int64Array, places: Int64Array, tokens: Int32Array, offsets: Int64Array,
+    parents: Int32Array, accepted: Int64Array, leaves: Int64Array,
+) -> None:  # fmt: skip
     for b in range(places.size):
         place, end = places[b], run_ends[places[b]]
         # One pass is enough: a child comes after its parent.
@@ -253,10 +260,9 @@ def agreement(
                 leaves[b] = i - offsets[b]
                 accepted[b] += 1
                 place += 1
-    return accepted, leaves
 
 
-@njit(cache=True)
+@kernel
 def write_origins(
     origins: Int8Array,
     places: Int64Array,

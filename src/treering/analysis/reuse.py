@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from numba import njit
 
 from treering.analysis.recording import Recorded, other_prompts
 from treering.arrays import Int32Array, Int64Array
+from treering.lean import kernel, lean
 
 Source = Literal["history", "other_prompt", "own", "siblings"]
 """Text that may be copied. history: the prompt's rollouts of the previous epoch. other_prompt: those of another prompt.
@@ -149,7 +149,7 @@ class ReuseMeter:
         _link_all(self._text, self._begins, self._groups, self._head_offsets, self._heads, self._links)
 
 
-@njit(inline="always")
+@lean
 def _head(text: Int32Array, at: int, first: int, num_heads: int) -> int:
     """Index in `heads` of the chain for the three tokens before a position."""
     mixed = np.uint64(text[at - 3]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(text[at - 2])
@@ -158,7 +158,7 @@ def _head(text: Int32Array, at: int, first: int, num_heads: int) -> int:
     return int(first + np.int64(mixed >> np.uint64(20)) % num_heads)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _link_all(
     text: Int32Array,
     begins: Int64Array,
@@ -177,7 +177,6 @@ def _link_all(
             heads[head] = at
 
 
-@njit(cache=True, nogil=True)
 def copy_all(
     text: Int32Array,
     links: Int32Array,
@@ -197,6 +196,30 @@ def copy_all(
     If `is_own`, a rollout copies only its own earlier tokens, else only those of other rollouts.
     """
     copied = np.zeros(rollouts.size, np.int64)
+    _copy(
+        text,
+        links,
+        heads,
+        head_offsets,
+        run_ends,
+        begins,
+        rollouts,
+        groups,
+        is_own,
+        least,
+        num_hits,
+        hit_tokens,
+        copied,
+    )
+    return copied
+
+
+@kernel
+def _copy(
+    text: Int32Array, links: Int32Array, heads: Int32Array, head_offsets: Int64Array, run_ends: Int64Array,
+    begins: Int64Array, rollouts: Int64Array, groups: Int64Array, is_own: bool, least: Int64Array, num_hits: Int64Array,
+    hit_tokens: Int64Array, copied: Int64Array,
+) -> None:  # fmt: skip
     for k in range(rollouts.size):
         if groups[k] < 0:
             continue
@@ -211,14 +234,15 @@ def copy_all(
                 length = _longest(text, links, place, at, run_ends[at], begin, end, is_own)
             if length > 0:
                 copied[k] += length
-                kind = np.searchsorted(least, length, side="right") - 1
+                kind = least.size - 1
+                while least[kind] > length:
+                    kind -= 1
                 num_hits[kind] += 1
                 hit_tokens[kind] += length
             at += max(length, 1)
-    return copied
 
 
-@njit(inline="always")
+@lean
 def _longest(
     text: Int32Array, links: Int32Array, place: int, at: int, run_end: int, begin: int, end: int, is_own: bool
 ) -> int:

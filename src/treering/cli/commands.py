@@ -232,6 +232,20 @@ def doctor(
     return run_doctor(folder=run, json_output=json_output)
 
 
+@app.command("compile")
+def compile_all(json_output: JsonOutput = False) -> int:
+    """Compile all functions of numba into its cache on disk, so that no later command does.
+
+    Without it the first command that needs a function compiles it. For images: run it in the image as the user who runs
+    the image, on the same kind of processor.
+
+    Example: treering compile
+    """
+    from treering.cli.compile.command import run as run_compile
+
+    return run_compile(json_output=json_output)
+
+
 @app.command()
 def report(
     folders: Annotated[

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.history.jit import lean
+from treering.lean import lean
 
 Source = Literal["history", "siblings", "own", "others"]
 """history: published rollouts of the prompt. siblings: running rollouts of the group. own: the row's own context.

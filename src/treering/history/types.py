@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from treering.errors import InputError
-from treering.history.jit import lean
+from treering.lean import kernel, lean
 from treering.types import PromptId
 
 _NAMES = (str, int, np.integer)
@@ -103,7 +102,7 @@ def check_counts(rows: DraftRows) -> None:
         raise InputError(contradiction(rows, bad))
 
 
-@njit(cache=True)
+@kernel
 def _first_bad(num_prompt: Int64Array, num_tokens: Int64Array, num_columns: int) -> int:
     for b in range(num_tokens.size):
         if not fits_line(num_prompt[b], num_tokens[b], num_columns):

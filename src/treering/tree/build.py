@@ -1,7 +1,8 @@
 """Sequences to prefix trees: one radix-tree insertion per sequence, then one depth-first walk.
 
 Insertion compares whole runs of tokens and looks up the child table only where a run ends: one comparison per flat
-token plus one look-up per segment that a sequence passes.
+token plus one look-up per segment that a sequence passes. Compiled functions make no arrays and sort nothing, because
+numba takes seconds to compile what numpy has ready.
 
     F flat tokens   K sequences   M nodes of the radix tree (at most 2K)   N distinct tokens
 """
@@ -9,9 +10,9 @@ token plus one look-up per segment that a sequence passes.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from treering.arrays import Int32Array, Int64Array
+from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.lean import kernel, lean
 
 # Odd 64-bit multiplier (2**64 / golden ratio), as a signed value so that numba stays in int64 arithmetic.
 _MULTIPLIER = np.int64(-7046029254386353131)
@@ -40,7 +41,37 @@ class ForestArrays(NamedTuple):
     branch_end: Int32Array  # [K]
 
 
-@njit(cache=True, inline="always")
+def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
+    """Inserts `flat[offsets[i]:offsets[i + 1]]` for every i, in order, into one radix tree."""
+    capacity = 2 * (offsets.size - 1)
+    nodes = np.empty((4, capacity), np.int64)
+    table = np.full((2, max(16, 1 << (2 * capacity - 1).bit_length())), -1, np.int64)
+    num_nodes = _insert(flat, offsets, *nodes, np.ones(capacity, np.bool_), *table)
+    return RadixTree(*nodes[:, :num_nodes], *table)
+
+
+def lay_out(flat: Int32Array, offsets: Int64Array, tree: RadixTree) -> ForestArrays:
+    """Writes the radix tree in depth-first pre-order and finds the packed index of each sequence's last token."""
+    num_nodes, num_tokens = tree.start.size, int(tree.length.sum())
+    first_child, next_sibling, order, packed_start, end = np.full((5, num_nodes + 1), -1, np.int64)
+    tokens, parent, position, subtree_end = (np.empty(num_tokens, np.int32) for _ in range(4))
+    segment_start, segment_parent = np.empty(num_nodes, np.int32), np.empty(num_nodes, np.int32)
+    branch_end = np.empty(offsets.size - 1, np.int32)
+    fill_forest(
+        flat, offsets, *tree[:3], *tree[4:], np.argsort(tree.seen), first_child, next_sibling, order, packed_start, end,
+        tokens, parent, position, subtree_end, segment_start, segment_parent, branch_end,
+    )  # fmt: skip
+    return ForestArrays(tokens, parent, position, subtree_end, segment_start, segment_parent, branch_end)
+
+
+def branch_indices(parent: Int32Array, branch_end: Int32Array, offsets: Int64Array) -> Int32Array:
+    """Packed index of every token of every branch, branches one after another: int32 [offsets[-1]]."""
+    indices = np.empty(offsets[-1], np.int32)
+    _fill_indices(parent, branch_end, offsets, indices)
+    return indices
+
+
+@lean
 def _slot(keys: Int64Array, key: np.int64) -> np.int64:
     """Index of `key` in the open-addressing table, or of the free slot for it (free slots hold -1)."""
     mask = keys.size - 1
@@ -51,31 +82,23 @@ def _slot(keys: Int64Array, key: np.int64) -> np.int64:
     return slot
 
 
-@njit(cache=True, inline="always")
+@lean
 def _key(node: np.int64, token: np.int64) -> np.int64:
     return ((node + 1) << 32) | token
 
 
-@njit(cache=True)
-def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
-    """Inserts `flat[offsets[i]:offsets[i + 1]]` for every i, in order, into one radix tree."""
-    num_sequences = offsets.size - 1
-    capacity = 2 * num_sequences
-    start = np.empty(capacity, np.int64)
-    length = np.empty(capacity, np.int64)
-    parent = np.empty(capacity, np.int64)
-    seen = np.empty(capacity, np.int64)
-    is_leaf = np.ones(capacity, np.bool_)
-    table_size = 16
-    while table_size < 2 * capacity:
-        table_size *= 2
-    keys = np.full(table_size, -1, np.int64)
-    nodes = np.empty(table_size, np.int64)
+@kernel
+def _insert(
+    flat: Int32Array, offsets: Int64Array, start: Int64Array, length: Int64Array, parent: Int64Array, seen: Int64Array,
+    is_leaf: BoolArray, keys: Int64Array, nodes: Int64Array,
+) -> int:  # fmt: skip
+    """Fills the fields of a `RadixTree` and returns M; `is_leaf` [2K] is true before, and keys are -1."""
     num_nodes = 0
-    for i in range(num_sequences):
+    for i in range(offsets.size - 1):
         node, at, stop = np.int64(-1), offsets[i], offsets[i + 1]
         while at < stop:
-            slot = _slot(keys, _key(node, flat[at]))
+            key = _key(node, flat[at])
+            slot = _slot(keys, key)
             if keys[slot] == -1:
                 if node != -1 and is_leaf[node]:
                     # Its sequence is a strict prefix of this one: the run is extended and read from this one.
@@ -84,7 +107,7 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
                     break
                 start[num_nodes], length[num_nodes], parent[num_nodes] = at, stop - at, node
                 seen[num_nodes] = at
-                keys[slot], nodes[slot] = _key(node, flat[at]), num_nodes
+                keys[slot], nodes[slot] = key, num_nodes
                 if node != -1:
                     is_leaf[node] = False
                 num_nodes += 1
@@ -105,29 +128,72 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
                 start[child] += same
                 length[child] -= same
                 parent[child] = head
-                tail_slot = _slot(keys, _key(head, flat[start[child]]))
-                keys[tail_slot], nodes[tail_slot] = _key(head, flat[start[child]]), child
+                key = _key(head, flat[start[child]])
+                slot = _slot(keys, key)
+                keys[slot], nodes[slot] = key, child
                 child = head
             node = child
             at += same
-    return RadixTree(start[:num_nodes], length[:num_nodes], parent[:num_nodes], seen[:num_nodes], keys, nodes)
+    return num_nodes
 
 
-@njit(cache=True)
-def _pre_order(tree: RadixTree) -> Int64Array:
-    """Nodes in depth-first pre-order; siblings in the order of their first appearance in the input."""
-    num_nodes = tree.start.size
-    first_child = np.full(num_nodes + 1, -1, np.int64)  # the last entry is the virtual root
-    next_sibling = np.full(num_nodes, -1, np.int64)
-    for node in np.argsort(tree.seen)[::-1]:
-        parent = tree.parent[node]
-        next_sibling[node] = first_child[parent]
-        first_child[parent] = node
-    order = np.empty(num_nodes, np.int64)
-    stack = np.empty(num_nodes + 1, np.int64)
-    depth = 0
-    stack[0] = first_child[-1]
-    num_done = 0
+@kernel
+def fill_forest(
+    flat: Int32Array, offsets: Int64Array, start: Int64Array, length: Int64Array, above: Int64Array, keys: Int64Array,
+    nodes: Int64Array, by_appearance: Int64Array, first_child: Int64Array, next_sibling: Int64Array, order: Int64Array,
+    packed_start: Int64Array, end: Int64Array, tokens: Int32Array, parent: Int32Array, position: Int32Array,
+    subtree_end: Int32Array, segment_start: Int32Array, segment_parent: Int32Array, branch_end: Int32Array,
+) -> None:  # fmt: skip
+    """Fills the fields of `ForestArrays`; five arrays [M + 1] that hold -1 are its scratch."""
+    _sort(above, by_appearance, first_child, next_sibling, order, end)
+    rank, at, num_nodes = next_sibling, 0, start.size
+    for s in range(num_nodes):
+        node = order[s]
+        rank[node] = s
+        over = above[node]
+        first, last, depth = start[node], -1, 0
+        packed_start[node], segment_start[s], segment_parent[s] = at, at, -1
+        if over != -1:
+            last = packed_start[over] + length[over] - 1
+            depth = position[last] + 1
+            segment_parent[s] = rank[over]
+        for j in range(length[node]):
+            tokens[at + j], position[at + j] = flat[first + j], depth + j
+            parent[at + j] = at + j - 1
+        parent[at] = last
+        at += length[node]
+        end[node] = at
+    for s in range(num_nodes - 1, -1, -1):
+        node = order[s]
+        over = above[node]
+        if over != -1:
+            end[over] = max(end[over], end[node])
+        for j in range(packed_start[node], packed_start[node] + length[node]):
+            subtree_end[j] = end[node]
+    for i in range(offsets.size - 1):
+        node, at = np.int64(-1), offsets[i]
+        while True:
+            node = nodes[_slot(keys, _key(node, flat[at]))]
+            if offsets[i + 1] - at <= length[node]:
+                break
+            at += length[node]
+        branch_end[i] = packed_start[node] + (offsets[i + 1] - at) - 1
+
+
+@lean
+def _sort(
+    above: Int64Array, by_appearance: Int64Array, first_child: Int64Array, next_sibling: Int64Array, order: Int64Array,
+    stack: Int64Array,
+) -> None:  # fmt: skip
+    """Writes the nodes in depth-first pre-order; siblings in the order of their first appearance in the input."""
+    for i in range(by_appearance.size - 1, -1, -1):
+        node = by_appearance[i]
+        # The last entry is the virtual root.
+        over = above[node] if above[node] != -1 else by_appearance.size
+        next_sibling[node] = first_child[over]
+        first_child[over] = node
+    depth = num_done = 0
+    stack[0] = first_child[by_appearance.size]
     while depth >= 0:
         node = stack[depth]
         if node == -1:
@@ -138,65 +204,12 @@ def _pre_order(tree: RadixTree) -> Int64Array:
         stack[depth] = next_sibling[node]
         depth += 1
         stack[depth] = first_child[node]
-    return order
 
 
-@njit(cache=True)
-def lay_out(flat: Int32Array, offsets: Int64Array, tree: RadixTree) -> ForestArrays:
-    """Writes the radix tree in depth-first pre-order and finds the packed index of each sequence's last token."""
-    order = _pre_order(tree)
-    num_tokens = tree.length.sum()
-    tokens = np.empty(num_tokens, np.int32)
-    parent = np.empty(num_tokens, np.int32)
-    position = np.empty(num_tokens, np.int32)
-    subtree_end = np.empty(num_tokens, np.int32)
-    packed_start = np.empty(order.size, np.int64)  # by node
-    rank = np.empty(order.size, np.int64)  # by node
-    segment_start = np.empty(order.size, np.int32)
-    segment_parent = np.empty(order.size, np.int32)
-    at = 0
-    for s in range(order.size):
-        node = order[s]
-        rank[node] = s
-        packed_start[node] = at
-        above = tree.parent[node]
-        last = -1 if above == -1 else packed_start[above] + tree.length[above] - 1
-        depth = 0 if above == -1 else position[last] + 1
-        segment_start[s] = at
-        segment_parent[s] = -1 if above == -1 else rank[above]
-        for j in range(tree.length[node]):
-            tokens[at + j] = flat[tree.start[node] + j]
-            parent[at + j] = last if j == 0 else at + j - 1
-            position[at + j] = depth + j
-        at += tree.length[node]
-    end = np.empty(order.size, np.int64)  # by node
-    for node in order:
-        end[node] = packed_start[node] + tree.length[node]
-    for s in range(order.size - 1, -1, -1):
-        above = tree.parent[order[s]]
-        if above != -1:
-            end[above] = max(end[above], end[order[s]])
-    for node in order:
-        subtree_end[packed_start[node] : packed_start[node] + tree.length[node]] = end[node]
-    branch_end = np.empty(offsets.size - 1, np.int32)
-    for i in range(offsets.size - 1):
-        node, at, stop = np.int64(-1), offsets[i], offsets[i + 1]
-        while True:
-            node = tree.table_nodes[_slot(tree.table_keys, _key(node, flat[at]))]
-            if stop - at <= tree.length[node]:
-                break
-            at += tree.length[node]
-        branch_end[i] = packed_start[node] + (stop - at) - 1
-    return ForestArrays(tokens, parent, position, subtree_end, segment_start, segment_parent, branch_end)
-
-
-@njit(cache=True)
-def branch_indices(parent: Int32Array, branch_end: Int32Array, offsets: Int64Array) -> Int32Array:
-    """Packed index of every token of every branch, branches one after another: int32 [offsets[-1]]."""
-    indices = np.empty(offsets[-1], np.int32)
+@kernel
+def _fill_indices(parent: Int32Array, branch_end: Int32Array, offsets: Int64Array, indices: Int32Array) -> None:
     for i in range(branch_end.size):
         token = branch_end[i]
         for at in range(offsets[i + 1] - 1, offsets[i] - 1, -1):
             indices[at] = token
             token = parent[token]
-    return indices

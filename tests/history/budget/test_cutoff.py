@@ -12,7 +12,7 @@ from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.selection import choose_bins
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import ROWS_PER_PROBE
-from treering.history.draft.output import Output, cut
+from treering.history.draft.output import BINS, Output, cut
 from treering.history.draft.token_weights import WEIGHT_UNIT
 from treering.history.features import FIRST, NO_DRAFT, NUM_GENERAL_KINDS, NUM_KINDS, NUM_SOURCES, NUM_VOTES
 from treering.history.types import DraftRows
@@ -37,7 +37,7 @@ def cut_row(paths: list[float], *, probes: list[float] | None = None) -> tuple[f
         features=np.zeros((num, NUM_KINDS), np.int32),
         is_probe=np.array([False] + [True] * (num_rows - 1)),
     )
-    cutoff = cut(np.ones(num_rows), output, SIZES, SECONDS)
+    cutoff = cut(np.ones(num_rows), output, SIZES, SECONDS, BINS.new())
     return cutoff, output.tokens[: output.offsets[-1]].tolist()
 
 

@@ -10,7 +10,7 @@ from numba import njit
 from treering.history.draft.candidates import Texts, count_votes
 from treering.history.draft.prior import LENGTH_FACTORS
 from treering.history.draft.vote_fractions import sum_up, write_shares
-from treering.history.draft.workspace import Workspace, make_workspace
+from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
 from treering.history.match.matches import MATCH
 from treering.history.store.prompt_index import MARKER
@@ -59,7 +59,7 @@ def node_of(draw: int, tokens: list[int]) -> tuple[Texts, np.ndarray]:
 
 def workspace_of_all() -> Workspace:
     """Room with all places as members, behind some that are of other taken."""
-    workspace = make_workspace()
+    workspace = WORKSPACE.new()
     workspace.members[:BEGIN] = -1
     workspace.members[BEGIN:END] = np.arange(NUM_MATCHES)
     return workspace

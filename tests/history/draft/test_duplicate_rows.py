@@ -12,7 +12,7 @@ from treering.errors import InputError
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
-from treering.history.draft.output import Output, cut
+from treering.history.draft.output import BINS, Output, cut
 from treering.history.features import NUM_KINDS, NUM_VOTES
 from treering.history.types import Drafts
 
@@ -185,7 +185,7 @@ def test_what_is_cut_leaves_the_most_tokens_a_second_for_all_rows(
         features=np.zeros((num, NUM_KINDS), np.int32),
         is_probe=np.zeros(num_rows, np.bool_),
     )
-    cut(np.array(worth), output, sizes, seconds)
+    cut(np.array(worth), output, sizes, seconds, BINS.new())
     stayed = output.tokens[: output.offsets[-1]]
 
     def speed(tokens: np.ndarray) -> float:

@@ -10,7 +10,7 @@ from treering.history.draft.acceptance import Acceptance
 from treering.history.draft.candidates import Texts
 from treering.history.draft.output import Output, write_row
 from treering.history.draft.tree import Model, Row, grow
-from treering.history.draft.workspace import Workspace, make_workspace
+from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NUM_KINDS, NUM_SOURCES, NUM_VOTES
 from treering.history.match.matches import IN_RUNNING, MATCH
 from treering.history.store.prompt_index import MARKER
@@ -72,7 +72,7 @@ def test_a_nodes_places_are_those_that_go_on_as_its_path(
     rng = np.random.default_rng((draw, num_tokens))
     texts, matches = some_places(rng, num_tokens, [1, 7, 20, 64][draw])
     model = Model(*WEIGHTS, is_calibrated, is_chain)
-    workspace = make_workspace()
+    workspace = WORKSPACE.new()
     workspace.nodes["parent"] = NONE
     num_nodes = grown(texts, matches, workspace, matches.size, model, Row(0, 5, 6, MOST, least, 0.002))
     assert 0 <= num_nodes <= MOST
@@ -101,7 +101,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
         1.0,
     )
     model = Model(*WEIGHTS, True, False)
-    workspace = make_workspace()
+    workspace = WORKSPACE.new()
     num_nodes = grown(texts, matches, workspace, num_matches, model, Row(0, 5, 6, 64, 0.0, 0.0))
     assert sorted(path_of(workspace, index) for index in range(num_nodes)) == [[100 + k] for k in range(12)]
     for index in range(num_nodes):
@@ -113,7 +113,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
 def test_what_is_known_of_each_node_is_written_behind_its_parent(draw: int) -> None:
     texts, matches = some_places(np.random.default_rng(draw), 3, 20)
     model = Model(*WEIGHTS, True, False)
-    workspace, at, size = make_workspace(), 7, 7 + MOST + 1
+    workspace, at, size = WORKSPACE.new(), 7, 7 + MOST + 1
     num_nodes = grown(texts, matches, workspace, matches.size, model, Row(0, 5, 6, MOST, 0.01, 0.0))
     output = Output(
         np.zeros(2, np.int64), *np.full((2, size), -9, np.int32), np.zeros(size, np.float32), np.zeros(size),

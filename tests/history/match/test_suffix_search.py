@@ -8,10 +8,11 @@ from numba import njit
 
 from treering.history.match.arena import Arena, Histories
 from treering.history.match.batched_search import (
+    BATCHED_SEARCH,
     MAX_QUERIES,
+    BatchedSearch,
     add_history_query,
     add_query,
-    make_batched_search,
     run_queries,
 )
 from treering.history.match.recent import Others, Recent
@@ -24,10 +25,10 @@ ROLLOUTS = st.lists(st.lists(TOKENS, max_size=40), min_size=1, max_size=8)
 
 @njit
 def found_in_history(
-    rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, history: Histories
-) -> np.ndarray:
+    rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, prompts: np.ndarray, history: Histories,
+    queries: BatchedSearch,
+) -> np.ndarray:  # fmt: skip
     """What the compiled searches of some rows find in their prompts' histories; made for compiled callers."""
-    queries = make_batched_search()
     for q in range(rows.size):
         b = rows[q]
         add_history_query(queries, q, tokens, b, ends[b], begins[b], history, prompts[b])
@@ -37,10 +38,9 @@ def found_in_history(
 
 @njit
 def found_in_others(
-    rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, others: Others
+    rows: np.ndarray, tokens: np.ndarray, ends: np.ndarray, begins: np.ndarray, others: Others, queries: BatchedSearch
 ) -> np.ndarray:
     """The same in other prompts' histories."""
-    queries = make_batched_search()
     for q in range(rows.size):
         add_query(queries, q, tokens, rows[q], ends[rows[q]], begins[rows[q]], 0, others.order.size, 0)
     run_queries(queries, rows.size, tokens, others.text, others.order, others.keys, others.text)
@@ -103,8 +103,8 @@ def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
     asking = [b for b in reversed(range(len(rows))) if ends[b] > 0]
     for first in range(0, len(asking), MAX_QUERIES):
         some = np.array(asking[first : first + MAX_QUERIES])
-        own = found_in_history(some, tokens, ends, begins, slots, arena.arrays)
-        elsewhere = found_in_others(some, tokens, ends, begins, recent.arrays)
+        own = found_in_history(some, tokens, ends, begins, slots, arena.arrays, BATCHED_SEARCH.new())
+        elsewhere = found_in_others(some, tokens, ends, begins, recent.arrays, BATCHED_SEARCH.new())
         for q, b in enumerate(some):
             context = rows[b][1]
             text = texts[names[b]] if names[b] < len(texts) else np.zeros(0, np.int32)

@@ -23,7 +23,7 @@ from treering.errors import InputError
 from treering.history.draft.kernel import propose
 from treering.report.run import LOCK_FILE
 from treering.train.loop.checkpoint import num_tensor_bytes, told_why
-from treering.tree.build import lay_out
+from treering.tree.build import fill_forest
 from treering.writing import writing
 
 DEFAULT_FOLDER = Path("runs/demo")
@@ -84,7 +84,7 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
 def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> WarmStart:
     task = demo_task(size.num_prompts, seed)
     note_doing(console, "warm start")
-    note_compiling(console, lay_out, propose)
+    note_compiling(console, fill_forest, propose)
     console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
     with StepProgress(num_steps=MAX_STEPS, first_step=0, console=console, title="warm start") as progress:
         start = warm_start(

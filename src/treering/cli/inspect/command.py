@@ -14,7 +14,7 @@ from treering.cli.inspect.file_report import FileReport, measure
 from treering.cli.inspect.tables import cause_tables, detail_tables, summary_table
 from treering.cli.inspect.verdict import next_command, verdict
 from treering.data import FormatName, Renderer, Template, read_trajectories
-from treering.tree.build import lay_out
+from treering.tree.build import fill_forest
 from treering.tree.repeats import find_repeats
 from treering.types import find_shape
 
@@ -52,7 +52,7 @@ def inspect_files(
                 progress.console.print(f"{path.name}: {note}", soft_wrap=True)
             progress.show(f"{path.name}: merging", (number + 2 / 3) / len(paths))
             if number == 0:
-                note_compiling(progress.console, lay_out, *([find_repeats] if num_causes else []))
+                note_compiling(progress.console, fill_forest, *([find_repeats] if num_causes else []))
             reports.append(measure(str(path), rendered, shape, tokenizer_dir, num_causes))
     if renderer.form_in_words:
         console.print(renderer.form_in_words, soft_wrap=True, markup=False)

@@ -43,7 +43,7 @@ from treering.train.loop.ranks import shard_model
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 from treering.train.loop.step_report import StepReport
-from treering.tree.build import lay_out
+from treering.tree.build import fill_forest
 
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
@@ -70,7 +70,7 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     note_doing(console, "loading the model")
     model = build_model(config.model, num_ids=corpus.num_ids, seed=seed, folder=folder, lora=config.lora)
     note_doing(console, "preparing the first step")
-    note_compiling(console, lay_out)
+    note_compiling(console, fill_forest)
     compute = compute_options(config.model, config.train, num_steps)
     if group.rank == 0:
         compute = with_costs(compute, config.train.sharing, model, config.run.dir)

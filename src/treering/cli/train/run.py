@@ -50,7 +50,7 @@ from treering.train.loop.compute import ComputeOptions, num_threads
 from treering.train.loop.held_out import Evaluation
 from treering.train.loop.interruption import Interruption
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
-from treering.tree.build import lay_out
+from treering.tree.build import fill_forest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,7 +141,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     note_doing(console, "loading the model")
     model = make_model(config, config_dir, source)
     note_doing(console, "preparing the first step")
-    note_compiling(console, lay_out, propose)
+    note_compiling(console, fill_forest, propose)
     length = _run_length(config, source)
     num_steps = length.total
     compute = _compute(config, model, group, num_steps)

@@ -8,11 +8,11 @@ It also plans the moves of accepted drafts' keys and values to their final slots
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
 from treering.engine.batch.state import BatchState, StepInputs
+from treering.lean import kernel, lean
 
 NOT_FINISHED, STOPPED, REACHED_LIMIT = 0, 1, 2
 
@@ -57,7 +57,7 @@ def commit_tokens(
     return CommittedTokens(*sampled, *every, *moves[:, :num_moves])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _append(
     context: Int32Array,
     all_logprobs: Float64Array,
@@ -115,7 +115,7 @@ def _append(
     return num_moves
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _plan_moves(
     num_tokens: Int64Array,
     num_prefix: Int64Array,

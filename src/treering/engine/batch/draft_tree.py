@@ -8,11 +8,11 @@ A draft is a chain or a tree of tokens that may follow a row's context.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Int32Array, Int64Array
 from treering.errors import StateError
 from treering.history.types import Drafts
+from treering.lean import kernel, lean
 from treering.types import TokenIds
 
 MOST_DRAFTS = 64
@@ -66,10 +66,12 @@ def clip_drafts(
     size, num_rows = drafts.tokens.size, drafts.offsets.size - 1
     tokens, parents = np.empty(size, np.int32), np.empty(size, np.int32)
     columns, offsets = np.empty((3, size), np.int64), np.zeros(num_rows + 1, np.int64)
+    scratch = np.empty((2, MOST_DRAFTS), np.int64)
     stops = np.zeros((num_rows, 0), np.int32) if stop_tokens is None else stop_tokens
     bad_row = _clip(
-        drafts.tokens, drafts.offsets, drafts.parents, max_drafts, vocab_size, stops, tokens, offsets, parents, columns
-    )
+        drafts.tokens, drafts.offsets, drafts.parents, max_drafts, vocab_size, stops, tokens, offsets, parents, columns,
+        scratch,
+    )  # fmt: skip
     if bad_row >= 0:
         own = drafts.parents[drafts.offsets[bad_row] : drafts.offsets[bad_row + 1]]
         raise StateError(
@@ -113,7 +115,7 @@ def count_accepted(
     return counted[0], counted[1]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _clip(
     tokens: TokenIds,
     offsets: Int64Array,
@@ -125,10 +127,11 @@ def _clip(
     offsets_out: Int64Array,
     parents_out: Int32Array,
     columns: Int64Array,
+    scratch: Int64Array,
 ) -> int:
     """Fills the output arrays (columns: depths, bits, numbers); returns -1, or the first row with parents unsorted."""
     depths, bits, numbers = columns[0], columns[1], columns[2]
-    ancestors, kept = np.empty(MOST_DRAFTS, np.int64), np.empty(MOST_DRAFTS, np.int64)
+    ancestors, kept = scratch[0], scratch[1]
     at = 0
     for row in range(offsets.size - 1):
         first, start = offsets[row], at
@@ -152,7 +155,7 @@ def _clip(
     return -1
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _is_in(token: int, stop_tokens: Int32Array) -> bool:
     found = False
     for stop in stop_tokens:
@@ -160,7 +163,7 @@ def _is_in(token: int, stop_tokens: Int32Array) -> bool:
     return found
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _fill_accepted(
     tokens: TokenIds,
     offsets: Int64Array,

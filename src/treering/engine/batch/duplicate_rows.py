@@ -9,10 +9,10 @@ own noise, so results do not change (law 5).
 from typing import Literal
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.engine.batch.state import BatchState
+from treering.lean import kernel
 
 DuplicateRows = Literal["auto", "once", "each"]
 """once: duplicate rows are computed once. each: every row is computed. auto: once on CPU, where every token costs time,
@@ -40,7 +40,7 @@ def resolve(duplicate_rows: DuplicateRows, device: str) -> Literal["once", "each
     return duplicate_rows
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _fill_leaders(
     tokens: Int32Array,
     num_tokens: Int64Array,

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
+from treering.lean import kernel
 
 
 class BatchState(NamedTuple):
@@ -111,7 +111,7 @@ def move_row(columns: BatchState, source: int, target: int) -> None:
             column[target] = column[source]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def fill_max_drafts(
     is_ready: BoolArray,
     num_tokens: Int64Array,
@@ -149,7 +149,7 @@ def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts
     return StepInputs._make([*per_token[:9, :num_tokens], per_token[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _fill_inputs(
     context: Int32Array,
     num_tokens: Int64Array,

@@ -8,11 +8,11 @@ Returns the token of `reference.sample`, and its log-probabilities up to roundin
 import math
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Float32Array, Float64Array, Int64Array
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
 from treering.engine.sampling.truncation_cpu import keep, keep_likely, total_of
+from treering.lean import kernel, lean
 
 Logits = Float32Array | Float64Array
 
@@ -39,37 +39,35 @@ _BLOCK = 64
 _ROUNDING_SLACK = 1.0 - 1e-14
 
 
-@njit(cache=True, inline="always")
+@lean
 def _mix(bits: np.uint64) -> np.uint64:
     bits = (bits ^ (bits >> _SHIFT_1)) * _FACTOR_1
     bits = (bits ^ (bits >> _SHIFT_2)) * _FACTOR_2
     return bits ^ (bits >> _SHIFT_3)
 
 
-@njit(cache=True, inline="always")
+@lean
 def _uniform(state: np.uint64, token: int) -> float:
     bits = _mix(state + np.uint64(token) * _TOKEN_STEP)
     return (np.float64(np.int64(bits >> _DROPPED)) + 0.5) * _RESOLUTION
 
 
-@njit(cache=True, inline="always")
+@lean
 def state_of(key: int, position: int) -> np.uint64:
     """The noise state at a position of a rollout; every token's uniform number derives from it."""
     state: np.uint64 = _mix(np.uint64(key) + np.uint64(position) * _POSITION_STEP)
     return state
 
 
-@njit(cache=True, nogil=True)
-def uniforms(key: int, position: int, vocab_size: int) -> Float64Array:
-    """`noise.uniforms`, bit for bit: float64 [V]."""
+@kernel
+def fill_uniforms(key: int, position: int, out: Float64Array) -> None:
+    """Writes `noise.uniforms`, bit for bit, to `out` [V]."""
     state = state_of(key, position)
-    out = np.empty(vocab_size)
-    for token in range(vocab_size):
+    for token in range(out.size):
         out[token] = _uniform(state, token)
-    return out
 
 
-@njit(cache=True, inline="always")
+@lean(fastmath={"contract"})
 def _exp(x: float) -> float:
     """The exponential of x <= 0, within 2e-16 relative; NaN stays NaN. No branches or calls, so loops vectorise."""
     rounded = x * _LOG2_E + _ROUNDER
@@ -82,15 +80,14 @@ def _exp(x: float) -> float:
     return 0.0 if x < _LEAST_EXPONENT else y * power
 
 
-# error_model: numba's default tests every divisor for zero.
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+@lean(inline=False, fastmath={"contract"})
 def _fill_weights(row: Logits, top: float, temperature: float, weights: Float64Array) -> None:
     """Probabilities relative to the top token's."""
     for i in range(row.size):
         weights[i] = _exp((np.float64(row[i]) - top) / temperature)
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@lean(inline=False, fastmath={"reassoc"})
 def _total(weights: Float64Array) -> float:
     total = 0.0
     for i in range(weights.size):
@@ -98,13 +95,13 @@ def _total(weights: Float64Array) -> float:
     return total
 
 
-@njit(cache=True, inline="always")
+@lean
 def _may_be_largest(weight: float, u: float, best: float) -> bool:
     """False only if weight / -log(u) is below `best`: uses the bound -log(u) >= 1 - u."""
     return weight >= best * (1.0 - u) * _ROUNDING_SLACK
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _gumbel_max(ids: Int64Array, weights: Float64Array, state: np.uint64) -> int:
     """The id among `ids` with the greatest weight / -log(u)."""
     winner, best = -1, 0.0
@@ -118,7 +115,7 @@ def _gumbel_max(ids: Int64Array, weights: Float64Array, state: np.uint64) -> int
     return winner
 
 
-@njit(cache=True, nogil=True)
+@lean(inline=False)
 def _gumbel_max_of_all(weights: Float64Array, likeliest: int, state: np.uint64) -> int:
     """`_gumbel_max` over the whole vocabulary; computes logarithms only for tokens that may beat the best so far."""
     winner = likeliest
@@ -139,7 +136,7 @@ def _gumbel_max_of_all(weights: Float64Array, likeliest: int, state: np.uint64) 
     return winner
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@lean
 def sample_row(
     row: Logits,
     state: np.uint64,
@@ -173,18 +170,22 @@ def sample_row(
     return token, scaled - math.log(kept), scaled - math.log(total)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@lean
 def policy_logprob(row: Logits, token: int, temperature: float, weights: Float64Array) -> float:
     """Log-probability of a token at the temperature alone."""
-    top = np.float64(row.max())
+    largest = row[0]
+    for at in range(1, row.size):
+        largest = max(largest, row[at])
+    top = np.float64(largest)
     _fill_weights(row, top, temperature, weights)
     return (np.float64(row[token]) - top) / temperature - math.log(_total(weights))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def penalise(row: Logits, seen: Int64Array, penalty: float, out: Float64Array) -> None:
+@lean
+def penalise(row: Logits, seen: Int64Array, penalty: float, out: Logits) -> None:
     """Fills `out` with the row's logits, those of the distinct tokens `seen` penalised."""
     for token in range(row.size):
         out[token] = row[token]
-    for token in seen:
+    for i in range(seen.size):
+        token = seen[i]
         out[token] = out[token] * penalty if out[token] < 0 else out[token] / penalty

@@ -6,17 +6,17 @@ numba's cache does not notice a change of `MASS_SLACK`.
 """
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Float32Array, Float64Array, Int64Array
 from treering.engine.sampling.reference import MASS_SLACK
+from treering.lean import lean
 
 Logits = Float32Array | Float64Array
 
 _LEAST_CANDIDATES = 64
 
 
-@njit(cache=True, nogil=True)
+@lean(inline=False)
 def _select(row: Logits, ids: Int64Array, amounts: Float64Array, reach: float) -> int:
     """Moves the ids whose predecessors' amounts sum to less than `reach` to the front, and counts them (quickselect).
 
@@ -44,7 +44,7 @@ def _select(row: Logits, ids: Int64Array, amounts: Float64Array, reach: float) -
     return low
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _largest(row: Logits, k: int, ids: Int64Array, ones: Float64Array) -> int:
     """Fills the front of `ids` with the k largest logits, and counts them; fewer than k only if tokens are hidden.
 
@@ -59,15 +59,15 @@ def _largest(row: Logits, k: int, ids: Int64Array, ones: Float64Array) -> int:
         ids[num_ids] = token
         num_ids += 1
         if num_ids == capacity:
-            num_ids = _select(row, ids[:num_ids], ones, k)
+            num_ids = _select(row, ids[:num_ids], ones, float(k))
             floor = np.inf
             for at in range(num_ids):
                 floor = min(floor, np.float64(row[ids[at]]))
-    num_kept: int = _select(row, ids[:num_ids], ones, k)
+    num_kept: int = _select(row, ids[:num_ids], ones, float(k))
     return num_kept
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _largest_mass(row: Logits, ids: Int64Array, weights: Float64Array, total: float, top_p: float) -> int:
     """Moves the ids whose mass reaches `top_p` of `total` to the front, and counts them."""
     # All tokens below it sum to less than 1 - top_p, so the tokens ranked above them reach top_p.
@@ -81,7 +81,7 @@ def _largest_mass(row: Logits, ids: Int64Array, weights: Float64Array, total: fl
     return num_kept
 
 
-@njit(cache=True, nogil=True)
+@lean
 def total_of(ids: Int64Array, weights: Float64Array) -> float:
     """The total weight of some tokens."""
     total = 0.0
@@ -90,7 +90,7 @@ def total_of(ids: Int64Array, weights: Float64Array) -> float:
     return total
 
 
-@njit(cache=True, nogil=True)
+@lean
 def keep(row: Logits, ids: Int64Array, weights: Float64Array, ones: Float64Array, top_k: int, top_p: float) -> int:
     """Moves the ids that top-k and top-p keep to the front, and counts them."""
     num_ids = row.size
@@ -104,7 +104,7 @@ def keep(row: Logits, ids: Int64Array, weights: Float64Array, ones: Float64Array
     return num_ids
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@lean
 def keep_likely(row: Logits, ids: Int64Array, top: float, temperature: float, log_min_p: float) -> int:
     """Moves the ids whose logit over `temperature` is at most -log_min_p below `top`'s to the front, and counts them.
 

@@ -7,13 +7,13 @@ numba's cache does not notice changes in `sample_cpu`.
 """
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.engine.sampling.sample_cpu import Logits, penalise, policy_logprob, sample_row, state_of
+from treering.lean import kernel, lean
 
 
-@njit(cache=True, nogil=True)
+@lean
 def child(token: int, number: int, num_drafts: int, drafts: Int32Array, parents: Int32Array, first: int) -> int:
     """The child of draft `number` (-1: the context) that equals `token`; -1 if there is none.
 
@@ -25,7 +25,6 @@ def child(token: int, number: int, num_drafts: int, drafts: Int32Array, parents:
     return -1
 
 
-@njit(cache=True, nogil=True)
 def verify(
     logits: Logits,
     first_row: Int64Array,
@@ -85,31 +84,51 @@ def verify(
     [0, -1]; the third row is not read. With 9 drafted too, and parents [-1, 0, 0], a third token is sampled from the
     fourth row, and the path is [0, 2].
     """
+    rules = first_row, num_drafts, drafts, parents, draft_offsets, keys, positions, temperature, top_k, top_p, log_min_p
+    outputs = tokens_out, logprobs_out, policy_out, num_out, path_out
     vocab_size = logits.shape[1]
     ids, weights = np.empty(vocab_size, np.int64), np.empty(vocab_size)
     ones = np.ones(vocab_size if top_k.any() else 0)
-    # Buffers for rollouts with a penalty.
-    size = vocab_size if (penalty != 1).any() else 0
-    penalised, seen, is_seen = np.empty(size), np.empty(size, np.int64), np.zeros(size, np.bool_)
+    nothing = np.empty(0, logits.dtype), ids[:0], np.empty(0, np.bool_)
+    failed = {_verify(logits, False, *rules, penalty, contexts, rows, ids, weights, ones, *nothing, *outputs)}
+    if (penalty != 1).any():
+        # Logits with a penalty are no longer float32.
+        wide, seen = logits.astype(np.float64, copy=False), (np.empty(vocab_size, np.int64), np.zeros(vocab_size, bool))
+        penalised = np.empty(vocab_size)
+        failed.add(_verify(wide, True, *rules, penalty, contexts, rows, ids, weights, ones, penalised, *seen, *outputs))
+    return min(failed - {-1}, default=-1)
+
+
+@kernel
+def _verify(
+    logits: Logits, is_penalised: bool, first_row: Int64Array, num_drafts: Int64Array, drafts: Int32Array,
+    parents: Int32Array, draft_offsets: Int64Array, keys: Int64Array, positions: Int64Array, temperature: Float64Array,
+    top_k: Int64Array, top_p: Float64Array, log_min_p: Float64Array, penalty: Float64Array, contexts: Int32Array,
+    rows: Int64Array, ids: Int64Array, weights: Float64Array, ones: Float64Array, penalised: Logits, seen: Int64Array,
+    is_seen: BoolArray, tokens_out: Int32Array, logprobs_out: Float64Array, policy_out: Float64Array,
+    num_out: Int64Array, path_out: Int32Array,
+) -> int:  # fmt: skip
+    """`verify` of the rollouts with a penalty, or of those without; the arrays after `rows` are its scratch."""
     for b in range(first_row.size):
+        if (penalty[b] != 1) != is_penalised:
+            continue
         number, depth, num_seen = -1, 0, 0
-        is_penalised = penalty[b] != 1
         if is_penalised:
             for at in range(positions[b]):
                 num_seen = _note(contexts[rows[b], at], seen, is_seen, num_seen)
         while True:
             state = state_of(keys[b], positions[b] + depth)
-            row = logits[first_row[b] + 1 + number]
-            rule = temperature[b], top_k[b], top_p[b], log_min_p[b]
+            own = row = logits[first_row[b] + 1 + number]
             if is_penalised:
-                penalise(row, seen[:num_seen], penalty[b], penalised)
-                token, logprob, policy = sample_row(penalised, state, *rule, ids, weights, ones)
-            else:
-                token, logprob, policy = sample_row(row, state, *rule, ids, weights, ones)
+                penalise(own, seen[:num_seen], penalty[b], penalised)
+                row = penalised
+            token, logprob, policy = sample_row(
+                row, state, temperature[b], top_k[b], top_p[b], log_min_p[b], ids, weights, ones
+            )
             if token == -1:
                 return b
             if is_penalised:
-                policy = policy_logprob(row, token, temperature[b], weights)
+                policy = policy_logprob(own, token, temperature[b], weights)
                 num_seen = _note(token, seen, is_seen, num_seen)
             tokens_out[b, depth], logprobs_out[b, depth], policy_out[b, depth] = token, logprob, policy
             number = child(token, number, num_drafts[b], drafts, parents, draft_offsets[b])
@@ -118,11 +137,12 @@ def verify(
             if number == -1:
                 break
         num_out[b] = depth
-        is_seen[seen[:num_seen]] = False
+        for i in range(num_seen):
+            is_seen[seen[i]] = False
     return -1
 
 
-@njit(cache=True, nogil=True)
+@lean
 def _note(token: int, seen: Int64Array, is_seen: BoolArray, num_seen: int) -> int:
     """Adds a token to those that were seen, unless it is there or beyond the vocabulary; returns their number."""
     if token >= is_seen.size or is_seen[token]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import Float32Array, Float64Array, Int16Array, Int32Array, Int64Array, UInt16Array
@@ -16,7 +15,8 @@ from treering.errors import InputError
 from treering.history.draft.prior import SHARES
 from treering.history.draft.token_weights import MOST_ROOT_UNITS, MOST_UNITS, make_token_weights, move, token_logit
 from treering.history.features import NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, squash
-from treering.history.jit import STAMP, lean
+from treering.history.jit import STAMP
+from treering.lean import kernel, lean
 
 NUM_BINS = 20
 _RATE = 0.15
@@ -176,7 +176,7 @@ def _learn_one(
 def _compile(stamp: int) -> Callable[..., None]:
     """`learn`, cached by its sources; see `stamp`."""
 
-    @njit(cache=True, nogil=True)
+    @kernel
     def learn(
         offsets: Int64Array,
         parents: Int32Array,

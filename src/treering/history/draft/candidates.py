@@ -28,8 +28,9 @@ from treering.history.features import (
     length_bucket,
     near_bucket,
 )
-from treering.history.jit import lean, pick
+from treering.history.jit import pick
 from treering.history.match.matches import Matches, vote_bucket
+from treering.lean import lean
 
 
 class Texts(NamedTuple):

@@ -16,7 +16,7 @@ from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.acceptance import Acceptance, learn
 from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
 from treering.history.draft.feedback import as_counts, check_latest, mark, set_states
-from treering.history.draft.kernel import Budget, propose
+from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
 from treering.history.draft.output import Output
 from treering.history.draft.reliability import ReliabilityBin, as_bins
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
@@ -107,6 +107,7 @@ class Drafter:
         self._newest = store.snapshot
         self._leaders, self._worth, self._num_searched = np.zeros(0, np.int64), np.ones(0), 0
         self._shares, self._features = np.zeros((0, NUM_VOTES), np.float32), np.zeros((0, NUM_KINDS), np.int32)
+        self._scratch = np.empty(NUM_SCRATCH_BYTES, np.uint8)
         self._latest: tuple[DraftRows, Drafts] | None = None
 
     @property
@@ -171,6 +172,7 @@ class Drafter:
             Budget(self._max_draft, *self._controller.leasts, *self._controller.curve),
             learnt.num_undrafted,
             Output(offsets, tokens, parents, acceptance, paths, self._shares, self._features, np.zeros(num_rows, bool)),
+            self._scratch,
         )  # fmt: skip
         if bad_row >= 0:
             raise InputError(contradiction(rows, bad_row))

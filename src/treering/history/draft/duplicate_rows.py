@@ -4,10 +4,10 @@ B rows   D drafted tokens   A for each row, the tokens of the draft that it was 
 """
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from treering.history.types import DraftRows, Drafts
+from treering.lean import kernel
 
 
 def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
@@ -36,7 +36,7 @@ def most_worth(rows: DraftRows, num_leading: int) -> float:
     return own * (1 + len(rows.prompt_ids) - num_leading)
 
 
-@njit(cache=True)
+@kernel
 def add_worth(leaders: Int64Array, worth: Float64Array, shared: Float64Array) -> int:
     """Adds what each row is worth to its leader, in `shared` [B]; returns how many rows are leaders."""
     num_leading = 0
@@ -63,7 +63,7 @@ def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
     return Drafts(tokens=tokens, offsets=offsets, parents=parents, acceptance=acceptance), origins
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _add_up(offsets: Int64Array, leaders: Int64Array, sums: Int64Array) -> int:
     """Writes where each row's draft ends to `sums[1:]`; returns where the last one ends."""
     total = 0
@@ -73,7 +73,7 @@ def _add_up(offsets: Int64Array, leaders: Int64Array, sums: Int64Array) -> int:
     return total
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _repeat(
     offsets: Int64Array,
     leaders: Int64Array,

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.errors import InputError, StateError
 from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
-from treering.history.jit import STAMP, lean
+from treering.history.jit import STAMP
 from treering.history.match.row_states import RowStates
 from treering.history.types import DraftRows, Drafts
+from treering.lean import kernel, lean
 
 NO_LEAF = -2
 """Stands for a row whose last accepted token the engine does not name."""
@@ -70,7 +70,7 @@ def _is_integers(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
     return values.shape == shape and values.dtype.kind in "iu"
 
 
-@njit(cache=True)
+@kernel
 def find_fault(
     offsets: Int64Array, parents: Int32Array, counts: Int64Array, leaves: Int64Array, has_leaves: bool
 ) -> int:
@@ -85,7 +85,7 @@ def find_fault(
     return fault
 
 
-@njit(cache=True)
+@lean
 def depth_of(parents: Int32Array, index: int) -> int:
     """Tokens from the beginning of a row's draft down to a index, itself included."""
     depth = 0
@@ -95,7 +95,7 @@ def depth_of(parents: Int32Array, index: int) -> int:
     return depth
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def mark(
     offsets: Int64Array,
     parents: Int32Array,
@@ -119,7 +119,8 @@ def mark(
     """
     for b in range(offsets.size - 1):
         begin, size = offsets[b], offsets[b + 1] - offsets[b]
-        was_accepted[begin : begin + size] = -1
+        for i in range(begin, begin + size):
+            was_accepted[i] = -1
         leaf, is_known = leaves[b], True
         if leaf < -1:
             leaf, is_known = _only_path(parents[begin : begin + size], accepted[b])
@@ -157,7 +158,7 @@ def _only_path(parents: Int32Array, length: int) -> tuple[int, bool]:
 def _compile(stamp: int) -> Callable[..., None]:
     """`set_states`, cached by its sources; see `stamp`."""
 
-    @njit(cache=True)
+    @kernel
     def set_states(
         states: RowStates,
         slots: Int64Array,

@@ -9,23 +9,23 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from treering.arrays import BoolArray, Float64Array, Int64Array
+from treering.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from treering.history.draft.candidates import Texts, weigh
-from treering.history.draft.output import Output, cut, write_row
+from treering.history.draft.output import BINS, Output, cut, write_row
 from treering.history.draft.tree import Model, Row, grow
-from treering.history.draft.workspace import Workspace, make_workspace
+from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NO_DRAFT
-from treering.history.jit import STAMP, lean
+from treering.history.jit import STAMP, Memory
 from treering.history.match.arena import Histories
-from treering.history.match.batched_search import MAX_QUERIES, BatchedSearch, make_batched_search
-from treering.history.match.matches import Matches, longest_of, make_matches
+from treering.history.match.batched_search import BATCHED_SEARCH, MAX_QUERIES
+from treering.history.match.matches import MATCH, MAX_MATCHES, Matches, longest_of
 from treering.history.match.recent import Others
 from treering.history.match.row_states import RowStates, copy_state
 from treering.history.match.running import Running, note_rows
 from treering.history.match.sources import Rows, find_matches, is_due
 from treering.history.types import fits_line
+from treering.lean import kernel, lean
 
 ROWS_PER_PROBE = 64
 """Rows with matches but no draft until one of them is drafted one token all the same, as a probe."""
@@ -42,13 +42,21 @@ class Budget(NamedTuple):
     cost_seconds: Float64Array
 
 
-class Scratch(NamedTuple):
-    """Memory that the rows of a call share."""
+class Found(NamedTuple):
+    """The matches of some rows."""
 
-    workspace: Workspace
-    search: BatchedSearch
-    matches: Matches  # [MAX_QUERIES, M]
+    matches: Matches  # MATCH [MAX_QUERIES, M]
     num_matches: Int64Array  # [MAX_QUERIES]
+
+
+FOUND = Memory(Found, matches=(MATCH, (MAX_QUERIES, MAX_MATCHES)), num_matches=(np.int64, MAX_QUERIES))
+_SEARCH_AT = WORKSPACE.num_bytes
+_FOUND_AT = _SEARCH_AT + BATCHED_SEARCH.num_bytes
+_BINS_AT = _FOUND_AT + FOUND.num_bytes
+NUM_SCRATCH_BYTES = _BINS_AT + BINS.num_bytes
+"""Bytes that the rows of a call share, one row or stage after another."""
+# Within compiled calls.
+_workspace, _search, _found, _bins = WORKSPACE.arrays, BATCHED_SEARCH.arrays, FOUND.arrays, BINS.arrays
 
 
 @lean
@@ -91,10 +99,11 @@ def _draft(
 @lean
 def _draft_all(
     rows: Rows, history: Histories, running: Running, others: Others, states: RowStates, enabled: BoolArray,
-    model: Model, budget: Budget, num_undrafted: Int64Array, output: Output, scratch: Scratch,
+    model: Model, budget: Budget, num_undrafted: Int64Array, output: Output, scratch: UInt8Array,
 ) -> int:  # fmt: skip
     """Writes the drafts of all rows; returns how many tokens they have."""
-    workspace, search, matches, num_matches = scratch
+    workspace, search = _workspace(scratch, 0), _search(scratch, _SEARCH_AT)
+    matches, num_matches = _found(scratch, _FOUND_AT)
     texts = Texts(history.text, running.chains.tokens, others.text)
     num_out, num_rows = 0, rows.num_tokens.size
     output.offsets[0] = 0
@@ -131,7 +140,7 @@ def _note_undrafted(rows: Rows, running: Running, states: RowStates, num_undraft
 def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
     """The compiled call, cached by its sources; see `jit.STAMP`."""
 
-    @njit(cache=True, nogil=True, error_model="numpy")
+    @kernel
     def propose(
         rows: Rows,
         history: Histories,
@@ -143,8 +152,9 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         budget: Budget,
         num_undrafted: Int64Array,
         output: Output,
+        scratch: UInt8Array,
     ) -> tuple[int, float, int]:
-        """Fills the output.
+        """Fills the output; the `NUM_SCRATCH_BYTES` of the scratch may hold anything.
 
         Returns:
             The first row whose counts contradict each other, or -1; what `cut` returns; the tokens before the cut.
@@ -154,15 +164,12 @@ def _compile(stamp: int) -> Callable[..., tuple[int, float, int]]:
         if bad_row >= 0:
             return bad_row, 0.0, 0
         note_rows(running, rows.groups, rows.tokens, rows.num_tokens, rows.num_prompt)
-        scratch = Scratch(
-            make_workspace(), make_batched_search(), make_matches(MAX_QUERIES), np.zeros(MAX_QUERIES, np.int64)
-        )
         num_out = _draft_all(
             rows, history, running, others, states, enabled, model, budget, num_undrafted, output, scratch
         )
         cutoff = 0.0
         if budget.cost_sizes.size > 0 and num_out > 0:
-            cutoff = cut(rows.worth, output, budget.cost_sizes, budget.cost_seconds)
+            cutoff = cut(rows.worth, output, budget.cost_sizes, budget.cost_seconds, _bins(scratch, _BINS_AT))
         _note_undrafted(rows, running, states, num_undrafted, output)
         return -1, cutoff, num_out
 

@@ -6,13 +6,13 @@ B rows   D drafted tokens
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array
 from treering.history.budget.selection import NUM_BINS, bin_of, choose_bins
 from treering.history.draft.workspace import MAX_NODES, Workspace
 from treering.history.features import NUM_KINDS, NUM_VOTES
-from treering.history.jit import copy_entries, lean
+from treering.history.jit import Memory, copy_entries
+from treering.lean import lean
 
 
 class Output(NamedTuple):
@@ -66,14 +66,27 @@ def _preorder(workspace: Workspace, num_nodes: int) -> None:
         free[line] += sizes[index + 1]
 
 
-@njit
-def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64Array) -> float:
+class Bins(NamedTuple):
+    """Scratch of `cut`."""
+
+    counts: Float64Array  # [bins], drafted tokens
+    gains: Float64Array  # [bins], sums of their probabilities, times their rows' worth
+    renamed: Int32Array  # [nodes], the new number of each of a row's tokens
+
+
+BINS = Memory(Bins, counts=(np.float64, NUM_BINS), gains=(np.float64, NUM_BINS), renamed=(np.int32, MAX_NODES))
+
+
+@lean
+def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64Array, bins: Bins) -> float:
     """Drops drafted tokens that do not pay.
 
     Returns the lowest path probability kept, or 0.0 if nothing was dropped or nothing was kept (probe rows do not
     count), because then the cutoff is unknown. Rows worth 0 are duplicates: they have no draft and no token in a pass.
     """
-    counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
+    counts, gains, renamed = bins
+    for k in range(NUM_BINS):
+        counts[k] = gains[k] = 0.0
     num_computed, most = 0, 1.0
     for b in range(worth.size):
         num_computed += worth[b] > 0
@@ -84,8 +97,9 @@ def cut(worth: Float64Array, output: Output, sizes: Int64Array, seconds: Float64
             counts[k] += 1
             gains[k] += output.paths[i] * worth[b]
     # Gains of all rows, per row with a token in the pass.
-    num_bins = choose_bins(num_computed, counts, gains * num_computed / worth.size, sizes, seconds)
-    renamed = np.empty(MAX_NODES, np.int32)
+    for k in range(NUM_BINS):
+        gains[k] = gains[k] * num_computed / worth.size
+    num_bins = choose_bins(num_computed, counts, gains, sizes, seconds)
     least, num_out, begin = np.inf, 0, output.offsets[0]
     has_cut = False
     for b in range(worth.size):

@@ -7,13 +7,13 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.errors import ConfigError, InputError
 from treering.history.draft.drafter import Drafter
 from treering.history.types import DraftRows, Drafts
+from treering.lean import kernel
 from treering.types import PromptId
 
 _MANY_GROUPS = 1 << 14
@@ -210,7 +210,7 @@ def _is_same(first: Int32Array, second: Int32Array) -> bool:
     return first.__array_interface__ == second.__array_interface__
 
 
-@njit(cache=True)
+@kernel
 def _count_accepted(
     offsets: Int64Array,
     drafted: Int32Array,

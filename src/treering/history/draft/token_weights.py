@@ -8,7 +8,7 @@ import numpy as np
 
 from treering.arrays import Int16Array, Int32Array, UInt16Array
 from treering.history.features import NUM_GENERAL_KINDS, NUM_KINDS, NUM_TOKEN_WEIGHTS
-from treering.history.jit import lean
+from treering.lean import lean
 
 WEIGHT_UNIT = 1 / 2048
 ROOT_UNIT = 1 / 1024

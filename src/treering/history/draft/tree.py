@@ -14,8 +14,8 @@ from treering.history.draft.prior import NO_TOKEN_VOTES
 from treering.history.draft.vote_fractions import sum_up, write_shares
 from treering.history.draft.workspace import MAX_CANDIDATES, NO_NODE, NOWHERE, Workspace
 from treering.history.features import NUM_SHARES, length_bucket
-from treering.history.jit import lean
 from treering.history.match.matches import Matches, longest_of
+from treering.lean import lean
 
 _LEAST_SHARE = 0.01
 _NUM_DOUBLED = 32

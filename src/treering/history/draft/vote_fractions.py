@@ -5,7 +5,7 @@ import numpy as np
 from treering.arrays import Float32Array
 from treering.history.draft.workspace import MAX_CANDIDATES, Candidates
 from treering.history.features import NUM_SOURCES, stretch
-from treering.history.jit import lean
+from treering.lean import lean
 
 _MEAN_SHARE = 0.02
 _SHRINK = 1 / (1 + 3 * _MEAN_SHARE)

@@ -1,4 +1,4 @@
-"""Memory for one row's draft while it grows: allocated once per call and overwritten by every row.
+"""Memory for one row's draft while it grows: allocated once per drafter and overwritten by every row.
 
 All fields of a record lie side by side, so that one address leads to them: an array per field would need more addresses
 than there are registers.
@@ -9,11 +9,11 @@ than there are registers.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import Float64Array, Int32Array
 from treering.history.features import NUM_KINDS, NUM_SOURCES, NUM_VOTES
+from treering.history.jit import Memory
 from treering.history.match.matches import MAX_MATCHES
 
 MAX_NODES = 64
@@ -77,21 +77,19 @@ class Workspace(NamedTuple):
     free: Int32Array  # [N + 1], where the next child of each one is written
 
 
-@njit
-def make_workspace() -> Workspace:
-    """Memory for any row."""
-    orders = np.empty((3, MAX_NODES + 1), np.int32)
-    return Workspace(
-        np.empty((MAX_NODES + 1) * MAX_CANDIDATES, NODE),
-        np.empty(MAX_NODES, np.int32),
-        np.empty(MAX_MATCHES, np.int32),
-        np.empty(MAX_MATCHES, np.float64),
-        np.empty(NOWHERE + MAX_MATCHES, np.int32),
-        np.empty(MAX_CANDIDATES + 1, CANDIDATE),
-        np.empty(MAX_MATCHES, np.int32),
-        np.empty(MAX_MATCHES, np.float64),
-        np.empty(MAX_MATCHES, np.int32),
-        orders[0],
-        orders[1],
-        orders[2],
-    )
+WORKSPACE = Memory(
+    Workspace,
+    nodes=(NODE, (MAX_NODES + 1) * MAX_CANDIDATES),
+    taken=(np.int32, MAX_NODES),
+    waiting=(np.int32, MAX_MATCHES),
+    paths=(np.float64, MAX_MATCHES),
+    members=(np.int32, NOWHERE + MAX_MATCHES),
+    candidates=(CANDIDATE, MAX_CANDIDATES + 1),
+    tokens=(np.int32, MAX_MATCHES),
+    votes=(np.float64, MAX_MATCHES),
+    which=(np.int32, MAX_MATCHES),
+    numbers=(np.int32, MAX_NODES + 1),
+    sizes=(np.int32, MAX_NODES + 1),
+    free=(np.int32, MAX_NODES + 1),
+)
+"""Memory for any row."""

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Int32Array, Int64Array
 from treering.history.match.suffix_search import KEY_BITS, write_keys
 from treering.history.store.prompt_index import MARKER, PromptIndex, check_entries
+from treering.lean import kernel
 from treering.types import PromptId
 
 _PADDING = 2
@@ -134,15 +134,7 @@ def _keys_at(start: int, size: int, slot: int) -> slice:
     return slice(first, first + -(-size >> KEY_BITS))
 
 
-@njit(inline="always")
-def order_of(history: Histories, slot: int) -> Int32Array:
-    """A slot's part of the order."""
-    start, size = history.spans[slot]
-    part: Int32Array = history.order[start : start + size]
-    return part
-
-
-@njit(cache=True, nogil=True)
+@kernel
 def write_positions(text: Int32Array, positions: Int32Array) -> None:
     """Writes the position of each entry of a text in its rollout: entries since the rollout's marker.
 

@@ -9,12 +9,12 @@ rows do not, so their memory accesses overlap.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Int32Array, Int64Array
-from treering.history.jit import lean, prefetch
+from treering.history.jit import Memory, prefetch
 from treering.history.match.arena import Histories
 from treering.history.match.suffix_search import KEY_BITS, is_before, key_at, last_with_key
+from treering.lean import lean
 
 MAX_QUERIES = 16
 """Searches per batch."""
@@ -37,11 +37,8 @@ class BatchedSearch(NamedTuple):
     highs: Int64Array  # [Q]
 
 
-@njit
-def make_batched_search() -> BatchedSearch:
-    """Buffers for the searches of any rows."""
-    part = np.zeros((10, MAX_QUERIES), np.int64)
-    return BatchedSearch(part[0], part[1], part[2], part[3], part[4], part[5], part[6], part[7], part[8], part[9])
+BATCHED_SEARCH = Memory(BatchedSearch, **dict.fromkeys(BatchedSearch._fields, (np.int64, MAX_QUERIES)))
+"""Buffers for the searches of any rows."""
 
 
 @lean

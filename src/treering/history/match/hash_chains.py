@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array
-from treering.history.jit import lean, prefetch
+from treering.history.jit import prefetch
 from treering.history.store.prompt_index import MARKER, check_entries
+from treering.lean import lean
 
 LONG = 3
 """Tokens that agree along a long chain; along a short chain it is one."""

@@ -2,13 +2,13 @@
 
 from treering.arrays import Int32Array, Int64Array
 from treering.history.features import FAR, HISTORY, OTHERS, shift_bucket
-from treering.history.jit import lean
-from treering.history.match.arena import Histories, order_of
+from treering.history.match.arena import Histories
 from treering.history.match.matches import IN_HISTORY, IN_OTHERS, Matches, put
 from treering.history.match.recent import Others
 from treering.history.match.sides import next_match, sides_of
 from treering.history.match.suffix_search import LONG_ENOUGH, agree_after_edit, with_edit
 from treering.history.store.prompt_index import MARKER
+from treering.lean import lean
 
 _MAX_MATCHES = 12
 _FEW_MATCHES = 8
@@ -39,7 +39,7 @@ def find_in_history(
     start, size = history.spans[slot]
     if size == 0:
         return num
-    text, order = history.text, order_of(history, slot)
+    text, order = history.text, history.order[start : start + size]
     sides = sides_of(right)
     first, most, longest = num, num + _MAX_MATCHES, 0
     for _ in range(_MAX_LOOKS):

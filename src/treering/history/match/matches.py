@@ -9,11 +9,10 @@ edit: a token replaced, added or left out.
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.history.features import NUM_LENGTH_CLASSES, edit_bucket, length_bucket
-from treering.history.jit import lean
+from treering.lean import lean
 
 MAX_MATCHES = 64
 IN_HISTORY, IN_RUNNING, IN_OTHERS = range(3)
@@ -36,12 +35,6 @@ MATCH = np.dtype(
 
 Matches = NDArray[Any]
 """The matches of one row, `MATCH` [M], or of several, [B, M]."""
-
-
-@njit
-def make_matches(num_rows: int) -> Matches:
-    """Buffers for the matches of so many rows."""
-    return np.empty((num_rows, MAX_MATCHES), MATCH)
 
 
 @lean

@@ -4,9 +4,9 @@ S slots   U units
 """
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.lean import kernel, lean
 
 UNIT_BITS = 5
 UNIT = 1 << UNIT_BITS
@@ -94,7 +94,7 @@ class Regions:
         self._is_taken = np.append(self._is_taken, np.zeros(num_units, np.bool_))
 
 
-@njit(cache=True)
+@kernel
 def _take(begins: Int64Array, sizes: Int64Array, owners: Int32Array, is_taken: BoolArray, slot: int, size: int) -> int:
     """`Regions.take`; returns 0, or the units missing at the end if nothing fits."""
     num_units = (size + UNIT - 1) // UNIT
@@ -109,13 +109,13 @@ def _take(begins: Int64Array, sizes: Int64Array, owners: Int32Array, is_taken: B
         # The owner's text is overwritten, unless it has moved elsewhere.
         if begin < end and begin + num_held > first:
             begins[other], sizes[other] = NOWHERE, 0
-    owners[first:end] = slot
-    is_taken[first:end] = True
+    for unit in range(first, end):
+        owners[unit], is_taken[unit] = slot, True
     begins[slot], sizes[slot] = first * UNIT, size
     return 0
 
 
-@njit
+@lean
 def _smallest(is_taken: BoolArray, num_units: int) -> int:
     """The first unit of the smallest free run of so many units; if there is none, of the free run at the end."""
     first, size, begin = -1, is_taken.size + 1, 0

@@ -9,7 +9,7 @@ import numpy as np
 
 from treering.arrays import Int64Array
 from treering.history.features import NOT_TRIED
-from treering.history.jit import lean
+from treering.lean import lean
 
 
 class RowStates(NamedTuple):

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
-from treering.history.jit import lean
 from treering.history.match.hash_chains import LONG, HashChains, append, link_begin, prefetch_append
 from treering.history.match.regions import UNIT_BITS
 from treering.history.store.prompt_index import MARKER
+from treering.lean import lean
 
 _NUM_COMPARED = 32
 _NUM_PREFETCHED = 16

@@ -4,12 +4,12 @@ import numpy as np
 
 from treering.arrays import BoolArray, Int32Array
 from treering.history.features import FAR, OTHERS, OWN, SIBLINGS, shift_bucket
-from treering.history.jit import lean
 from treering.history.match.hash_chains import EVERYWHERE, LONG, newest_of_three, newest_of_token
 from treering.history.match.matches import IN_RUNNING, Matches, is_known, put
 from treering.history.match.running import Running, is_in_text, owner_of
 from treering.history.match.suffix_search import measure
 from treering.history.store.prompt_index import MARKER
+from treering.lean import lean
 
 _MAX_LIVE = 8
 _MAX_LOOKS = 48

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array
-from treering.history.jit import lean
 from treering.history.match.suffix_search import MAX_LENGTH, agree
+from treering.lean import lean
 
 
 class Sides(NamedTuple):

@@ -4,11 +4,11 @@ B rows   D drafted tokens
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.history.features import FIRST, NUM_LENGTHS, OTHERS
+from treering.lean import kernel
 
 _QUERY_S = 1.5e-6
 """Seconds that searching other prompts costs per row, whether the row needs it or not: 1.2 to 1.9 us on an EPYC (Zen 4)
@@ -99,7 +99,7 @@ def count_from_others(offsets: Int64Array, features: Int32Array, was_accepted: N
     return counts
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _count(
     offsets: Int64Array, features: Int32Array, was_accepted: NDArray[np.int8], first: int, end: int
 ) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS
-from treering.history.jit import lean
 from treering.history.match.arena import Histories
 from treering.history.match.batched_search import BatchedSearch, add_history_query, add_query, run_queries
 from treering.history.match.history_matches import find_in_history, find_in_others
@@ -16,6 +15,7 @@ from treering.history.match.recent import Others
 from treering.history.match.row_states import RowStates, update_state
 from treering.history.match.running import Running
 from treering.history.match.running_matches import find_in_group, find_in_other_groups
+from treering.lean import lean
 
 _ENOUGH = 10
 """Length of a match from which on no further source is searched."""

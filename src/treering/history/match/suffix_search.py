@@ -4,11 +4,10 @@ N entries of a text   K keys
 """
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Int32Array, Int64Array
-from treering.history.jit import lean
 from treering.history.store.prompt_index import MARKER
+from treering.lean import kernel, lean
 
 KEY_BITS = 4
 """Every 16th position of an order has a key."""
@@ -26,7 +25,7 @@ def _key(last: int, before: int) -> int:
     return (last << 32) + (before + 1 if last != MARKER else 0)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def write_keys(text: Int32Array, order: Int32Array, keys: Int64Array) -> None:
     """Writes a key for every 16th position, from its last two entries and in their order, to narrow searches by.
 

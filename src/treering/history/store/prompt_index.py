@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from statistics import median
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Int32Array, Int64Array
 from treering.errors import InputError
+from treering.lean import kernel, lean
 from treering.types import TokenIds
 
 MARKER = -1
@@ -147,29 +147,6 @@ def as_text(rollouts: Iterable[TokenIds]) -> Int32Array:
     return np.concatenate([np.empty(0, np.int32), *parts], dtype=np.int32)
 
 
-@njit
-def _rollout_starts(text: Int32Array) -> Int64Array:
-    """For every position that of its rollout's marker."""
-    starts = np.empty(text.size, np.int64)
-    start = 0
-    for position in range(text.size):
-        if text[position] == MARKER:
-            start = position
-        starts[position] = start
-    return starts
-
-
-@njit
-def _same(rank: Int64Array, starts: Int64Array, width: int, a: int, b: int) -> bool:
-    """Whether two positions agree in twice the width by which they are ranked."""
-    if rank[a] != rank[b]:
-        return False
-    second_a = rank[a - width] if a - width >= starts[a] else -1
-    second_b = rank[b - width] if b - width >= starts[b] else -1
-    return bool(second_a == second_b)
-
-
-@njit(cache=True, nogil=True)
 def sort_contexts(text: Int32Array, order: Int64Array) -> Int32Array:
     """Positions sorted by the entries from there back to the marker, by prefix doubling; equal ones ascending.
 
@@ -177,19 +154,28 @@ def sort_contexts(text: Int32Array, order: Int64Array) -> Int32Array:
         text: int32 [N].
         order: int64 [N], positions sorted stably by their own entry; overwritten.
     """
-    size = text.size
-    starts = _rollout_starts(text)
-    rank = np.zeros(size, np.int64)
-    first = np.zeros(size + 1, np.int64)  # by rank: where its positions begin in the order
-    num_ranks = 0
+    starts, rank, new_rank, by_second = np.empty((4, text.size), np.int64)
+    _sort(text, order, np.zeros(text.size + 1, np.int64), starts, rank, new_rank, by_second)
+    return order.astype(np.int32)
+
+
+@kernel
+def _sort(
+    text: Int32Array, order: Int64Array, first: Int64Array, starts: Int64Array, rank: Int64Array, new_rank: Int64Array,
+    by_second: Int64Array,
+) -> None:  # fmt: skip
+    """Sorts `order`; `first` [N + 1] holds where the positions of each rank begin in it, and the rest is scratch."""
+    size, num_ranks, start = text.size, 0, 0
+    for i in range(size):
+        if text[i] == MARKER:
+            start = i
+        starts[i] = start
     for i in range(size):
         if i > 0 and text[order[i]] != text[order[i - 1]]:
             num_ranks += 1
             first[num_ranks] = i
         rank[order[i]] = num_ranks
     num_ranks += 1
-    by_second = np.empty(size, np.int64)
-    new_rank = np.empty(size, np.int64)
     width = 1
     while width < SORT_DEPTH and num_ranks < size:
         num_done = 0
@@ -217,4 +203,13 @@ def sort_contexts(text: Int32Array, order: Int64Array) -> Int32Array:
         if num_ranks == before:
             break
         width *= 2
-    return order.astype(np.int32)
+
+
+@lean
+def _same(rank: Int64Array, starts: Int64Array, width: int, a: int, b: int) -> bool:
+    """Whether two positions agree in twice the width by which they are ranked."""
+    if rank[a] != rank[b]:
+        return False
+    second_a = rank[a - width] if a - width >= starts[a] else -1
+    second_b = rank[b - width] if b - width >= starts[b] else -1
+    return bool(second_a == second_b)

@@ -9,7 +9,6 @@ All float arrays of a call have one dtype, float32 or float64, and the loops com
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Int64Array
 from treering.engine.decoder.cpu.kernels import Floats
@@ -30,14 +29,13 @@ from treering.engine.decoder.cpu.simd import (
     subtract,
     total,
 )
-from treering.history.jit import lean
+from treering.lean import kernel, lean
 
 _FLOOR = -64.0
 """Scores this far below the largest are clamped: e**-64 is 1.6e-28, negligible; subnormal float32 would be slow."""
 
 
-# Without numba's runtime, here and in all callees: reference counting took a third of the time.
-@njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
+@kernel
 def attend(
     qkv: Floats,
     keys: Floats,
@@ -89,14 +87,17 @@ def attend(
                 store(out, result + step + d, divide(sums[1], other_denominator))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def move_slots(keys: Floats, values: Floats, sources: Int64Array, targets: Int64Array) -> None:
     """Copies slots of keys [layers, G, D, S] and values [layers, G, S, E], one after another."""
     for layer in range(keys.shape[0]):
         for g in range(keys.shape[1]):
             for k in range(sources.size):
-                keys[layer, g, :, targets[k]] = keys[layer, g, :, sources[k]]
-                values[layer, g, targets[k]] = values[layer, g, sources[k]]
+                # Loops, because numba compiles the check of shapes of an assignment for a second and a half.
+                for d in range(keys.shape[2]):
+                    keys[layer, g, d, targets[k]] = keys[layer, g, d, sources[k]]
+                for d in range(values.shape[3]):
+                    values[layer, g, targets[k], d] = values[layer, g, sources[k], d]
 
 
 @lean

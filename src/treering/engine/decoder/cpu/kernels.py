@@ -23,7 +23,7 @@ from treering.engine.decoder.cpu.simd import (
     subtract,
     total,
 )
-from treering.history.jit import lean
+from treering.lean import kernel, lean
 
 Floats = NDArray[np.floating]
 
@@ -31,7 +31,7 @@ Floats = NDArray[np.floating]
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
-@njit(cache=True, nogil=True, fastmath=FAST)
+@njit(cache=True, nogil=True, no_cfunc_wrapper=True, fastmath=FAST)
 def rms_norm(x: Floats, weight: Floats, eps: Floats, out: Floats) -> None:
     """Writes weight * x / sqrt(mean(x**2) + eps) of each row of x [T, C] to `out`; eps is [1]."""
     num_columns = x.shape[1]
@@ -45,7 +45,7 @@ def rms_norm(x: Floats, weight: Floats, eps: Floats, out: Floats) -> None:
             out[t, c] = weight[c] * (x[t, c] / scale)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def silu_mul(gate_up: Floats, out: Floats) -> None:
     """Writes silu(gate) * up to `out` [T, F], for gate_up [T, 2 F] with the gates first.
 
@@ -61,7 +61,7 @@ def silu_mul(gate_up: Floats, out: Floats) -> None:
 
 
 # Without numba's runtime: reference counting of each head's slices took most of the time.
-@njit(cache=True, nogil=True, fastmath=FAST, error_model="numpy", _nrt=False)
+@njit(cache=True, nogil=True, no_cfunc_wrapper=True, fastmath=FAST, error_model="numpy", _nrt=False)
 def write_keys(
     qkv: Floats,
     q_norm: Floats,
@@ -138,7 +138,7 @@ def _copy(source: Floats, first: int, target: Floats, at: int, size: int) -> Non
         store(target, at + d, load(source, first + d))
 
 
-@njit(cache=True, nogil=True, fastmath=FAST, inline="always")
+@lean(fastmath=FAST)
 def _norm_head(x: Floats, weight: Floats, eps: Floats) -> None:
     total = x[0] * x[0]
     for d in range(1, x.size):
@@ -148,7 +148,7 @@ def _norm_head(x: Floats, weight: Floats, eps: Floats) -> None:
         x[d] = weight[d] * (x[d] / scale)
 
 
-@njit(cache=True, nogil=True, fastmath=FAST, inline="always")
+@lean(fastmath=FAST)
 def _rotate(x: Floats, cos: Floats, sin: Floats) -> None:
     half = x.size // 2
     for d in range(half):

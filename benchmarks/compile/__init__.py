@@ -1,0 +1,1 @@
+"""What numba compiles on a new installation."""

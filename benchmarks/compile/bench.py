@@ -1,0 +1,79 @@
+"""Claim: how long numba takes to compile what Treering needs on a new installation, function by function."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from numba.core import event
+
+from treering.cli.compile.parts import parts
+
+Row = dict[str, Any]
+OnProgress = Callable[[str, float], None]
+
+
+class Timer(event.Listener):  # type: ignore[misc]
+    """Seconds of this process that numba takes for each function, without those that it calls."""
+
+    def __init__(self) -> None:
+        """Nothing compiled yet."""
+        self.rows: list[Row] = []
+        self._open: list[list[float]] = []
+
+    def on_start(self, event: Any) -> None:
+        """A function begins: [its start, seconds of the functions that it calls]."""
+        self._open.append([time.process_time(), 0.0])
+
+    def on_end(self, event: Any) -> None:
+        """A function ends."""
+        start, inner = self._open.pop()
+        whole = time.process_time() - start
+        function = event.data["dispatcher"].py_func
+        self.rows.append({"function": f"{function.__module__}.{function.__qualname__}", "seconds": whole - inner})
+        if self._open:
+            self._open[-1][1] += whole
+
+
+def measure(*, on_progress: OnProgress | None = None) -> dict[str, Any]:
+    """Compiles each part in a new process with an empty cache, so parts count alone what others need too."""
+    names, found = list(parts()), []
+    for number, name in enumerate(names):
+        if on_progress is not None:
+            on_progress(f"compiling {name}", number / len(names))
+        found.append(_measure(name))
+    return {"parts": found}
+
+
+def _measure(name: str) -> dict[str, Any]:
+    with TemporaryDirectory() as folder:
+        environment = os.environ | {"NUMBA_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "benchmarks.compile.bench", name]
+        done = subprocess.run(
+            command, env=environment, cwd=Path(__file__).parents[2], check=True, stdout=subprocess.PIPE
+        )
+    part: dict[str, Any] = json.loads(done.stdout)
+    return part
+
+
+def _in_this_process(name: str) -> dict[str, Any]:
+    """The part's seconds, imports included, and its functions, those of several types once."""
+    timer = Timer()
+    with event.install_listener("numba:compile", timer):
+        parts()[name]()
+    functions: dict[str, Row] = {}
+    for row in timer.rows:
+        function = functions.setdefault(row["function"], {**row, "seconds": 0.0, "num_types": 0})
+        function["seconds"] += row["seconds"]
+        function["num_types"] += 1
+    slowest_first = sorted(functions.values(), key=lambda row: -row["seconds"])
+    return {"name": name, "seconds": time.process_time(), "functions": slowest_first}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_in_this_process(sys.argv[1])))

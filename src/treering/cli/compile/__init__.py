@@ -1,0 +1,1 @@
+"""`treering compile`: all functions of numba, ahead of their first use."""
