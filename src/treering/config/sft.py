@@ -63,6 +63,10 @@ class DataConfig(Config):
     )
     date: TemplateDate = None
     max_tasks: Count | None = Field(default=None, description="Tasks to keep from the start of each file; none: all.")
+    cache: Literal["on", "off"] = Field(
+        default="on",
+        description="on: the tokens of the files are kept for the next start, see `treering cache`. off: they are not.",
+    )
     vocab: Literal["full", "folded"] = Field(
         default="full",
         description="full: the tokenizer's ids. folded: the ids that occur are renumbered by falling frequency; where "

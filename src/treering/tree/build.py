@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from treering.arrays import Int32Array, Int64Array
+from treering.arrays import BoolArray, Int32Array, Int64Array
 
 # Odd 64-bit multiplier (2**64 / golden ratio), as a signed value so that numba stays in int64 arithmetic.
 _MULTIPLIER = np.int64(-7046029254386353131)
@@ -59,30 +59,60 @@ def _key(node: np.int64, token: np.int64) -> np.int64:
 @njit(cache=True)
 def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
     """Inserts `flat[offsets[i]:offsets[i + 1]]` for every i, in order, into one radix tree."""
-    num_sequences = offsets.size - 1
+    tree, is_leaf = empty_tree(offsets.size - 1)
+    num_nodes = insert_some(flat, offsets, 0, offsets.size - 1, tree, is_leaf, 0)
+    filled: RadixTree = filled_part(tree, num_nodes)
+    return filled
+
+
+@njit(cache=True)
+def empty_tree(num_sequences: int) -> tuple[RadixTree, BoolArray]:
+    """Room for the radix tree of so many sequences, and whether each node is a leaf, bool [2K]."""
     capacity = 2 * num_sequences
-    start = np.empty(capacity, np.int64)
-    length = np.empty(capacity, np.int64)
-    parent = np.empty(capacity, np.int64)
-    seen = np.empty(capacity, np.int64)
-    is_leaf = np.ones(capacity, np.bool_)
     table_size = 16
     while table_size < 2 * capacity:
         table_size *= 2
-    keys = np.full(table_size, -1, np.int64)
-    nodes = np.empty(table_size, np.int64)
-    num_nodes = 0
-    for i in range(num_sequences):
-        node, at, stop = np.int64(-1), offsets[i], offsets[i + 1]
-        while at < stop:
+    tree = RadixTree(
+        np.empty(capacity, np.int64),
+        np.empty(capacity, np.int64),
+        np.empty(capacity, np.int64),
+        np.empty(capacity, np.int64),
+        np.full(table_size, -1, np.int64),
+        np.empty(table_size, np.int64),
+    )
+    return tree, np.ones(capacity, np.bool_)
+
+
+@njit(cache=True)
+def filled_part(tree: RadixTree, num_nodes: int) -> RadixTree:
+    """The tree without the room that no node has taken."""
+    start, length, parent, seen, keys, nodes = tree
+    return RadixTree(start[:num_nodes], length[:num_nodes], parent[:num_nodes], seen[:num_nodes], keys, nodes)
+
+
+@njit(cache=True)
+def insert_some(
+    flat: Int32Array,
+    offsets: Int64Array,
+    first: int,
+    stop: int,
+    tree: RadixTree,
+    is_leaf: BoolArray,
+    num_nodes: int,
+) -> int:
+    """Inserts the sequences `first` to `stop` after those before them; returns how many nodes there are then."""
+    start, length, parent, seen, keys, nodes = tree
+    for i in range(first, stop):
+        node, at, end = np.int64(-1), offsets[i], offsets[i + 1]
+        while at < end:
             slot = _slot(keys, _key(node, flat[at]))
             if keys[slot] == -1:
                 if node != -1 and is_leaf[node]:
                     # Its sequence is a strict prefix of this one: the run is extended and read from this one.
                     start[node] = at - length[node]
-                    length[node] += stop - at
+                    length[node] += end - at
                     break
-                start[num_nodes], length[num_nodes], parent[num_nodes] = at, stop - at, node
+                start[num_nodes], length[num_nodes], parent[num_nodes] = at, end - at, node
                 seen[num_nodes] = at
                 keys[slot], nodes[slot] = _key(node, flat[at]), num_nodes
                 if node != -1:
@@ -90,11 +120,11 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
                 num_nodes += 1
                 break
             child = nodes[slot]
-            limit = min(length[child], stop - at)
+            limit = min(length[child], end - at)
             same = 1
             while same < limit and flat[start[child] + same] == flat[at + same]:
                 same += 1
-            if same < length[child] and at + same < stop:
+            if same < length[child] and at + same < end:
                 # The new head takes the parent's table entry; the old node keeps its number, so that the table
                 # entries of its children stay valid.
                 head = num_nodes
@@ -110,7 +140,7 @@ def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
                 child = head
             node = child
             at += same
-    return RadixTree(start[:num_nodes], length[:num_nodes], parent[:num_nodes], seen[:num_nodes], keys, nodes)
+    return num_nodes
 
 
 @njit(cache=True)
@@ -139,6 +169,20 @@ def _pre_order(tree: RadixTree) -> Int64Array:
         depth += 1
         stack[depth] = first_child[node]
     return order
+
+
+@njit(cache=True)
+def count_work(tree: RadixTree) -> tuple[np.int64, np.int64]:
+    """Distinct tokens of a radix tree, and their attention pairs: what its layout would have, without it."""
+    ends = np.empty(tree.start.size, np.int64)
+    num_tokens = num_pairs = np.int64(0)
+    for node in _pre_order(tree):
+        above = tree.parent[node]
+        depth = np.int64(0) if above == -1 else ends[above]
+        ends[node] = depth + tree.length[node]
+        num_tokens += tree.length[node]
+        num_pairs += (ends[node] * (ends[node] + 1) - depth * (depth + 1)) // 2
+    return num_tokens, num_pairs
 
 
 @njit(cache=True)

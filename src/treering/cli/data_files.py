@@ -1,0 +1,41 @@
+"""Files of data as commands name them: patterns of shards, and the progress of reading them."""
+
+from collections.abc import Callable, Sequence
+from glob import glob, has_magic
+from pathlib import Path
+
+from treering.cli.display.progress import WorkProgress
+from treering.cli.hub import locate
+from treering.data.cache.build import BuildProgress
+
+OnFile = Callable[[str, BuildProgress], None]
+"""Told of the reading of a file, by its name."""
+
+
+def expanded(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with the files that a pattern means in its place, by name; one that means none stays as it is.
+
+    Example: of `part-*.jsonl` in a folder with `part-1.jsonl` and `part-0.jsonl` they are these two, `part-0` first.
+    """
+    return [each for path in paths for each in _matches(path) or [path]]
+
+
+def located(path: Path, places: Sequence[Path]) -> list[Path]:
+    """As `locate`, of a path or of a pattern, which means the files in the first of `places` that has any.
+
+    Raises:
+        InputError: none has it.
+    """
+    found = next((found for place in places if (found := _matches(place / path))), None)
+    return found or [locate(path, places)]
+
+
+def show_build(progress: WorkProgress, name: str, build: BuildProgress) -> None:
+    """Shows how far the reading of a file is."""
+    progress.show_reading(name, build.num_records, build.num_read, build.num_bytes)
+
+
+def _matches(path: Path) -> list[Path]:
+    if path.exists() or not has_magic(str(path)):
+        return []
+    return [Path(name) for name in sorted(glob(str(path)))]
