@@ -158,6 +158,7 @@ def inspect(
             verify_cost=verify_cost,
             json_output=json_output,
             format=format,
+            keeps_cache=not no_cache,
         )
         return
     if history:
@@ -171,6 +172,7 @@ def inspect(
             max_rollouts=max_rollouts,
             json_output=json_output,
             format=format,
+            keeps_cache=not no_cache,
         )
         return
     if shows:
@@ -185,6 +187,7 @@ def inspect(
             page=html,
             json_output=json_output,
             format=format,
+            keeps_cache=not no_cache,
         )
         return
     from treering.cli.inspect.command import run
