@@ -6,6 +6,7 @@ R rendered trajectories   F their tokens
 import json
 import mmap
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Self
@@ -51,25 +52,25 @@ class ArrayWriter:
         """Makes the files in an existing folder."""
         self._folder = folder
         self._streams: dict[str, BinaryIO] = {}
+        self._open = ExitStack()
         self._sizes = dict.fromkeys(FLAT, 0)
         self._rows: list[npt.NDArray[np.void]] = []
         self._tasks: dict[TaskId, int] = {}
 
     def __enter__(self) -> Self:
-        for name, dtype in FLAT.items():
-            self._streams[name] = open(self._folder / f"{name}.npy", "wb")
-            _write_header(self._streams[name], dtype, 0)
+        with ExitStack() as stack:
+            for name, dtype in FLAT.items():
+                self._streams[name] = stack.enter_context(open(self._folder / f"{name}.npy", "wb"))
+                _write_header(self._streams[name], dtype, 0)
+            self._open = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._open:
             if kind is None:
                 self._finish()
-        finally:
-            for stream in self._streams.values():
-                stream.close()
 
     def add(self, trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory], first_index: int) -> None:
         """Adds the rows of trajectories, of which the first one has the index `first_index`."""
