@@ -46,6 +46,11 @@ class _CountedFile(io.FileIO):
         self._position.num_read += num_bytes
         return num_bytes
 
+    def readall(self) -> bytes:
+        content = super().readall()
+        self._position.num_read += len(content)
+        return content
+
 
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 T = TypeVar("T")

@@ -142,19 +142,23 @@ def _rows(file: Path, position: ReadPosition) -> Iterator[Mapping[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
+    before, size = position.num_read, file.stat().st_size
+    num_rows = num_done = 0
     with pyarrow.OSFile(str(file), "rb") as source:
         head = source.read(6)
         source.seek(0)
         if head.startswith(_PARQUET):
-            batches = parquet.ParquetFile(source).iter_batches(batch_size=256)
+            table = parquet.ParquetFile(source)
+            num_rows, batches = table.metadata.num_rows, table.iter_batches(batch_size=256)
         elif head.startswith(_ARROW_FILE):
             reader = pyarrow.ipc.open_file(source)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(source)
-        before = position.num_read
         for batch in batches:
-            position.num_read = before + source.tell()
+            # Parquet files are not read from their begin to their end.
+            num_done += batch.num_rows
+            position.num_read = before + (size * num_done // num_rows if num_rows else source.tell())
             yield from batch.to_pylist()
 
 
