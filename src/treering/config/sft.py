@@ -45,7 +45,8 @@ class DataConfig(Config):
     )
     files: Annotated[tuple[FilePath, ...], Field(strict=False)] = Field(
         default=(),
-        description="Trajectory files: JSON Lines, JSON or Parquet, plain or gzip, or folders of datasets.",
+        description="Trajectory files: JSON Lines, JSON or Parquet, plain, gzip or zstandard; folders of them, each "
+        "one set; or patterns of such names, which mean their files.",
     )
     failed: FailedRuns = Field(
         default="left_out", description='Records that say that their run failed: "left_out" or "kept".'
