@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from treering.cli.data_files import OnFile, located
+from treering.cli.data_files import OnFile, located, read_file
 from treering.cli.hub import find_folder, search_places
 from treering.config.sft import DataConfig, StandInConfig
 from treering.data import (
@@ -23,8 +23,6 @@ from treering.data import (
 )
 from treering.data.cache.build import ReadOptions
 from treering.data.cache.dataset import TokenDataset
-from treering.data.cache.folder import cache_folder
-from treering.data.cache.open import open_dataset
 from treering.errors import InputError
 from treering.train.loop.batches import TrainingTask, group_by_task
 from treering.train.loop.folding import fold_ids
@@ -117,14 +115,13 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None, on_bui
         tokenizer = find_folder(config.tokenizer, places, setting="data.tokenizer", wanted="tokenizer")
     renderer = Renderer(tokenizer=tokenizer, template=config.template, date=config.date)
     options = ReadOptions(format=config.format, failed=config.failed, refuses_pairs=True)
-    folder = cache_folder() if config.cache == "on" else None
     tasks: list[TrainingTask] = []
     datasets: list[TokenDataset] = []
     notes: list[str] = []
     num_ids = 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer)
     for path in (each for named in config.files for each in located(named, places)):
         on_progress = None if on_build is None else partial(on_build, path.name)
-        dataset = open_dataset(path, renderer, options, folder=folder, on_progress=on_progress)
+        dataset = read_file(path, renderer, options, keeps_cache=config.cache == "on", on_progress=on_progress)
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
         kept = range(min(dataset.num_tasks, config.max_tasks or dataset.num_tasks))
         tasks += [task for number in kept for task in group_by_task(dataset.task(number))]

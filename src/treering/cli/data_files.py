@@ -6,7 +6,12 @@ from pathlib import Path
 
 from treering.cli.display.progress import WorkProgress
 from treering.cli.hub import locate
-from treering.data.cache.build import BuildProgress
+from treering.data import Renderer
+from treering.data.cache.build import BuildProgress, OnBuild, ReadOptions
+from treering.data.cache.dataset import TokenDataset
+from treering.data.cache.folder import cache_folder
+from treering.data.cache.open import open_dataset
+from treering.data.cache.workers import num_workers_here
 
 OnFile = Callable[[str, BuildProgress], None]
 """Told of the reading of a file, by its name."""
@@ -28,6 +33,20 @@ def located(path: Path, places: Sequence[Path]) -> list[Path]:
     """
     found = next((found for place in places if (found := _matches(place / path))), None)
     return found or [locate(path, places)]
+
+
+def read_file(
+    path: Path, renderer: Renderer, options: ReadOptions, *, keeps_cache: bool, on_progress: OnBuild | None = None
+) -> TokenDataset:
+    """As `open_dataset`, with the cache of the machine and its processors."""
+    return open_dataset(
+        path,
+        renderer,
+        options,
+        folder=cache_folder() if keeps_cache else None,
+        on_progress=on_progress,
+        num_workers=num_workers_here(),
+    )
 
 
 def show_build(progress: WorkProgress, name: str, build: BuildProgress) -> None:

@@ -1,8 +1,9 @@
 """Laws of the cache: its arrays are those of direct rendering, and damage, kills and races leave it whole or unused."""
 
-import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import fields
 from datetime import date
@@ -236,25 +237,20 @@ def is_survived(file: Path, cache: Path, *, kill_at: int) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def _open(file: Path, cache: Path, results: "multiprocessing.Queue[list[int]]") -> None:
-    dataset = open_dataset(file, Renderer(tokenizer=None), folder=cache)
-    results.put(dataset.flat_tokens[0].tolist())
+OPENS = """
+import sys; from pathlib import Path; from treering.data import Renderer; from treering.data.cache.open import open_dataset
+print(open_dataset(sys.argv[1], Renderer(tokenizer=None), folder=Path(sys.argv[2])).flat_tokens[0].tolist())
+"""
 
 
-def test_two_processes_may_build_one_cache_at_once(tmp_path: Path) -> None:
-    file = tokens(tmp_path)
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[list[int]] = context.Queue()
-    workers = [context.Process(target=_open, args=(file, tmp_path / "cache", results)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    found = [results.get(timeout=120) for _ in workers]
-    for worker in workers:
-        worker.join(timeout=120)
-    assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    assert all(each == found[0] for each in found)
-    assert len(entries(tmp_path / "cache")) == 1
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+def test_several_processes_may_build_one_cache_at_once(tmp_path: Path) -> None:
+    file, cache = tokens(tmp_path), tmp_path / "cache"
+    command = [sys.executable, "-W", "error", "-c", OPENS, str(file), str(cache)]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    found = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert set(found) == {f"{[0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4]}\n"}
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_a_cache_that_another_process_publishes_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +326,22 @@ def test_errors_are_those_of_reading_and_leave_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_what_is_noted_is_said_before_a_refusal_of_rendering_and_not_beside_one_of_reading(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    unnamed = '{"prompt": "a", "completion": "b"}\n'
+    file.write_text(unnamed)
+    with (
+        pytest.warns(DataWarning, match=f"^{file}: no task is named"),
+        pytest.raises(InputError, match="messages need a tokenizer"),
+    ):
+        open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
+    file.write_text(f"{unnamed}[]\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(InputError, match=r"set\.jsonl:2: "):
+            open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
+
+
 def test_drafts_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with folder_module.drafted(cache) as living:
@@ -365,3 +377,28 @@ def test_the_folder_is_that_of_the_variable_else_of_the_system(monkeypatch: pyte
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert cache_folder() == Path("/home/me/.cache/treering/tokens")
+
+
+def test_processes_render_the_same_rows_in_the_same_order(
+    chats: Path, real_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "PART_SIZE", 1)
+    monkeypatch.setattr(build_module, "_LARGE", 1)
+    with pytest.warns(DataWarning, match="1 of 8 messages hold the text of special tokens"):
+        expected = Renderer(tokenizer=real_data / "tokenizer").render(read_trajectories(chats))
+    said = []
+    for num_workers in (0, 2):
+        renderer = Renderer(tokenizer=real_data / "tokenizer")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dataset = open_dataset(chats, renderer, folder=None, num_workers=num_workers)
+        assert agrees(dataset, expected)
+        said.append((dataset.facts, [str(each.message) for each in caught]))
+    assert said[0] == said[1]
+
+
+def test_an_error_in_a_process_is_that_of_this_one(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "PART_SIZE", 1)
+    monkeypatch.setattr(build_module, "_LARGE", 1)
+    with pytest.raises(InputError, match="messages need a tokenizer"):
+        open_dataset(chats, Renderer(tokenizer=None), folder=None, num_workers=2)

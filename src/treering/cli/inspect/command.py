@@ -9,15 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from treering.cli.data_files import expanded, show_build
+from treering.cli.data_files import expanded, read_file, show_build
 from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.inspect.file_report import FileReport, measure
 from treering.cli.inspect.tables import cause_tables, detail_tables, summary_table
 from treering.cli.inspect.verdict import next_command, verdict
 from treering.data import FormatName, Renderer, Template
 from treering.data.cache.build import ReadOptions
-from treering.data.cache.folder import cache_folder
-from treering.data.cache.open import open_dataset
 from treering.tree.build import lay_out
 from treering.tree.repeats import find_repeats
 from treering.types import find_shape
@@ -50,11 +48,11 @@ def inspect_files(
     console = Console(stderr=True)
     with WorkProgress(console) as progress:
         for number, path in enumerate(expanded(paths)):
-            dataset = open_dataset(
+            dataset = read_file(
                 path,
                 renderer,
                 ReadOptions(format=format),
-                folder=cache_folder() if keeps_cache else None,
+                keeps_cache=keeps_cache,
                 on_progress=partial(show_build, progress, path.name),
             )
             form = form or dataset.facts.form

@@ -13,13 +13,11 @@ import numpy as np
 
 from treering import metrics
 from treering.analysis.recording import Outline, Recorded, Sampled, outline
-from treering.cli.data_files import expanded
+from treering.cli.data_files import expanded, read_file
 from treering.cli.display.progress import StageProgress
 from treering.data import FormatName, RenderedTrajectory, Renderer
 from treering.data.cache.build import ReadOptions
 from treering.data.cache.dataset import TokenDataset
-from treering.data.cache.folder import cache_folder
-from treering.data.cache.open import open_dataset
 from treering.data.formats.containers import record_files
 from treering.data.formats.files import whole_lines
 from treering.data.formats.tables import is_dataset_folder
@@ -85,10 +83,9 @@ def read_rollouts(
     progress.begin("reading", len(files), "files")
     datasets: list[TokenDataset] = []
     for file, is_own in files:
-        # A run's own files grow, and a cache for each of their states would be no help.
-        folder = cache_folder() if keeps_cache and not is_own else None
         options = ReadOptions(format=format, may_be_torn=is_own)
-        datasets.append(open_dataset(file, renderer, options, folder=folder))
+        # A run's own files grow, and a cache for each of their states would be no help.
+        datasets.append(read_file(file, renderer, options, keeps_cache=keeps_cache and not is_own))
         progress.advance(1)
     if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
         progress.console.print(form, soft_wrap=True, markup=False)

@@ -8,13 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from treering.cli.data_files import expanded, show_build
+from treering.cli.data_files import expanded, read_file, show_build
 from treering.cli.display.progress import WorkProgress
 from treering.cli.inspect.trained import ShownTrajectory, Span, as_json, shown_trajectories
 from treering.data import FormatName, Renderer, Template
 from treering.data.cache.build import ReadOptions
-from treering.data.cache.folder import cache_folder
-from treering.data.cache.open import open_dataset
 from treering.errors import InputError
 from treering.report.trained_page import as_html
 
@@ -45,13 +43,13 @@ def run(
     if page is not None and not page.absolute().parent.is_dir():
         raise InputError(f"--html needs an existing folder, got {page}: create {page.parent} first")
     renderer = Renderer(tokenizer=tokenizer, template=template)
-    folder = cache_folder() if keeps_cache else None
     shown: list[ShownTrajectory] = []
     form: str | None = None
     with WorkProgress(Console(stderr=True)) as progress:
         for file in expanded(files):
             on_progress = partial(show_build, progress, file.name)
-            dataset = open_dataset(file, renderer, ReadOptions(format=format), folder=folder, on_progress=on_progress)
+            options = ReadOptions(format=format)
+            dataset = read_file(file, renderer, options, keeps_cache=keeps_cache, on_progress=on_progress)
             form = form or dataset.facts.form
             shown += shown_trajectories(dataset, tokenizer, num_shown=num_shown, task=task)
     if form:

@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def open_dataset(
     *,
     folder: Path | None,
     on_progress: OnBuild | None = None,
+    num_workers: int = 0,
 ) -> TokenDataset:
     """The rendered trajectories of a file or folder, in bounded memory.
 
@@ -35,6 +37,8 @@ def open_dataset(
         options: how records are read.
         folder: of caches, see `cache_folder`; None keeps nothing.
         on_progress: told of a build some times a second.
+        num_workers: processes that render a large file, to the same arrays; see `num_workers_here`. A script that sets
+            it needs `if __name__ == "__main__":`, as it is imported by each.
 
     Raises:
         InputError: as `read_trajectories` and `Renderer.render`.
@@ -46,18 +50,22 @@ def open_dataset(
     Example: `open_dataset("set.jsonl", Renderer(tokenizer=folder), folder=cache_folder()).task(0)[0].tokens`.
     """
     file, options = Path(path), options or ReadOptions()
+
+    def make(draft: Path) -> DatasetFacts:
+        return build(draft, file, renderer, options, on_progress, num_workers)
+
     if folder is None or not (file.is_file() or file.is_dir()):
-        return _said(_in_passing(file, renderer, options, on_progress), file, renderer)
+        return _said(_in_passing(make), file, renderer)
     try:
         target = folder / cache_key(file, renderer, asdict(replace(options, refuses_pairs=False)))
     except OSError:
         # Reading says what is wrong with the file.
-        return _said(_in_passing(file, renderer, options, on_progress), file, renderer)
+        return _said(_in_passing(make), file, renderer)
     dataset = _kept(target, file)
     if dataset is not None and options.refuses_pairs:
         check_no_pairs(file, dataset.facts.num_rejected)
     if dataset is None:
-        dataset = _built(target, file, renderer, options, on_progress)
+        dataset = _built(target, file, make)
     return _said(dataset, file, renderer)
 
 
@@ -72,12 +80,10 @@ def _kept(target: Path, file: Path) -> TokenDataset | None:
         return None
 
 
-def _built(
-    target: Path, file: Path, renderer: Renderer, options: ReadOptions, on_progress: OnBuild | None
-) -> TokenDataset:
+def _built(target: Path, file: Path, make: Callable[[Path], DatasetFacts]) -> TokenDataset:
     try:
         with drafted(target.parent) as draft:
-            facts = build(draft, file, renderer, options, on_progress)
+            facts = make(draft)
             # Mapped before others can find it, who may replace or clear it.
             dataset = TokenDataset(draft, facts)
             publish(draft, target, asdict(facts))
@@ -86,13 +92,13 @@ def _built(
         # What the file itself raises is an InputError.
         reason = error.strerror or error
         warnings.warn(f"{file}: {target.parent} keeps no cache of it ({reason})", DataWarning, stacklevel=3)
-        return _in_passing(file, renderer, options, on_progress)
+        return _in_passing(make)
 
 
-def _in_passing(file: Path, renderer: Renderer, options: ReadOptions, on_progress: OnBuild | None) -> TokenDataset:
+def _in_passing(make: Callable[[Path], DatasetFacts]) -> TokenDataset:
     draft = Path(tempfile.mkdtemp(prefix="treering-"))
     try:
-        return TokenDataset(draft, build(draft, file, renderer, options, on_progress))
+        return TokenDataset(draft, make(draft))
     finally:
         # What is mapped stays readable.
         shutil.rmtree(draft, ignore_errors=True)

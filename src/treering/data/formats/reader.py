@@ -135,6 +135,11 @@ class RecordReader:
         self._notes.update(list(said))
         return found
 
+    def forget(self) -> None:
+        """Leaves unsaid what was to be said, as where a refusal says enough."""
+        self._notes.clear()
+        self._traces = TraceTally()
+
     def warn(self) -> None:
         """Says what the file's owner should know.
 

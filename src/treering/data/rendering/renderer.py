@@ -63,12 +63,24 @@ class RenderedTrajectory:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Losses:
-    """What to say of the trajectories of one file."""
+class RenderCounts:
+    """What a renderer has rendered, as far as something is to be said of it."""
 
+    num_chats: int = 0
+    """Chats that have become text."""
     drops_tools: bool = False
+    """Whether the plain form or raw text has left tools out."""
     num_special: int = 0
+    """Messages that hold the text of a special token, of which a template or raw text makes it."""
     num_contents: int = 0
+    """Messages that were looked at for that."""
+
+    def add(self, other: "RenderCounts") -> None:
+        """Counts what another renderer has rendered too."""
+        self.num_chats += other.num_chats
+        self.drops_tools |= other.drops_tools
+        self.num_special += other.num_special
+        self.num_contents += other.num_contents
 
 
 class Renderer:
@@ -96,9 +108,8 @@ class Renderer:
         """The chat form, as it was asked for."""
         self.date = date
         """What chat templates write as today's date; None is today."""
-        self.num_chats = 0
-        """Chats that have become text."""
-        self._losses = _Losses()
+        self.counts = RenderCounts()
+        """Of what it has rendered; `warn` begins those of messages anew."""
 
     def render(self, trajectories: Iterable[Trajectory]) -> list[RenderedTrajectory]:
         """The trajectories as tokens, in order. Equal messages of one call are tokenized once.
@@ -124,7 +135,7 @@ class Renderer:
         for (i, _), sequence in zip(sequences, encoded, strict=True):
             begun = self._begun(sequence) if self._template_of(trajectories[i]) is None else sequence
             of_messages.setdefault(i, []).append(begun)
-        self._count_losses([trajectories[i] for i in written])
+        self._count_contents([trajectories[i] for i in written])
         return [
             _rendered(trajectory, sequence, first_index + i)
             for i, trajectory in enumerate(trajectories)
@@ -137,12 +148,12 @@ class Renderer:
         Warns:
             DataWarning: tools that the plain form leaves out, and data that a template turns into special tokens.
         """
-        losses, self._losses = self._losses, _Losses()
-        if losses.drops_tools:
+        counts, self.counts = self.counts, RenderCounts(num_chats=self.counts.num_chats)
+        if counts.drops_tools:
             _warn("the plain form and raw text leave tools out; a policy that was shown them needs a chat template")
-        if losses.num_special:
+        if counts.num_special:
             _warn(
-                f"{losses.num_special} of {losses.num_contents} messages hold the text of special tokens, which a chat "
+                f"{counts.num_special} of {counts.num_contents} messages hold the text of special tokens, which a chat "
                 "template or raw text turns into these tokens, so data can write turns; the plain form keeps it as text"
             )
 
@@ -163,7 +174,7 @@ class Renderer:
             task_id=0, messages=tuple(messages), tools=tuple(tools), format=RAW_FORMAT if is_raw else "chat"
         )
         template = self._template_of(trajectory)
-        self.num_chats += not is_raw
+        self.counts.num_chats += not is_raw
         if is_raw:
             scripts = [raw_script(messages)]
         elif template is None:
@@ -172,7 +183,7 @@ class Renderer:
             chat = RenderedChat(template, messages, tools)
             check_rendered(chat)
             scripts = [Script(text=chat.opened(len(messages)))]
-        self._count_losses([trajectory])
+        self._count_contents([trajectory])
         self.warn()
         encoded = self._encoder.encode([scripts])[0]
         return (self._begun(encoded) if template is None else encoded).tokens
@@ -202,7 +213,7 @@ class Renderer:
 
         Example: "chats are rendered by the chat template of models/qwen3".
         """
-        if not self.num_chats:
+        if not self.counts.num_chats:
             return None
         if self.chat_template is not None:
             return f"chats are rendered by the chat template of {self.tokenizer}"
@@ -229,7 +240,7 @@ class Renderer:
     def _scripts(self, trajectory: Trajectory) -> list[list[Script]]:
         """The sequences of a trajectory, each as its scripts."""
         assert trajectory.messages is not None, "only messages have a template"
-        self.num_chats += trajectory.format != RAW_FORMAT
+        self.counts.num_chats += trajectory.format != RAW_FORMAT
         template = self._template_of(trajectory)
         if template is None:
             return [plain_scripts(trajectory)]
@@ -246,13 +257,13 @@ class Renderer:
             [EncodedScript(tokens=begin, loss_mask=np.zeros(begin.size, np.bool_), turn_ends=no_turn), encoded]
         )
 
-    def _count_losses(self, trajectories: Sequence[Trajectory]) -> None:
-        losses = self._losses
-        losses.drops_tools |= any(one.tools and self._template_of(one) is None for one in trajectories)
+    def _count_contents(self, trajectories: Sequence[Trajectory]) -> None:
+        counts = self.counts
+        counts.drops_tools |= any(one.tools and self._template_of(one) is None for one in trajectories)
         read = [one for one in trajectories if one.format == RAW_FORMAT or self.chat_template is not None]
         contents = [message.content or "" for one in read for message in one.messages or ()]
-        losses.num_contents += len(contents)
-        losses.num_special += sum(self._encoder.has_special_text(content) for content in contents)
+        counts.num_contents += len(contents)
+        counts.num_special += sum(self._encoder.has_special_text(content) for content in contents)
 
 
 def render(
