@@ -16,7 +16,20 @@ from treering.cli.main import main
 from treering.cli.simulate.cases import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
-SUBCOMMANDS = {"doctor", "init", "inspect", "sft", "train", "demo", "simulate", "report", "watch", "push", "trl"}
+SUBCOMMANDS = {
+    "doctor",
+    "init",
+    "inspect",
+    "sft",
+    "train",
+    "demo",
+    "simulate",
+    "report",
+    "watch",
+    "push",
+    "trl",
+    "cache",
+}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
@@ -43,13 +56,15 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             ["inspect", "a.jsonl", "b.jsonl.gz"],
             {"files": [Path("a.jsonl"), Path("b.jsonl.gz")], "tokenizer": None, "model_shape": "qwen3-8b"}
             | {"template": "auto", "json_output": False, "num_causes": 0, "format": "auto"}
-            | {"more": False, "tokenizer_name": None},
+            | {"more": False, "tokenizer_name": None, "keeps_cache": True},
         ),
         (
-            shlex.split("inspect a --tokenizer t --model-shape llama3-8b --template hf --json --format sharegpt"),
+            shlex.split(
+                "inspect a --tokenizer t --model-shape llama3-8b --template hf --json --no-cache --format sharegpt"
+            ),
             {"files": [Path("a")], "tokenizer": Path("t"), "model_shape": "llama3-8b"}
             | {"template": "hf", "json_output": True, "num_causes": 0, "format": "sharegpt"}
-            | {"more": False, "tokenizer_name": "t"},
+            | {"more": False, "tokenizer_name": "t", "keeps_cache": False},
         ),
         (
             ["init", "a.jsonl", "--model", "m"],

@@ -25,6 +25,7 @@ from treering.data import (
     write_trajectories,
 )
 from treering.data.cache import build as build_module
+from treering.data.cache import dataset as dataset_module
 from treering.data.cache import folder as folder_module
 from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.folder import cache_folder, clear, entries
@@ -238,7 +239,10 @@ def is_survived(file: Path, cache: Path, *, kill_at: int) -> bool:
 
 
 OPENS = """
-import sys; from pathlib import Path; from treering.data import Renderer; from treering.data.cache.open import open_dataset
+import sys
+from pathlib import Path
+from treering.data import Renderer
+from treering.data.cache.open import open_dataset
 print(open_dataset(sys.argv[1], Renderer(tokenizer=None), folder=Path(sys.argv[2])).flat_tokens[0].tolist())
 """
 
@@ -366,6 +370,32 @@ def test_what_is_mapped_outlives_its_files(tmp_path: Path) -> None:
     dataset.release()
     assert agrees(dataset, expected)
     assert dataset.row(2).tokens.tolist() == [0, 1, 2, 3, 4]
+
+
+def num_mapped_bytes() -> int:
+    """Bytes of files that are mapped into this process and in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_pages_that_were_read_go_back_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tokens, num_rows = 1 << 18, 8
+    file = tmp_path / "set.jsonl"
+    write_trajectories(file, [Trajectory(task_id=i, tokens=np.zeros(num_tokens, np.int32)) for i in range(num_rows)])
+    num_bytes = 4 * num_tokens
+    dataset = open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
+    before = num_mapped_bytes()
+    kept = [dataset.row(i).tokens for i in range(num_rows)]
+    assert all(int(tokens.sum()) == 0 for tokens in kept)
+    assert num_mapped_bytes() - before > 0.9 * num_rows * num_bytes
+    dataset.release()
+    assert num_mapped_bytes() - before < 0.1 * num_rows * num_bytes
+    # Going through the tasks gives pages back without being told.
+    monkeypatch.setattr(dataset_module, "_RELEASE_TOKENS", num_tokens)
+    most = 0
+    for [one] in dataset.tasks():
+        assert int(one.tokens.sum()) == 0
+        most = max(most, num_mapped_bytes() - before)
+    assert most < 0.5 * num_rows * num_bytes
 
 
 def test_the_folder_is_that_of_the_variable_else_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
