@@ -32,6 +32,12 @@ def real_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests, and the processes that they start, keep tokens in a folder of their own."""
+    os.environ["TREERING_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """Switches the run-time type checks off: for what users see when they pass a wrong type or an unknown option."""

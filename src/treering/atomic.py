@@ -43,7 +43,8 @@ def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str,
     draft.mkdir()
     try:
         fill(draft)
-        _seal(draft, facts)
+        seal(draft, facts)
+        flush_all(draft)
         if os.path.lexists(target):
             remove(target)
         os.rename(draft, target)
@@ -58,13 +59,17 @@ def draft_path(target: Path) -> Path:
     return target.parent / f"{_HIDDEN}{target.name}"
 
 
-def _seal(draft: Path, facts: Mapping[str, Any]) -> None:
-    """Adds the manifest, and flushes everything to disk."""
+def seal(draft: Path, facts: Mapping[str, Any]) -> None:
+    """Adds the manifest to a folder that `read_facts` is to read."""
     content = {"facts": dict(facts), "files": {str(file.relative_to(draft)): _facts_of(file) for file in _files(draft)}}
     manifest = draft / MANIFEST
     manifest.write_text(json.dumps({**content, "sha256": _digest(content)}, indent=1), encoding="utf-8")
     for file in _files(draft):
         file.chmod(manifest.stat().st_mode)
+
+
+def flush_all(draft: Path) -> None:
+    """Flushes every file of a folder to disk."""
     for path in [*_files(draft), *_folders(draft)]:
         _flush(path)
 

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from numba import njit
-from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
+from numba.core.types.misc import unliteral
 
 _OPTIONS = {"_nrt": False, "error_model": "numpy"}
 
@@ -74,7 +74,7 @@ class _Lean(CPUDispatcher):  # type: ignore[misc]
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Constants as numbers of their type: numba would compile the function for each, and inlining finds them."""
-        return super().get_call_template([types.unliteral(arg) for arg in args], kws)
+        return super().get_call_template([unliteral(arg) for arg in args], kws)
 
     def add_overload(self, cres: Any) -> None:
         """Takes a compiled function, for compiled callers only."""

@@ -29,6 +29,7 @@ SUBCOMMANDS = {
     "watch",
     "push",
     "trl",
+    "cache",
 }
 
 
@@ -56,13 +57,15 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             ["inspect", "a.jsonl", "b.jsonl.gz"],
             {"files": [Path("a.jsonl"), Path("b.jsonl.gz")], "tokenizer": None, "model_shape": "qwen3-8b"}
             | {"template": "auto", "json_output": False, "num_causes": 0, "format": "auto"}
-            | {"more": False, "tokenizer_name": None},
+            | {"more": False, "tokenizer_name": None, "keeps_cache": True},
         ),
         (
-            shlex.split("inspect a --tokenizer t --model-shape llama3-8b --template hf --json --format sharegpt"),
+            shlex.split(
+                "inspect a --tokenizer t --model-shape llama3-8b --template hf --json --no-cache --format sharegpt"
+            ),
             {"files": [Path("a")], "tokenizer": Path("t"), "model_shape": "llama3-8b"}
             | {"template": "hf", "json_output": True, "num_causes": 0, "format": "sharegpt"}
-            | {"more": False, "tokenizer_name": "t"},
+            | {"more": False, "tokenizer_name": "t", "keeps_cache": False},
         ),
         (
             ["init", "a.jsonl", "--model", "m"],

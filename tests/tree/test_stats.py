@@ -3,8 +3,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treering.tree import stats
 from treering.tree.forest import Forest
-from treering.tree.stats import bounds, branching, flat_pairs, flat_work, train_flops, tree_work, visible_pairs
+from treering.tree.stats import (
+    bounds,
+    branching,
+    flat_pairs,
+    flat_work,
+    merged_work,
+    train_flops,
+    tree_work,
+    visible_pairs,
+)
 from treering.types import NAMED_SHAPES, ModelShape
 
 TINY = ModelShape(
@@ -36,6 +46,18 @@ def two_level() -> list[list[int]]:
 
 def caterpillar() -> list[list[int]]:
     return [list(range(128 * (turn + 1))) + [5000 + i for i in range(64)] for turn in range(8)]
+
+
+@given(sequence_lists, st.integers(1, 9))
+def test_work_without_a_layout_is_that_of_the_forest_however_it_is_cut(sequences, part_tokens):
+    flat = np.array([token for sequence in sequences for token in sequence], np.int32)
+    offsets = np.cumsum([0, *map(len, sequences)]).astype(np.int64)
+    parts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stats, "_PART_TOKENS", part_tokens)
+        found = merged_work(flat, offsets, after_part=lambda: parts.append(None))
+    assert found == tree_work([Forest.from_sequences(sequences)])
+    assert len(parts) <= len(sequences)
 
 
 @given(sequence_lists)

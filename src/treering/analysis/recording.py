@@ -3,8 +3,9 @@
 R rollouts, sorted by epoch, then step, then input order   N tokens of all rollouts, one rollout after another
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from treering.lean import kernel
 from treering.types import PromptId
 
 _SEED = 0
+RecordedT = TypeVar("RecordedT", "Recorded", "Outline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,36 +97,96 @@ def record(
 
     Example: prompts a, b, a in file order have the epochs 0, 0, 1.
     """
+    rows = [
+        Sampled(one.task_id, one.epoch, one.step, int(row.loss_mask.sum()), row.reward)
+        for one, row in zip(trajectories, rendered, strict=True)
+    ]
+    return outline(rows, in_file_order=in_file_order).record(lambda row: rendered[row])
+
+
+class Sampled(NamedTuple):
+    """What a rollout is without its tokens."""
+
+    task_id: PromptId
+    epoch: int | None
+    step: int | None
+    num_sampled: int
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outline:
+    """The rollouts of a recording in its order, without their tokens.
+
+    Example: its `lengths`, `prompts`, `epochs`, `steps` and `rewards` are those that `Recorded` has.
+    """
+
+    prompt_ids: tuple[PromptId, ...]
+    rows: Int64Array
+    """int64 [R], the number of each rollout among those that were given."""
+    prompts: Int64Array
+    lengths: Int64Array
+    epochs: Int64Array
+    steps: Int64Array
+    rewards: Float64Array
+
+    @property
+    def num_rollouts(self) -> int:
+        """R."""
+        return self.rows.size
+
+    def taking(self, rollouts: Int64Array) -> "Outline":
+        """Only these rollouts, int64 [K], ascending. Prompts keep their numbers."""
+        columns = ("rows", "prompts", "lengths", "epochs", "steps", "rewards")
+        return replace(self, **{name: getattr(self, name)[rollouts] for name in columns})
+
+    def record(self, tokens_of: Callable[[int], RenderedTrajectory]) -> Recorded:
+        """The recording; `tokens_of` gives the tokens of a row, once each, in order."""
+        parts = [tokens_of(row) for row in self.rows.tolist()]
+        offsets = np.concatenate([[0], np.cumsum([one.tokens.size for one in parts])]).astype(np.int64)
+        run_ends, nexts = sampled_runs(np.concatenate([one.loss_mask for one in parts]), offsets)
+        return Recorded(
+            prompt_ids=self.prompt_ids,
+            tokens=np.concatenate([one.tokens for one in parts]).astype(np.int32, copy=False),
+            offsets=offsets,
+            starts=nexts[offsets[:-1]],
+            lengths=self.lengths,
+            run_ends=run_ends,
+            nexts=nexts,
+            prompts=self.prompts,
+            epochs=self.epochs,
+            steps=self.steps,
+            rewards=self.rewards,
+        )
+
+
+def outline(rows: Sequence[Sampled], *, in_file_order: bool = False) -> Outline:
+    """The outline of rollouts in file order; arguments and errors are those of `record`."""
     if in_file_order:
         seen: dict[PromptId, int] = {}
-        trajectories = [replace(one, epoch=_count(seen, one.task_id), step=None) for one in trajectories]
-    for number, one in enumerate(trajectories, start=1):
+        rows = [one._replace(epoch=_count(seen, one.task_id), step=None) for one in rows]
+    for number, one in enumerate(rows, start=1):
         if one.epoch is None:
             raise InputError(
                 f"history is measured from one epoch to the next, and trajectory {number} (task {one.task_id!r}) has "
                 'no "epoch"; write the pass over the prompts that sampled it into each line'
             )
-    kept = [pair for pair in zip(trajectories, rendered, strict=True) if pair[1].loss_mask.any()]
+    kept = [number for number, one in enumerate(rows) if one.num_sampled]
     if not kept:
-        raise InputError(f"history is made of sampled tokens, and none of {len(rendered)} rollouts has any; mark them")
-    has_steps = all(one.step is not None for one, _ in kept)
-    kept.sort(key=lambda pair: (pair[0].epoch, pair[0].step if has_steps else 0))
-    offsets = np.concatenate([[0], np.cumsum([one.tokens.size for _, one in kept])]).astype(np.int64)
-    run_ends, nexts = sampled_runs(np.concatenate([one.loss_mask for _, one in kept]), offsets)
+        raise InputError(f"history is made of sampled tokens, and none of {len(rows)} rollouts has any; mark them")
+    has_steps = all(rows[number].step is not None for number in kept)
+    kept.sort(key=lambda number: (rows[number].epoch, rows[number].step if has_steps else 0))
     numbers: dict[PromptId, int] = {}
-    prompts = [numbers.setdefault(one.task_id, len(numbers)) for one, _ in kept]
-    return Recorded(
+    ordered = [rows[number] for number in kept]
+    prompts = [numbers.setdefault(one.task_id, len(numbers)) for one in ordered]
+    return Outline(
         prompt_ids=tuple(numbers),
-        tokens=np.concatenate([one.tokens for _, one in kept]).astype(np.int32, copy=False),
-        offsets=offsets,
-        starts=nexts[offsets[:-1]],
-        lengths=np.array([one.loss_mask.sum() for _, one in kept], np.int64),
-        run_ends=run_ends,
-        nexts=nexts,
+        rows=np.array(kept, np.int64),
         prompts=np.array(prompts, np.int64),
-        epochs=np.array([one.epoch for one, _ in kept], np.int64),
-        steps=np.array([one.step if has_steps else 0 for one, _ in kept], np.int64),
-        rewards=np.array([np.nan if one.reward is None else one.reward for one, _ in kept]),
+        lengths=np.array([one.num_sampled for one in ordered], np.int64),
+        epochs=np.array([one.epoch for one in ordered], np.int64),
+        steps=np.array([one.step if has_steps else 0 for one in ordered], np.int64),
+        rewards=np.array([np.nan if one.reward is None else one.reward for one in ordered]),
     )
 
 
@@ -134,11 +196,11 @@ def _count(seen: dict[PromptId, int], prompt: PromptId) -> int:
     return seen[prompt]
 
 
-def some_prompts(recorded: Recorded, *, weights: Int64Array, limit: int) -> Recorded:
+def some_prompts(recorded: RecordedT, *, weights: Int64Array, limit: int) -> RecordedT:
     """Adds whole prompts in a seeded order until their weights sum to `limit`; keeps their rollouts of every epoch.
 
     Args:
-        recorded: what to choose from.
+        recorded: what to choose from, a `Recorded` or an `Outline`.
         weights: int64 [R], weight of each rollout.
         limit: approximate total weight of the chosen prompts.
 

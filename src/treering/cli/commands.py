@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import treering
+from treering.cli.cache.command import cache
 from treering.cli.init.command import init
 from treering.cli.inspect.arguments import inspect
 from treering.cli.options import JsonOutput
@@ -211,6 +212,7 @@ def demo(
 
 
 app.command()(simulate)
+app.command()(cache)
 
 
 @app.command()

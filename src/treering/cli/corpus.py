@@ -3,25 +3,26 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from treering.cli.data_notes import data_notes
-from treering.cli.hub import find_folder, locate, search_places
+from treering.cli.data_files import OnFile, located, read_file
+from treering.cli.hub import find_folder, search_places
 from treering.config.sft import DataConfig, StandInConfig
 from treering.data import (
     DATA_VARIABLE,
     AgentSpec,
     Renderer,
-    Trajectory,
     data_folder,
     generate_trajectories,
-    read_trajectories,
     render,
 )
+from treering.data.cache.build import ReadOptions
+from treering.data.cache.dataset import TokenDataset
 from treering.errors import InputError
 from treering.train.loop.batches import TrainingTask, group_by_task
 from treering.train.loop.folding import fold_ids
@@ -41,6 +42,13 @@ class Corpus:
     """Sentences for the user about the data."""
     tokenizer: Path | None
     """Folder of the tokenizer that made the ids; None without one."""
+    datasets: tuple[TokenDataset, ...] = ()
+    """What the tasks are views of."""
+
+    def release(self) -> None:
+        """Gives the memory of the tokens that were read back; where they are needed they are read again."""
+        for dataset in self.datasets:
+            dataset.release()
 
     @property
     def digest(self) -> str:
@@ -49,11 +57,20 @@ class Corpus:
         for task in self.tasks:
             for tokens, mask in zip(task.sequences, task.loss_masks, strict=True):
                 total.update(f"{task.task_id!r} {tokens.size}\n".encode())
-                total.update(np.ascontiguousarray(tokens, "<i4").tobytes() + mask.astype(np.uint8).tobytes())
+                total.update(np.ascontiguousarray(tokens, "<i4").data)
+                total.update(mask.view(np.uint8).data)
+        self.release()
         return total.hexdigest()
 
 
-def load_corpus(config: DataConfig, *, config_dir: Path, vocab_size: int | None, model: Path | None = None) -> Corpus:
+def load_corpus(
+    config: DataConfig,
+    *,
+    config_dir: Path,
+    vocab_size: int | None,
+    model: Path | None = None,
+    on_build: OnFile | None = None,
+) -> Corpus:
     """Reads and renders the configured tasks, or generates the stand-in.
 
     Args:
@@ -61,14 +78,16 @@ def load_corpus(config: DataConfig, *, config_dir: Path, vocab_size: int | None,
         config_dir: folder of the configuration file.
         vocab_size: the model's, if set; folding fits ids into it.
         model: folder of the model, whose tokenizer reads messages if the section names none.
+        on_build: told of the reading of each file, by its name.
 
     Raises:
         InputError: a file is missing or bad, or no task has a trained token.
     """
-    corpus = _load(config, config_dir, model)
+    corpus = _load(config, config_dir, model, on_build)
     if config.vocab == "folded":
         corpus = _folded(corpus, vocab_size)
     trained = tuple(task for task in corpus.tasks if task.num_trained_tokens)
+    corpus.release()
     if not trained:
         raise InputError(
             f"none of the {len(corpus.tasks)} tasks has a trained token; give assistant turns or loss masks"
@@ -78,49 +97,52 @@ def load_corpus(config: DataConfig, *, config_dir: Path, vocab_size: int | None,
     return replace(corpus, tasks=trained, notes=corpus.notes + notes)
 
 
-def _load(config: DataConfig, config_dir: Path, model: Path | None) -> Corpus:
+def _load(config: DataConfig, config_dir: Path, model: Path | None, on_build: OnFile | None) -> Corpus:
     if config.source == "generated":
         return _generate(config.stand_in, notes=())
     if config.source == "files":
-        return _read(config, search_places(config_dir), model)
+        return _read(config, search_places(config_dir), model, on_build)
     folder = data_folder()
     if folder is None:
         missing = f"no real data here ({DATA_VARIABLE} names no folder): training on a generated stand-in instead"
         return _generate(config.stand_in, notes=(missing,))
-    return _read(config, [folder], model)
+    return _read(config, [folder], model, on_build)
 
 
-def _read(config: DataConfig, places: Sequence[Path], model: Path | None) -> Corpus:
+def _read(config: DataConfig, places: Sequence[Path], model: Path | None, on_build: OnFile | None) -> Corpus:
     tokenizer = _of_model(model)
     if config.tokenizer is not None:
         tokenizer = find_folder(config.tokenizer, places, setting="data.tokenizer", wanted="tokenizer")
     renderer = Renderer(tokenizer=tokenizer, template=config.template, date=config.date)
+    options = ReadOptions(format=config.format, failed=config.failed, refuses_pairs=True)
     tasks: list[TrainingTask] = []
+    datasets: list[TokenDataset] = []
     notes: list[str] = []
-    for path in config.files:
-        trajectories = read_trajectories(locate(path, places), config.format, failed=config.failed)
-        _check_no_preferences(path, trajectories)
-        rendered = renderer.render(trajectories)
+    num_ids = 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer)
+    for path in (each for named in config.files for each in located(named, places)):
+        on_progress = None if on_build is None else partial(on_build, path.name)
+        dataset = read_file(path, renderer, options, keeps_cache=config.cache == "on", on_progress=on_progress)
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
-        tasks += group_by_task(rendered)[: config.max_tasks]
-        notes += [f"{path.name}: {note}" for note in data_notes(trajectories, rendered)]
-    if renderer.form_in_words:
-        notes.insert(0, renderer.form_in_words)
-    num_ids = max(_num_occurring(tasks), 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer))
-    return Corpus(tasks=tuple(tasks), num_ids=num_ids, source="files", notes=tuple(notes), tokenizer=tokenizer)
+        kept = range(min(dataset.num_tasks, config.max_tasks or dataset.num_tasks))
+        tasks += [task for number in kept for task in group_by_task(dataset.task(number))]
+        num_ids = max(num_ids, 1 + max(dataset.largest_id(number) for number in kept))
+        notes += [f"{path.name}: {note}" for note in dataset.facts.notes]
+        datasets.append(dataset)
+    if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
+        notes.insert(0, form)
+    return Corpus(
+        tasks=tuple(tasks),
+        num_ids=num_ids,
+        source="files",
+        notes=tuple(notes),
+        tokenizer=tokenizer,
+        datasets=tuple(datasets),
+    )
 
 
 def _of_model(folder: Path | None) -> Path | None:
     """The folder of a model, if it has a tokenizer; files of token ids need none."""
     return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
-
-
-def _check_no_preferences(path: Path, trajectories: Sequence[Trajectory]) -> None:
-    if any(one.preference == "rejected" for one in trajectories):
-        raise InputError(
-            f"{path}: supervised training would train the rejected answers of preference pairs too; use "
-            "treering.objectives.dpo, or write the chosen ones as prompt and completion"
-        )
 
 
 def _generate(config: StandInConfig, notes: tuple[str, ...]) -> Corpus:
@@ -134,7 +156,7 @@ def _generate(config: StandInConfig, notes: tuple[str, ...]) -> Corpus:
 def _folded(corpus: Corpus, vocab_size: int | None) -> Corpus:
     folded = iter(fold_ids([sequence for task in corpus.tasks for sequence in task.sequences], vocab_size))
     tasks = tuple(replace(task, sequences=tuple(next(folded) for _ in task.sequences)) for task in corpus.tasks)
-    return replace(corpus, tasks=tasks, num_ids=_num_occurring(tasks), tokenizer=None)
+    return replace(corpus, tasks=tasks, num_ids=_num_occurring(tasks), tokenizer=None, datasets=())
 
 
 def _num_occurring(tasks: Sequence[TrainingTask]) -> int:

@@ -20,6 +20,11 @@ Format = Annotated[FormatName, typer.Option("--format", parser=_format, metavar=
 
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")]
 
+NoCache = Annotated[
+    bool,
+    typer.Option("--no-cache", help="Keep no cache of the tokens, and read none; see `treering cache`."),
+]
+
 
 def one_of(*words: str) -> Callable[[str], str]:
     """A parser for `typer.Option(parser=...)` that accepts only these words.

@@ -45,7 +45,8 @@ class DataConfig(Config):
     )
     files: Annotated[tuple[FilePath, ...], Field(strict=False)] = Field(
         default=(),
-        description="Trajectory files: JSON Lines, JSON or Parquet, plain or gzip, or folders of datasets.",
+        description="Trajectory files: JSON Lines, JSON or Parquet, plain, gzip or zstandard; folders of them, each "
+        "one set; or patterns of such names, which mean their files.",
     )
     failed: FailedRuns = Field(
         default="left_out", description='Records that say that their run failed: "left_out" or "kept".'
@@ -63,6 +64,10 @@ class DataConfig(Config):
     )
     date: TemplateDate = None
     max_tasks: Count | None = Field(default=None, description="Tasks to keep from the start of each file; none: all.")
+    cache: Literal["on", "off"] = Field(
+        default="on",
+        description="on: the tokens of the files are kept for the next start, see `treering cache`. off: they are not.",
+    )
     vocab: Literal["full", "folded"] = Field(
         default="full",
         description="full: the tokenizer's ids. folded: the ids that occur are renumbered by falling frequency; where "

@@ -41,13 +41,52 @@ class ForestArrays(NamedTuple):
     branch_end: Int32Array  # [K]
 
 
+class RadixTreeBuilder:
+    """Inserts sequences into one radix tree, some at a time.
+
+    Example: see `insert_sequences`, which inserts all at once.
+    """
+
+    def __init__(self, flat: Int32Array, offsets: Int64Array) -> None:
+        """Sequence i is `flat[offsets[i]:offsets[i + 1]]`; none is inserted yet."""
+        capacity = 2 * (offsets.size - 1)
+        self._flat, self._offsets = flat, offsets
+        self._nodes = np.empty((4, capacity), np.int64)
+        self._table = np.full((2, max(16, 1 << (2 * capacity - 1).bit_length())), -1, np.int64)
+        self._is_leaf = np.ones(capacity, np.bool_)
+        self._num_inserted = self._num_nodes = 0
+
+    def insert(self, stop: int) -> None:
+        """Inserts the next sequences, in order, up to number `stop`."""
+        self._num_nodes = _insert(
+            self._flat, self._offsets, self._num_inserted, stop, *self._nodes, self._is_leaf, *self._table,
+            self._num_nodes,
+        )  # fmt: skip
+        self._num_inserted = stop
+
+    def tree(self) -> RadixTree:
+        """The tree of all that are inserted."""
+        return RadixTree(*self._nodes[:, : self._num_nodes], *self._table)
+
+
 def insert_sequences(flat: Int32Array, offsets: Int64Array) -> RadixTree:
     """Inserts `flat[offsets[i]:offsets[i + 1]]` for every i, in order, into one radix tree."""
-    capacity = 2 * (offsets.size - 1)
-    nodes = np.empty((4, capacity), np.int64)
-    table = np.full((2, max(16, 1 << (2 * capacity - 1).bit_length())), -1, np.int64)
-    num_nodes = _insert(flat, offsets, *nodes, np.ones(capacity, np.bool_), *table)
-    return RadixTree(*nodes[:, :num_nodes], *table)
+    builder = RadixTreeBuilder(flat, offsets)
+    builder.insert(offsets.size - 1)
+    return builder.tree()
+
+
+def count_work(tree: RadixTree) -> tuple[int, int]:
+    """Distinct tokens of a radix tree, and their attention pairs: what its layout would have, without it."""
+    ends, above = tree.length.copy(), tree.parent.copy()
+    # Each round adds twice as many segments of the path above as the one before.
+    while (above != -1).any():
+        has_more = above != -1
+        ends[has_more] += ends[above[has_more]]
+        above[has_more] = above[above[has_more]]
+    depths = ends - tree.length
+    pairs = int((ends * (ends + 1) - depths * (depths + 1)).sum()) // 2
+    return int(tree.length.sum()), pairs
 
 
 def lay_out(flat: Int32Array, offsets: Int64Array, tree: RadixTree) -> ForestArrays:
@@ -89,12 +128,14 @@ def _key(node: np.int64, token: np.int64) -> np.int64:
 
 @kernel
 def _insert(
-    flat: Int32Array, offsets: Int64Array, start: Int64Array, length: Int64Array, parent: Int64Array, seen: Int64Array,
-    is_leaf: BoolArray, keys: Int64Array, nodes: Int64Array,
+    flat: Int32Array, offsets: Int64Array, first: int, end: int, start: Int64Array, length: Int64Array,
+    parent: Int64Array, seen: Int64Array, is_leaf: BoolArray, keys: Int64Array, nodes: Int64Array, num_nodes: int,
 ) -> int:  # fmt: skip
-    """Fills the fields of a `RadixTree` and returns M; `is_leaf` [2K] is true before, and keys are -1."""
-    num_nodes = 0
-    for i in range(offsets.size - 1):
+    """Adds sequences `first` to `end` to the fields of a `RadixTree` of `num_nodes`; returns how many there are then.
+
+    Of an empty tree `is_leaf` [2K] is true, and keys are -1.
+    """
+    for i in range(first, end):
         node, at, stop = np.int64(-1), offsets[i], offsets[i + 1]
         while at < stop:
             key = _key(node, flat[at])

@@ -3,15 +3,18 @@
 Counts are Python integers, so nothing overflows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from treering.tree import build
 from treering.tree.forest import Forest
 from treering.types import ModelShape
+
+_PART_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,29 @@ def flat_work(lengths: npt.NDArray[np.integer[Any]]) -> Work:
     return Work(num_tokens=int(lengths.sum(dtype=np.int64)), num_pairs=_chain_pairs(lengths.astype(np.int64)))
 
 
+def merged_work(
+    flat: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], after_part: Callable[[], None] = lambda: None
+) -> Work:
+    """Work of sequences in one forest, which is not laid out; memory does not grow with their tokens.
+
+    Args:
+        flat: int32 [F], the tokens of all sequences one after another.
+        offsets: int64 [K + 1], where each begins.
+        after_part: called after some millions of tokens; it may give memory of `flat` back that is mapped.
+
+    Example:
+        >>> merged_work(np.array([5, 6, 7, 5, 6, 8], np.int32), np.array([0, 3, 6]))
+        Work(num_tokens=4, num_pairs=9)
+    """
+    builder = build.RadixTreeBuilder(flat, offsets)
+    bounds = np.searchsorted(offsets, np.arange(0, offsets[-1] + _PART_TOKENS, _PART_TOKENS)).tolist()
+    for stop in sorted({min(bound, offsets.size - 1) for bound in [*bounds, offsets.size - 1] if bound > 0}):
+        builder.insert(stop)
+        after_part()
+    num_tokens, num_pairs = build.count_work(builder.tree())
+    return Work(num_tokens=num_tokens, num_pairs=num_pairs)
+
+
 def train_flops(shape: ModelShape, num_tokens: int, num_pairs: int) -> int:
     """FLOPs of forward and backward: 3 x (2 x parameters per token x tokens + 4 x layers x heads x head size x pairs).
 
@@ -126,21 +152,48 @@ def branching(*forests: Forest) -> Branching:
 
     Example: `[5, 6, 7]` and `[5, 6, 8, 9]` have 2 leaves, 1 branch point, depth 4 and segments of 2, 1 and 2 tokens.
     """
-    filled = [forest for forest in forests if forest.num_tokens]
-    if not filled:
-        return Branching(**dict.fromkeys(Branching.__slots__, 0))
-    lengths = np.concatenate([np.diff(f.segment_start, append=f.num_tokens) for f in filled])
-    return Branching(
-        num_leaves=sum(_num_leaves(forest) for forest in filled),
-        num_branch_points=sum(_num_branch_points(forest) for forest in filled),
-        max_depth=max(int(forest.position.max()) + 1 for forest in filled),
-        max_segments=max(_max_segments(forest) for forest in filled),
-        num_segments=lengths.size,
-        median_segment_length=float(np.median(lengths)),
-        mean_segment_length=float(lengths.mean()),
-        p90_segment_length=float(np.percentile(lengths, 90)),
-        max_segment_length=int(lengths.max()),
-    )
+    counter = BranchingCounter()
+    for forest in forests:
+        counter.add(forest)
+    return counter.total()
+
+
+class BranchingCounter:
+    """Adds up the shapes of forests; keeps the lengths of their segments alone.
+
+    Example: see `branching`.
+    """
+
+    def __init__(self) -> None:
+        self._num_leaves = self._num_branch_points = self._max_depth = self._max_segments = 0
+        self._lengths: list[npt.NDArray[np.int32]] = []
+
+    def add(self, forest: Forest) -> None:
+        """Counts one more forest."""
+        if forest.num_tokens == 0:
+            return
+        self._num_leaves += _num_leaves(forest)
+        self._num_branch_points += _num_branch_points(forest)
+        self._max_depth = max(self._max_depth, int(forest.position.max()) + 1)
+        self._max_segments = max(self._max_segments, _max_segments(forest))
+        self._lengths.append(np.diff(forest.segment_start, append=np.int32(forest.num_tokens)))
+
+    def total(self) -> Branching:
+        """The shape of all forests together."""
+        if not self._lengths:
+            return Branching(**dict.fromkeys(Branching.__slots__, 0))
+        lengths = np.concatenate(self._lengths)
+        return Branching(
+            num_leaves=self._num_leaves,
+            num_branch_points=self._num_branch_points,
+            max_depth=self._max_depth,
+            max_segments=self._max_segments,
+            num_segments=lengths.size,
+            median_segment_length=float(np.median(lengths)),
+            mean_segment_length=float(lengths.mean()),
+            p90_segment_length=float(np.percentile(lengths, 90)),
+            max_segment_length=int(lengths.max()),
+        )
 
 
 def _chain_pairs(lengths: npt.NDArray[np.int64]) -> int:

@@ -176,7 +176,7 @@ def test_drafts_is_an_option_and_its_options_reach_it(
         == 0
     )
     assert got == {"paths": [Path("a")], "tokenizer": None, "template": "auto"} | {
-        "max_rollouts": 5, "verify_cost": 0.4, "json_output": True, "format": "chat",
+        "max_rollouts": 5, "verify_cost": 0.4, "json_output": True, "format": "chat", "keeps_cache": True,
     }  # fmt: skip
 
 

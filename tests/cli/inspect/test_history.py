@@ -184,7 +184,7 @@ def test_history_is_an_option_and_its_options_reach_it(
     monkeypatch.setattr(module, "run", lambda **given: got.update(given))
     assert call(monkeypatch, "--history", str(folder)) == 0
     assert got == {"paths": [folder], "tokenizer": None, "template": "auto"} | {
-        "num_groups": 8, "max_rollouts": None, "json_output": False, "format": "auto",
+        "num_groups": 8, "max_rollouts": None, "json_output": False, "format": "auto", "keeps_cache": True,
     }  # fmt: skip
     assert (
         call(monkeypatch, "--history", "a", "b", "--groups", "3", "--max-rollouts", "5", "--json", "--tokenizer", "t")

@@ -16,6 +16,8 @@ from tests.cli.inspect.runs import call
 from treering.cli.inspect.show import CLOSE, OPEN, as_text, printable, show
 from treering.cli.inspect.trained import shown_trajectories
 from treering.data import Message, Renderer, Trajectory, read_trajectories, render, write_trajectories
+from treering.data.cache.dataset import TokenDataset
+from treering.data.cache.open import open_dataset
 
 
 def said(*turns: str) -> tuple[Message, ...]:
@@ -37,6 +39,10 @@ def chats(tmp_path: Path) -> Path:
     return file
 
 
+def dataset_in(file: Path, tokenizer: Path) -> TokenDataset:
+    return open_dataset(file, Renderer(tokenizer=tokenizer), folder=None)
+
+
 def trained_texts(file: Path, tokenizer: Path) -> list[list[str]]:
     """What each run of trained tokens decodes to, from the masks of the renderer."""
     decode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode
@@ -50,7 +56,7 @@ def trained_texts(file: Path, tokenizer: Path) -> list[list[str]]:
 
 def test_the_marked_spans_are_the_trained_tokens(chats, real_data):
     tokenizer = real_data / "tokenizer"
-    shown = shown_trajectories(chats, Renderer(tokenizer=tokenizer), tokenizer)
+    shown = shown_trajectories(dataset_in(chats, tokenizer), tokenizer)
     for one, expected, rendered in zip(
         shown, trained_texts(chats, tokenizer), render(read_trajectories(chats), tokenizer), strict=True
     ):
@@ -68,7 +74,7 @@ def test_the_marked_spans_are_the_trained_tokens(chats, real_data):
 
 def test_the_shared_prefix_is_what_another_of_the_task_begins_with(chats, real_data):
     tokenizer = real_data / "tokenizer"
-    first, second, alone = shown_trajectories(chats, Renderer(tokenizer=tokenizer), tokenizer)
+    first, second, alone = shown_trajectories(dataset_in(chats, tokenizer), tokenizer)
     left, right, _ = (one.tokens.tolist() for one in render(read_trajectories(chats), tokenizer))
     common = next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
     assert (first.num_shared, second.num_shared, alone.num_shared) == (common, common, 0)
@@ -81,7 +87,7 @@ def test_the_shared_prefix_is_what_another_of_the_task_begins_with(chats, real_d
 
 def test_special_tokens_are_seen_and_told_from_the_same_text(chats, real_data):
     tokenizer = real_data / "tokenizer"
-    [*_, one] = shown_trajectories(chats, Renderer(tokenizer=tokenizer), tokenizer)
+    [*_, one] = shown_trajectories(dataset_in(chats, tokenizer), tokenizer)
     assert {span.text for span in one.spans if span.special} >= {"<|im_start|>", "<|im_end|>"}
     assert not any(span.special for span in one.spans if "<b>" in span.text)
 
@@ -144,7 +150,7 @@ def test_an_unknown_task_is_refused_with_known_ones(tmp_path, monkeypatch, capsy
 
 def test_colours_are_left_out_where_the_terminal_wants_none(chats, real_data):
     tokenizer = real_data / "tokenizer"
-    shown = shown_trajectories(chats, Renderer(tokenizer=tokenizer), tokenizer, num_shown=1)
+    shown = shown_trajectories(dataset_in(chats, tokenizer), tokenizer, num_shown=1)
     outputs = {}
     for no_color in (True, False):
         stream = io.StringIO()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.data.cache.datasets import dataset_of
 from treering.cli.inspect.file_report import measure
 from treering.cli.inspect.tables import summary_table
 from treering.cli.inspect.verdict import next_command, verdict
@@ -22,8 +23,8 @@ def rendered(task, tokens, num_prompt, index=0, reward=None):
     )
 
 
-def report_of(*trajectories):
-    return measure("dir/set.jsonl", trajectories, find_shape("qwen3-8b"))
+def report_of(*rows):
+    return measure(dataset_of(rows, source="dir/set.jsonl"), find_shape("qwen3-8b"))
 
 
 PROMPT = list(range(80))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.data.traces import Record, answer, linked, message, run
 from treering.data import read_traces, write_traces
-from treering.data.formats.traces import decode_trace, decode_traces, encode_trace, looks_like_trace, warn_about
+from treering.data.formats.traces import TraceTally, decode_trace, decode_traces, encode_trace, looks_like_trace
 from treering.errors import DataWarning, InputError
 
 NODES = (message(None, [1]), answer(0, [2], [3]))
@@ -152,15 +152,12 @@ def test_what_is_left_out_is_counted_and_said_once(tmp_path: Path) -> None:
 )
 def test_logprobs_of_four_decimals_are_said_with_their_cost(logprobs: list[float], *, is_said: bool) -> None:
     traces = [decode_trace(run(NODES[0], answer(0, [2], [3, 4], logprobs=logprobs)))]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_about(traces, "here")
+    tally = TraceTally()
+    tally.add(traces)
     [found] = traces[0].trajectories()
     assert found.logprobs is None if not logprobs else found.logprobs.tolist() == [0, 0, *logprobs]
-    assert [str(warning.message).startswith("here: log-probs are rounded to 4 decimals") for warning in caught] == (
-        [True] * is_said
-    )
-    assert all("5e-5" in str(warning.message) for warning in caught)
+    assert [note.startswith("log-probs are rounded to 4 decimals") for note in tally.notes()] == [True] * is_said
+    assert all("5e-5" in note for note in tally.notes())
 
 
 json_values = st.recursive(

@@ -152,6 +152,7 @@ class WorkProgress(LiveLine):
         super().__init__(console, *columns, is_live=sys.stderr.isatty())
         self._job = self._live.add_task("preparing", total=None)
         self._first: tuple[float, float] | None = None
+        self._reading: tuple[str, int, float] | None = None
         self._last_line = time.monotonic()
 
     def show(self, words: str, done: float | None = None) -> None:
@@ -162,6 +163,16 @@ class WorkProgress(LiveLine):
         if not self._is_live and done is not None and now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
             self._console.print(text, soft_wrap=True)
+
+    def show_reading(self, name: str, num_records: int, num_read: int, num_bytes: int) -> None:
+        """Shows how much of a file has been read and tokenized, and how fast; `show` adds the time left."""
+        now = time.monotonic()
+        if self._reading is None or self._reading[0] != name:
+            self._reading, self._first = (name, num_read, now), None
+        _, first_read, since = self._reading
+        speed = (num_read - first_read) / 1e6 / max(now - since, 1e-6)
+        words = f"{name}: {num_records:,} records read and tokenized, {num_read / 1e6:,.0f} MB, {speed:.1f} MB/s"
+        self.show(words, min(num_read / max(num_bytes, 1), 1.0))
 
     def _left(self, done: float, now: float) -> str:
         # The speed is measured from the first known share on.

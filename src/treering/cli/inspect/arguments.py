@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from treering.cli.options import Format, JsonOutput, one_of
+from treering.cli.options import Format, JsonOutput, NoCache, one_of
 from treering.data import Template
 from treering.errors import ConfigError
 from treering.types import DEFAULT_SHAPE
@@ -20,7 +20,8 @@ def inspect(
         list[Path],
         typer.Argument(
             metavar="FILES...",
-            help="Trajectories: JSON Lines, JSON or Parquet files, plain or gzip, or folders of datasets.",
+            help="Trajectories: JSON Lines, JSON or Parquet files, plain, gzip or zstandard; folders of them, each one "
+            "set; or quoted patterns of such names.",
         ),
     ],
     tokenizer: Annotated[
@@ -114,9 +115,12 @@ def inspect(
         ),
     ] = None,
     format: Format = "auto",
+    no_cache: NoCache = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what trajectories share, and the best speedup that training them as trees can give.
+
+    Tokens are kept in a cache, so that the next command on the same files begins at once; see `treering cache`.
 
     Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3
 
@@ -154,6 +158,7 @@ def inspect(
             verify_cost=verify_cost,
             json_output=json_output,
             format=format,
+            keeps_cache=not no_cache,
         )
         return
     if history:
@@ -167,6 +172,7 @@ def inspect(
             max_rollouts=max_rollouts,
             json_output=json_output,
             format=format,
+            keeps_cache=not no_cache,
         )
         return
     if shows:
@@ -181,6 +187,7 @@ def inspect(
             page=html,
             json_output=json_output,
             format=format,
+            keeps_cache=not no_cache,
         )
         return
     from treering.cli.inspect.command import run
@@ -195,4 +202,5 @@ def inspect(
         format=format,
         more=more,
         tokenizer_name=tokenizer,
+        keeps_cache=not no_cache,
     )

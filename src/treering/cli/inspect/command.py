@@ -4,16 +4,18 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from treering.cli.data_notes import data_notes
+from treering.cli.data_files import expanded, read_file, show_build
 from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.inspect.file_report import FileReport, measure
 from treering.cli.inspect.tables import cause_tables, detail_tables, summary_table
 from treering.cli.inspect.verdict import next_command, verdict
-from treering.data import FormatName, Renderer, Template, read_trajectories
+from treering.data import FormatName, Renderer, Template
+from treering.data.cache.build import ReadOptions
 from treering.tree.build import fill_forest
 from treering.tree.repeats import find_repeats
 from treering.types import find_shape
@@ -26,11 +28,12 @@ def inspect_files(
     template: Template = "auto",
     num_causes: int = 0,
     format: FormatName = "auto",
+    keeps_cache: bool = True,
 ) -> list[FileReport]:
     """Reads, renders and measures trajectory files, with progress on stderr.
 
     With `num_causes` above 0, each report lists that many places where sharing is lost. `format` is that of the
-    records in every file.
+    records in every file, and with `keeps_cache` their tokens are kept for the next start.
 
     Raises:
         InputError: a bad file, or messages without a tokenizer.
@@ -41,21 +44,26 @@ def inspect_files(
     shape = find_shape(model_shape)
     renderer = Renderer(tokenizer=tokenizer_dir, template=template)
     reports: list[FileReport] = []
+    form: str | None = None
     console = Console(stderr=True)
     with WorkProgress(console) as progress:
-        for number, path in enumerate(paths):
-            progress.show(f"{path.name}: reading", number / len(paths))
-            trajectories = read_trajectories(path, format)
-            progress.show(f"{path.name}: tokenizing", (number + 1 / 3) / len(paths))
-            rendered = renderer.render(trajectories)
-            for note in data_notes(trajectories, rendered):
+        for number, path in enumerate(expanded(paths)):
+            dataset = read_file(
+                path,
+                renderer,
+                ReadOptions(format=format),
+                keeps_cache=keeps_cache,
+                on_progress=partial(show_build, progress, path.name),
+            )
+            form = form or dataset.facts.form
+            for note in dataset.facts.notes:
                 progress.console.print(f"{path.name}: {note}", soft_wrap=True)
-            progress.show(f"{path.name}: merging", (number + 2 / 3) / len(paths))
+            progress.show(f"{path.name}: merging")
             if number == 0:
                 note_compiling(progress.console, fill_forest, *([find_repeats] if num_causes else []))
-            reports.append(measure(str(path), rendered, shape, tokenizer_dir, num_causes))
-    if renderer.form_in_words:
-        console.print(renderer.form_in_words, soft_wrap=True, markup=False)
+            reports.append(measure(dataset, shape, tokenizer_dir, num_causes))
+    if form:
+        console.print(form, soft_wrap=True, markup=False)
     return reports
 
 
@@ -74,12 +82,13 @@ def run(
     format: FormatName = "auto",
     more: bool = False,
     tokenizer_name: str | None = None,
+    keeps_cache: bool = True,
 ) -> None:
     """Prints the reports of `files` to stdout, as JSON or as tables with a verdict.
 
     `more` adds every other figure to the tables, and `tokenizer_name` is what the next command calls the tokenizer.
     """
-    reports = inspect_files(files, tokenizer, model_shape, template, num_causes, format)
+    reports = inspect_files(files, tokenizer, model_shape, template, num_causes, format, keeps_cache)
     if json_output:
         print(as_json(reports))
         return

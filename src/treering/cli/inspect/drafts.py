@@ -32,9 +32,10 @@ def run(
     verify_cost: float | None,
     json_output: bool,
     format: FormatName = "auto",
+    keeps_cache: bool = True,
 ) -> None:
     """Prints the report to stdout, as JSON or as tables and sentences."""
-    report = inspect_drafts(paths, tokenizer, template, max_rollouts, verify_cost, format)
+    report = inspect_drafts(paths, tokenizer, template, max_rollouts, verify_cost, format, keeps_cache)
     if json_output:
         print(as_json(report))
     else:
@@ -48,6 +49,7 @@ def inspect_drafts(
     max_rollouts: int | None = None,
     verify_cost: float | None = None,
     format: FormatName = "auto",
+    keeps_cache: bool = True,
 ) -> DraftsReport:
     """Reads the rollouts of run folders or trajectory files as one recording and replays them.
 
@@ -58,6 +60,7 @@ def inspect_drafts(
         max_rollouts: about how many to replay, whole prompts; None replays about `REPLAY_TOKENS` tokens.
         verify_cost: in (0, 1], also the drafter's `min_acceptance`; None takes the run's, or the drafter's default.
         format: of the records.
+        keeps_cache: whether tokens of files are kept for the next start.
 
     Raises:
         InputError: a folder without rollouts, a bad file, or no sampled token.
@@ -66,11 +69,15 @@ def inspect_drafts(
     """
     with StageProgress() as progress:
         renderer = Renderer(tokenizer=tokenizer, template=template)
-        recorded, order = read_rollouts(paths, renderer, progress, allow_file_order=True, format=format)
+        rollouts = read_rollouts(
+            paths, renderer, progress, allow_file_order=True, format=format, keeps_cache=keeps_cache
+        )
+        recorded, order = rollouts.outline, rollouts.order
         if max_rollouts is None:
-            replayed = some_prompts(recorded, weights=recorded.lengths, limit=REPLAY_TOKENS)
+            chosen = some_prompts(recorded, weights=recorded.lengths, limit=REPLAY_TOKENS)
         else:
-            replayed = some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)
+            chosen = some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)
+        replayed = rollouts.record(chosen)
         max_epochs, settings = drafter_settings(paths[0]) or (MAX_EPOCHS, {})
         if verify_cost is not None:
             settings = settings | {"min_acceptance": verify_cost}

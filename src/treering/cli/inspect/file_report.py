@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from treering.cli.inspect.why import WhyReport, explain_tasks
-from treering.data import RenderedTrajectory, by_task
+from treering.data import RenderedTrajectory
+from treering.data.cache.dataset import TokenDataset
 from treering.tree.forest import Forest
-from treering.tree.stats import Branching, branching, flat_work, tree_work, work_bounds
+from treering.tree.stats import Branching, BranchingCounter, Work, flat_work, merged_work, tree_work, work_bounds
 from treering.types import ModelShape
 
 
@@ -79,51 +79,81 @@ class FileReport:
 
 
 def measure(
-    file: str,
-    trajectories: Sequence[RenderedTrajectory],
-    shape: ModelShape,
-    tokenizer_dir: Path | None = None,
-    num_causes: int = 0,
+    dataset: TokenDataset, shape: ModelShape, tokenizer_dir: Path | None = None, num_causes: int = 0
 ) -> FileReport:
-    """The report of rendered trajectories, one or more, under the name `file`."""
-    tasks = by_task(trajectories)
-    forests = [Forest.from_sequences([t.tokens for t in task]) for task in tasks]
-    flat, tree = flat_work(_lengths(trajectories)), tree_work(forests)
+    """The report of a dataset, one tree at a time; the search for causes alone keeps all trees."""
+    counts, forests = _Counts(), list[Forest]()
+    for task in dataset.tasks():
+        forest = Forest.from_sequences([one.tokens for one in task])
+        counts.add(task, forest)
+        if num_causes:
+            forests.append(forest)
+    flat, tree = flat_work(dataset.lengths), counts.tree
     bounds = work_bounds(flat, tree, shape)
-    why = explain_tasks(trajectories, tasks, forests, tokenizer_dir, num_causes) if num_causes else None
     return FileReport(
-        file=file,
-        trajectories=len(trajectories),
-        tasks=len(tasks),
+        file=dataset.facts.source,
+        trajectories=dataset.num_rows,
+        tasks=dataset.num_tasks,
         flat_tokens=flat.num_tokens,
         unique_tokens=tree.num_tokens,
         sharing=1.0 - tree.num_tokens / flat.num_tokens,
         token_bound=bounds.token_bound,
         flop_bound=bounds.flop_bound,
-        prompt_only_bound=flat.num_tokens / sum(_num_prompt_shared_tokens(task) for task in tasks),
-        whole_set=_whole_set(trajectories, shape),
-        turns=_turns(tasks, shape),
-        branching=branching(*forests),
-        longest=max(trajectory.tokens.size for trajectory in trajectories),
-        largest_tree=max(forest.num_tokens for forest in forests),
-        largest_id=max(int(trajectory.tokens.max()) for trajectory in trajectories),
-        rewards=_rewards(tasks),
-        why=why,
+        prompt_only_bound=flat.num_tokens / counts.num_prompt_shared,
+        whole_set=_whole_set(dataset, flat, shape),
+        turns=counts.turns(shape),
+        branching=counts.branching.total(),
+        longest=int(dataset.lengths.max()),
+        largest_tree=counts.largest_tree,
+        largest_id=int(dataset.rows["largest_id"].max()),
+        rewards=_rewards(counts.rewards),
+        why=explain_tasks(dataset, forests, tokenizer_dir, num_causes) if num_causes else None,
     )
 
 
-def _lengths(trajectories: Sequence[RenderedTrajectory]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array([trajectory.tokens.size for trajectory in trajectories], dtype=np.int64)
+class _Counts:
+    """Sums over tasks."""
+
+    def __init__(self) -> None:
+        self.tree = self._turns_flat = self._turns_tree = Work(num_tokens=0, num_pairs=0)
+        self.branching = BranchingCounter()
+        self.rewards: list[list[float]] = []
+        """Of each task."""
+        self.num_prompt_shared = self.largest_tree = self._num_turns = 0
+
+    def add(self, task: Sequence[RenderedTrajectory], forest: Forest) -> None:
+        self.tree += tree_work([forest])
+        self.branching.add(forest)
+        self.largest_tree = max(self.largest_tree, forest.num_tokens)
+        self.num_prompt_shared += _num_prompt_shared_tokens(task)
+        # A trajectory of several sequences has one reward.
+        self.rewards.append(list({one.index: one.reward for one in task if one.reward is not None}.values()))
+        # Samples of one trajectory are prefixes of its last one, so only the last adds tokens to the tree.
+        trained = [one for one in task if one.turn_ends.size]
+        self._turns_tree += tree_work([Forest.from_sequences([one.tokens[: one.turn_ends[-1]] for one in trained])])
+        for one in trained:
+            self._num_turns += one.turn_ends.size
+            self._turns_flat += flat_work(one.turn_ends)
+
+    def turns(self, shape: ModelShape) -> TurnsReport:
+        bounds = work_bounds(self._turns_flat, self._turns_tree, shape)
+        return TurnsReport(
+            samples=self._num_turns,
+            flat_tokens=self._turns_flat.num_tokens,
+            unique_tokens=self._turns_tree.num_tokens,
+            token_bound=bounds.token_bound,
+            flop_bound=bounds.flop_bound,
+        )
 
 
 def _num_prompt_shared_tokens(task: Sequence[RenderedTrajectory]) -> int:
-    prompts = Forest.from_sequences([t.tokens[: t.num_prompt_tokens] for t in task if t.num_prompt_tokens])
-    return prompts.num_tokens + sum(t.tokens.size - t.num_prompt_tokens for t in task)
+    sizes = [one.num_prompt_tokens for one in task]
+    prompts = Forest.from_sequences([one.tokens[:size] for one, size in zip(task, sizes, strict=True) if size])
+    return prompts.num_tokens + sum(one.tokens.size for one in task) - sum(sizes)
 
 
-def _whole_set(trajectories: Sequence[RenderedTrajectory], shape: ModelShape) -> WholeSetReport:
-    flat = flat_work(_lengths(trajectories))
-    tree = tree_work([Forest.from_sequences([t.tokens for t in trajectories])])
+def _whole_set(dataset: TokenDataset, flat: Work, shape: ModelShape) -> WholeSetReport:
+    tree = merged_work(*dataset.flat_tokens, after_part=dataset.release)
     bounds = work_bounds(flat, tree, shape)
     return WholeSetReport(
         unique_tokens=tree.num_tokens,
@@ -133,26 +163,7 @@ def _whole_set(trajectories: Sequence[RenderedTrajectory], shape: ModelShape) ->
     )
 
 
-def _turns(tasks: Sequence[Sequence[RenderedTrajectory]], shape: ModelShape) -> TurnsReport:
-    # Samples of one trajectory are prefixes of its last one, so only the last adds tokens to the tree.
-    trained = [[t for t in task if t.turn_ends.size] for task in tasks]
-    tree = tree_work(Forest.from_sequences([t.tokens[: t.turn_ends[-1]] for t in task]) for task in trained)
-    lengths = np.concatenate([np.empty(0, np.int32), *(t.turn_ends for task in trained for t in task)])
-    flat = flat_work(lengths)
-    bounds = work_bounds(flat, tree, shape)
-    return TurnsReport(
-        samples=lengths.size,
-        flat_tokens=flat.num_tokens,
-        unique_tokens=tree.num_tokens,
-        token_bound=bounds.token_bound,
-        flop_bound=bounds.flop_bound,
-    )
-
-
-def _rewards(tasks: Sequence[Sequence[RenderedTrajectory]]) -> RewardsReport | None:
-    # A trajectory of several sequences has one reward.
-    by_index = [{one.index: one.reward for one in task if one.reward is not None} for task in tasks]
-    groups = [list(rewards.values()) for rewards in by_index]
+def _rewards(groups: Sequence[Sequence[float]]) -> RewardsReport | None:
     rewards = [reward for group in groups for reward in group]
     several = [group for group in groups if len(group) > 1]
     if not rewards:

@@ -27,9 +27,10 @@ def run(
     max_rollouts: int | None,
     json_output: bool,
     format: FormatName = "auto",
+    keeps_cache: bool = True,
 ) -> None:
     """Prints the report to stdout, as JSON or as tables and sentences."""
-    report = inspect_history(paths, tokenizer, template, num_groups, max_rollouts, format)
+    report = inspect_history(paths, tokenizer, template, num_groups, max_rollouts, format, keeps_cache)
     if json_output:
         print(as_json(report))
     else:
@@ -43,6 +44,7 @@ def inspect_history(
     num_groups: int = 8,
     max_rollouts: int | None = None,
     format: FormatName = "auto",
+    keeps_cache: bool = True,
 ) -> HistoryReport:
     """Reads and measures the rollouts of run folders or trajectory files as one recording.
 
@@ -53,6 +55,7 @@ def inspect_history(
         num_groups: rank groups of lengths.
         max_rollouts: about how many to measure, whole prompts in all epochs; None measures all.
         format: of the records.
+        keeps_cache: whether tokens of files are kept for the next start.
 
     Raises:
         InputError: a folder without rollouts, a bad file, or rollouts without an epoch.
@@ -61,10 +64,12 @@ def inspect_history(
     reuse of 100 / 103 from history.
     """
     with StageProgress() as progress:
-        recorded, _ = read_rollouts(paths, Renderer(tokenizer=tokenizer, template=template), progress, format=format)
-        chosen = recorded
+        renderer = Renderer(tokenizer=tokenizer, template=template)
+        rollouts = read_rollouts(paths, renderer, progress, format=format, keeps_cache=keeps_cache)
+        part = recorded = rollouts.outline
         if max_rollouts is not None:
-            chosen = some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)
+            part = some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)
+        chosen = rollouts.record(part)
         note_compiling(progress.console, copy_all)
         reuse = _measure_reuse(chosen, progress)
     epochs = list(reuse)

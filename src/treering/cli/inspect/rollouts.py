@@ -9,10 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from treering import metrics
-from treering.analysis.recording import Recorded, record
+from treering.analysis.recording import Outline, Recorded, Sampled, outline
+from treering.cli.data_files import expanded, read_file
 from treering.cli.display.progress import StageProgress
-from treering.data import FormatName, RenderedTrajectory, Renderer, Trajectory, read_trajectories
+from treering.data import FormatName, RenderedTrajectory, Renderer
+from treering.data.cache.build import ReadOptions
+from treering.data.cache.dataset import TokenDataset
+from treering.data.formats.containers import record_files
 from treering.data.formats.files import whole_lines
 from treering.data.formats.tables import is_dataset_folder
 from treering.errors import InputError
@@ -36,6 +42,26 @@ class RunFigures:
     """None if nothing was drafted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollouts:
+    """The rollouts of files as an outline, whose tokens are read where they are needed."""
+
+    outline: Outline
+    order: Literal["epochs", "file"]
+    """What orders them."""
+    datasets: tuple[TokenDataset, ...]
+
+    def record(self, chosen: Outline) -> Recorded:
+        """The recording of a part of the outline."""
+        bounds = np.cumsum([0, *(dataset.num_rows for dataset in self.datasets)])
+
+        def tokens_of(row: int) -> RenderedTrajectory:
+            place = int(np.searchsorted(bounds, row, side="right")) - 1
+            return self.datasets[place].row(row - int(bounds[place]))
+
+        return chosen.record(tokens_of)
+
+
 def read_rollouts(
     paths: Sequence[Path],
     renderer: Renderer,
@@ -43,8 +69,9 @@ def read_rollouts(
     *,
     allow_file_order: bool = False,
     format: FormatName = "auto",
-) -> tuple[Recorded, Literal["epochs", "file"]]:
-    """The rollouts of all paths as one recording, and what orders them.
+    keeps_cache: bool = True,
+) -> Rollouts:
+    """The rollouts of all paths as one outline.
 
     With `allow_file_order`, the n-th rollout of a prompt counts as epoch n if any rollout has no epoch.
 
@@ -52,20 +79,36 @@ def read_rollouts(
         InputError: a folder without rollouts, a bad file, no sampled token, or rollouts without an epoch. A torn last
             line of a folder's file is left out with a warning.
     """
-    files = [(file, path.is_dir()) for path in paths for file in _files_of(path)]
+    files = [(file, file != path) for path in expanded(paths) for file in _files_of(path)]
     progress.begin("reading", len(files), "files")
-    trajectories: list[Trajectory] = []
-    rendered: list[RenderedTrajectory] = []
+    datasets: list[TokenDataset] = []
     for file, is_own in files:
-        found = read_trajectories(file, format, may_be_torn=is_own)
-        rows = renderer.render(found)
-        rendered += rows
-        trajectories += [found[row.index] for row in rows]
+        options = ReadOptions(format=format, may_be_torn=is_own)
+        # A run's own files grow, and a cache for each of their states would be no help.
+        datasets.append(read_file(file, renderer, options, keeps_cache=keeps_cache and not is_own))
         progress.advance(1)
-    if renderer.form_in_words:
-        progress.console.print(renderer.form_in_words, soft_wrap=True, markup=False)
-    in_file_order = allow_file_order and any(one.epoch is None for one in trajectories)
-    return record(trajectories, rendered, in_file_order=in_file_order), "file" if in_file_order else "epochs"
+    if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
+        progress.console.print(form, soft_wrap=True, markup=False)
+    rows = [row for dataset in datasets for row in _sampled(dataset)]
+    in_file_order = allow_file_order and any(row.epoch is None for row in rows)
+    return Rollouts(
+        outline=outline(rows, in_file_order=in_file_order),
+        order="file" if in_file_order else "epochs",
+        datasets=tuple(datasets),
+    )
+
+
+def _sampled(dataset: TokenDataset) -> Iterator[Sampled]:
+    for task, epoch, step, num_sampled, reward in dataset.rows[
+        ["task", "epoch", "step", "num_sampled", "reward"]
+    ].tolist():
+        yield Sampled(
+            task_id=dataset.task_ids[task],
+            epoch=None if epoch < 0 else epoch,
+            step=None if step < 0 else step,
+            num_sampled=num_sampled,
+            reward=None if np.isnan(reward) else reward,
+        )
 
 
 def trajectory_files(paths: Sequence[Path]) -> list[Path]:
@@ -148,7 +191,7 @@ def _files_of(path: Path) -> list[Path]:
     for folder in (path / ROLLOUTS_FOLDER, path):
         if files := sorted(folder.glob("epoch-*.jsonl")):
             return files
-    if is_dataset_folder(path):
+    if is_dataset_folder(path) or (record_files(path) and not (path / METRICS_FILE).exists()):
         return [path]
     raise InputError(
         f"a run keeps its rollouts in {ROLLOUTS_FOLDER}/epoch-*.jsonl, and {path} has none; run it with run.rollouts = "

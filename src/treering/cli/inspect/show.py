@@ -2,13 +2,17 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from treering.cli.data_files import expanded, read_file, show_build
+from treering.cli.display.progress import WorkProgress
 from treering.cli.inspect.trained import ShownTrajectory, Span, as_json, shown_trajectories
 from treering.data import FormatName, Renderer, Template
+from treering.data.cache.build import ReadOptions
 from treering.errors import InputError
 from treering.report.trained_page import as_html
 
@@ -29,6 +33,7 @@ def run(
     page: Path | None,
     json_output: bool,
     format: FormatName = "auto",
+    keeps_cache: bool = True,
 ) -> None:
     """Prints the first trajectories of each file to stdout, as text or JSON, and writes them to `page` if it is given.
 
@@ -38,13 +43,17 @@ def run(
     if page is not None and not page.absolute().parent.is_dir():
         raise InputError(f"--html needs an existing folder, got {page}: create {page.parent} first")
     renderer = Renderer(tokenizer=tokenizer, template=template)
-    shown = [
-        one
-        for file in files
-        for one in shown_trajectories(file, renderer, tokenizer, num_shown=num_shown, task=task, format=format)
-    ]
-    if renderer.form_in_words:
-        print(renderer.form_in_words, file=sys.stderr)
+    shown: list[ShownTrajectory] = []
+    form: str | None = None
+    with WorkProgress(Console(stderr=True)) as progress:
+        for file in expanded(files):
+            on_progress = partial(show_build, progress, file.name)
+            options = ReadOptions(format=format)
+            dataset = read_file(file, renderer, options, keeps_cache=keeps_cache, on_progress=on_progress)
+            form = form or dataset.facts.form
+            shown += shown_trajectories(dataset, tokenizer, num_shown=num_shown, task=task)
+    if form:
+        print(form, file=sys.stderr)
     if page is not None:
         page.write_text(as_html([(heading(one), _facts(one)) for one in shown]), encoding="utf-8")
     if json_output:

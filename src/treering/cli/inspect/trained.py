@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treering.data import FormatName, RenderedTrajectory, Renderer, TaskId, Trajectory, by_task, read_trajectories
+from treering.data import RenderedTrajectory, TaskId
+from treering.data.cache.dataset import TokenDataset
 from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import InputError
 from treering.types import TokenIds
@@ -56,45 +57,39 @@ class ShownTrajectory:
 
 
 def shown_trajectories(
-    file: Path,
-    renderer: Renderer,
-    tokenizer: Path | None,
-    *,
-    num_shown: int | None = None,
-    task: str | None = None,
-    format: FormatName = "auto",
+    dataset: TokenDataset, tokenizer: Path | None, *, num_shown: int | None = None, task: str | None = None
 ) -> list[ShownTrajectory]:
     """The first trajectories of a file, or of one of its tasks, as they will be trained.
 
     Args:
-        file: to read.
-        renderer: makes tokens and masks.
+        dataset: of the file.
         tokenizer: decodes them; None shows ids.
         num_shown: how many trajectories; None is `NUM_SHOWN`, or all of the task.
         task: its id as text; None is any.
-        format: of the records.
 
     Raises:
-        InputError: a bad file, or no such task.
+        InputError: no such task.
 
     Example: tokens `[5, 6, 7]` with mask `[0, 1, 1]` and the only other one of the task, `[5, 6, 8]`, are the spans
     "5", shared; "6", shared and trained; "7", trained.
     """
-    read = read_trajectories(file, format)
-    chosen = [i for i, one in enumerate(read) if task is None or str(one.task_id) == task]
-    if not chosen:
-        raise InputError(f"{file} has no task {task!r}; its first ones are {_first_tasks(read)}")
-    chosen = chosen[: num_shown or (NUM_SHOWN if task is None else None)]
-    tasks = {read[i].task_id for i in chosen}
-    rows = [i for i, one in enumerate(read) if one.task_id in tasks]
-    rendered = renderer.render([read[i] for i in rows])
+    file = dataset.facts.source
+    numbers = [i for i, one in enumerate(dataset.task_ids) if task is None or str(one) == task]
+    if not numbers:
+        raise InputError(f"{file} has no task {task!r}; its first ones are {_first_tasks(dataset.task_ids)}")
+    # Places of trajectories, in file order; one that is several sequences is one.
+    indices = np.unique(np.concatenate([dataset.rows["index"][dataset.rows_of(number)] for number in numbers]))
+    chosen = indices[: num_shown or (NUM_SHOWN if task is None else None)]
+    rows = np.flatnonzero(np.isin(dataset.rows["index"], chosen)).tolist()
+    groups = {number: dataset.task(number) for number in set(dataset.rows["task"][rows].tolist())}
     texts = _Texts(tokenizer)
-    by_id = {group[0].task_id: group for group in by_task(rendered)}
-    return [
-        _shown(one, by_id[one.task_id], texts, file=str(file), row=rows[one.index] + 1)
-        for one in rendered
-        if rows[one.index] in chosen
-    ]
+    shown = []
+    for row in rows:
+        number = int(dataset.rows["task"][row])
+        place = int(np.searchsorted(dataset.rows_of(number), row))
+        one = groups[number][place]
+        shown.append(_shown(one, groups[number], texts, file=file, row=one.index + 1))
+    return shown
 
 
 def as_json(shown: Sequence[ShownTrajectory]) -> str:
@@ -158,6 +153,6 @@ def _num_common(left: TokenIds, right: TokenIds) -> int:
     return int(differ.argmax()) if differ.any() else size
 
 
-def _first_tasks(read: Sequence[Trajectory]) -> str:
-    names = list(dict.fromkeys(str(one.task_id) for one in read))
+def _first_tasks(task_ids: Sequence[TaskId]) -> str:
+    names = list(dict.fromkeys(map(str, task_ids)))
     return ", ".join(map(repr, names[:5])) + (f" of {len(names):,}" if len(names) > 5 else "")

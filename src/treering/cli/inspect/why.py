@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treering.data import RenderedTrajectory
+from treering.data.cache.dataset import TokenDataset
 from treering.data.rendering.encoder import open_tokenizer
 from treering.tree.divergence import Divergence, explain_losses
 from treering.tree.forest import Forest
@@ -56,25 +57,19 @@ class WhyReport:
 
 
 def explain_tasks(
-    trajectories: Sequence[RenderedTrajectory],
-    tasks: Sequence[Sequence[RenderedTrajectory]],
-    forests: Sequence[Forest],
-    tokenizer_dir: Path | None,
-    num_causes: int,
+    dataset: TokenDataset, forests: Sequence[Forest], tokenizer_dir: Path | None, num_causes: int
 ) -> WhyReport:
     """The `num_causes` costliest places of a file.
 
     Args:
-        trajectories: of the file, in file order.
-        tasks: the same trajectories by task.
+        dataset: of the file.
         forests: one per task.
         tokenizer_dir: decodes tokens; None shows ids only.
         num_causes: at least 1.
 
     Example: rows `[1, 2, *run]` and `[1, 3, *run]` of one task with a run of 20 tokens have one cause, with 20 tokens.
     """
-    row_of = {id(trajectory): row for row, trajectory in enumerate(trajectories)}
-    rows = [row_of[id(trajectory)] for task in tasks for trajectory in task]
+    rows = [int(row) for task in range(dataset.num_tasks) for row in dataset.rows_of(task)]
     tokenizer = None if tokenizer_dir is None else open_tokenizer(tokenizer_dir)
     losses = explain_losses(forests, num_causes)
 
@@ -87,8 +82,8 @@ def explain_tasks(
             position=found.position,
             token=found.token,
             other_token=found.other_token,
-            text=_text(tokenizer, trajectories[ours], found.position),
-            other_text=_text(tokenizer, trajectories[theirs], found.position),
+            text=_text(tokenizer, dataset.row(ours), found.position),
+            other_text=_text(tokenizer, dataset.row(theirs), found.position),
             tokens=found.num_tokens,
             shift=found.shift,
         )

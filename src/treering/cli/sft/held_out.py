@@ -1,12 +1,16 @@
 """The [eval] section of `treering sft`: which tasks are held out."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from treering.cli.corpus import Corpus, load_corpus
 from treering.config import SftConfig
 from treering.data.held_out import is_held_out
 from treering.errors import InputError
+from treering.types import TokenIds
 
 
 def split_corpus(
@@ -60,11 +64,16 @@ def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
 
 def _notes(held: Corpus, trained: Corpus) -> list[str]:
     """What a user should know of the two parts."""
-    known = {sequence.tobytes() for task in trained.tasks for sequence in task.sequences}
-    common = [task for task in held.tasks if any(sequence.tobytes() in known for sequence in task.sequences)]
+    known = {_digest(sequence) for task in trained.tasks for sequence in task.sequences}
+    trained.release()
+    common = [task for task in held.tasks if any(_digest(sequence) in known for sequence in task.sequences)]
     notes = [*held.notes, f"{len(held.tasks)} held-out tasks are evaluated"]
     if common:
         notes.append(
             f"{len(common)} of them have a trajectory that is trained on too, such as task {common[0].task_id!r}"
         )
     return notes
+
+
+def _digest(sequence: TokenIds) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(sequence).data, digest_size=16).digest()

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus
+from treering.cli.data_files import show_build
 from treering.cli.display.log_console import note_doing
-from treering.cli.display.progress import note_compiling
+from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.display.run_display import RunDisplay, SftProgress
 from treering.cli.display.saving import SavingNote
 from treering.cli.hub import find_model, with_commits
@@ -61,7 +62,14 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     config = group.gather(config)[0]
     note_doing(console, "reading the data")
     folder = find_model(config.model, config_dir)
-    corpus = load_corpus(config.data, config_dir=config_dir, vocab_size=config.model.vocab_size, model=folder)
+    with WorkProgress(console) as reading:
+        corpus = load_corpus(
+            config.data,
+            config_dir=config_dir,
+            vocab_size=config.model.vocab_size,
+            model=folder,
+            on_build=partial(show_build, reading),
+        )
     corpus, held = split_corpus(config, corpus, config_dir=config_dir, model=folder)
     config = with_step_size(config, len(corpus.tasks), group.size)
     length = run_length(config, len(corpus.tasks))
@@ -132,13 +140,17 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
             loop.on_progress = interruption.checked(display.show_phase)
             if evaluation is not None:
                 evaluation.on_measured = display.show_evaluation
-            reports = _show_each(steps, SftProgress(display), console)
+            reports = _show_each(steps, SftProgress(display), console, corpus)
     return _summary(config, corpus, model, opened, reports)
 
 
-def _show_each(steps: Iterator[StepReport], progress: SftProgress, console: Console) -> list[StepReport]:
+def _show_each(
+    steps: Iterator[StepReport], progress: SftProgress, console: Console, corpus: Corpus
+) -> list[StepReport]:
     reports = []
     for report in steps:
+        # What a step has read of the data is not needed before the next epoch.
+        corpus.release()
         for note in report.update.notes:
             console.print(note, soft_wrap=True)
         progress.show(report)

@@ -1,19 +1,26 @@
 """The records of a file or folder, whatever holds them: JSON Lines, one JSON document, or a table."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 
-from treering.data.formats.files import first_bytes, numbered_lines, parse_line, read_whole, whole_lines
-from treering.data.formats.parts import say_missing_parts
-from treering.data.formats.tables import folder_records, is_table, table_records
+from treering.data.formats.files import (
+    ReadPosition,
+    first_bytes,
+    numbered_lines,
+    parse_line,
+    read_whole,
+    whole_lines,
+)
+from treering.data.formats.parts import check_parts, say_missing_parts
+from treering.data.formats.tables import folder_records, is_dataset_folder, is_table, table_records
 from treering.data.locate import did_you_mean
 from treering.errors import InputError
 
 _UNREAD = MappingProxyType(
     {
-        b"\x28\xb5\x2f\xfd": "a zstandard file; decompress it with zstd -d",
         b"\xff\xfe": "a text in UTF-16; convert it to UTF-8",
         b"\xfe\xff": "a text in UTF-16; convert it to UTF-8",
         b"PK\x03\x04": "a zip archive; unpack it",
@@ -24,20 +31,30 @@ _UNREAD = MappingProxyType(
 )
 """The first bytes of files that people have and that hold no records as they are, with what to do."""
 
+_ENDING = re.compile(r"^[^.].*\.(jsonl|ndjson|json)(\.(gz|zst))?$")
+"""The names of files of records in a folder."""
+_HEADER = re.compile(rb'"?[A-Za-z_][\w .]*"?([,;\t]"?[A-Za-z_][\w .]*"?)+')
+"""The first line of a table as text."""
+
 
 def read_records(
-    path: Path, *, may_be_torn: bool = False, parse_float: Callable[[str], float] | None = None
+    path: Path,
+    *,
+    may_be_torn: bool = False,
+    parse_float: Callable[[str], float] | None = None,
+    position: ReadPosition | None = None,
 ) -> Iterator[tuple[str, object]]:
     """Each record of a path with its place for errors: "FILE:LINE", "FILE: record N", "FILE: row N" or "FILE".
 
-    Read are JSON Lines and JSON documents (an array of records, or one record), plain or gzipped, Parquet and Arrow
-    files, and folders of them as Hugging Face's `save_to_disk` and the Hub write them. The content decides, not the
-    name.
+    Read are JSON Lines and JSON documents (an array of records, or one record), plain or compressed by gzip or
+    zstandard, Parquet and Arrow files, and folders of such files, also as Hugging Face's `save_to_disk` and the Hub
+    write them. The content decides, not the name.
 
     Args:
         path: of a file or folder.
         may_be_torn: a run wrote the file, and a kill may have cut its last line; see `whole_lines`.
         parse_float: makes the value of a number with a fraction from its text in JSON; None takes Python's float.
+        position: counts the bytes that are read.
 
     Raises:
         InputError: a path that cannot be read, or broken JSON, as "FILE:LINE: rule, value, fix".
@@ -47,26 +64,47 @@ def read_records(
     """
     if not path.exists():
         raise InputError(f"{path}: cannot be read (No such file or directory); {did_you_mean([path])}check the path")
+    if path.is_dir() and (files := record_files(path)):
+        check_parts(path, files)
+        return (one for file in files for one in _file_records(file, may_be_torn, parse_float, position))
     if path.is_dir():
-        return folder_records(path)
+        return folder_records(path, position)
     say_missing_parts(path)
+    return _file_records(path, may_be_torn, parse_float, position)
+
+
+def record_files(folder: Path) -> list[Path]:
+    """The files of records in a folder that holds no table, by name; empty if there is none.
+
+    Example: of `b.jsonl.gz`, `a.jsonl` and `README.md` they are the first two, `a.jsonl` first.
+    """
+    if is_dataset_folder(folder):
+        return []
+    return sorted(file for file in folder.iterdir() if _ENDING.search(file.name.lower()) and file.is_file())
+
+
+def _file_records(
+    path: Path, may_be_torn: bool, parse_float: Callable[[str], float] | None, position: ReadPosition | None
+) -> Iterator[tuple[str, object]]:
     head = first_bytes(path, 64)
     if advice := next((advice for magic, advice in _UNREAD.items() if head.startswith(magic)), None):
         raise InputError(f"{path}: this is {advice}")
     if is_table(head):
-        return table_records(path)
+        return table_records(path, position=position)
     lines = numbered_lines(path)
     first = next(lines, None)
     if first is None:
         return iter(())
     if _is_document(first[1], path):
-        return _document_records(path, parse_float)
+        return _document_records(path, parse_float, position)
     _check_no_csv(path, first[1])
-    return _line_records(path, whole_lines(path) if may_be_torn else numbered_lines(path), parse_float)
+    lines = whole_lines(path, position) if may_be_torn else numbered_lines(path, position)
+    return _line_records(path, lines, parse_float)
 
 
 def _check_no_csv(path: Path, line: bytes) -> None:
-    if path.suffix.lower() not in (".csv", ".tsv") or _is_json(line.strip()):
+    is_likely = path.suffix.lower() in (".csv", ".tsv") or _HEADER.fullmatch(line.strip())
+    if not is_likely or _is_json(line.strip()):
         return
     raise InputError(
         f"{path}: this is a table as text, in which lists and numbers have no certain form; convert it to JSON "
@@ -98,9 +136,11 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _document_records(path: Path, parse_float: Callable[[str], float] | None) -> Iterator[tuple[str, object]]:
+def _document_records(
+    path: Path, parse_float: Callable[[str], float] | None, position: ReadPosition | None
+) -> Iterator[tuple[str, object]]:
     try:
-        document = json.loads(read_whole(path), parse_float=parse_float)
+        document = json.loads(read_whole(path, position), parse_float=parse_float)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: {_document_error(error)}") from error
     except UnicodeDecodeError as error:

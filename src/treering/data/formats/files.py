@@ -2,6 +2,7 @@
 
 import codecs
 import gzip
+import io
 import json
 import os
 import stat
@@ -9,14 +10,47 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from treering.data.formats.codec import encode
 from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
+from treering.extras import require
 
 GZIP = b"\x1f\x8b"
 """The first bytes of a gzip file."""
+ZSTD = b"\x28\xb5\x2f\xfd"
+"""The first bytes of a zstandard file."""
+
+
+class ReadPosition:
+    """How many bytes of a file or folder, as they are stored, have been read; readers count while they read.
+
+    Example: of a gzip file of 1,000 bytes that has been read to its end, `num_read` is 1,000.
+    """
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        """Bytes."""
+
+
+class _CountedFile(io.FileIO):
+    """A file that counts what is read of it."""
+
+    def __init__(self, file: Path, position: ReadPosition) -> None:
+        super().__init__(file, "rb")
+        self._position = position
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = super().readinto(buffer) or 0
+        self._position.num_read += num_bytes
+        return num_bytes
+
+    def readall(self) -> bytes:
+        content = super().readall()
+        self._position.num_read += len(content)
+        return content
+
 
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 T = TypeVar("T")
@@ -81,7 +115,7 @@ def _write(stream: BinaryIO, lines: Iterable[bytes], suffix: str) -> None:
         compressed.writelines(lines)
 
 
-def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: Path, position: ReadPosition | None = None) -> Iterator[tuple[int, bytes]]:
     r"""The lines of a file with their numbers from 1; blank ones are skipped but counted.
 
     Gzip is read whatever the name is, and a byte order mark of UTF-8 is left out.
@@ -93,7 +127,7 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """
     number = 0
     try:
-        with open_file(file) as stream:
+        with open_file(file, position) as stream:
             for number, line in enumerate(stream, start=1):
                 content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if content.strip():
@@ -101,10 +135,10 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     except _DAMAGED as error:
         raise InputError(f"{file}:{number + 1}: not a whole gzip file ({error}); fetch or compress it again") from error
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+        raise InputError(f"{file}: cannot be read ({error.strerror or error}); check the path") from error
 
 
-def whole_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def whole_lines(file: Path, position: ReadPosition | None = None) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that a run writes itself, with their numbers from 1, without a torn last one.
 
     A last line is torn if it has no line break and is no JSON: the run was killed while it wrote. It is left out; a run
@@ -118,7 +152,7 @@ def whole_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
     Example: of the lines `{"step": 1}` and `{"st`, the second without a line break, only the first is given.
     """
-    for number, line in numbered_lines(file):
+    for number, line in numbered_lines(file, position):
         if not line.endswith(b"\n") and not _is_json(line):
             torn = f"{file}:{number}: the last line is torn, as by a kill while it was written, and is left out"
             warnings.warn(torn, DataWarning, stacklevel=2)
@@ -134,19 +168,19 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def read_whole(file: Path) -> bytes:
+def read_whole(file: Path, position: ReadPosition | None = None) -> bytes:
     """The content of a file, decompressed, without a byte order mark.
 
     Raises:
         InputError: as `numbered_lines`.
     """
     try:
-        with open_file(file) as stream:
+        with open_file(file, position) as stream:
             return stream.read().removeprefix(codecs.BOM_UTF8)
     except _DAMAGED as error:
         raise InputError(f"{file}: not a whole gzip file ({error}); fetch or compress it again") from error
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+        raise InputError(f"{file}: cannot be read ({error.strerror or error}); check the path") from error
 
 
 def first_bytes(file: Path, count: int) -> bytes:
@@ -162,17 +196,37 @@ def first_bytes(file: Path, count: int) -> bytes:
         with open(file, "rb") as stream:
             return stream.read(count)
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+        raise InputError(f"{file}: cannot be read ({error.strerror or error}); check the path") from error
 
 
-def open_file(file: Path) -> BinaryIO:
-    """The bytes of a file, decompressed if it is gzip by its content or its name.
+def open_file(file: Path, position: ReadPosition | None = None) -> BinaryIO:
+    """The bytes of a file, decompressed if it is zstandard by its content, or gzip by its content or its name.
+
+    Args:
+        file: to open.
+        position: counts the bytes that are read.
 
     Raises:
         InputError: the file cannot be read or is no regular file.
+        MissingExtraError: it is zstandard, and pyarrow is missing.
     """
-    is_gzip = first_bytes(file, 2) == GZIP or file.suffix == ".gz"
-    return cast(BinaryIO, gzip.open(file, "rb")) if is_gzip else open(file, "rb")
+    head = first_bytes(file, len(ZSTD))
+    stored: Any = io.BufferedReader(_CountedFile(file, position or ReadPosition()), 1 << 16)
+    if head == ZSTD:
+        return _zstd_stream(file, stored)
+    if not head.startswith(GZIP) and file.suffix != ".gz":
+        return cast(BinaryIO, stored)
+    stream: Any = gzip.GzipFile(fileobj=stored, mode="rb")
+    # It closes what this names.
+    stream.myfileobj = stored
+    return cast(BinaryIO, stream)
+
+
+def _zstd_stream(file: Path, stored: BinaryIO) -> BinaryIO:
+    require(f"{file.name}, compressed by zstandard,", "pyarrow")
+    import pyarrow
+
+    return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), 1 << 16))
 
 
 def parse_line(

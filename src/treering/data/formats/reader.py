@@ -29,8 +29,7 @@ from treering.data.formats.detect import FormatName, check_format, detect
 from treering.data.formats.endings import CUT_TURN, FAILED_RUN, has_cut_turn, has_failed
 from treering.data.formats.fields import show
 from treering.data.formats.tasks import Note
-from treering.data.formats.traces import decode_traces, looks_like_trace, warn_about
-from treering.data.trace import Trace
+from treering.data.formats.traces import TraceTally, decode_traces, looks_like_trace
 from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 
@@ -111,7 +110,7 @@ class RecordReader:
         self._found: FormatName | None = None
         self._notes: Counter[str] = Counter()
         self._num_records = 0
-        self._traces: list[Trace] = []
+        self._traces = TraceTally()
 
     def decode(self, where: str, record: object) -> list[Trajectory]:
         """The trajectories of a record; `where` begins the errors.
@@ -136,15 +135,20 @@ class RecordReader:
         self._notes.update(list(said))
         return found
 
+    def forget(self) -> None:
+        """Leaves unsaid what was to be said, as where a refusal says enough."""
+        self._notes.clear()
+        self._traces = TraceTally()
+
     def warn(self) -> None:
         """Says what the file's owner should know.
 
         Warns:
             DataWarning: each sentence once, with the number of records that it is about.
         """
-        for note, count in self._notes.items():
-            warnings.warn(f"{self._source}: {note} ({count} of {self._num_records} records)", DataWarning, stacklevel=3)
-        warn_about(self._traces, self._source)
+        counted = [f"{note} ({count} of {self._num_records} records)" for note, count in self._notes.items()]
+        for note in counted + self._traces.notes():
+            warnings.warn(f"{self._source}: {note}", DataWarning, stacklevel=3)
 
     def _format_of(self, record: Mapping[str, Any]) -> FormatName:
         if self._named is not None:
@@ -168,5 +172,5 @@ class RecordReader:
                 return [one for one in found if one.tokens is not None]
             return found
         traces = decode_traces(record)
-        self._traces += traces
+        self._traces.add(traces)
         return [trajectory for trace in traces for trajectory in trace.trajectories()]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from treering.data.formats.files import ReadPosition
 from treering.data.formats.parts import check_parts
 from treering.errors import DataWarning, InputError
 from treering.extras import require
@@ -31,7 +32,7 @@ def is_dataset_folder(folder: Path) -> bool:
     return _is_saved(folder) or (folder / "dataset_dict.json").is_file() or bool(_parquet_files(folder))
 
 
-def table_records(file: Path, first_row: int = 1) -> Iterator[tuple[str, object]]:
+def table_records(file: Path, first_row: int = 1, position: ReadPosition | None = None) -> Iterator[tuple[str, object]]:
     """Each row of a table with its place; keys without a value inside objects are left out.
 
     Raises:
@@ -43,7 +44,7 @@ def table_records(file: Path, first_row: int = 1) -> Iterator[tuple[str, object]
 
     is_told = False
     try:
-        for number, row in enumerate(_rows(file), start=first_row):
+        for number, row in enumerate(_rows(file, position or ReadPosition()), start=first_row):
             record, has_holes = _without_nulls(row)
             if has_holes and not is_told:
                 is_told = True
@@ -58,7 +59,7 @@ def table_records(file: Path, first_row: int = 1) -> Iterator[tuple[str, object]
         raise InputError(f"{file}: a table cannot be read ({' '.join(str(error).split())}); fetch it again") from error
 
 
-def folder_records(folder: Path) -> Iterator[tuple[str, object]]:
+def folder_records(folder: Path, position: ReadPosition | None = None) -> Iterator[tuple[str, object]]:
     """Each row of a dataset in a folder; of several splits, that named "train".
 
     Raises:
@@ -66,18 +67,18 @@ def folder_records(folder: Path) -> Iterator[tuple[str, object]]:
         MissingExtraError: pyarrow is missing.
     """
     if _is_saved(folder):
-        yield from _saved_records(folder)
+        yield from _saved_records(folder, position)
         return
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits")
         names = [str(name) for name in splits] if isinstance(splits, list) else []
-        yield from _saved_records(folder / _split(folder, names, f"name {folder}/SPLIT"))
+        yield from _saved_records(folder / _split(folder, names, f"name {folder}/SPLIT"), position)
         return
     files = _parquet_files(folder)
     if not files:
         raise InputError(
-            f"{folder}: a folder is read if it holds a dataset saved to disk or Parquet files, and it has neither; "
-            "name its files"
+            f"{folder}: a folder is read if it holds a dataset saved to disk, Parquet files or files of JSON, and it "
+            "has none; name its files"
         )
     names = sorted({match["split"] for file in files if (match := _SHARD.fullmatch(file.name))})
     if len(names) > 1:
@@ -85,7 +86,7 @@ def folder_records(folder: Path) -> Iterator[tuple[str, object]]:
         files = [file for file in files if (match := _SHARD.fullmatch(file.name)) and match["split"] == chosen]
     check_parts(folder, files)
     for file in files:
-        yield from table_records(file)
+        yield from table_records(file, position=position)
 
 
 def _is_saved(folder: Path) -> bool:
@@ -109,7 +110,7 @@ def _split(folder: Path, names: list[str], advice: str) -> str:
     return _DEFAULT_SPLIT
 
 
-def _saved_records(folder: Path) -> Iterator[tuple[str, object]]:
+def _saved_records(folder: Path, position: ReadPosition | None) -> Iterator[tuple[str, object]]:
     state = _read_json(folder / "state.json")
     if state.get("_indices_data_files"):
         raise InputError(f"{folder}: a dataset with an index of its rows is not read; save it again, or as Parquet")
@@ -122,7 +123,7 @@ def _saved_records(folder: Path) -> Iterator[tuple[str, object]]:
             raise InputError(
                 f"{folder}: the parts of a dataset are read together, and {file.name} is missing; fetch it"
             )
-        yield from table_records(file)
+        yield from table_records(file, position=position)
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
@@ -137,21 +138,27 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     return value
 
 
-def _rows(file: Path) -> Iterator[Mapping[str, Any]]:
+def _rows(file: Path, position: ReadPosition) -> Iterator[Mapping[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
+    before, size = position.num_read, file.stat().st_size
+    num_rows = num_done = 0
     with pyarrow.OSFile(str(file), "rb") as source:
         head = source.read(6)
         source.seek(0)
         if head.startswith(_PARQUET):
-            batches = parquet.ParquetFile(source).iter_batches(batch_size=256)
+            table = parquet.ParquetFile(source)
+            num_rows, batches = table.metadata.num_rows, table.iter_batches(batch_size=256)
         elif head.startswith(_ARROW_FILE):
             reader = pyarrow.ipc.open_file(source)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(source)
         for batch in batches:
+            # Parquet files are not read from their begin to their end.
+            num_done += batch.num_rows
+            position.num_read = before + (size * num_done // num_rows if num_rows else source.tell())
             yield from batch.to_pylist()
 
 

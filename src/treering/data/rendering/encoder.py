@@ -63,7 +63,8 @@ class Encoder:
         self._control = {
             token.content: i for i, token in added.items() if token.special or token.content in (TURN_START, TURN_END)
         }
-        self._control_ids = np.array(sorted(self._control.values()), np.int32)
+        self._is_control = np.zeros(self._tokenizer.get_vocab_size() + max([0, *added]) + 1, np.bool_)
+        self._is_control[list(self._control.values())] = True
         isolating = [token for token in self._control if _isolates(self._tokenizer, token)]
         self._isolates_turns = TURN_START in isolating
         markers = "|".join(map(re.escape, isolating)) or r"(?!)"
@@ -117,6 +118,10 @@ class Encoder:
         self, encoding: "Encoding", script: Script, before: str | None
     ) -> tuple[TokenIds, npt.NDArray[np.int64]]:
         """The tokens of a piece as they are inside of its text, and their first characters."""
+        if self._inside is None and not script.spans:
+            # Nothing asks where its tokens begin, and making a list of that takes longer than the ids.
+            tokens = np.array(encoding.ids, np.int32)
+            return tokens, np.zeros(tokens.size, np.int64)
         if before != "" or self._inside is None:
             skipped = 1 if before else 0
             starts = [start - len(before or "") for start, _ in encoding.offsets[skipped:]]
@@ -144,7 +149,7 @@ class Encoder:
         return replace(script, cuts=tuple(sorted({*script.cuts, *free})))
 
     def _align(self, script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:
-        if script.markers is not None and np.isin(tokens, self._control_ids).sum() != len(self._known(script)):
+        if script.markers is not None and self._is_control[tokens].sum() != len(self._known(script)):
             tokens, starts = self._encode_pieces(script)
         return _masked(script, tokens, starts)
 
@@ -173,7 +178,7 @@ class Encoder:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = False
-        if np.isin(encoding.ids, self._control_ids).any():
+        if self._is_control[encoding.ids].any():
             raise InputError(
                 f"text must not hold chat markers, which this tokenizer has no ordinary tokens for, got {text!r:.80}; "
                 "remove them"

@@ -63,6 +63,27 @@ class RenderedTrajectory:
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.tokens.size
 
 
+@dataclass(slots=True, kw_only=True)
+class RenderCounts:
+    """What a renderer has rendered, as far as something is to be said of it."""
+
+    num_chats: int = 0
+    """Chats that have become text."""
+    drops_tools: bool = False
+    """Whether the plain form or raw text has left tools out."""
+    num_special: int = 0
+    """Messages that hold the text of a special token, of which a template or raw text makes it."""
+    num_contents: int = 0
+    """Messages that were looked at for that."""
+
+    def add(self, other: "RenderCounts") -> None:
+        """Counts what another renderer has rendered too."""
+        self.num_chats += other.num_chats
+        self.drops_tools |= other.drops_tools
+        self.num_special += other.num_special
+        self.num_contents += other.num_contents
+
+
 class Renderer:
     """Turns trajectories into tokens with one tokenizer, opened on first use.
 
@@ -82,10 +103,14 @@ class Renderer:
         """
         if template not in get_args(Template):
             raise ConfigError(f'template is "auto", "plain" or "hf", got {template!r}; choose one of them')
-        self._folder = tokenizer
-        self._template: Template = template
-        self._date = date
-        self._num_chats = 0
+        self.tokenizer = tokenizer
+        """Folder of the tokenizer; None without one."""
+        self.template: Template = template
+        """The chat form, as it was asked for."""
+        self.date = date
+        """What chat templates write as today's date; None is today."""
+        self.counts = RenderCounts()
+        """Of what it has rendered; `warn` begins those of messages anew."""
 
     def render(self, trajectories: Iterable[Trajectory]) -> list[RenderedTrajectory]:
         """The trajectories as tokens, in order. Equal messages of one call are tokenized once.
@@ -95,7 +120,15 @@ class Renderer:
         Raises:
             InputError: messages without a tokenizer, without any text, or that the template drops a part of.
         """
-        trajectories = list(trajectories)
+        rendered = self.render_batch(list(trajectories))
+        self.warn()
+        return rendered
+
+    def render_batch(self, trajectories: Sequence[Trajectory], first_index: int = 0) -> list[RenderedTrajectory]:
+        """As `render`, for a part of the trajectories whose first one has the index `first_index`; it warns of nothing.
+
+        `warn` follows the last part.
+        """
         written = [i for i, trajectory in enumerate(trajectories) if trajectory.messages is not None]
         sequences = [(i, scripts) for i in written for scripts in self._scripts(trajectories[i])]
         encoded = self._encoder.encode([scripts for _, scripts in sequences]) if sequences else []
@@ -103,12 +136,27 @@ class Renderer:
         for (i, _), sequence in zip(sequences, encoded, strict=True):
             begun = self._begun(sequence) if self._template_of(trajectories[i]) is None else sequence
             of_messages.setdefault(i, []).append(begun)
-        self._say_what_is_lost([trajectories[i] for i in written])
+        self._count_contents([trajectories[i] for i in written])
         return [
-            _rendered(trajectory, sequence, i)
+            _rendered(trajectory, sequence, first_index + i)
             for i, trajectory in enumerate(trajectories)
             for sequence in of_messages.get(i) or [_given(trajectory)]
         ]
+
+    def warn(self) -> None:
+        """Says what the trajectories since the last call have lost, or what their data may write.
+
+        Warns:
+            DataWarning: tools that the plain form leaves out, and data that a template turns into special tokens.
+        """
+        counts, self.counts = self.counts, RenderCounts(num_chats=self.counts.num_chats)
+        if counts.drops_tools:
+            _warn("the plain form and raw text leave tools out; a policy that was shown them needs a chat template")
+        if counts.num_special:
+            _warn(
+                f"{counts.num_special} of {counts.num_contents} messages hold the text of special tokens, which a chat "
+                "template or raw text turns into these tokens, so data can write turns; the plain form keeps it as text"
+            )
 
     def prompt(self, messages: Sequence[Message], tools: Tools = (), *, is_raw: bool = False) -> TokenIds:
         r"""The messages up to the first token that the policy writes, int32 [P].
@@ -127,7 +175,7 @@ class Renderer:
             task_id=0, messages=tuple(messages), tools=tuple(tools), format=RAW_FORMAT if is_raw else "chat"
         )
         template = self._template_of(trajectory)
-        self._num_chats += not is_raw
+        self.counts.num_chats += not is_raw
         if is_raw:
             scripts = [raw_script(messages)]
         elif template is None:
@@ -136,7 +184,8 @@ class Renderer:
             chat = RenderedChat(template, messages, tools)
             check_rendered(chat)
             scripts = [Script(text=chat.opened(len(messages)))]
-        self._say_what_is_lost([trajectory])
+        self._count_contents([trajectory])
+        self.warn()
         encoded = self._encoder.encode([scripts])[0]
         return (self._begun(encoded) if template is None else encoded).tokens
 
@@ -172,10 +221,10 @@ class Renderer:
             ConfigError: "hf" without a chat template, or "auto" where the tokenizer has neither template nor markers.
         """
         folder = self._checked_folder
-        if self._template == "plain":
+        if self.template == "plain":
             return None
-        if self._template == "hf" or chat_templates(folder):
-            return ChatTemplate(folder, date=self._date)
+        if self.template == "hf" or chat_templates(folder):
+            return ChatTemplate(folder, date=self.date)
         if missing := self._encoder.missing_markers:
             raise ConfigError(
                 f"chats need a chat template, or a tokenizer in which {' and '.join(missing)} are single tokens, and "
@@ -189,21 +238,21 @@ class Renderer:
 
         Example: "chats are rendered by the chat template of models/qwen3".
         """
-        if not self._num_chats:
+        if not self.counts.num_chats:
             return None
         if self.chat_template is not None:
-            return f"chats are rendered by the chat template of {self._folder}"
+            return f"chats are rendered by the chat template of {self.tokenizer}"
         missing = " and ".join(self._encoder.missing_markers)
-        why = f": {self._folder} has no chat template" if self._template == "auto" else ""
+        why = f": {self.tokenizer} has no chat template" if self.template == "auto" else ""
         return f"chats are rendered in the plain form{f', {missing} as ordinary tokens' if missing else why}"
 
     @property
     def _checked_folder(self) -> Path:
-        if self._folder is None:
+        if self.tokenizer is None:
             raise InputError(
                 "messages need a tokenizer, got none; pass tokenizer=DIR (a Hugging Face folder or hub id)"
             )
-        return self._folder
+        return self.tokenizer
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -216,7 +265,7 @@ class Renderer:
     def _scripts(self, trajectory: Trajectory) -> list[list[Script]]:
         """The sequences of a trajectory, each as its scripts."""
         assert trajectory.messages is not None, "only messages have a template"
-        self._num_chats += trajectory.format != RAW_FORMAT
+        self.counts.num_chats += trajectory.format != RAW_FORMAT
         template = self._template_of(trajectory)
         if template is None:
             return [plain_scripts(trajectory)]
@@ -233,17 +282,13 @@ class Renderer:
             [EncodedScript(tokens=begin, loss_mask=np.zeros(begin.size, np.bool_), turn_ends=no_turn), encoded]
         )
 
-    def _say_what_is_lost(self, trajectories: Sequence[Trajectory]) -> None:
-        """Warns of tools that the plain form leaves out, and of data that a template turns into special tokens."""
-        if any(trajectory.tools and self._template_of(trajectory) is None for trajectory in trajectories):
-            _warn("the plain form and raw text leave tools out; a policy that was shown them needs a chat template")
+    def _count_contents(self, trajectories: Sequence[Trajectory]) -> None:
+        counts = self.counts
+        counts.drops_tools |= any(one.tools and self._template_of(one) is None for one in trajectories)
         read = [one for one in trajectories if one.format == RAW_FORMAT or self.chat_template is not None]
         contents = [message.content or "" for one in read for message in one.messages or ()]
-        if count := sum(self._encoder.has_special_text(content) for content in contents):
-            _warn(
-                f"{count} of {len(contents)} messages hold the text of special tokens, which a chat template or raw "
-                "text turns into these tokens, so data can write turns; the plain form keeps it as text"
-            )
+        counts.num_contents += len(contents)
+        counts.num_special += sum(self._encoder.has_special_text(content) for content in contents)
 
 
 def render(

@@ -35,11 +35,15 @@ def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> li
         raise InputError(f"a vocabulary has at least one id, got vocab_size={vocab_size}; raise it")
     if not sequences:
         return []
-    ids, places, counts = np.unique(np.concatenate(sequences), return_inverse=True, return_counts=True)
+    # Sequence by sequence, so that memory holds the folded ids and little more.
+    found = [np.unique(sequence, return_counts=True) for sequence in sequences]
+    ids, places = np.unique(np.concatenate([each for each, _ in found]), return_inverse=True)
+    counts = np.zeros(ids.size, np.int64)
+    np.add.at(counts, places.reshape(-1), np.concatenate([times for _, times in found]))
     rank = np.empty(ids.size, np.int64)
     rank[np.lexsort((ids, -counts))] = np.arange(ids.size)
-    folded = _shared(rank, ids.size if vocab_size is None else vocab_size)[places.reshape(-1)].astype(np.int32)
-    return np.split(folded, np.cumsum([sequence.size for sequence in sequences])[:-1])
+    folded = _shared(rank, ids.size if vocab_size is None else vocab_size).astype(np.int32)
+    return [folded[np.searchsorted(ids, sequence)] for sequence in sequences]
 
 
 def _shared(rank: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from treering.data.formats.files import numbered_lines, parse_line, write_lines
 from treering.data.formats.traces.record import decode_traces, encode_trace
-from treering.data.trace import Trace
+from treering.data.trace import Reason, Trace
 from treering.errors import DataWarning, InputError
 
 _DECIMALS = 4
@@ -38,7 +38,10 @@ def read_traces(path: str | os.PathLike[str]) -> list[Trace]:
         raise InputError(f"{file}: a file of traces holds at least one trace, got 0 in {len(lines)} lines; check it")
     if num_empty := sum(not found for found in lines):
         warnings.warn(f"{file}: {num_empty} episodes without traces are left out", DataWarning, stacklevel=2)
-    warn_about(traces, str(file))
+    tally = TraceTally()
+    tally.add(traces)
+    for note in tally.notes():
+        warnings.warn(f"{file}: {note}", DataWarning, stacklevel=2)
     return traces
 
 
@@ -59,43 +62,44 @@ def write_traces(path: str | os.PathLike[str], traces: Iterable[Trace]) -> None:
     write_lines(Path(path), (_line(runs) for runs in episodes.values()))
 
 
-def warn_about(traces: Sequence[Trace], source: str) -> None:
-    """Says how many paths are not trained and why, and that log-probs are rounded.
+class TraceTally:
+    """Counts what traces leave out, and says it: paths that are not trained and why, and that log-probs are rounded.
 
-    Args:
-        traces: of one source.
-        source: begins the sentences.
-
-    Warns:
-        DataWarning: a sentence for each.
+    Example: of two traces with three trained paths and one of a failed run, it says "1 of 4 paths are not trained".
     """
-    left_out = sum((trace.left_out() for trace in traces), Counter())
-    if left_out:
-        num_paths = left_out.total() + sum(trace.num_trajectories for trace in traces)
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(left_out.items()))
-        message = f"{source}: {left_out.total()} of {num_paths} paths are not trained ({reasons})"
-        warnings.warn(message, DataWarning, stacklevel=3)
-    if _are_rounded(traces):
-        message = (
-            f"{source}: log-probs are rounded to {_DECIMALS} decimals, so the ratio of a token is off by up to 5e-5, "
-            "and a product of T ratios by T times that; for exact ratios recompute them with treering.forward before "
-            "the first update"
-        )
-        warnings.warn(message, DataWarning, stacklevel=3)
 
+    def __init__(self) -> None:
+        self._left_out: Counter[Reason] = Counter()
+        self._num_trained = 0
+        self._are_rounded = True
+        self._any_nonzero = False
 
-def _are_rounded(traces: Iterable[Trace]) -> bool:
-    """Whether every log-prob of a trained path is a multiple of 1e-4, and not all are 0."""
-    any_nonzero = False
-    for trace in traces:
-        for i in {i for path in trace.paths() for i in path}:
-            logprobs = trace.nodes[i].logprobs
-            if logprobs is None:
-                continue
-            if not np.array_equal(np.round(logprobs, _DECIMALS), logprobs):
-                return False
-            any_nonzero |= bool(logprobs.any())
-    return any_nonzero
+    def add(self, traces: Iterable[Trace]) -> None:
+        """Counts more traces of the same source."""
+        for trace in traces:
+            self._left_out += trace.left_out()
+            self._num_trained += trace.num_trajectories
+            # Every log-prob of a trained path is a multiple of 1e-4, and not all are 0.
+            for i in {i for path in trace.paths() for i in path} if self._are_rounded else ():
+                logprobs = trace.nodes[i].logprobs
+                if logprobs is not None:
+                    self._are_rounded &= np.array_equal(np.round(logprobs, _DECIMALS), logprobs)
+                    self._any_nonzero |= bool(logprobs.any())
+
+    def notes(self) -> list[str]:
+        """A sentence for each thing to say."""
+        found = []
+        if self._left_out:
+            num_left_out = self._left_out.total()
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self._left_out.items()))
+            found.append(f"{num_left_out} of {num_left_out + self._num_trained} paths are not trained ({reasons})")
+        if self._are_rounded and self._any_nonzero:
+            found.append(
+                f"log-probs are rounded to {_DECIMALS} decimals, so the ratio of a token is off by up to 5e-5, and a "
+                "product of T ratios by T times that; for exact ratios recompute them with treering.forward before "
+                "the first update"
+            )
+        return found
 
 
 def _line(runs: Sequence[Trace]) -> bytes:

@@ -1,0 +1,1 @@
+"""`treering cache`: what is kept of trajectory files for the next start."""

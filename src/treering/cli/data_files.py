@@ -1,0 +1,60 @@
+"""Files of data as commands name them: patterns of shards, and the progress of reading them."""
+
+from collections.abc import Callable, Sequence
+from glob import glob, has_magic
+from pathlib import Path
+
+from treering.cli.display.progress import WorkProgress
+from treering.cli.hub import locate
+from treering.data import Renderer
+from treering.data.cache.build import BuildProgress, OnBuild, ReadOptions
+from treering.data.cache.dataset import TokenDataset
+from treering.data.cache.folder import cache_folder
+from treering.data.cache.open import open_dataset
+from treering.data.cache.workers import num_workers_here
+
+OnFile = Callable[[str, BuildProgress], None]
+"""Told of the reading of a file, by its name."""
+
+
+def expanded(paths: Sequence[Path]) -> list[Path]:
+    """The paths, with the files that a pattern means in its place, by name; one that means none stays as it is.
+
+    Example: of `part-*.jsonl` in a folder with `part-1.jsonl` and `part-0.jsonl` they are these two, `part-0` first.
+    """
+    return [each for path in paths for each in _matches(path) or [path]]
+
+
+def located(path: Path, places: Sequence[Path]) -> list[Path]:
+    """As `locate`, of a path or of a pattern, which means the files in the first of `places` that has any.
+
+    Raises:
+        InputError: none has it.
+    """
+    found = next((found for place in places if (found := _matches(place / path))), None)
+    return found or [locate(path, places)]
+
+
+def read_file(
+    path: Path, renderer: Renderer, options: ReadOptions, *, keeps_cache: bool, on_progress: OnBuild | None = None
+) -> TokenDataset:
+    """As `open_dataset`, with the cache of the machine and its processors."""
+    return open_dataset(
+        path,
+        renderer,
+        options,
+        folder=cache_folder() if keeps_cache else None,
+        on_progress=on_progress,
+        num_workers=num_workers_here(),
+    )
+
+
+def show_build(progress: WorkProgress, name: str, build: BuildProgress) -> None:
+    """Shows how far the reading of a file is."""
+    progress.show_reading(name, build.num_records, build.num_read, build.num_bytes)
+
+
+def _matches(path: Path) -> list[Path]:
+    if path.exists() or not has_magic(str(path)):
+        return []
+    return [Path(name) for name in sorted(glob(str(path)))]

@@ -1,0 +1,113 @@
+"""Opens a trajectory file as arrays of tokens: out of the cache, or built and kept there for the next start."""
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from treering.atomic import read_facts
+from treering.data.cache.build import OnBuild, ReadOptions, build, check_no_pairs
+from treering.data.cache.dataset import DatasetFacts, TokenDataset
+from treering.data.cache.folder import drafted, publish
+from treering.data.cache.key import cache_key
+from treering.data.rendering.renderer import Renderer
+from treering.errors import DataWarning, StateError
+
+
+def open_dataset(
+    path: str | os.PathLike[str],
+    renderer: Renderer,
+    options: ReadOptions | None = None,
+    *,
+    folder: Path | None,
+    on_progress: OnBuild | None = None,
+    num_workers: int = 0,
+) -> TokenDataset:
+    """The rendered trajectories of a file or folder, in bounded memory.
+
+    The first time they are read, rendered and written in one pass; then the arrays are mapped as they are, after their
+    checksums. With and without a cache it is the same pass and the same arrays.
+
+    Args:
+        path: what `read_trajectories` reads.
+        renderer: makes tokens and masks.
+        options: how records are read.
+        folder: of caches, see `cache_folder`; None keeps nothing.
+        on_progress: told of a build some times a second.
+        num_workers: processes that render a large file, to the same arrays; see `num_workers_here`. A script that sets
+            it needs `if __name__ == "__main__":`, as it is imported by each.
+
+    Raises:
+        InputError: as `read_trajectories` and `Renderer.render`.
+        MissingExtraError: a package is missing.
+
+    Warns:
+        DataWarning: what they warn of, also out of the cache; a cache that is damaged or cannot be written.
+
+    Example: `open_dataset("set.jsonl", Renderer(tokenizer=folder), folder=cache_folder()).task(0)[0].tokens`.
+    """
+    file, options = Path(path), options or ReadOptions()
+
+    def make(draft: Path) -> DatasetFacts:
+        return build(draft, file, renderer, options, on_progress, num_workers)
+
+    if folder is None or not (file.is_file() or file.is_dir()):
+        return _said(_in_passing(make), file, renderer)
+    try:
+        target = folder / cache_key(file, renderer, asdict(replace(options, refuses_pairs=False)))
+    except OSError:
+        # Reading says what is wrong with the file.
+        return _said(_in_passing(make), file, renderer)
+    dataset = _kept(target, file)
+    if dataset is not None and options.refuses_pairs:
+        check_no_pairs(file, dataset.facts.num_rejected)
+    if dataset is None:
+        dataset = _built(target, file, make)
+    return _said(dataset, file, renderer)
+
+
+def _kept(target: Path, file: Path) -> TokenDataset | None:
+    if not os.path.lexists(target):
+        return None
+    try:
+        facts = read_facts(target)
+        return TokenDataset(target, DatasetFacts(**facts))
+    except (StateError, OSError, ValueError, TypeError) as error:
+        warnings.warn(f"{file}: its cache cannot be used and is made again ({error})", DataWarning, stacklevel=3)
+        return None
+
+
+def _built(target: Path, file: Path, make: Callable[[Path], DatasetFacts]) -> TokenDataset:
+    try:
+        with drafted(target.parent) as draft:
+            facts = make(draft)
+            # Mapped before others can find it, who may replace or clear it.
+            dataset = TokenDataset(draft, facts)
+            publish(draft, target, asdict(facts))
+            return dataset
+    except OSError as error:
+        # What the file itself raises is an InputError.
+        reason = error.strerror or error
+        warnings.warn(f"{file}: {target.parent} keeps no cache of it ({reason})", DataWarning, stacklevel=3)
+        return _in_passing(make)
+
+
+def _in_passing(make: Callable[[Path], DatasetFacts]) -> TokenDataset:
+    draft = Path(tempfile.mkdtemp(prefix="treering-"))
+    try:
+        return TokenDataset(draft, make(draft))
+    finally:
+        # What is mapped stays readable.
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _said(dataset: TokenDataset, file: Path, renderer: Renderer) -> TokenDataset:
+    """The dataset with the names of this call in its sentences, after its warnings."""
+    named = dataset.facts.named(str(file), None if renderer.tokenizer is None else str(renderer.tokenizer))
+    for warning in named.warnings:
+        warnings.warn(warning, DataWarning, stacklevel=4)
+    dataset.facts = named
+    return dataset

@@ -1,0 +1,23 @@
+"""Datasets of rows that a test gives."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from treering.data import RenderedTrajectory, Trajectory
+from treering.data.cache.arrays import ArrayWriter
+from treering.data.cache.dataset import DatasetFacts, TokenDataset
+
+
+def dataset_of(rows: Sequence[RenderedTrajectory], *, source: str = "set.jsonl") -> TokenDataset:
+    """The rows as a dataset, whose files are deleted already."""
+    num_trajectories = max(row.index for row in rows) + 1
+    facts = DatasetFacts(
+        source=source, num_trajectories=num_trajectories, num_rejected=0, warnings=(), notes=(), form=None,
+        tokenizer=None,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        with ArrayWriter(Path(folder)) as writer:
+            # Of a trajectory itself only its epoch and step are written.
+            writer.add([Trajectory(task_id=0, tokens=rows[0].tokens)] * num_trajectories, rows, 0)
+        return TokenDataset(Path(folder), facts)
