@@ -61,7 +61,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (
             shlex.split(
-                "inspect a --tokenizer t --model-shape llama3-8b --template hf --json --no-cache --format sharegpt"
+                "inspect a --tokenizer t --model-shape llama3-8b --template hf --json --no-cache --format=sharegpt"
             ),
             {"files": [Path("a")], "tokenizer": Path("t"), "model_shape": "llama3-8b"}
             | {"template": "hf", "json_output": True, "num_causes": 0, "format": "sharegpt"}

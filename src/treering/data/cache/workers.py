@@ -3,26 +3,20 @@
 import multiprocessing
 import os
 import signal
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from datetime import date as Date
-from functools import lru_cache
-from pathlib import Path
-from typing import TypeAlias
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
 
-from treering.data.rendering.renderer import RenderCounts, RenderedTrajectory, Renderer, Template
+from treering.data.rendering.renderer import RenderCounts, RenderedTrajectory, Renderer
 from treering.data.trajectory import Trajectory
 from treering.errors import StateError
 
 MAX_WORKERS = 4
-"""Each holds a tokenizer, and a few parts."""
+"""Each holds a tokenizer and a part."""
 
-_Part: TypeAlias = list[Trajectory]
-_Rendered: TypeAlias = list[RenderedTrajectory]
-_Settings: TypeAlias = tuple[Path | None, Template, Date | None]
+_Part: TypeAlias = tuple[int, list[Trajectory]]
+_Rendered: TypeAlias = tuple[int, list[Trajectory], list[RenderedTrajectory]]
 
 
 def num_workers_here() -> int:
@@ -30,14 +24,12 @@ def num_workers_here() -> int:
     return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
-def render_parts(
-    renderer: Renderer, parts: Iterable[tuple[int, _Part]], num_workers: int
-) -> Iterator[tuple[int, _Part, _Rendered]]:
+def render_parts(renderer: Renderer, parts: Iterable[_Part], num_workers: int) -> Iterator[_Rendered]:
     """The parts with their rows, in order, whatever the number of workers.
 
     Args:
         renderer: which renders, or whose settings the workers take; it counts what they rendered.
-        parts: trajectories, with the index of the first one.
+        parts: the index of the first trajectory, and trajectories.
         num_workers: processes; below 2, all is done in this one.
 
     Raises:
@@ -48,55 +40,72 @@ def render_parts(
         for first, part in parts:
             yield first, part, renderer.render_batch(part, first)
         return
-    settings = (renderer.tokenizer, renderer.template, renderer.date)
-    # Forking a process that has threads may hang it.
-    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), initializer=_begin)
-    waiting: deque[tuple[int, _Part, Future[tuple[_Rendered, RenderCounts]]]] = deque()
+    with ExitStack() as stack:
+        workers = [stack.enter_context(_worker(renderer)) for _ in range(num_workers)]
+        given: dict[int, _Part] = {}
+        for number, numbered in enumerate(parts):
+            # In turn, and one part at a time: so results come in order, and no two wait for each other's pipe.
+            done = _result(renderer, workers, given, number - num_workers)
+            workers[number % num_workers].send(numbered)
+            given[number] = numbered
+            yield from done
+        for left in sorted(given):
+            yield from _result(renderer, workers, given, left)
+
+
+def _result(renderer: Renderer, workers: list[Connection], given: dict[int, _Part], number: int) -> list[_Rendered]:
+    """What a worker has made of a part; nothing for a part that was not given."""
+    if number not in given:
+        return []
+    first, part = given.pop(number)
     try:
-        for first, part in parts:
-            waiting.append((first, part, pool.submit(_render, settings, part, first)))
-            if len(waiting) > 2 * num_workers:
-                yield _next(renderer, waiting)
-        while waiting:
-            yield _next(renderer, waiting)
-    except BrokenProcessPool as error:
+        found, counts = workers[number % len(workers)].recv()
+    except (EOFError, ConnectionError) as error:
         raise StateError(
             "a process that renders trajectories was killed, as where memory is full; free some, and start again"
         ) from error
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _next(
-    renderer: Renderer, waiting: deque[tuple[int, _Part, Future[tuple[_Rendered, RenderCounts]]]]
-) -> tuple[int, _Part, _Rendered]:
-    first, part, future = waiting.popleft()
-    rendered, counts = future.result()
+    if isinstance(found, Exception):
+        raise found
     renderer.counts.add(counts)
-    return first, part, rendered
+    return [(first, part, found)]
 
 
-def _begin() -> None:
-    """Makes a worker leave signals to its parent, end with it, and tokenize on one thread."""
+@contextmanager
+def _worker(renderer: Renderer) -> Iterator[Connection]:
+    # Forking a process that has threads may hang it.
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    settings = {"tokenizer": renderer.tokenizer, "template": renderer.template, "date": renderer.date}
+    process = context.Process(target=_work, args=(its, settings), daemon=True)
+    process.start()
+    its.close()
+    try:
+        yield ours
+    finally:
+        process.terminate()
+        process.join()
+        ours.close()
+
+
+def _work(connection: Connection, settings: dict[str, Any]) -> None:
+    """Renders parts until the other end of the connection is closed, as by the end of its process."""
+    # The parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    renderer = Renderer(**settings)
+    try:
+        while True:
+            first, part = connection.recv()
+            connection.send(_rendered(renderer, first, part))
+    except (EOFError, ConnectionError):
+        return
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    parent.join()
-    os._exit(1)
-
-
-def _render(settings: _Settings, part: _Part, first_index: int) -> tuple[_Rendered, RenderCounts]:
-    renderer = _renderer(settings)
+def _rendered(
+    renderer: Renderer, first_index: int, part: list[Trajectory]
+) -> tuple[list[RenderedTrajectory] | Exception, RenderCounts]:
     renderer.counts = RenderCounts()
-    return renderer.render_batch(part, first_index), renderer.counts
-
-
-@lru_cache(maxsize=1)
-def _renderer(settings: _Settings) -> Renderer:
-    tokenizer, template, date = settings
-    return Renderer(tokenizer=tokenizer, template=template, date=date)
+    try:
+        return renderer.render_batch(part, first_index), renderer.counts
+    except Exception as error:
+        return error, renderer.counts
