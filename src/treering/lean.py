@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from numba import njit
-from numba.core import types
+from numba import njit, types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import PassManager, register_pass
