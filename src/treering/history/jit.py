@@ -1,8 +1,6 @@
-"""How history's compiled functions are compiled, and the intrinsics that they share.
+"""The checksum that history's compiled functions are cached by, and the intrinsics that they share.
 
-`lean` functions make no arrays, so numba counts no references in them: counting takes atomic operations, which is most
-of the time in loops of a few nanoseconds. Numba also checks a signed index for negative values unless it is a loop's
-own variable, so hot loops index with `np.uintp`.
+Numba checks a signed index for negative values unless it is a loop's own variable, so hot loops index with `np.uintp`.
 
 `STAMP` keys numba's on-disk cache. The cache notices a change in the file of a function, but not in the files that the
 function calls into; a compiled function that closes over the stamp is compiled again when any file of this package

@@ -41,7 +41,7 @@ def test_compiling_is_announced_while_the_cache_has_no_index(
     twice = import_module("jitted").twice
     progress.note_compiling(Console(stderr=True), twice)
     assert capsys.readouterr().err == (
-        "compiling functions with numba, once after installation: twice; this may take a minute\n"
+        "compiling functions with numba, once after installation: twice; this takes some seconds\n"
     )
     assert twice(3) == 6
     progress.note_compiling(Console(stderr=True), twice)

@@ -41,7 +41,7 @@ def note_compiling(console: Console, *functions: Any) -> None:
     """
     if not all(map(is_compiled, functions)):
         names = ", ".join(function.__name__ for function in functions if not is_compiled(function))
-        line = f"compiling functions with numba, once after installation: {names}; this may take a minute"
+        line = f"compiling functions with numba, once after installation: {names}; this takes some seconds"
         console.print(line, soft_wrap=True)
 
 

@@ -16,8 +16,8 @@ from treering.history.budget.pass_times import PassTimes
 LOAD_S = 0.3
 """Seconds that the first drafts of a process take beyond their own: the compiled drafter is loaded. 0.26 were measured
 on two slow cores."""
-COMPILE_S = 60.0
-"""Seconds that they take once after an installation: the drafter is compiled. 31 to 46 were measured there."""
+COMPILE_S = 20.0
+"""Seconds that they take once after an installation: the drafter is compiled. 10 to 15 were measured there."""
 _NUM_TRIED = 4
 """Steps with drafts after which their gain counts."""
 _KEPT = 0.8

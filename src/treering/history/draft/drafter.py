@@ -233,8 +233,8 @@ class Drafter:
     def warm_up(self) -> None:
         """Compiles what `propose` and `observe` call, or loads it from numba's cache, on made-up rows.
 
-        Then no engine step waits for it: compiling takes most of a minute of a processor, loading a few tenths of a
-        second. Nothing that this drafter holds changes.
+        Then no engine step waits for it: compiling takes ten seconds of a processor, loading a few tenths of a second.
+        Nothing that this drafter holds changes.
         """
         context = np.arange(16, dtype=np.int32)
         with HistoryStore() as store:

@@ -26,9 +26,8 @@ from treering.metrics import TOKENS_PER_FORWARD
 Drafts = Literal["auto", "off"]
 
 _NOT_COMPILED = (
-    "history drafts are not compiled yet, which takes up to a minute of a processor once after installation; a run "
-    "that is too short to pay for it makes none. To compile them first: python -c 'from treering import Drafter, "
-    "HistoryStore; Drafter(HistoryStore()).warm_up()'"
+    "history drafts are not compiled yet, which takes some ten seconds of a processor once after installation; a run "
+    "that is too short to pay for it makes none. To compile them first: treering compile"
 )
 """auto: where real steps show that drafts pay. off: none."""
 Turns = tuple[list[list[int]], list[list[float]]]
