@@ -19,8 +19,10 @@ COMMANDS = {"sft": SftConfig, "train": RlConfig}
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Dotted keys and fields, from the models themselves instead of their schema."""
-    for name, field in model.model_fields.items():
+    for attribute, field in model.model_fields.items():
         kind: Any = field.annotation
+        # As it stands in a file.
+        name = field.alias or attribute
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from fields_of(kind, f"{prefix}{name}.")
         else:
