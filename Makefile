@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test ranks-test test-oldest trl-test vllm-test verl-test ray-test hosts lint fmt types checks faults bench bench-draft \
+.PHONY: venv demo test ranks-test test-oldest trl-test vllm-test verl-test ray-test env-test hosts lint fmt types checks faults bench bench-draft \
   screenshots figures docs dist gpu gpu-data peers clean
 
 venv: $(STAMP)
@@ -91,6 +91,18 @@ $(RAY)/.installed: pyproject.toml constraints.txt constraints-ray.txt | $(STAMP)
 	$(PYTHON) -m venv --clear $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-ray.txt \
 	  -e '.[dev,ray]'
+	touch $@
+
+# Environments of verifiers, which run in an interpreter of their own, beside the usual one.
+ENV := .venv-env
+ENV_TESTS ?= tests/integrations/verifiers
+env-test: $(ENV)/.installed
+	TREERING_VERIFIERS_PYTHON=$(CURDIR)/$(ENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m "$(MARKS)" \
+	  $(ENV_TESTS)
+
+$(ENV)/.installed: constraints-env.txt | $(STAMP)
+	$(PYTHON) -m venv --clear $(ENV)
+	$(ENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-env.txt 'verifiers>=0.4,<0.5'
 	touch $@
 
 # Inside verl, in an environment of its own, because verl needs an older transformers. On CPU over gloo, one and two ranks.
@@ -203,5 +215,5 @@ dist: $(STAMP)
 	$(PYTHON) tools/check_wheel.py dist
 
 clean:
-	rm -rf .venv .venv-docs .venv-oldest .venv-peers .venv-ray .venv-trl .venv-verl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-docs .venv-env .venv-oldest .venv-peers .venv-ray .venv-trl .venv-verl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -142,7 +142,10 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["runtime.workers=1", "runtime.listen=10.0.0.1"], "runtime.listen is for Ray"),
         (["runtime.workers=1", "runtime.resources.trainer.num_gpus=1"], "runtime.resources is for Ray"),
         (["schedule=work_stealing", "runtime.workers=2", "runtime.rebalance=none"], "lets none move; set"),
-        (["task.kind=chess"], "task.kind: expected 'sums', 'calculator', 'prompts' or 'environment', got 'chess'"),
+        (["task.kind=verifiers", "task.tokenizer=t"], "runs a taskset, and task.env is not set"),
+        (["task.kind=verifiers", "task.env=x"], '"verifiers" needs a tokenizer, and a random model has none'),
+        (["task.env=x"], 'kind = "sums" has no env, which belong to "verifiers"'),
+        (["task.kind=chess"], "task.kind: expected 'sums', 'calculator', 'prompts', .* got 'chess'"),
     ],
 )
 def test_settings_that_contradict_are_refused(overrides: list[str], rule: str) -> None:

@@ -252,7 +252,8 @@ class RlConfig(Config):
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
         check_warmup(warmup_steps=self.optim.warmup_steps, num_steps=self.rl.num_steps)
-        if self.task.kind in ("prompts", "environment") and self.warmup.num_steps > 0:
+        has_solutions = self.task.kind != "prompts" and not self.task.runs_episodes
+        if not has_solutions and self.warmup.num_steps > 0:
             raise ConfigError(
                 f'warmup trains on solutions, and task.kind = "{self.task.kind}" has none; set warmup.num_steps = 0, '
                 "and start from a model that `treering sft` has trained"
@@ -261,10 +262,11 @@ class RlConfig(Config):
 
     @model_validator(mode="after")
     def _check_tokenizer(self) -> Self:
-        if self.task.kind == "prompts" and self.task.tokenizer is None and self.model.path is None:
+        needs_one = self.task.kind in ("prompts", "verifiers")
+        if needs_one and self.task.tokenizer is None and self.model.path is None:
             raise ConfigError(
-                'task.kind = "prompts" needs a tokenizer, and a random model has none; set task.tokenizer, or '
-                "model.path to a model folder with its tokenizer"
+                f'task.kind = "{self.task.kind}" needs a tokenizer, and a random model has none; set task.tokenizer, '
+                "or model.path to a model folder with its tokenizer"
             )
         return self
 
@@ -312,7 +314,7 @@ class RlConfig(Config):
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
-        if self.task.kind != "environment":
+        if not self.task.runs_episodes:
             return self
         refused = {
             "runtime.workers": (self.runtime.workers, 0),
@@ -322,8 +324,8 @@ class RlConfig(Config):
         for name, (value, only) in refused.items():
             if value != only:
                 raise ConfigError(
-                    f'task.kind = "environment" runs its episodes beside the engine of this process, and {name} is '
-                    f"{value!r}; set it to {only!r}"
+                    f'task.kind = "{self.task.kind}" runs its episodes beside the engine of this process, and {name} '
+                    f"is {value!r}; set it to {only!r}"
                 )
         if self.eval.is_set:
             raise ConfigError("the episodes of an environment are not evaluated apart, and [eval] is set; remove it")

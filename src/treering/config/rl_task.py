@@ -1,7 +1,7 @@
 """The [task] and [warmup] sections of `treering train`. Loading them opens no file and imports no torch."""
 
 from types import MappingProxyType
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -14,14 +14,26 @@ from treering.errors import ConfigError
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
 _CHAT = ("tokenizer", "template", "date", "stop_tokens")
 _FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
-_OF_ENVIRONMENT = (
-    *_CHAT,
-    *("class_", "episodes_in_flight", "episode_timeout", "max_turn_tokens", "max_failed", "shared", "weights"),
-)
+_EPISODES = ("episodes_in_flight", "episode_timeout", "max_turn_tokens", "max_failed", "shared", "weights")
+_OF_ENVIRONMENT = (*_CHAT, *_EPISODES, "class_")
+_OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "max_prompts")
 _SETTINGS = MappingProxyType(
-    {"sums": _GENERATED, "calculator": _GENERATED, "prompts": _FROM_FILE, "environment": _OF_ENVIRONMENT}
+    {
+        "sums": _GENERATED,
+        "calculator": _GENERATED,
+        "prompts": _FROM_FILE,
+        "environment": _OF_ENVIRONMENT,
+        "verifiers": _OF_VERIFIERS,
+    }
 )
-_OWNERS = MappingProxyType({"sums": "sums and calculator", "prompts": '"prompts"', "environment": '"environment"'})
+_OWNERS = MappingProxyType(
+    {
+        "sums": "sums and calculator",
+        "prompts": '"prompts"',
+        "environment": '"environment"',
+        "verifiers": '"verifiers"',
+    }
+)
 
 
 class RewardConfig(Config):
@@ -49,15 +61,33 @@ class TaskConfig(Config):
     # "class" is no name in Python.
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
-    kind: Literal["sums", "calculator", "prompts", "environment"] = Field(
+    kind: Literal["sums", "calculator", "prompts", "environment", "verifiers"] = Field(
         default="sums",
         description="sums: chained sums in one turn. calculator: the same with a tool, in several turns. prompts: a "
-        "file of prompts. environment: episodes of a class of your own.",
+        "file of prompts. environment: episodes of a class of your own. verifiers: episodes of a taskset of verifiers "
+        "v1.",
     )
     class_: str | None = Field(
         default=None,
         alias="class",
         description="Environment: file.py:Name or package.module:Name, looked up as task.reward is.",
+    )
+    env: str | None = Field(
+        default=None,
+        description="Verifiers: the id of a taskset that is installed for task.python.",
+    )
+    verifiers: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Verifiers: its own settings of the environment, passed on unread, such as taskset.split.",
+    )
+    renderer: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Verifiers: its own settings of what turns chats into tokens, passed on unread, such as name and "
+        "thinking_retention; none: by the model's name.",
+    )
+    python: str | None = Field(
+        default=None,
+        description="Verifiers: path of the interpreter that has verifiers and the taskset; none: the running one.",
     )
     episodes_in_flight: CountOrAuto = Field(
         default="auto", description="Environment: episodes that run at one time. auto: twice engine.max_batch."
@@ -128,6 +158,11 @@ class TaskConfig(Config):
         return "judge" in ([self.reward] if isinstance(self.reward, str) else [each.name for each in self.reward])
 
     @property
+    def runs_episodes(self) -> bool:
+        """Whether the task is an environment, one's own or another's."""
+        return self.kind in ("environment", "verifiers")
+
+    @property
     def _given(self) -> set[str]:
         """What is set, other than to nothing."""
         return {name for name in self.model_fields_set if getattr(self, name) is not None}
@@ -154,7 +189,9 @@ class TaskConfig(Config):
             )
         if self.kind == "environment" and self.class_ is None:
             raise ConfigError('kind = "environment" runs a class of your own, and task.class is not set; set it')
-        if self.kind == "environment" and self.template == "raw":
+        if self.kind == "verifiers" and self.env is None:
+            raise ConfigError('kind = "verifiers" runs a taskset, and task.env is not set; set it')
+        if self.runs_episodes and self.template == "raw":
             raise ConfigError('an environment chats, and template = "raw" has no turns; set "auto", "hf" or "plain"')
         if self.kind == "prompts" and self.file is None:
             raise ConfigError('kind = "prompts" reads prompts from a file, and file is not set; set task.file')

@@ -102,9 +102,10 @@ def make_loop(
     check_room(config, source)
     whole = None
     if group is not None and group.size > 1:
-        if source.kind == "environment":
+        if source.runs_episodes:
             raise ConfigError(
-                f'task.kind = "environment" runs its episodes in one process, and this run has {group.size}; start one'
+                f'task.kind = "{source.kind}" runs its episodes in one process, and this run has {group.size}; start '
+                "one"
             )
         whole = copy.deepcopy(model).eval().requires_grad_(False)
         shard_model(model)

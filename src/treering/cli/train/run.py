@@ -158,6 +158,7 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
         group=group,
     )
     with ExitStack() as stack:
+        stack.callback(source.close)
         if isinstance(loop, PipelineLoop):
             stack.enter_context(loop)
         with printed_warnings(console):
@@ -211,7 +212,7 @@ def _evaluation(config: RlConfig, held: TaskSource, loop: Loop, group: RankGroup
 def _with_chat_settings(config: RlConfig) -> RlConfig:
     task = config.task
     chat = chat_settings(config.run, "task", task.template, task.date)
-    if task.kind not in ("prompts", "environment"):
+    if task.kind != "prompts" and not task.runs_episodes:
         # Without text there is no date, and a warm-up would take another one for another run.
         chat["date"] = task.date
     return config.model_copy(update={"task": task.model_copy(update=chat)})

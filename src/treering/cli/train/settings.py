@@ -1,5 +1,6 @@
 """Translates the settings of `treering train` to the records that training takes, and to the run's identity."""
 
+import json
 import os
 
 from transformers import PreTrainedModel
@@ -250,7 +251,7 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
         "task": source.digest,
         "task.kind": config.task.kind,
         "task.reward": _reward_identity(config.task.reward),
-        **(_environment_identity(config.task) if config.task.kind == "environment" else {}),
+        **(_environment_identity(config.task) if config.task.runs_episodes else {}),
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
         **(section_identity("task.judge", config.task.judge, free=_JUDGE_FREE) if config.task.uses_judge else {}),
         # Runs from before this setting existed have no entry for it.
@@ -268,7 +269,11 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
 
 def _environment_identity(task: TaskConfig) -> dict[str, Scalar]:
     names = ("class_", "max_turn_tokens", "shared", "weights")
-    return {f"task.{name.rstrip('_')}": getattr(task, name) for name in names}
+    own = {f"task.{name.rstrip('_')}": getattr(task, name) for name in names}
+    if task.kind != "verifiers":
+        return own
+    unread = {f"task.{name}": json.dumps(getattr(task, name), sort_keys=True) for name in ("verifiers", "renderer")}
+    return {**own, "task.env": task.env, **unread}
 
 
 def _reward_identity(reward: str | tuple[RewardConfig, ...]) -> str:

@@ -1,6 +1,7 @@
 """Builds the configured task of `treering train`, with what the run needs to know about it. Imports no torch."""
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from treering.cli.hub import find_folder, locate, search_places
 from treering.config.judge import JudgeConfig
 from treering.config.rl_task import TaskConfig
 from treering.engine.stop_strings import Decode
+from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
+from treering.rl.environments.environment import Environment
 from treering.rl.environments.find import find_environment
 from treering.rl.environments.task import EnvironmentTask, EpisodeOptions
 from treering.rl.tasks.calculator import Calculator
@@ -26,7 +29,7 @@ from treering.rl.tasks.task import Task
 from treering.rl.tasks.text_tokens import TextTokens
 
 _SUMS: Mapping[str, type[SumTask]] = MappingProxyType({"sums": ChainedSums, "calculator": Calculator})
-_TURNS = MappingProxyType({"sums": 1, "calculator": 8, "prompts": 1, "environment": 1})
+_TURNS = MappingProxyType({"sums": 1, "calculator": 8, "prompts": 1, "environment": 1, "verifiers": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +58,7 @@ class TaskSource:
         for prompt in self.task.prompts:
             total.update(f"{prompt.prompt_id!r} {prompt.answer!r} {prompt.tokens.size}\n".encode())
             total.update(np.ascontiguousarray(prompt.tokens, "<i4").tobytes())
-            if self.kind == "environment":
+            if self.runs_episodes:
                 total.update(repr(prompt.columns["data"]).encode())
         return total.hexdigest()
 
@@ -86,7 +89,17 @@ class TaskSource:
     @property
     def room_factor(self) -> int:
         """How many rollouts an engine has room for beside each that runs: episodes that wait keep theirs."""
-        return 2 if self.kind == "environment" else 1
+        return 2 if self.runs_episodes else 1
+
+    @property
+    def runs_episodes(self) -> bool:
+        """Whether the task is an environment."""
+        return isinstance(self.task, EnvironmentTask)
+
+    def close(self) -> None:
+        """Ends what the environment has started."""
+        if isinstance(self.task, EnvironmentTask) and isinstance(self.task.environment, Environment):
+            self.task.environment.close()
 
 
 def load_task(
@@ -107,7 +120,7 @@ def load_task(
     """
     if config.kind == "prompts":
         return _from_file(config, config_dir, shell_dir, model)
-    if config.kind == "environment":
+    if config.runs_episodes:
         return _of_environment(config, config_dir, shell_dir, model, max_rows)
     return TaskSource(task=draw_sums(config), kind=config.kind, max_turns=_TURNS[config.kind])
 
@@ -163,7 +176,6 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
 def _of_environment(
     config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None, max_rows: int
 ) -> TaskSource:
-    assert config.class_ is not None, "the configuration checks it"
     assert config.template != "raw", "the configuration checks it"
     tokenizer = BYTES_FOLDER if model is None else model
     if config.tokenizer is not None:
@@ -181,7 +193,7 @@ def _of_environment(
         weights=config.weights,
     )
     task = EnvironmentTask(
-        find_environment(config.class_, (config_dir, shell_dir)),
+        _environment(config, config_dir, shell_dir, tokenizer),
         chat,
         options,
         stop_tokens=tuple(stop.token_id for stop in stops),
@@ -195,6 +207,23 @@ def _of_environment(
         tokenizer=tokenizer,
         decode=chat.text.decode,
         notes=(f"chats are read as {what}; turns stop at {listed}",),
+    )
+
+
+def _environment(config: TaskConfig, config_dir: Path, shell_dir: Path, tokenizer: Path) -> Environment:
+    if config.kind == "environment":
+        assert config.class_ is not None, "the configuration checks it"
+        return find_environment(config.class_, (config_dir, shell_dir))
+    assert config.env is not None, "the configuration checks it"
+    return VerifiersEnvironment(
+        VerifiersSettings(
+            env=config.env,
+            tokenizer=str(tokenizer),
+            settings=config.verifiers,
+            renderer=config.renderer,
+            python=config.python or sys.executable,
+            max_tasks=config.max_prompts,
+        )
     )
 
 

@@ -69,6 +69,9 @@ class Environment(ABC):
     async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
         """Runs an episode; what it raises leaves the run out, and is counted."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """Ends what the environment has started; called once, after the last episode."""
+
 
 def as_outcome(value: object) -> Outcome:
     """Validates what an episode returned.

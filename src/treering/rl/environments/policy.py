@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,18 +112,36 @@ class Session:
     _open: set[Future[Rollout]] = field(default_factory=set)
     _is_closed: bool = False
 
+    @property
+    def num_asked(self) -> int:
+        """Calls so far, whether they were answered or not."""
+        return self._num_asked
+
+    def rename(self, agent_of: Callable[[Call], str], trainable: Mapping[str, bool]) -> None:
+        """Gives calls to the agents that made them, once these are known, with whether each is trained."""
+        self.calls = {number: replace(call, agent=agent_of(call)) for number, call in self.calls.items()}
+        self.trainable = dict(trainable)
+
     def close(self) -> None:
         """Aborts open calls and refuses later ones."""
         self._is_closed = True
         for answer in list(self._open):
             answer.cancel()
 
-    async def ask(self, agent: str, context: TokenIds, sampling: Sampling) -> Call:
-        """Samples after a context and logs the call."""
+    async def ask(self, agent: str, context: TokenIds, sampling: Sampling, *, noise: str | None = None) -> Call:
+        """Samples after a context and logs the call.
+
+        Args:
+            agent: who asks.
+            context: int32 [N].
+            sampling: of this call.
+            noise: what names the call's noise in place of an agent whose name is another in each run.
+        """
         if self._is_closed:
             raise StateError("the episode of this policy has ended, and it answers no more calls")
-        number, asked = self._num_asked, (agent, context.tobytes())
-        noise = call_id(context, self._times[asked], agent)
+        noise = agent if noise is None else noise
+        number, asked = self._num_asked, (noise, context.tobytes())
+        noise_id = call_id(context, self._times[asked], noise)
         self._num_asked += 1
         self._times[asked] += 1
         request = Request(
@@ -132,7 +150,7 @@ class Session:
             sampling=sampling,
             draw=self.draw,
             sample=self.sample,
-            call=noise,
+            call=noise_id,
         )
         answer = self.host.submit(request)
         self._open.add(answer)
@@ -153,6 +171,11 @@ class Policy:
             raise InputError(f"the agent {agent!r} is trained or not, and it was both in one run; use two names")
         self._session, self._agent = session, agent
         self._memory = ChatMemory(session.chat)
+
+    @property
+    def session(self) -> Session:
+        """The run's calls, for an environment that asks by another door."""
+        return self._session
 
     def agent(self, name: str, *, trainable: bool = True) -> "Policy":
         """Another agent of the run, with chats of its own; its runs are compared with its own in other runs.

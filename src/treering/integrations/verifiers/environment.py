@@ -1,0 +1,241 @@
+"""Environments of verifiers v1 as an environment of the loop.
+
+trainer: engine <- session <- token server (loopback)
+^ calls, with the episode's identity in cache_salt
+worker:  verifiers, its harnesses and tools -> traces, with structure, agents and rewards
+"""
+
+import asyncio
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from treering.data.formats.traces import decode_trace
+from treering.data.trace import Trace
+from treering.errors import InputError, StateError
+from treering.extras import require
+from treering.integrations.verifiers.cross_check import check_calls, ids_of, untrained_ids
+from treering.integrations.verifiers.process import WorkerProcess, worker_command
+from treering.integrations.verifiers.sampler import EpisodeSampler
+from treering.rl.environments.calls import Call
+from treering.rl.environments.environment import Environment, EnvTask, Outcome
+from treering.rl.environments.policy import Policy, Session
+from treering.serving.server import Server, ServerSettings
+
+MODEL = "policy"
+"""The name of the policy, which agents ask for."""
+UNTRAINED = "left out"
+"""The agent of calls on no trained path: attempts that were repeated, and compactions that were not accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiersSettings:
+    """Which environment runs, and where.
+
+    Example: `VerifiersSettings(env="kuhn_poker", tokenizer="models/tiny")`
+    """
+
+    env: str
+    """Id of a taskset that is installed for `python`."""
+    tokenizer: str
+    """Folder of the tokenizer that renders chats."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """verifiers' own, of the environment."""
+    renderer: Mapping[str, Any] = field(default_factory=dict)
+    """verifiers' own, of the renderer; empty: by the model's name."""
+    python: str = sys.executable
+    """An interpreter that has verifiers."""
+    max_tasks: int | None = None
+    """Tasks to keep from the start; None: all."""
+    start_s: float = 600.0
+    """How long loading may take."""
+
+
+class VerifiersEnvironment(Environment):
+    """Tasks and episodes of a taskset of verifiers.
+
+    Structure, agents and rewards are those of the traces that verifiers returns; ids, log-probs and versions are those
+    of the calls that were answered. Where the two differ the episode fails.
+
+    Example:
+        >>> settings = VerifiersSettings(env="kuhn_poker", tokenizer="models/tiny")             # doctest: +SKIP
+        >>> environment = VerifiersEnvironment(settings)                                        # doctest: +SKIP
+    """
+
+    def __init__(self, settings: VerifiersSettings, command: Sequence[str] | None = None) -> None:
+        """Starts the worker and reads the tasks.
+
+        Args:
+            settings: see there.
+            command: starts a worker; None: that of `settings.python`.
+
+        Raises:
+            ConfigError: verifiers or the taskset is not there, or it refuses the settings.
+            MissingExtraError: aiohttp is not installed here.
+        """
+        # Before the first episode, which would fail by it.
+        require("treering.serving", "aiohttp")
+        self._settings = settings
+        self._command = list(command or worker_command(settings.python))
+        self._sampler = EpisodeSampler()
+        self._server: Server | None = None
+        self._served: dict[str, Any] = {}
+        self._starting = threading.Lock()
+        self._worker, tasks = self._start()
+        self.tasks = [EnvTask(id=task["key"], data=task["hash"]) for task in tasks]
+
+    @property
+    def worker_pid(self) -> int:
+        """Process id of the worker that runs now."""
+        return self._worker.pid
+
+    async def run(self, task: EnvTask, policy: Policy) -> Outcome:
+        """See `Environment.run`.
+
+        Raises:
+            StateError: the worker died, or verifiers says that the episode failed.
+            InputError: a trace that does not match the log, or has no reward.
+        """
+        session = policy.session
+        identity = f"{task.id}|{session.draw}|{session.sample}"
+        self._sampler.add(identity, session, asyncio.get_running_loop())
+        try:
+            result = await self._answer(task, session, identity)
+        finally:
+            self._sampler.remove(identity)
+        if not result["ok"]:
+            raise StateError(f"verifiers: {(result['errors'] or ['the episode is not ok and names no error'])[0]}")
+        return outcome_of(session, result["traces"])
+
+    def close(self) -> None:
+        """See `Environment.close`."""
+        self._worker.close()
+        if self._server is not None:
+            self._server.close()
+
+    async def _answer(self, task: EnvTask, session: Session, identity: str) -> Mapping[str, Any]:
+        """Runs an episode; once more if the worker dies before it has asked anything."""
+        for is_last in (False, True):
+            worker = await asyncio.to_thread(self._ready, session)
+            try:
+                running = worker.run(identity, {"key": task.id, "salt": identity})
+                return await asyncio.shield(asyncio.wrap_future(running))
+            except asyncio.CancelledError:
+                worker.cancel(identity)
+                raise
+            except StateError:
+                if is_last or session.num_asked or worker.is_alive:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _start(self) -> tuple[WorkerProcess, list[dict[str, Any]]]:
+        worker = WorkerProcess(self._command)
+        own = self._settings
+        record = {"env": own.env, "settings": dict(own.settings), "max_tasks": own.max_tasks}
+        try:
+            answer = worker.start(record, time_limit_s=own.start_s)
+        except BaseException:
+            worker.close()
+            raise
+        return worker, answer["tasks"]
+
+    def _ready(self, session: Session) -> WorkerProcess:
+        """The worker, started again if it died, with the server that it asks."""
+        with self._starting:
+            if self._server is None:
+                self._server = Server(
+                    self._sampler,
+                    model=MODEL,
+                    num_positions=session.limits.max_context,
+                    settings=ServerSettings(port=0),
+                )
+                self._served = _serve_record(self._server.url, self._settings, session)
+                self._worker.send(self._served)
+            if not self._worker.is_alive:
+                self._worker.close()
+                self._worker, _ = self._start()
+                self._worker.send(self._served)
+            return self._worker
+
+
+def outcome_of(session: Session, traces: Sequence[Mapping[str, Any]]) -> Outcome:
+    """Gives the calls of a session to the agents of its traces, and returns their rewards.
+
+    The k-th trace of one agent, from the second on, is an agent of its own: "solver", "solver 2".
+
+    Raises:
+        InputError: a trace does not match the log, has no reward, or is none.
+    """
+    runs = [decode_trace(trace["record"]) for trace in traces]
+    names = _names(runs)
+    calls_of: dict[str, list[Call]] = {trace["id"]: [] for trace in traces}
+    for call in session.calls.values():
+        calls_of.setdefault(call.agent, []).append(call)
+    trained = {name: run for name, run in zip(names, runs, strict=True) if run.is_trainable}
+    left_out = set()
+    for trace, name in zip(traces, names, strict=True):
+        if name in trained:
+            check_calls(trained[name], calls_of[trace["id"]], name)
+            left_out |= {(trace["id"], ids) for ids in untrained_ids(trained[name])}
+    rewards = {name: _reward(run, name) for name, run in trained.items()}
+    by_trace = {trace["id"]: name for trace, name in zip(traces, names, strict=True)}
+
+    def agent_of(call: Call) -> str:
+        return UNTRAINED if (call.agent, ids_of(call)) in left_out else by_trace.get(call.agent, UNTRAINED)
+
+    session.rename(agent_of, {UNTRAINED: False, **{name: name in trained for name in names}})
+    return Outcome(
+        reward=sum(rewards.values()) / len(rewards) if rewards else 0.0,
+        rewards=rewards,
+        numbers={
+            "truncated": sum(trace["is_truncated"] for trace in traces) / max(len(traces), 1),
+            **_numbers(trained),
+        },
+    )
+
+
+def _names(runs: Sequence[Trace]) -> list[str]:
+    seen: Counter[str] = Counter()
+    names = []
+    for run in runs:
+        name = str(run.record["agent"]["name"])
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name} {seen[name]}")
+    return names
+
+
+def _reward(run: Trace, name: str) -> float:
+    if run.reward is None:
+        raise InputError(
+            f"a trained agent has a reward, and {name!r} has none; give it one, in the task's @reward or in the "
+            "environment's finalize, or make it not trainable"
+        )
+    return run.reward
+
+
+def _numbers(trained: Mapping[str, Trace]) -> dict[str, float]:
+    """The metrics and the rewards of traces by name, after the agent's where there are several."""
+    numbers = {}
+    for agent, run in trained.items():
+        scores = {name: reward["score"] for name, reward in run.record.get("rewards", {}).items() if reward}
+        for name, value in {**run.record.get("metrics", {}), **scores}.items():
+            if value is not None and math.isfinite(value):
+                numbers[name if len(trained) == 1 else f"{agent}.{name}"] = float(value)
+    return numbers
+
+
+def _serve_record(url: str, settings: VerifiersSettings, session: Session) -> dict[str, Any]:
+    own = session.sampling
+    sampling = {"temperature": own.temperature, "top_p": own.top_p, "min_p": own.min_p}
+    return {
+        "type": "serve",
+        "base_url": url,
+        "model": MODEL,
+        "tokenizer": settings.tokenizer,
+        "renderer": dict(settings.renderer),
+        "sampling": {**sampling, "top_k": own.top_k or -1, "repetition_penalty": own.repetition_penalty},
+    }

@@ -1,0 +1,287 @@
+"""Runs episodes of verifiers v1 for a trainer, in an interpreter of its own: `python worker.py`. Imports no treering.
+
+Records go over standard input and output, a JSON object a line. What verifiers or an environment prints goes to
+standard error. It ends when its input does, with everything that it started.
+
+    in:  start {env, settings, max_tasks}, serve {base_url, model, tokenizer, renderer, sampling},
+         run {episode, key, salt}, cancel {episode}
+    out: tasks {tasks, version}, refused {error}, result {episode, ok, errors, traces}
+"""
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+VERSIONS = ((0, 4),)
+"""Minor versions that it was written for."""
+_PATIENCE_S = 5.0
+_MAX_TEXT = 2000
+
+Record = Mapping[str, Any]
+Send = Callable[[Record], None]
+
+
+class RefusedError(Exception):
+    """What was asked cannot be run; the text is for the user."""
+
+
+def load(start: Record) -> tuple[Any, dict[str, Any]]:
+    """The environment of a `start` record and its tasks by key.
+
+    Raises:
+        RefusedError: another verifiers, an unknown taskset, settings that it refuses, or equal keys.
+    """
+    check_version()
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    taskset = start["env"]
+    try:
+        config = resolve_env_config(with_defaults(start["settings"], taskset))
+        env = load_environment(config)
+    except ModuleNotFoundError as error:
+        # A name on the package index may belong to anybody, so this does not say what to install.
+        raise RefusedError(
+            f"no taskset {taskset!r} in {sys.executable}: {error.args[0].split('. ')[0]}; install the package that you "
+            "trust to have it there, from its own source, or put its folder on PYTHONPATH"
+        ) from error
+    check_tools(env)
+    return env, tasks_of(env, start.get("max_tasks"))
+
+
+def check_version() -> str:
+    """The version of verifiers here; another minor version raises RefusedError."""
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise RefusedError(
+            f"{sys.executable} has no verifiers; set task.python to an interpreter that has verifiers>=0.4,<0.5"
+        ) from None
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) not in VERSIONS:
+        raise RefusedError(f"{sys.executable} has verifiers {version}; install verifiers>=0.4,<0.5 there")
+    return version
+
+
+def with_defaults(settings: Record, taskset: str) -> dict[str, Any]:
+    """The settings with the taskset's id, and each agent in a subprocess of this machine unless they say otherwise."""
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.utils.loaders import env_config_type
+
+    settings = dict(settings)
+    settings["taskset"] = {**settings.get("taskset", {}), "id": taskset}
+    for name, field in env_config_type(taskset, settings.get("id") or "").model_fields.items():
+        if isinstance(field.default, AgentConfig):
+            agent = dict(settings.get(name, {}))
+            # The default is a sandbox of a hosting company.
+            if "runtime" not in field.default.model_fields_set or "runtime" in agent:
+                agent["runtime"] = {"type": "subprocess", **agent.get("runtime", {})}
+            settings[name] = agent
+    return settings
+
+
+def check_tools(env: Any) -> None:
+    """Refuses tool servers that verifiers could not start: `python -m MODULE` without PYTHONPATH, in another folder.
+
+    An agent would wait minutes for each of them.
+    """
+    task = type(env.taskset).task_type()
+    servers = [*env.taskset.toolsets(env.taskset.config), *task.toolsets(env.taskset.config.task)]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    for module in {type(server).__module__ for server in servers}:
+        found = subprocess.run(
+            [sys.executable, "-c", find, module], env=variables, cwd=tempfile.gettempdir(), stderr=subprocess.DEVNULL
+        )
+        if found.returncode:
+            raise RefusedError(
+                f"the tool server in {module} starts as a program of its own, which does not find that module; install "
+                f"its package for {sys.executable}, PYTHONPATH does not reach it"
+            )
+
+
+def tasks_of(env: Any, max_tasks: int | None) -> dict[str, Any]:
+    """The tasks by key, the first `max_tasks` of them."""
+    taskset = env.taskset if max_tasks is None else env.taskset.take(max_tasks)
+    if not taskset.bounded:
+        raise RefusedError("this taskset has no end; set task.max_prompts to how many tasks to train on")
+    tasks: dict[str, Any] = {}
+    for task in taskset:
+        if tasks.setdefault(task.key, task) is not task:
+            raise RefusedError(f"tasks have distinct keys, and two have {task.key!r}; override Task.key")
+    return tasks
+
+
+@dataclass(kw_only=True)
+class Served:
+    """What episodes sample from."""
+
+    model: str
+    client: Any
+    sampling: Record
+
+
+def served(record: Record) -> Served:
+    """The model of a `serve` record."""
+    from verifiers.v1 import TrainClientConfig
+
+    client = TrainClientConfig(
+        type="train",
+        base_url=record["base_url"] + "/v1",
+        api_key_var="TREERING_NO_KEY",
+        renderer=record["renderer"] or None,
+        renderer_model_name=record["tokenizer"],
+    )
+    return Served(model=record["model"], client=client, sampling=record["sampling"])
+
+
+async def run_episode(env: Any, task: Any, model: Served, salt: str) -> dict[str, Any]:
+    """Runs one episode; its traces, and what went wrong."""
+    from verifiers.v1 import ModelContext
+    from verifiers.v1.types import SamplingConfig
+
+    sampling = SamplingConfig(**model.sampling, cache_salt=salt)
+    (slot,) = env.slots(task, 1)
+    episode = await env.run_slot(slot, ModelContext(model=model.model, client=model.client, sampling=sampling))
+    errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    return {
+        "ok": episode.ok,
+        "errors": [f"{error.type}: {error.message}"[:_MAX_TEXT] for error in errors],
+        "traces": [
+            {
+                "id": trace.id,
+                "is_truncated": trace.is_truncated,
+                "record": trace.model_dump(mode="json", context={"float_decimals": None}, exclude={"tools"}),
+            }
+            for trace in episode.traces
+        ],
+    }
+
+
+class Worker:
+    """Reads records and answers them."""
+
+    def __init__(self, send: Send) -> None:
+        """`send` writes a record."""
+        self._send = send
+        self._env: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._model: Served | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._stack = AsyncExitStack()
+
+    async def serve(self, inbox: "asyncio.Queue[Record | None]") -> None:
+        """Answers records until there are no more."""
+        async with self._stack:
+            while (record := await inbox.get()) is not None:
+                await self._take(record)
+            for running in self._running.values():
+                running.cancel()
+            if self._running:
+                await asyncio.wait(self._running.values(), timeout=_PATIENCE_S)
+
+    async def _take(self, record: Record) -> None:
+        match record["type"]:
+            case "start":
+                await self._start(record)
+            case "serve":
+                self._model = served(record)
+            case "run":
+                episode = record["episode"]
+                self._running[episode] = asyncio.create_task(self._run(episode, record["key"], record["salt"]))
+            case "cancel" if record["episode"] in self._running:
+                self._running[record["episode"]].cancel()
+
+    async def _start(self, record: Record) -> None:
+        try:
+            self._env, self._tasks = load(record)
+            await self._stack.enter_async_context(self._env.serving())
+        except BaseException as error:
+            self._send({"type": "refused", "error": in_words(error)})
+            return
+        tasks = [
+            {"key": key, "hash": task.hash, "prompt": task.data.prompt_text[:80]} for key, task in self._tasks.items()
+        ]
+        self._send({"type": "tasks", "tasks": tasks, "version": check_version()})
+
+    async def _run(self, episode: str, key: str, salt: str) -> None:
+        try:
+            assert self._model is not None
+            result = await run_episode(self._env, self._tasks[key], self._model, salt)
+        except asyncio.CancelledError:
+            result = {"ok": False, "errors": ["CancelledError: the episode was cancelled"], "traces": []}
+        except BaseException as error:
+            result = {"ok": False, "errors": [in_words(error)], "traces": []}
+        del self._running[episode]
+        self._send({"type": "result", "episode": episode, **result})
+
+
+def in_words(error: BaseException) -> str:
+    """One line of an error; the sandbox that is not logged in exits the interpreter."""
+    if isinstance(error, RefusedError):
+        return str(error)
+    text = " ".join(str(error).split())[:_MAX_TEXT]
+    if isinstance(error, SystemExit):
+        return (
+            f"SystemExit: {text or 'no text'}; an environment must not exit, and a hosted runtime does without a "
+            'login: set runtime.type = "subprocess"'
+        )
+    return f"{type(error).__name__}: {text}"
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    # Files beside this one are no modules of an environment.
+    sys.path[:] = [folder for folder in sys.path if folder != here]
+    # Whatever verifiers starts or prints has neither of the two.
+    records, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def send(record: Record) -> None:
+        with lock, suppress(BrokenPipeError):
+            answers.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+            answers.flush()
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    inbox: asyncio.Queue[Record | None] = asyncio.Queue()
+
+    def read() -> None:
+        for line in records:
+            loop.call_soon_threadsafe(inbox.put_nowait, json.loads(line))
+        loop.call_soon_threadsafe(inbox.put_nowait, None)
+        # An environment that blocks the loop does not keep it.
+        threading.Timer(2 * _PATIENCE_S, end, [1]).start()
+
+    threading.Thread(target=read, daemon=True).start()
+    serving = loop.create_task(Worker(send).serve(inbox))
+    serving.add_done_callback(lambda _: loop.stop())
+    while not serving.done():
+        # A task that raises SystemExit ends the loop besides; the episode that awaits it has the error.
+        with suppress(SystemExit):
+            loop.run_forever()
+    end(0)
+
+
+def end(status: int) -> None:
+    """Ends this process and those of its group."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
