@@ -114,7 +114,7 @@ def test_a_short_run_does_not_pay_for_compiling_the_drafter_and_says_so(
     rollouts = HistoryRollouts()
     train(tmp_path, rollouts)
     assert rollouts._history.drafter is None
-    assert capsys.readouterr().out.count("Drafter(HistoryStore()).warm_up()") == 1
+    assert capsys.readouterr().out.count("To compile them first: treering compile") == 1
 
 
 def test_a_resumed_run_samples_as_one_that_was_not_stopped(tmp_path: Path) -> None:
