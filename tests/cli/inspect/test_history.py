@@ -191,7 +191,7 @@ def test_history_is_an_option_and_its_options_reach_it(
         == 0
     )
     assert got == {"paths": [Path("a"), Path("b")], "tokenizer": Path("t"), "template": "auto"} | {
-        "num_groups": 3, "max_rollouts": 5, "json_output": True, "format": "auto",
+        "num_groups": 3, "max_rollouts": 5, "json_output": True, "format": "auto", "keeps_cache": True,
     }  # fmt: skip
 
 
