@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -52,7 +53,9 @@ def test_every_example_is_a_value_of_its_key(config_type: type[Config]) -> None:
     settings = listed(config_type)
     for key, field in fields_of(config_type):
         kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation  # type: ignore[valid-type]
-        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_json(settings[key].example)
+        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_json(
+            json.dumps(tomllib.loads(f"example = {settings[key].example}")["example"])
+        )
 
 
 def test_kinds_of_values_are_said_in_words() -> None:

@@ -8,6 +8,10 @@ EXAMPLES: Mapping[str, Any] = MappingProxyType(
     {
         # Files and names
         "class": "my_environment.py:Mine",
+        "env": "my-taskset",
+        "verifiers": {"agent": {"max_turns": 8}},
+        "renderer": {"name": "qwen3"},
+        "python": ".venv-env/bin/python",
         "date": "2026-01-31",
         "dir": "runs/first",
         "file": "prompts.jsonl",

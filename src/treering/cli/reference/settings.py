@@ -142,6 +142,8 @@ def _is_flag(schema: Mapping[str, Any]) -> bool:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, dict) and value:
+        return f"{{ {', '.join(f'{key} = {_toml(one)}' for key, one in value.items())} }}"
     # Of strings, numbers, booleans and arrays TOML and JSON have the same form.
     return json.dumps(value)
 
