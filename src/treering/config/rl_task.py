@@ -77,11 +77,11 @@ class TaskConfig(Config):
         description="Verifiers: the id of a taskset that is installed for task.python.",
     )
     verifiers: dict[str, Any] = Field(
-        default_factory=dict,
+        default={},
         description="Verifiers: its own settings of the environment, passed on unread, such as taskset.split.",
     )
     renderer: dict[str, Any] = Field(
-        default_factory=dict,
+        default={},
         description="Verifiers: its own settings of what turns chats into tokens, passed on unread, such as name and "
         "thinking_retention; none: by the model's name.",
     )

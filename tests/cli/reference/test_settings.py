@@ -27,7 +27,7 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from fields_of(kind, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", field
+            yield f"{prefix}{field.alias or name}", field
 
 
 def listed(config_type: type[Config]) -> dict[str, Any]:
