@@ -44,7 +44,7 @@ def test_every_key_is_listed_with_its_default_and_description(config_type: type[
     for key, field in expected.items():
         default = None if field.is_required() else TypeAdapter(Any).dump_python(field.default, mode="json")
         assert (found[key].default is None) == (default is None), key
-        assert default is None or json.loads(found[key].default) == default, key
+        assert default is None or tomllib.loads(f"default = {found[key].default}")["default"] == default, key
         assert found[key].description == field.description, key
 
 
