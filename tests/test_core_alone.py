@@ -99,7 +99,7 @@ def test_tokenizers_and_jinja_alone_read_chats(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
     packages = set(extras.TRAIN) - set(extras.CHAT)
-    arguments = ["inspect", "messages.jsonl", "--tokenizer", ".", "--json"]
+    arguments = ["inspect", "messages.jsonl", "--tokenizer", ".", "--json", "--no-cache"]
     done = without_train(COMMAND, *arguments, cwd=folder, packages=packages)
     assert done.returncode == 0, done.stderr
     # The tokens 2, +, 2, = and 4.

@@ -46,10 +46,10 @@ def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         request = urllib.request.Request(found[0] + "/inference/v1/generate", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=120) as response:
             (choice,) = json.load(response)["choices"]
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
-        assert "interrupted by SIGINT" in process.stderr.read()
-    assert process.returncode == 130
+        assert "interrupted by SIGTERM" in process.stderr.read()
+    assert process.returncode == 143
     engine = TorchEngine(model.eval(), max_batch=1, max_tokens=64, costs="none")
     (rollout,) = engine.generate([Request(prompt_id="", prompt=[3, 5], sampling=Sampling(max_tokens=4, top_k=1))])
     assert choice["token_ids"] == rollout.tokens.tolist()

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("trl", reason="TRL is not installed: make trl-test")
+
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 
 from tests.attention import fake_flash
 from tests.integrations.trl import offloading, runs
@@ -66,7 +65,9 @@ def test_gradients_are_those_of_the_stock_trainer_without_them(
     assert (sum(moved) > 0) == ("activation_offloading" in settings)
 
 
-def of_many_shapes(num: int) -> Dataset:
+def of_many_shapes(num: int) -> Any:
+    from datasets import Dataset
+
     rng = random.Random(8)
     task = runs.words(rng, 6)
     rows = []

@@ -1,6 +1,7 @@
 """What environments sample is what is trained, once, whoever ends first and whatever fails."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 import treering
+from tests.killing import ROOT
 from tests.rl.environments.worlds import (
     TURN_END,
     WORLDS,
@@ -282,7 +284,10 @@ def test_an_episode_that_blocks_the_others_ends_the_run_with_its_place(model: Pr
 def test_a_tool_that_hangs_in_a_thread_leaves_its_episode_out_and_lets_the_program_end(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(HANGING)
-    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    ended = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
     assert ended.stdout == "1 of 2: no end within 1 s (task.episode_timeout)\n", ended.stderr
     assert ended.returncode == 0
 
