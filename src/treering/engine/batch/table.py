@@ -175,10 +175,11 @@ class Table:
 
     def _copies_for(self, prefix: Prefix) -> list[Copy]:
         """What a prefix can copy of its missing tokens from spans of other prompts, turns and branches."""
-        if self._move is None or prefix.is_complete:
+        # What more than one row runs has been copied when the first one came.
+        if self._move is None or prefix.is_complete or prefix.num_running > 1:
             return []
         prompts = [Source(tokens, 0, start) for tokens, start in self.prefixes.computed()]
-        kept = ((prompt[:-1], span) for prompt, span in self.rollouts.spans())
+        kept = self.rollouts.spans_within(prefix.tokens)
         running = ((other.tokens, self._computed_tokens(row)) for row, other in enumerate(self._row_prefixes))
         own = [
             Source(np.concatenate([before, span.tokens]), before.size, span.start)

@@ -21,6 +21,7 @@ off-switch)."""
 
 
 _FIRST_COMPARED = 64
+_TOKEN = np.dtype(np.int32).itemsize
 
 
 class ComputedTokens(NamedTuple):
@@ -68,9 +69,17 @@ class RolloutCache:
         wanted = prompt.tobytes()
         return [span for key, span in self._spans.values() if key == wanted]
 
-    def spans(self) -> list[tuple[TokenIds, ComputedTokens]]:
-        """The spans of all prompts, each with its prompt; most recently used last."""
-        return [(np.frombuffer(prompt, np.int32), span) for prompt, span in self._spans.values()]
+    def spans_within(self, tokens: TokenIds) -> list[tuple[TokenIds, ComputedTokens]]:
+        """The spans whose prompts, without their last tokens, begin these and are shorter, each with that beginning.
+
+        Most recently used last. Of other prompts one token is looked at, as a rule.
+        """
+        text = tokens.tobytes()
+        return [
+            (np.frombuffer(prompt, np.int32)[:-1], span)
+            for prompt, span in self._spans.values()
+            if len(prompt) - _TOKEN < len(text) and _begins(text, prompt)
+        ]
 
     def note_use(self, start: int) -> None:
         """Makes a span the last one to evict; ignores slots of other spans."""
@@ -90,6 +99,13 @@ class RolloutCache:
         """Frees all spans."""
         while self.evict():
             pass
+
+
+def _begins(text: bytes, prompt: bytes) -> bool:
+    """Whether a text begins with a prompt without its last token; in most others the token before that one differs."""
+    size = len(prompt) - _TOKEN
+    first = max(size - _TOKEN, 0)
+    return text[first:size] == prompt[first:size] and text.startswith(prompt[:size])
 
 
 def count_common(left: TokenIds, right: TokenIds) -> int:
