@@ -33,10 +33,14 @@ GENERATE = "/inference/v1/generate"
 class Letters:
     """Token i is the i-th letter, from a."""
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, adds_special: bool) -> np.ndarray:
+        assert adds_special
         return np.array([ord(letter) - ord("a") for letter in text], np.int32)
 
-    def decode(self, tokens: list[int]) -> str:
+    def text_of(self, token: int) -> str:
+        return self.decode([token])
+
+    def decode(self, tokens: Any) -> str:
         return "".join(chr(ord("a") + token) for token in tokens)
 
 

@@ -1,5 +1,6 @@
 """Trajectories as they are stored: the messages or tokens of one rollout, and what is known about it."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,13 @@ class ToolCall:
     """The text that the model wrote, or a JSON object where the source has only its values."""
     id: str | None = None
     """Identifier that the tool's answer refers to; None if the source has none."""
+
+    @property
+    def arguments_text(self) -> str:
+        """The arguments as JSON text; those that the model wrote as they are."""
+        if isinstance(self.arguments, str):
+            return self.arguments
+        return json.dumps(dict(self.arguments), ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""An engine behind HTTP: tokens in and tokens out as vLLM's server, and completions as OpenAI's."""
+"""An engine over HTTP: tokens in and tokens out as vLLM's server, and completions as OpenAI's."""
 
 from treering.serving.sampler import HostSampler
 from treering.serving.server import Server, ServerSettings

@@ -4,7 +4,6 @@ A session, named as in `treering.serving.calls`, remembers its chats: a chat tha
 answer goes on after the ids that this answer had, and nothing of it is rendered anew.
 """
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from treering.data.trajectory import Message, ToolCall
 from treering.engine.rollout import Rollout
 from treering.errors import InputError, UnsupportedError
 from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools
-from treering.rl.environments.tool_calls import split_calls
+from treering.rl.environments.tool_calls import split_calls, turn_message
 from treering.serving.calls import MAX_IDENTITIES
 from treering.serving.completions import ids_of, text_of
 from treering.serving.fields import Fields
@@ -95,9 +94,9 @@ class Chats:
 
     def _choice(self, index: int, request_id: str, chat: Chat, rollout: Rollout, asked: Asked) -> dict[str, Any]:
         text, calls = self._read(chat, rollout, asked)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls:
-            message["tool_calls"] = [_call(call, f"call_{request_id}_{index}_{i}") for i, call in enumerate(calls)]
+        message = turn_message(
+            text, [replace(call, id=f"call_{request_id}_{index}_{i}") for i, call in enumerate(calls)]
+        )
         noted = as_messages([message])
         chat.memory.note([*chat.messages, *noted], chat.tools, np.concatenate([chat.context, rollout.tokens]))
         choice: dict[str, Any] = {
@@ -109,7 +108,7 @@ class Chats:
         return choice | ids_of(chat.context, rollout) if chat.has_ids else choice
 
     def _read(self, chat: Chat, rollout: Rollout, asked: Asked) -> tuple[str, tuple[ToolCall, ...]]:
-        text = text_of(rollout, asked, lambda tokens: self.tokens.text.decode(np.array(tokens, np.int32)))
+        text = text_of(rollout, asked, self.tokens.text.decode)
         return split_calls(text) if chat.tools else (text, ())
 
     def _logprobs(self, rollout: Rollout, asked: Asked) -> dict[str, Any]:
@@ -132,11 +131,3 @@ def _records(values: Sequence[object], name: str) -> list[Mapping[str, Any]]:
     if wrong is not None:
         raise InputError(f"{name} is a list of objects, got {wrong!r:.80} in it; correct it")
     return [value for value in values if isinstance(value, dict)]
-
-
-def _call(call: ToolCall, call_id: str) -> dict[str, Any]:
-    return {"type": "function", "id": call_id, "function": {"name": call.name, "arguments": _as_json(call.arguments)}}
-
-
-def _as_json(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -1,14 +1,15 @@
 """OpenAI's `POST /v1/completions`: a text or token ids in, text out, token ids beside it if asked for."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from treering.engine.rollout import Rollout
+from treering.engine.stop_strings import Decode
 from treering.errors import InputError, UnsupportedError
+from treering.rl.tasks.text_tokens import TextTokens
 from treering.serving.fields import Fields
 from treering.serving.sampling_params import Asked
-from treering.serving.texts import Texts
 from treering.serving.tokens import logprobs_of, token_ids, usage
 from treering.types import TokenIds
 
@@ -16,7 +17,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's for completions."""
 
 
-def take_prompt(fields: Fields, texts: Texts | None) -> tuple[TokenIds, bool]:
+def take_prompt(fields: Fields, texts: TextTokens | None) -> tuple[TokenIds, bool]:
     """Takes the prompt out of a body, and whether token ids are to be sent back.
 
     Raises:
@@ -30,10 +31,13 @@ def take_prompt(fields: Fields, texts: Texts | None) -> tuple[TokenIds, bool]:
     has_ids = fields.take("return_token_ids", bool, False)
     if isinstance(prompt, list):
         return token_ids(prompt, "prompt"), has_ids
-    return need(texts).encode(prompt), has_ids
+    tokens = need(texts).encode(prompt, adds_special=True)
+    if tokens.size == 0:
+        raise InputError(f"a prompt holds at least one token, got the text {prompt!r}; send one")
+    return tokens, has_ids
 
 
-def need(texts: Texts | None) -> Texts:
+def need(texts: TextTokens | None) -> TextTokens:
     """The server's tokenizer.
 
     Raises:
@@ -52,7 +56,7 @@ def answer(
     context: TokenIds,
     rollouts: Sequence[Rollout],
     asked: Asked,
-    texts: Texts,
+    texts: TextTokens,
     has_ids: bool,
 ) -> dict[str, Any]:
     """The body of the answer."""
@@ -67,7 +71,7 @@ def answer(
 
 
 def _choice(
-    index: int, context: TokenIds, rollout: Rollout, asked: Asked, texts: Texts, has_ids: bool
+    index: int, context: TokenIds, rollout: Rollout, asked: Asked, texts: TextTokens, has_ids: bool
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": index,
@@ -76,7 +80,7 @@ def _choice(
         "logprobs": None,
     }
     if asked.has_logprobs:
-        tokens = [texts.decode([token]) for token in rollout.tokens.tolist()]
+        tokens = [texts.text_of(token) or "" for token in rollout.tokens.tolist()]
         choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs_of(rollout, asked)}
     if has_ids:
         choice |= ids_of(context, rollout)
@@ -92,13 +96,13 @@ def ids_of(context: TokenIds, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def text_of(rollout: Rollout, asked: Asked, decode: Callable[[Sequence[int]], str]) -> str:
+def text_of(rollout: Rollout, asked: Asked, decode: Decode) -> str:
     """The text of an answer, without the stop token or stop string that ended it.
 
     Example: the tokens of "4 END" with the stop string "END" are the text "4 ".
     """
-    tokens = rollout.tokens.tolist()
-    if rollout.finish_reason == "stop" and tokens and tokens[-1] in asked.sampling.stop_tokens:
+    tokens = rollout.tokens
+    if rollout.finish_reason == "stop" and tokens.size and tokens[-1] in asked.sampling.stop_tokens:
         return decode(tokens[:-1])
     text = decode(tokens)
     if rollout.finish_reason != "stop":

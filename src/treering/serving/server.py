@@ -6,7 +6,6 @@ Every call that arrives whole is answered or refused; a client that leaves abort
 import asyncio
 import hmac
 import json
-import socket
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 from treering.errors import ConfigError
 from treering.extras import require
 from treering.rl.environments.chat import ChatTokens
-from treering.runtime.ipc.address import is_loopback
+from treering.rl.tasks.text_tokens import TextTokens
+from treering.runtime.ipc.address import is_loopback, listener_at
 from treering.serving import completions, tokens
 from treering.serving.chats import Chats
 from treering.serving.errors import Refusal, as_json, refusal_of
 from treering.serving.fields import Fields
 from treering.serving.sampler import Caller, Sampler
 from treering.serving.sampling_params import take_sampling
-from treering.serving.texts import Texts
 from treering.types import TokenIds
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class ServerSettings:
 
 
 class Server:
-    """An engine behind HTTP, until it is closed.
+    """Answers calls over HTTP until it is closed.
 
     Routes: `POST /inference/v1/generate`, `POST /v1/completions`,
     `POST /v1/chat/completions`, `GET /v1/models`, `GET /health`. Calls carry their
@@ -82,7 +81,7 @@ class Server:
         *,
         model: str,
         num_positions: int,
-        texts: Texts | None = None,
+        texts: TextTokens | None = None,
         chat: ChatTokens | None = None,
         settings: ServerSettings | None = None,
     ) -> None:
@@ -104,7 +103,8 @@ class Server:
         self._sampler, self._model, self._num_positions, self._texts = sampler, model, num_positions, texts
         self._chats = None if chat is None else Chats(chat)
         self._settings = settings or ServerSettings()
-        self._socket = _listen(self._settings)
+        own = self._settings
+        self._socket = listener_at(own.host, own.port, own.backlog)
         self._loop = asyncio.new_event_loop()
         self._is_ready, self._stop = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="treering-server", daemon=True)
@@ -256,11 +256,6 @@ class Server:
 
     def _num_left(self, context: TokenIds) -> int:
         return self._num_positions - int(context.size)
-
-
-def _listen(settings: ServerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return socket.create_server((settings.host, settings.port), family=family, backlog=settings.backlog)
 
 
 def _respond(body: dict[str, Any], status: int = 200) -> "web.Response":

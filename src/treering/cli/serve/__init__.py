@@ -1,1 +1,1 @@
-"""`treering serve`: a model behind HTTP."""
+"""`treering serve`: a model over HTTP."""

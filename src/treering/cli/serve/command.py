@@ -22,15 +22,15 @@ from treering.history.draft.drafter import Drafter
 from treering.history.store.reader import HistoryReader
 from treering.model.positions import max_positions
 from treering.rl.environments.chat import ChatTokens
+from treering.rl.tasks.text_tokens import TextTokens
 from treering.serving import HostSampler, Server, ServerSettings
-from treering.serving.texts import TokenizerTexts
 
 KEY_VARIABLE = "TREERING_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What `treering serve` is asked for; see its help."""
+    """The arguments of `treering serve`."""
 
     name: str
     step: int | None
@@ -64,7 +64,7 @@ def opened(options: ServeOptions) -> Iterator[Server]:
     settings = ServerSettings(host=options.host, port=options.port, api_key=os.environ.get(KEY_VARIABLE) or None)
     weights = find_weights(options.name, options.step)
     model = _load(weights, options)
-    texts = TokenizerTexts(weights) if (weights / "tokenizer.json").is_file() else None
+    texts = TextTokens(weights) if (weights / "tokenizer.json").is_file() else None
     drafter = None if options.history is None else Drafter(HistoryReader(options.history))
     engine = TorchEngine(
         model,
@@ -72,7 +72,7 @@ def opened(options: ServeOptions) -> Iterator[Server]:
         max_batch=options.max_batch,
         max_tokens=options.max_tokens,
         seed=options.seed,
-        decode=None if texts is None else lambda tokens: texts.decode(tokens.tolist()),
+        decode=None if texts is None else texts.decode,
     )
     engine.refresh_history()
     num_positions = min(max_positions(model) or options.max_tokens, options.max_tokens)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date as Date
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -120,7 +121,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, opens_turn: bool) -> str:
         shown = [dict(tool) for tool in tools] or None
         # Some templates join the arguments of a call as text, most write an object as JSON.
-        for form in (_as_object, _as_text):
+        for form in (_as_object, attrgetter("arguments_text")):
             try:
                 records = [self._record(message, form) for message in messages]
                 return restore_arguments(self._apply(records, shown, opens_turn=opens_turn), messages)
@@ -207,10 +208,6 @@ def _as_object(call: ToolCall) -> Mapping[str, Any] | str:
 def _parsed(arguments: str) -> Mapping[str, Any] | str:
     # Each prefix of a chat asks for the same calls again.
     return json.loads(arguments) if is_object_text(arguments) else arguments
-
-
-def _as_text(call: ToolCall) -> str:
-    return call.arguments if isinstance(call.arguments, str) else json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
 def _record(message: Message, arguments: _Form) -> dict[str, Any]:

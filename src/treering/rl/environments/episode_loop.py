@@ -87,7 +87,7 @@ class EpisodeLoop:
         return sys._current_frames().get(self._thread.ident or -1)
 
     def close(self) -> None:
-        """Cancels all tasks and ends the thread; one that blocks is left behind."""
+        """Cancels all tasks and ends the thread; one that blocks is left to run."""
         with self._state:
             self._is_closing = True
             self._state.notify_all()

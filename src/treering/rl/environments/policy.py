@@ -17,7 +17,7 @@ from treering.engine.sampling.noise import call_id
 from treering.errors import InputError, StateError
 from treering.rl.environments.calls import Call
 from treering.rl.environments.chat import ChatMemory, ChatTokens, Messages, as_messages, as_tools
-from treering.rl.environments.tool_calls import split_calls
+from treering.rl.environments.tool_calls import split_calls, turn_message
 from treering.types import PromptId, TokenIds
 
 FIRST_AGENT = "policy"
@@ -238,7 +238,7 @@ class Policy:
         text = self.decode(call.rollout.tokens)
         text, found = split_calls(text) if schemas else (text, ())
         calls = tuple(replace(each, id=f"call_{call.number}_{i}") for i, each in enumerate(found))
-        message = _message(text, calls)
+        message = turn_message(text, calls)
         self._memory.note([*records, *as_messages([message])], schemas, call.path)
         return Reply(
             call=call.number,
@@ -257,13 +257,3 @@ class Policy:
             stop_tokens=tuple(dict.fromkeys([*session.sampling.stop_tokens, *map(int, stop)])),
         )
         return await session.ask(self._agent, context.astype(np.int32), sampling)
-
-
-def _message(text: str, calls: Sequence[ToolCall]) -> Mapping[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        message["tool_calls"] = [
-            {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": each.arguments}}
-            for each in calls
-        ]
-    return message

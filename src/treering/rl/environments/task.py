@@ -82,7 +82,7 @@ class EnvironmentTask(Task):
         """Reads the tasks.
 
         Args:
-            environment: what runs.
+            environment: has the tasks, and runs episodes of them.
             chat: tokens of its chats.
             options: how episodes run.
             stop_tokens: what ends a turn; None is what the tokenizer says.

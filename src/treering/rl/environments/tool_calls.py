@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from treering.data.formats.tool_calls import decode_call
 from treering.data.trajectory import ToolCall
@@ -24,6 +25,22 @@ def split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     tagged = [(found.group(), _call(found.group(1))) for found in _TAGGED.finditer(text)]
     spans = tagged or [(line, _call(line)) for line in text.splitlines()]
     return _without(text, [span for span, call in spans if call]), tuple(call for _, call in spans if call)
+
+
+def turn_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """A turn of the policy in OpenAI's spelling, whose arguments are JSON text.
+
+    Example:
+        >>> turn_message("", [ToolCall(name="add", arguments={"a": 1}, id="c1")])["tool_calls"][0]["function"]
+        {'name': 'add', 'arguments': '{"a": 1}'}
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": each.arguments_text}}
+            for each in calls
+        ]
+    return message
 
 
 def _without(text: str, spans: Sequence[str]) -> str:

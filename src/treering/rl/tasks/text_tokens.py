@@ -59,9 +59,9 @@ class TextTokens:
         text = self._tokenizer.id_to_token(token_id)
         return None if text is None else str(text)
 
-    def encode(self, text: str) -> TokenIds:
-        """Token ids int32 [T], without added special tokens."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+    def encode(self, text: str, *, adds_special: bool = False) -> TokenIds:
+        """Token ids int32 [T]; `adds_special`: with what the tokenizer writes around a text."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=adds_special).ids, np.int32)
 
     def decode(self, tokens: TokenIds) -> str:
         """The text, without special tokens."""
