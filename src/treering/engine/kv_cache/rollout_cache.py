@@ -21,7 +21,6 @@ off-switch)."""
 
 
 _FIRST_COMPARED = 64
-_TOKEN = np.dtype(np.int32).itemsize
 
 
 class ComputedTokens(NamedTuple):
@@ -70,15 +69,15 @@ class RolloutCache:
         return [span for key, span in self._spans.values() if key == wanted]
 
     def spans_within(self, tokens: TokenIds) -> list[tuple[TokenIds, ComputedTokens]]:
-        """The spans whose prompts, without their last tokens, begin these and are shorter, each with that beginning.
+        """The spans whose prompts these tokens begin with, each with its prompt but for the last token, which it holds.
 
-        Most recently used last. Of other prompts one token is looked at, as a rule.
+        Most recently used last.
         """
         text = tokens.tobytes()
         return [
             (np.frombuffer(prompt, np.int32)[:-1], span)
             for prompt, span in self._spans.values()
-            if len(prompt) - _TOKEN < len(text) and _begins(text, prompt)
+            if text.startswith(prompt)
         ]
 
     def note_use(self, start: int) -> None:
@@ -99,13 +98,6 @@ class RolloutCache:
         """Frees all spans."""
         while self.evict():
             pass
-
-
-def _begins(text: bytes, prompt: bytes) -> bool:
-    """Whether a text begins with a prompt without its last token; in most others the token before that one differs."""
-    size = len(prompt) - _TOKEN
-    first = max(size - _TOKEN, 0)
-    return text[first:size] == prompt[first:size] and text.startswith(prompt[:size])
 
 
 def count_common(left: TokenIds, right: TokenIds) -> int:
