@@ -180,12 +180,14 @@ class Table:
             return []
         prompts = [Source(tokens, 0, start) for tokens, start in self.prefixes.computed()]
         kept = self.rollouts.spans_within(prefix.tokens)
-        running = ((other.tokens, self._computed_tokens(row)) for row, other in enumerate(self._row_prefixes))
-        own = [
-            Source(np.concatenate([before, span.tokens]), before.size, span.start)
-            for before, span in (*kept, *running)
+        running = (
+            (other.tokens, self._computed_tokens(row))
+            for row, other in enumerate(self._row_prefixes)
             # Cheap to see before the whole path is put together.
-            if before.size < prefix.num_tokens and np.array_equal(before, prefix.tokens[: before.size])
+            if other.num_tokens < prefix.num_tokens and np.array_equal(other.tokens, prefix.tokens[: other.num_tokens])
+        )
+        own = [
+            Source(np.concatenate([before, span.tokens]), before.size, span.start) for before, span in (*kept, *running)
         ]
         return plan_copies([*prompts, *own], prefix.tokens, prefix.num_computed)
 
