@@ -319,7 +319,6 @@ class RlConfig(Config):
         refused = {
             "runtime.workers": (self.runtime.workers, 0),
             "engine.kind": (self.engine.kind, "torch"),
-            "rl.kl_in": (self.rl.kl_in, "loss"),
         }
         for name, (value, only) in refused.items():
             if value != only:
@@ -327,8 +326,6 @@ class RlConfig(Config):
                     f'task.kind = "{self.task.kind}" runs its episodes beside the engine of this process, and {name} '
                     f"is {value!r}; set it to {only!r}"
                 )
-        if self.eval.is_set:
-            raise ConfigError("the episodes of an environment are not evaluated apart, and [eval] is set; remove it")
         if self.task.max_turn_tokens > self.sampling.max_tokens:
             raise ConfigError(
                 f"sampling.max_tokens = {self.sampling.max_tokens} bounds a context with its turn, and "

@@ -18,7 +18,6 @@ from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.config.runtime import ProcessConfig, RuntimeConfig
 from treering.engine.protocol import Engine
-from treering.errors import ConfigError
 from treering.history.draft.drafter import Drafter
 from treering.ranks.group import RankGroup
 from treering.rl.loop import EngineFactory, RlLoop
@@ -102,11 +101,6 @@ def make_loop(
     check_room(config, source)
     whole = None
     if group is not None and group.size > 1:
-        if source.runs_episodes:
-            raise ConfigError(
-                f'task.kind = "{source.kind}" runs its episodes in one process, and this run has {group.size}; start '
-                "one"
-            )
         whole = copy.deepcopy(model).eval().requires_grad_(False)
         shard_model(model)
     # Other processes may run in another folder.

@@ -74,6 +74,7 @@ def collect_episodes(
     *,
     group_size: int,
     sampling: Sampling,
+    num_episodes: int | None = None,
     on_finished: Callable[[Rollout], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Collected:
@@ -88,6 +89,7 @@ def collect_episodes(
         draws: how often each task has been scheduled before; 0 if it is not listed.
         group_size: episodes per task, samples 0 to group_size - 1.
         sampling: of every call; `max_tokens` bounds a context with its turn.
+        num_episodes: of the whole step, of which some may run elsewhere; None: they are all here.
         on_finished: called in the engine's thread with the branches of each episode that is kept.
         on_progress: called with the number of episodes that have ended since, at least every tenth of a second.
 
@@ -96,7 +98,7 @@ def collect_episodes(
 
     Example: two tasks in groups of 4 whose episodes play two seats give four groups of 4 runs.
     """
-    step = _Step(task, sampling, group_size)
+    step = _Step(task, sampling, group_size, num_episodes or group_size * len(prompts))
     with EpisodeLoop() as loop, EngineHost(engine, settle=loop.settle) as host:
         try:
             runs = step.run(loop, host, prompts, draws, on_finished, on_progress)
@@ -111,10 +113,10 @@ def collect_episodes(
 class _Step:
     """The episodes of a step."""
 
-    def __init__(self, task: EnvironmentTask, sampling: Sampling, group_size: int) -> None:
+    def __init__(self, task: EnvironmentTask, sampling: Sampling, group_size: int, num_episodes: int) -> None:
         self._task, self._options = task, task.options
         self._sampling = sampling
-        self._group_size = group_size
+        self._group_size, self._num_episodes = group_size, num_episodes
         self._ended: SimpleQueue[Run] = SimpleQueue()
 
     def run(
@@ -140,7 +142,8 @@ class _Step:
                 raise host.error
             if on_progress is not None:
                 on_progress(len(ended))
-            _check_failures(runs, len(keys), self._options.max_failed)
+            errors = Counter(run.error.removeprefix(whose(run.key)) for run in runs if run.error is not None)
+            check_failures(errors, self._num_episodes, self._options.max_failed)
         return runs
 
     def _next(self) -> list[Run]:
@@ -273,13 +276,25 @@ def _rollout(session: Session, branch: Branch, reward: float) -> Rollout:
     )
 
 
-def _check_failures(runs: Sequence[Run], num_episodes: int, max_failed: float) -> None:
-    errors = [run.error.removeprefix(whose(run.key)) for run in runs if run.error is not None]
-    if len(errors) <= max_failed * num_episodes:
+def check_failures(error_counts: Mapping[str, int], num_episodes: int, max_failed: float) -> None:
+    """Stops a run of which too many episodes failed.
+
+    Args:
+        error_counts: how often each cause occurred in a step.
+        num_episodes: of the step.
+        max_failed: share of them that may fail.
+
+    Raises:
+        StateError: more did; it names the commonest cause.
+
+    Example: with three of four failed and `max_failed` 0.5 it raises.
+    """
+    num_failed = sum(error_counts.values())
+    if num_failed <= max_failed * num_episodes:
         return
-    cause, count = Counter(errors).most_common(1)[0]
+    cause, count = Counter(error_counts).most_common(1)[0]
     raise StateError(
-        f"at most {max_failed:.0%} of a step's episodes may fail (task.max_failed), and {len(errors)} of "
+        f"at most {max_failed:.0%} of a step's episodes may fail (task.max_failed), and {num_failed} of "
         f"{num_episodes} did, {count} with {cause}; correct the environment, or raise it"
     )
 
