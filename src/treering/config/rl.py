@@ -316,16 +316,11 @@ class RlConfig(Config):
     def _check_environment(self) -> Self:
         if not self.task.runs_episodes:
             return self
-        refused = {
-            "runtime.workers": (self.runtime.workers, 0),
-            "engine.kind": (self.engine.kind, "torch"),
-        }
-        for name, (value, only) in refused.items():
-            if value != only:
-                raise ConfigError(
-                    f'task.kind = "{self.task.kind}" runs its episodes beside the engine of this process, and {name} '
-                    f"is {value!r}; set it to {only!r}"
-                )
+        if self.runtime.workers > 0:
+            raise ConfigError(
+                f'task.kind = "{self.task.kind}" runs its episodes beside the engine of this process, and '
+                f"runtime.workers is {self.runtime.workers}; set it to 0"
+            )
         if self.task.max_turn_tokens > self.sampling.max_tokens:
             raise ConfigError(
                 f"sampling.max_tokens = {self.sampling.max_tokens} bounds a context with its turn, and "

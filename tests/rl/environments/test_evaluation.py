@@ -90,7 +90,7 @@ def test_failed_episodes_of_a_rank_are_a_share_of_the_whole_step(monkeypatch: py
     step_of(first, max_failed=0.4)
     # The second rank has the task that fails alone.
     assert step_of(OneOf(1, first.own), max_failed=0.4).num_reward_errors == 2
-    with pytest.raises(StateError, match="2 of 6 did, 2 with .*ValueError: no file"):
+    with pytest.raises(StateError, match=r"2 of 6 did, 2 with .*ValueError: no file"):
         step_of(OneOf(1, first.own), max_failed=0.3)
 
 

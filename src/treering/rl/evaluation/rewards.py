@@ -1,4 +1,4 @@
-"""Samples rollouts of held-out prompts, or runs episodes of held-out tasks, and rewards them; nothing of it enters a history, a drafter or a step."""
+"""Rewards of held-out prompts, and of episodes of held-out tasks; nothing enters a history, a drafter or a step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
