@@ -316,10 +316,10 @@ class RlConfig(Config):
     def _check_environment(self) -> Self:
         if not self.task.runs_episodes:
             return self
-        if self.runtime.workers > 0:
+        if self.runtime.rebalance == "running":
             raise ConfigError(
-                f'task.kind = "{self.task.kind}" runs its episodes beside the engine of this process, and '
-                f"runtime.workers is {self.runtime.workers}; set it to 0"
+                f'the episodes of task.kind = "{self.task.kind}" stay on the worker where they began, and '
+                'runtime.rebalance = "running" moves rollouts that run; set "queued"'
             )
         if self.task.max_turn_tokens > self.sampling.max_tokens:
             raise ConfigError(

@@ -104,6 +104,10 @@ class Episodes:
             found.append(self._ended.get())
         return found
 
+    def in_engine(self, function: Callable[[], None]) -> None:
+        """Runs a function in the engine's thread before its next step."""
+        self._host.run(function)
+
     def close(self) -> None:
         """Cancels what runs, and leaves the engine idle."""
         # Before the engine's, so that open calls leave it.
