@@ -107,7 +107,7 @@ def test_a_step_is_complete_after_its_last_reward() -> None:
             },
         )
         assert run.collection.take(RewardResult(rollout=rollout)) is None
-        run.note_finished(rollout)
+        run.note_finished(rollout.key, rollout.num_tokens)
         run.note_rewarded(1)
     assert run.is_complete
     # The order is reversed: the last rollout was the first, without tokens, which counts as one.

@@ -166,6 +166,13 @@ def answering() -> RlLoop:
     )
 
 
+def test_groups_that_only_a_kl_trains_are_counted_once() -> None:
+    kl = {"kl": 0.5, "kl_in": "loss", "reference": partial(build_float64, "llama", seed=4)}
+    with pipeline(TinyRecipe(task=tasks.Constant), num_steps=1, num_workers=1, **kl) as loop:
+        loop.step()
+        assert (loop.account.trained, loop.account.without_variance) == (8, 0)
+
+
 def test_a_trainer_makes_the_reference_of_a_kl() -> None:
     kl = {"kl": 0.5, "kl_in": "reward", "reference": partial(build_float64, "llama", seed=4)}
     expected = run(sampling_loop(build_float64("llama"), **kl), 2)

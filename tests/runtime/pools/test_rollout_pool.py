@@ -43,7 +43,7 @@ class QuietChild:
 
     is_ready = True
 
-    def __init__(self, name: str, *_: object, time_limit_s: float) -> None:
+    def __init__(self, name: str, *_: object, time_limit_s: float, leads_group: bool = False) -> None:
         self.name = name
         self.sent: list[Any] = []
         self.says: list[Any] = []
