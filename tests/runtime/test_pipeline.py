@@ -11,7 +11,7 @@ from torch import nn
 from tests.models import build_float64
 from tests.rl.runs import PLAIN, TinyTask, options, sampling_loop
 from tests.runtime import tasks
-from tests.runtime.runs import Dealt, Lopsided, TinyRecipe, pipeline
+from tests.runtime.runs import Lopsided, TinyRecipe, pipeline
 from treering import metrics
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
@@ -141,29 +141,6 @@ def test_drafts_from_the_shared_history_change_nothing(synchronous: Result, tmp_
             rows.append(rows_of(loop))
         assert_same((loop.model.state_dict(), rows), synchronous)
     assert sum(engine.num_accepted for engine in engines) > 0
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_later_turns_may_run_on_any_worker(staleness: int) -> None:
-    recipe = TinyRecipe(task=tasks.Answering)
-    with pipeline(recipe, num_steps=3, staleness=staleness, max_turns=3, policy=Dealt("queued")) as loop:
-        several = run(loop, 3)
-    with pipeline(recipe, num_steps=3, staleness=staleness, max_turns=3, num_workers=1) as loop:
-        assert_same(several, run(loop, 3))
-    if staleness == 0:
-        assert_same(several, run(answering(), 3))
-
-
-def answering() -> RlLoop:
-    recipe = TinyRecipe(task=tasks.Answering)
-    model = recipe.make_model()
-    return RlLoop(
-        model,
-        recipe.make_task(),
-        lambda drafter, version: recipe.make_engine(model, drafter, version),
-        optim=PLAIN,
-        options=options(max_turns=3),
-    )
 
 
 def test_groups_that_only_a_kl_trains_are_counted_once() -> None:

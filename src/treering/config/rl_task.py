@@ -20,7 +20,6 @@ _OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "
 _SETTINGS = MappingProxyType(
     {
         "sums": _GENERATED,
-        "calculator": _GENERATED,
         "prompts": _FROM_FILE,
         "environment": _OF_ENVIRONMENT,
         "verifiers": _OF_VERIFIERS,
@@ -28,7 +27,7 @@ _SETTINGS = MappingProxyType(
 )
 _OWNERS = MappingProxyType(
     {
-        "sums": "sums and calculator",
+        "sums": "sums",
         "prompts": '"prompts"',
         "environment": '"environment"',
         "verifiers": '"verifiers"',
@@ -61,11 +60,10 @@ class TaskConfig(Config):
     # "class" is no name in Python.
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
-    kind: Literal["sums", "calculator", "prompts", "environment", "verifiers"] = Field(
+    kind: Literal["sums", "prompts", "environment", "verifiers"] = Field(
         default="sums",
-        description="sums: chained sums in one turn. calculator: the same with a tool, in several turns. prompts: a "
-        "file of prompts. environment: episodes of a class of your own. verifiers: episodes of a taskset of verifiers "
-        "v1.",
+        description="sums: chained sums. prompts: a file of prompts. environment: episodes of a class of your own. "
+        "verifiers: episodes of a taskset of verifiers v1.",
     )
     class_: str | None = Field(
         default=None,

@@ -14,8 +14,8 @@ from treering.rl.collect import NUM_MESSAGES, Collected, Group, Runs
 from treering.rl.environments.episodes import Episode, Episodes
 from treering.rl.environments.run import Run, Seat
 from treering.rl.environments.task import EnvironmentTask
+from treering.rl.reward_results import whose
 from treering.rl.tasks.task import Prompt
-from treering.rl.turns import whose
 from treering.types import PromptId
 
 _TICK_S = 0.1
