@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rl.rollouts import prompt_of, rollout_of
+from tests.rl.rollouts import prompt_of
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.rl.tasks.task import Prompt, Task, prompt_id_of
