@@ -1,5 +1,6 @@
 """Episodes of held-out tasks are those of training with the same keys; a KL in the reward counts each sampled token."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 import torch
 
 from tests.models import build_float64
-from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, collect, engine_of, model_of, task_of
+from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, World, collect, engine_of, model_of, task_of, user
 from treering.engine.request import Sampling
 from treering.errors import StateError
 from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected
+from treering.rl.environments.environment import EnvTask
+from treering.rl.environments.policy import Policy
 from treering.rl.evaluation.rewards import EvalOptions, HeldOutRewards
 from treering.rl.options import RlOptions
 from treering.rl.sampler import Sampler
@@ -94,11 +97,22 @@ def test_failed_episodes_of_a_rank_are_a_share_of_the_whole_step(monkeypatch: py
         step_of(OneOf(1, first.own), max_failed=0.3)
 
 
-@pytest.mark.parametrize(("name", "shared"), [("Linear", "once"), ("Rerendered", "sum"), ("SubAgents", "sum")])
-def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(name: str, shared: str) -> None:
+class Forking(World):
+    """A turn that two others go on after."""
+
+    async def run(self, task: EnvTask, policy: Policy) -> float:
+        chat = [user(f"task {task.data}")]
+        first = await policy.chat(chat)
+        chat += [first.message]
+        others = await asyncio.gather(*(policy.chat([*chat, user(text)]) for text in ("left", "right")))
+        return self.reward([first.text, *(other.text for other in others)])
+
+
+@pytest.mark.parametrize(("world", "shared"), [(WORLDS["Linear"], "once"), (Forking, "once"), (Forking, "sum")])
+def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(world: type[World], shared: str) -> None:
     """Against log-probs of every call, each alone, by the stock forward."""
     policy, before = model_of(), build_float64("qwen3", vocab_size=VOCAB, seed=4).eval()
-    collected = collect(engine_of(policy), task_of(WORLDS[name](), shared=shared), num_tasks=2, group_size=3)
+    collected = collect(engine_of(policy), task_of(world(), shared=shared), num_tasks=2, group_size=3)
     options = RlOptions(
         prompts_per_step=2, group_size=3, sampling=SAMPLING, estimator="dr_grpo", objective="dr_grpo", divisor=9.0,
         kl=0.1, kl_in="reward",
