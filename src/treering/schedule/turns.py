@@ -68,6 +68,15 @@ class Turns:
             wait_s=np.array([wait_s for _, wait_s in flat], np.float64),
         )
 
+    def of_rollouts(self, span: slice) -> "Turns":
+        """The turns of the rollouts of a slice, which names at least one."""
+        first, last = self.starts[span.start], self.starts[span.stop]
+        return Turns(
+            starts=self.starts[span.start : span.stop + 1] - first,
+            num_tokens=self.num_tokens[first:last],
+            wait_s=self.wait_s[first:last],
+        )
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """int64 [R]: sampled tokens of each rollout."""
