@@ -169,6 +169,34 @@ def test_ranks_and_one_process_go_on_with_the_runs_of_each_other(
     assert_close(two, one)
 
 
+ENVIRONMENT = """
+from treering.rl.environments import Environment, EnvTask
+
+
+class Letters(Environment):
+    tasks = [EnvTask(id=f"d{i}", data=i) for i in range(5)]
+
+    async def run(self, task, policy):
+        question = {"role": "user", "content": str(task.data)}
+        first = await policy.chat([question])
+        second = await policy.agent("other").chat([question, {"role": "user", "content": first.text}])
+        return sum(map(str.islower, first.text + second.text)) / 8
+"""
+
+
+@pytest.mark.ranks
+def test_two_ranks_run_and_train_the_episodes_of_one(folder: Path) -> None:
+    (folder / "rank_envs.py").write_text(ENVIRONMENT)
+    task = '[task]\nkind = "environment"\nclass = "rank_envs.py:Letters"\nmax_turn_tokens = 4\n'
+    text = CONFIG.replace("max_tokens = 8", "max_tokens = 90")
+    (folder / "episodes.toml").write_text(task + text[text.index("\n[model]") :])
+    done = treering("train", "episodes.toml", "run.dir=episodes-two", "--json", folder=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    of_one = alone(folder, f"run.dir={folder / 'episodes-one'}", file="episodes.toml")
+    assert rollouts(folder / "episodes-two") == rollouts(folder / "episodes-one")
+    assert_close(json.loads(done.stdout), of_one)
+
+
 @pytest.mark.ranks
 def test_two_ranks_sample_and_train_the_adapters_of_one(folder: Path) -> None:
     build(vocab_size=len(WORDS)).save_pretrained(folder / "base")

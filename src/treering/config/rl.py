@@ -316,19 +316,11 @@ class RlConfig(Config):
     def _check_environment(self) -> Self:
         if not self.task.runs_episodes:
             return self
-        refused = {
-            "runtime.workers": (self.runtime.workers, 0),
-            "engine.kind": (self.engine.kind, "torch"),
-            "rl.kl_in": (self.rl.kl_in, "loss"),
-        }
-        for name, (value, only) in refused.items():
-            if value != only:
-                raise ConfigError(
-                    f'task.kind = "{self.task.kind}" runs its episodes beside the engine of this process, and {name} '
-                    f"is {value!r}; set it to {only!r}"
-                )
-        if self.eval.is_set:
-            raise ConfigError("the episodes of an environment are not evaluated apart, and [eval] is set; remove it")
+        if self.runtime.rebalance == "running":
+            raise ConfigError(
+                f'the episodes of task.kind = "{self.task.kind}" stay on the worker where they began, and '
+                'runtime.rebalance = "running" moves rollouts that run; set "queued"'
+            )
         if self.task.max_turn_tokens > self.sampling.max_tokens:
             raise ConfigError(
                 f"sampling.max_tokens = {self.sampling.max_tokens} bounds a context with its turn, and "

@@ -19,7 +19,7 @@ from treering.train.loop.batches import Layout, StepBatch, TrainingTask, make_ba
 from treering.train.loop.ranks import share_batch
 from treering.train.loss_weights import Normalizer
 from treering.tree.plan.costs import CostModel
-from treering.types import TokenIds
+from treering.types import LossMask, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,18 +99,45 @@ def share_of(batch: RlBatch, group: RankGroup, max_tokens: int | None, costs: Co
     )
 
 
+def own_tokens(groups: Sequence[Group]) -> list[LossMask]:
+    """Of each branch, groups in order, the sampled tokens that no earlier branch of its run has: bool [T].
+
+    Example: where both branches of a run train its first call, the second one's mask has only its later calls.
+    """
+    return [mask for group in groups for mask in _own_tokens(group)]
+
+
 def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[Group]:
     """The groups with each rollout's reward less its penalty; one per rollout, groups in order.
+
+    A run's reward is less the penalties of all of its branches.
 
     Example: a group with rewards [1, 0] and penalties [0.25, 0.5] gets the rewards [0.75, -0.5].
     """
     left = iter(penalties)
-    return [
-        replace(
-            group, rollouts=tuple(replace(each, reward=(each.reward or 0.0) - next(left)) for each in group.rollouts)
-        )
-        for group in groups
-    ]
+    return [_penalised(group, np.array([next(left) for _ in group.rollouts])) for group in groups]
+
+
+def _own_tokens(group: Group) -> list[LossMask]:
+    masks = [_after_prompt(group.prompt.tokens, rollout.loss_mask).astype(bool) for rollout in group.rollouts]
+    if group.runs is None:
+        return masks
+    seen: set[tuple[int, int]] = set()
+    for mask, run, turns in zip(masks, group.runs.of, group.runs.turns, strict=True):
+        calls = {(run, int(turn)) for turn in np.unique(turns[turns >= 0])}
+        mask[mask.size - turns.size :] &= ~np.isin(turns, [turn for _, turn in calls & seen])
+        seen |= calls
+    return masks
+
+
+def _penalised(group: Group, penalties: NDArray[np.float64]) -> Group:
+    if group.runs is not None:
+        of = np.array(group.runs.of, np.int64)
+        penalties = np.bincount(of, weights=penalties, minlength=group.runs.num_runs)[of]
+    rollouts = zip(group.rollouts, penalties.tolist(), strict=True)
+    return replace(
+        group, rollouts=tuple(replace(each, reward=(each.reward or 0.0) - penalty) for each, penalty in rollouts)
+    )
 
 
 def empty_batch() -> RlBatch:
@@ -127,5 +154,5 @@ def _as_task(group: Group) -> TrainingTask:
     )
 
 
-def _after_prompt(prompt: TokenIds, values: Logprobs) -> Logprobs:
+def _after_prompt(prompt: TokenIds, values: Logprobs | LossMask) -> Logprobs:
     return np.concatenate([np.zeros(prompt.size), values])

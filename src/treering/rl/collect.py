@@ -187,9 +187,11 @@ def join(prompts: Sequence[Prompt], parts: Sequence[Collected]) -> Collected:
 
     Example: the groups of prompts (a, c) and (b,) are those of (a, b, c).
     """
-    by_prompt = {group.prompt.prompt_id: group for part in parts for group in part.groups}
+    by_prompt = defaultdict(list)
+    for group in (group for part in parts for group in part.groups):
+        by_prompt[group.prompt.prompt_id].append(group)
     return Collected(
-        groups=tuple(by_prompt[prompt.prompt_id] for prompt in prompts),
+        groups=tuple(group for prompt in prompts for group in by_prompt[prompt.prompt_id]),
         num_reward_errors=sum(part.num_reward_errors for part in parts),
         num_unscored=sum(part.num_unscored for part in parts),
         num_empty=sum(part.num_empty for part in parts),

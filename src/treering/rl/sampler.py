@@ -7,7 +7,7 @@ from treering.engine.rollout import Rollout
 from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected, Order, collect, join
 from treering.rl.drafting import Drafting
-from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.collect import check_failures, collect_episodes
 from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import with_stops
@@ -53,28 +53,35 @@ class Sampler:
 
         Raises:
             InputError: the engine refuses a prompt.
+            StateError: too many episodes failed, or one blocks the others.
         """
         own = prompts[self._group.rank :: self._group.size]
         finished: list[Rollout] = []
         progress = PhaseProgress("sampling", len(own) * self._options.group_size, on_progress)
 
-        def on_finished(rollout: Rollout) -> None:
+        def remember(rollout: Rollout) -> None:
             finished.append(rollout)
             if self._drafting is not None:
                 self._drafting.add(rollout)
-            progress.add(1)
 
         if isinstance(self._task, EnvironmentTask):
-            return collect_episodes(
+            collected = collect_episodes(
                 engine,
                 self._task,
                 own,
                 draws,
                 group_size=self._options.group_size,
                 sampling=self._sampling,
-                on_finished=None if self._drafting is None else self._drafting.add,
+                num_episodes=len(prompts) * self._options.group_size,
+                on_finished=remember,
                 on_progress=progress.add,
             )
+            return self._joined(prompts, collected, finished)
+
+        def on_finished(rollout: Rollout) -> None:
+            remember(rollout)
+            progress.add(1)
+
         collected = collect(
             engine,
             self._task,
@@ -87,16 +94,22 @@ class Sampler:
             on_finished=on_finished,
             on_engine_step=progress.tick,
         )
-        return collected if self._group.size == 1 else self._joined(prompts, collected, finished)
+        return self._joined(prompts, collected, finished)
 
     def _joined(self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[Rollout]) -> Collected:
         """The groups of all ranks; what the others finished is history here too, in their order."""
+        if self._group.size == 1:
+            return own
         parts = self._group.gather((own, finished))
         if self._drafting is not None:
             for rank, (_, rollouts) in enumerate(parts):
                 for rollout in rollouts if rank != self._group.rank else ():
                     self._drafting.add(rollout)
-        return join(prompts, [collected for collected, _ in parts])
+        joined = join(prompts, [collected for collected, _ in parts])
+        if isinstance(self._task, EnvironmentTask):
+            num_episodes = len(prompts) * self._options.group_size
+            check_failures(joined.error_counts, num_episodes, self._task.options.max_failed)
+        return joined
 
     def _order(self, prompts: Sequence[Prompt]) -> Order:
         """by_sample if a prompt has no history: its group's first rollouts become its history."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
-from treering.rl.batch import RlBatch, make_rl_batch, share_of, with_penalties
+from treering.rl.batch import RlBatch, make_rl_batch, own_tokens, share_of, with_penalties
 from treering.rl.collect import Group
 from treering.rl.options import RlOptions, known
 from treering.rl.run_advantages import BranchAdvantages
@@ -126,10 +126,12 @@ class Trainer:
         compute, old = self._options.compute, known(batch.old_logprobs)
         share = share_batch(batch.trees, self._group, compute.max_tokens_on_ranks, compute.costs)
         scored = reference.logprobs(share.batch, self._options.sampling.temperature)
-        # Both are 0 at tokens that were not sampled.
-        own = {i: float((old[i] - ref).sum()) for i, ref in zip(share.branches.tolist(), scored, strict=True)}
+        counted = own_tokens(groups)
+        own = {
+            i: float((old[i] - ref)[counted[i]].sum()) for i, ref in zip(share.branches.tolist(), scored, strict=True)
+        }
         sums = {i: total for part in self._group.gather(own) for i, total in part.items()}
-        num_tokens = sum(int(mask.sum()) for mask in batch.trees.loss_masks)
+        num_tokens = sum(int(mask.sum()) for mask in counted)
         penalties = [self._options.kl * sums[i] for i in range(len(sums))]
         return with_penalties(groups, penalties), math.fsum(sums.values()) / max(num_tokens, 1)
 

@@ -14,7 +14,7 @@ class Account:
     """
 
     scheduled: int = 0
-    """Rollouts that the steps requested."""
+    """Rollouts, or episodes, that the steps requested."""
     sampled: int = 0
     """Rollouts that workers have finished; each counts once, whatever its number of turns."""
     sampled_again: int = 0
@@ -28,7 +28,7 @@ class Account:
     evaluated_again: int = 0
     """Reward requests sent again because the reward worker died."""
     reward_errors: int = 0
-    """Rollouts left out: their reward or observation raised, timed out, or killed the reward worker."""
+    """Rollouts left out: their reward, observation or episode raised, timed out, or killed the reward worker."""
     unscored: int = 0
     """Rollouts left out: no reward scored them."""
     empty: int = 0

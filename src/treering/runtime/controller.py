@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from treering.engine.rollout import Rollout, RolloutKey
+from treering.rl.environments.run import Run
 from treering.rl.step_report import WorkerSpan
 from treering.rl.turns import RewardResult
 from treering.runtime.ipc.launcher import Launcher, wait_for_any
@@ -54,7 +55,7 @@ class Controller:
     def __init__(
         self,
         rollout_pool: RolloutPool,
-        reward_client: RewardClient,
+        reward_client: RewardClient | None,
         trainer_client: TrainerClient,
         store: WeightStore,
         launcher: Launcher,
@@ -66,7 +67,7 @@ class Controller:
 
         Args:
             rollout_pool: the rollout workers.
-            reward_client: the reward worker.
+            reward_client: the reward worker; None where episodes bring their rewards.
             trainer_client: the trainer.
             store: the weights.
             launcher: started the processes; `close` closes it.
@@ -87,11 +88,12 @@ class Controller:
     @property
     def children(self) -> list[ChildProcess]:
         """All child processes."""
-        return [*self._needed, self._reward_client.spare]
+        return [*self._needed, *([] if self._reward_client is None else [self._reward_client.spare])]
 
     @property
     def _needed(self) -> list[ChildProcess]:
-        return [*self._rollout_pool.children, self._reward_client.child, *self.trainer_client.children]
+        rewards = [] if self._reward_client is None else [self._reward_client.child]
+        return [*self._rollout_pool.children, *rewards, *self.trainer_client.children]
 
     @property
     def last_open(self) -> int:
@@ -121,7 +123,8 @@ class Controller:
     def dispatch(self) -> None:
         """Sends every process the work that it can start now."""
         self._rollout_pool.dispatch(self._open_steps, self.policy_versions)
-        self._reward_client.dispatch()
+        if self._reward_client is not None:
+            self._reward_client.dispatch()
 
     def finish(
         self, step: int, on_sampled: Callable[[OpenStep], None], on_progress: OnProgress | None = None
@@ -134,7 +137,8 @@ class Controller:
             on_progress: called with its rollouts that have their reward, and all of them.
 
         Raises:
-            StateError: a process dies repeatedly, or rewards end their process again and again.
+            StateError: a process dies repeatedly, rewards end their process again and again, or too many episodes of
+                an environment failed.
             Exception: the error that a child process raised.
         """
         open_step, sent_s = self._open_steps[step], None
@@ -163,26 +167,46 @@ class Controller:
     def close(self) -> None:
         """Stops all processes."""
         self._rollout_pool.close()
-        self._reward_client.close()
+        if self._reward_client is not None:
+            self._reward_client.close()
         self.trainer_client.close()
         self.store.close()
         self._launcher.close()
 
     def _receive(self) -> TrainedStep | None:
         """Waits for messages and handles them; returns the trained step if there is one."""
-        parts = (self._rollout_pool, self._reward_client, self.trainer_client)
-        left_s = self._reward_client.seconds_left()
-        connections = [each for part in parts for each in part.connections()]
+        rewards = self._reward_client
+        left_s = None if rewards is None else rewards.seconds_left()
+        connections = [*self._rollout_pool.connections(), *self.trainer_client.connections()]
+        connections += [] if rewards is None else rewards.connections()
         wait_for_any(connections, _POLL_S if left_s is None else min(_POLL_S, left_s))
-        for open_step, request in self._rollout_pool.receive(self._open_steps):
-            self._request_reward(open_step, request)
-        for reply in [*self._reward_client.receive(), *self._reward_client.check_time()]:
+        for open_step, ended in self._rollout_pool.receive(self._open_steps):
+            if isinstance(ended, Run):
+                self._take_run(open_step, ended)
+            else:
+                self._request_reward(open_step, ended)
+        if rewards is not None:
+            self._take_rewards(rewards)
+        return self.trainer_client.receive()
+
+    def _take_rewards(self, rewards: RewardClient) -> None:
+        for reply in [*rewards.receive(), *rewards.check_time()]:
             open_step, request = self._pending_rewards.pop(reply.key)
             if request.is_group:
                 self._take_group(open_step, reply.results)
             else:
                 self._take(open_step, *reply.results)
-        return self.trainer_client.receive()
+
+    def _take_run(self, open_step: OpenStep, run: Run) -> None:
+        open_step.runs.take(run)
+        open_step.note_finished(run.key, run.num_sampled)
+        open_step.note_rewarded(1)
+        for rollout in run.rollouts:
+            self._remember(rollout)
+
+    def _remember(self, rollout: Rollout) -> None:
+        if self._on_finished is not None and self._on_finished(rollout):
+            self._rollout_pool.refresh()
 
     def _request_reward(self, open_step: OpenStep, request: RewardRequest) -> None:
         [rollout] = request.rollouts
@@ -193,25 +217,25 @@ class Controller:
         self._add(open_step, request)
 
     def _add(self, open_step: OpenStep, request: RewardRequest) -> None:
+        assert self._reward_client is not None, "rollouts have rewards"
         self._pending_rewards[request.key] = open_step, request
         self._reward_client.add(request)
 
     def _take(self, open_step: OpenStep, result: RewardResult) -> None:
-        following = open_step.collection.take(result)
+        following = open_step.rollouts.take(result)
         self._rollout_pool.note_reward(open_step, result.rollout.key, following)
         if following is not None:
             return
-        open_step.note_finished(result.rollout)
+        open_step.note_finished(result.rollout.key, result.rollout.num_tokens)
         if not result.awaits_group:
             open_step.note_rewarded(1)
-        if self._on_finished is not None and self._on_finished(result.rollout):
-            self._rollout_pool.refresh()
-        if group := open_step.collection.full_group(result.rollout.prompt_id):
+        self._remember(result.rollout)
+        if group := open_step.rollouts.full_group(result.rollout.prompt_id):
             self._add(open_step, RewardRequest(rollouts=group, is_group=True))
 
     def _take_group(self, open_step: OpenStep, results: Sequence[RewardResult]) -> None:
         for result in results:
-            open_step.collection.take(result)
+            open_step.rollouts.take(result)
         open_step.note_rewarded(len(results))
 
     def _finished(self, open_step: OpenStep, done: TrainedStep, sent_s: float) -> FinishedStep:

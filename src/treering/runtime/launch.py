@@ -45,6 +45,8 @@ class RunSpec:
     """Of the silence of a process that has work."""
     reward_name: str
     """See `Task.reward_name`."""
+    runs_episodes: bool
+    """Whether the workers run episodes of an environment, which bring their rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +99,6 @@ def start_controller(
     # Mapped files cost no message, and are in memory once for all workers.
     folder = drafting.folder if drafting is not None and launcher.shares_host else None
     worker = WorkerSettings(recipe=spec.recipe, drafts=None if drafting is None else drafting.options, history=folder)
-    reward = RewardSettings(recipe=spec.recipe, max_tokens=spec.max_tokens)
     return Controller(
         RolloutPool(
             worker,
@@ -106,15 +107,9 @@ def start_controller(
             time_limit_s=spec.worker_time_limit_s,
             account=account,
             history=drafting if folder is None else None,
+            runs_episodes=spec.runs_episodes,
         ),
-        RewardClient(
-            reward,
-            launcher,
-            reward_name=spec.reward_name,
-            time_limit_s=spec.time_limit_s,
-            worker_time_limit_s=spec.worker_time_limit_s,
-            account=account,
-        ),
+        None if spec.runs_episodes else _rewards(spec, account),
         TrainerClient(
             trainer,
             store,
@@ -131,4 +126,15 @@ def start_controller(
             **{past["step"]: past["policy_version"] for past in start_state.past},
         },
         on_finished=on_finished,
+    )
+
+
+def _rewards(spec: RunSpec, account: Account) -> RewardClient:
+    return RewardClient(
+        RewardSettings(recipe=spec.recipe, max_tokens=spec.max_tokens),
+        spec.launcher,
+        reward_name=spec.reward_name,
+        time_limit_s=spec.time_limit_s,
+        worker_time_limit_s=spec.worker_time_limit_s,
+        account=account,
     )

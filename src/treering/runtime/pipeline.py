@@ -15,6 +15,7 @@ from treering.data import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, Interrupted, StateError
 from treering.rl.drafting import Drafting
+from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import check_contexts
 from treering.rl.step_report import RlStepReport
@@ -122,6 +123,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             time_limit_s=reward_time_limit_s,
             worker_time_limit_s=worker_time_limit_s,
             reward_name=task.reward_name,
+            runs_episodes=isinstance(task, EnvironmentTask),
         )
         self._latest: list[Trajectory] = []
         self._start_state = StartState()

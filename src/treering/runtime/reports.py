@@ -1,8 +1,13 @@
 """The account and the report of a finished step."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from treering.engine.rollout import RolloutKey
+from treering.rl.collect import Group
 from treering.rl.step_report import Overlap, Phases, RlStepReport, rollout_report
+from treering.rl.trainer import Trained
 from treering.runtime.account import Account
 from treering.runtime.controller import FinishedStep
 
@@ -15,14 +20,25 @@ def settle_account(finished: FinishedStep) -> Account:
     """
     open_step, trained = finished.open_step, finished.done.trained
     collected = open_step.collection.result()
-    groups = zip(collected.groups, trained.group_advantages, strict=True)
     account = open_step.account
     account.reward_errors, account.unscored = collected.num_reward_errors, collected.num_unscored
     account.empty = collected.num_empty
-    account.without_variance = sum(len(group.rollouts) for group, values in groups if not any(map(np.any, values)))
-    account.trained = 0 if trained.update is None else trained.update.num_branches
+    kept = {rollout.key for group in collected.groups for rollout in group.rollouts}
+    used = _trained_branches(collected.groups, trained)
+    num_lost = len(used) - (0 if trained.update is None else trained.update.num_branches)
+    account.trained = len(set(used)) - num_lost
+    account.without_variance = len(kept - set(used))
     account.check(open_step.step)
     return account
+
+
+def _trained_branches(groups: Sequence[Group], trained: Trained) -> list[RolloutKey]:
+    """The keys of the branches that an update has to have: a run has one for each of its branches."""
+    keys = [[rollout.key for rollout in group.rollouts] for group in groups]
+    # A KL in the loss trains groups with equal rewards too.
+    has_all = trained.num_rollouts == sum(map(len, keys))
+    pairs = zip(keys, trained.group_advantages, strict=True)
+    return [key for of_group, values in pairs if has_all or any(map(np.any, values)) for key in of_group]
 
 
 def report_of(finished: FinishedStep, *, epoch: int, step_s: float) -> RlStepReport:

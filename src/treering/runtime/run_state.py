@@ -104,13 +104,15 @@ class RunState:
             version = self._cluster.version_of(step)
             plan = self._planner.plan(step)
             cluster = self._planner.cluster
+            # Episodes stay where they began.
+            may_move = cluster.rebalancing == "running" and not self._prompt_schedule.runs_episodes
             yield OpenStep(
                 plan,
                 collection,
                 version=version,
                 num_workers=cluster.num_workers,
                 ratios=self._planner.ratios(),
-                prices=prices_of(cluster) if cluster.rebalancing == "running" else None,
+                prices=prices_of(cluster) if may_move else None,
             )
 
     def note_sampled(self, open_step: OpenStep) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.cli.runs import Commands, assert_same_weights
+from treering.data.held_out import is_held_out
 
 ENVIRONMENT = """
 from treering.rl.environments import Environment, EnvTask
@@ -50,6 +51,19 @@ def test_a_run_trains_and_a_resumed_one_ends_bitwise_as_one_that_was_not_stopped
     assert len(rollouts) == 12
 
 
+def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> None:
+    own = ("eval.share=0.5", "eval.temperature=1.0", "eval.num_samples=2", "rl.kl=0.1", "rl.kl_in=reward")
+    assert "held-out tasks are evaluated" in trained.done("train", *CONFIG, *own)
+    found = [json.loads(line) for line in (trained.folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found if "eval/pass_at_2" in row] == [0, 4]
+    assert all("train/kl" in row for row in found if "train/loss" in row)
+    files = (trained.folder / "out" / "rollouts").iterdir()
+    ids = {json.loads(line)["task_id"] for file in files for line in file.read_text().splitlines()}
+    held = {f"d{i}" for i in range(4) if is_held_out(f"d{i}", 0.5, seed=0)}
+    assert ids == {f"d{i}" for i in range(4)} - held
+    assert 0 < len(held) < 4
+
+
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
@@ -57,8 +71,6 @@ def test_a_run_trains_and_a_resumed_one_ends_bitwise_as_one_that_was_not_stopped
         (["task.class=envs.py:Nothing"], "has none named 'Nothing'"),
         (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to sums and calculator'),
         (["runtime.workers=1"], "runtime.workers is 1"),
-        (["rl.kl=0.1", "rl.kl_in=reward"], "rl.kl_in is 'reward'"),
-        (["eval.share=0.5"], "are not evaluated apart"),
         (["warmup.num_steps=2"], 'task.kind = "environment" has none'),
         (["task.max_turn_tokens=100"], "bounds a context with its turn"),
         (["task.template=raw"], 'template = "raw" has no turns'),

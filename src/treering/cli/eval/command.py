@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -49,8 +50,8 @@ def run(
     with only_results_on_stdout() as results:
         target = find_target(name, step=step, files=files, reward=reward, overrides=overrides)
         console = Console(stderr=True, highlight=False)
-        with warnings_as_lines(console), WorkProgress(console) as progress:
-            measure = _measure(target)
+        with warnings_as_lines(console), WorkProgress(console) as progress, ExitStack() as stack:
+            measure = _measure(target, stack)
             values = dict(measure(lambda phase, done, planned: progress.show(f"{phase} {done:,} of {planned:,}")))
         if json_output:
             print(json.dumps({"weights": str(target.weights), **values}, indent=2), file=results, flush=True)
@@ -58,12 +59,13 @@ def run(
         Console(file=results).print(_table(target, values))
 
 
-def _measure(target: Target) -> Measure:
+def _measure(target: Target, stack: ExitStack) -> Measure:
     config = target.config
     model = load_checkpoint(target.weights).to(choose_device(config.model.device))
     if isinstance(config, RlConfig):
         held = load_held_out(config, Path())
         assert held is not None, "find_target checks it"
+        stack.callback(held.close)
         return measure_rewards(config, held, lambda: model)
     return _loss(config, model)
 

@@ -17,6 +17,7 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.errors import InputError
 from treering.ranks.group import RankGroup
+from treering.rl.environments.task import EnvironmentTask
 from treering.rl.evaluation.rewards import EvalOptions, HeldOutRewards, eval_seed
 from treering.rl.prompt_checks import check_contexts
 from treering.rl.tasks.subset import TaskSubset
@@ -48,15 +49,18 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
     task = config.task
     if section.file is not None:
         task = task.model_copy(update={"file": section.file, "max_prompts": section.max_prompts})
-    source = load_task(task, config_dir=config_dir, model=find_model(config.model, config_dir))
+    source = load_task(
+        task, config_dir=config_dir, model=find_model(config.model, config_dir), max_rows=config.engine.max_batch
+    )
     return source if section.file is not None else _part(source, config, held_out=True)
 
 
 def held_out_notes(held: TaskSource, trained: TaskSource) -> list[str]:
     """What a user should know of the two parts."""
-    known = {prompt.tokens.tobytes() for prompt in trained.task.prompts}
+    # Tasks of an environment have no tokens of their own.
+    known = {prompt.tokens.tobytes() for prompt in trained.task.prompts if prompt.tokens.size}
     num_common = sum(prompt.tokens.tobytes() in known for prompt in held.task.prompts)
-    notes = [f"{len(held.task.prompts)} held-out prompts are evaluated"]
+    notes = [f"{len(held.task.prompts)} held-out {'tasks' if held.runs_episodes else 'prompts'} are evaluated"]
     return [*notes, f"{num_common} of them are trained on too, with the same tokens"] if num_common else notes
 
 
@@ -117,4 +121,5 @@ def _part(source: TaskSource, config: RlConfig, *, held_out: bool) -> TaskSource
             "another share, another eval.seed, or eval.file"
         )
     chosen = [prompt for prompt, is_held in zip(prompts, held, strict=True) if is_held == held_out]
-    return replace(source, task=TaskSubset(source.task, chosen[: section.max_prompts] if held_out else chosen))
+    kept, task = chosen[: section.max_prompts] if held_out else chosen, source.task
+    return replace(source, task=task.subset(kept) if isinstance(task, EnvironmentTask) else TaskSubset(task, kept))

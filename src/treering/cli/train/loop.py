@@ -14,11 +14,10 @@ from treering.cli.run_folder import WARMUP_FOLDER
 from treering.cli.settings import optim_options
 from treering.cli.train.held_out import load_trained
 from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
-from treering.cli.train.task import TaskSource
+from treering.cli.train.task import TaskSource, episode_options
 from treering.config import RlConfig
 from treering.config.runtime import ProcessConfig, RuntimeConfig
 from treering.engine.protocol import Engine
-from treering.errors import ConfigError
 from treering.history.draft.drafter import Drafter
 from treering.ranks.group import RankGroup
 from treering.rl.loop import EngineFactory, RlLoop
@@ -54,7 +53,10 @@ class TrainRecipe:
     @property
     def max_batch(self) -> int:
         """See `Recipe`."""
-        return self._config.engine.max_batch
+        max_rows = self._config.engine.max_batch
+        if not self._config.task.runs_episodes:
+            return max_rows
+        return episode_options(self._config.task, max_rows).limit
 
     def make_model(self) -> PreTrainedModel:
         """See `Recipe`."""
@@ -102,11 +104,6 @@ def make_loop(
     check_room(config, source)
     whole = None
     if group is not None and group.size > 1:
-        if source.runs_episodes:
-            raise ConfigError(
-                f'task.kind = "{source.kind}" runs its episodes in one process, and this run has {group.size}; start '
-                "one"
-            )
         whole = copy.deepcopy(model).eval().requires_grad_(False)
         shard_model(model)
     # Other processes may run in another folder.

@@ -159,6 +159,8 @@ def _opened(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator
     )
     with ExitStack() as stack:
         stack.callback(source.close)
+        if held is not None:
+            stack.callback(held.close)
         if isinstance(loop, PipelineLoop):
             stack.enter_context(loop)
         with printed_warnings(console):

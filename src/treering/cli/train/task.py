@@ -125,6 +125,19 @@ def load_task(
     return TaskSource(task=draw_sums(config), kind=config.kind, max_turns=_TURNS[config.kind])
 
 
+def episode_options(config: TaskConfig, max_rows: int) -> EpisodeOptions:
+    """How episodes run beside an engine of `max_rows` rows."""
+    return EpisodeOptions(
+        max_rows=max_rows,
+        episodes_in_flight=config.episodes_in_flight,
+        episode_timeout_s=config.episode_timeout,
+        max_turn_tokens=config.max_turn_tokens,
+        max_failed=config.max_failed,
+        shared=config.shared,
+        weights=config.weights,
+    )
+
+
 def draw_sums(config: TaskConfig) -> SumTask:
     """The prompts of a task of kind sums or calculator."""
     return _SUMS[config.kind](
@@ -183,19 +196,10 @@ def _of_environment(
         tokenizer = find_folder(config.tokenizer, places, setting="task.tokenizer", wanted="tokenizer")
     chat = ChatTokens(tokenizer, config.template, config.date)
     stops = find_stop_tokens(chat.text, end_of_turn=chat.end_of_turn, model=model, named=config.stop_tokens)
-    options = EpisodeOptions(
-        max_rows=max_rows,
-        episodes_in_flight=config.episodes_in_flight,
-        episode_timeout_s=config.episode_timeout,
-        max_turn_tokens=config.max_turn_tokens,
-        max_failed=config.max_failed,
-        shared=config.shared,
-        weights=config.weights,
-    )
     task = EnvironmentTask(
         _environment(config, config_dir, shell_dir, tokenizer),
         chat,
-        options,
+        episode_options(config, max_rows),
         stop_tokens=tuple(stop.token_id for stop in stops),
     )
     what = "single bytes, for want of a tokenizer" if tokenizer == BYTES_FOLDER else f"the tokens of {tokenizer}"

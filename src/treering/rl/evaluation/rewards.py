@@ -1,6 +1,6 @@
-"""Samples rollouts of held-out prompts and rewards them; nothing of it enters a history, a drafter or a step."""
+"""Rewards of held-out prompts, and of episodes of held-out tasks; nothing enters a history, a drafter or a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from treering import metrics
@@ -11,6 +11,8 @@ from treering.engine.sampling.noise import row_key
 from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected, collect, join
+from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.task import EnvironmentTask
 from treering.rl.evaluation.pass_at_k import mean_pass_at_k
 from treering.rl.prompt_checks import check_prompts, with_stops
 from treering.rl.tasks.task import Task
@@ -40,12 +42,12 @@ class EvalOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """The rewards of held-out prompts.
+    """The rewards of held-out prompts, or of each agent's runs of held-out tasks.
 
     Attributes:
         reward: mean over the rollouts with a reward; None if there is none.
         pass_at: mean chance that one of k samples passes, by k; a rollout without a reward does not pass.
-        length_mean: tokens of a rollout with a reward; None if there is none.
+        length_mean: tokens of a rollout with a reward, or of all branches of a run; None if there is none.
         num_reward_errors: rollouts whose reward or observation raised.
         reward_errors: the first messages.
     """
@@ -98,6 +100,7 @@ class HeldOutRewards:
 
         Raises:
             InputError: the engine refuses a prompt.
+            StateError: too many episodes of an environment failed.
         """
         prompts, options = self._task.prompts, self._options
         own = prompts[self._group.rank :: self._group.size]
@@ -106,16 +109,28 @@ class HeldOutRewards:
         def on_finished(_: Rollout) -> None:
             progress.add(1)
 
-        collected = collect(
-            self._make_engine(),
-            self._task,
-            own,
-            {},
-            group_size=options.num_samples,
-            sampling=self._sampling,
-            max_turns=options.max_turns,
-            on_finished=on_finished,
-        )
+        if isinstance(self._task, EnvironmentTask):
+            collected = collect_episodes(
+                self._make_engine(),
+                self._task,
+                own,
+                {},
+                group_size=options.num_samples,
+                sampling=self._sampling,
+                num_episodes=len(prompts) * options.num_samples,
+                on_progress=progress.add,
+            )
+        else:
+            collected = collect(
+                self._make_engine(),
+                self._task,
+                own,
+                {},
+                group_size=options.num_samples,
+                sampling=self._sampling,
+                max_turns=options.max_turns,
+                on_finished=on_finished,
+            )
         return _report(join(prompts, self._group.gather(collected)), options)
 
 
@@ -130,13 +145,14 @@ def eval_seed(seed: int) -> int:
 
 
 def _report(collected: Collected, options: EvalOptions) -> EvalReport:
-    rollouts: Sequence[Rollout] = [rollout for group in collected.groups for rollout in group.rollouts]
+    num_tokens = sum(rollout.num_tokens for group in collected.groups for rollout in group.rollouts)
+    num_rollouts = collected.num_rollouts
     num_passed = [int((group.rewards >= options.pass_reward).sum()) for group in collected.groups]
     total = sum(float(group.rewards.sum()) for group in collected.groups)
     return EvalReport(
-        reward=total / len(rollouts) if rollouts else None,
+        reward=total / num_rollouts if num_rollouts else None,
         pass_at=mean_pass_at_k(options.num_samples, num_passed),
-        length_mean=sum(rollout.num_tokens for rollout in rollouts) / len(rollouts) if rollouts else None,
+        length_mean=num_tokens / num_rollouts if num_rollouts else None,
         num_reward_errors=collected.num_reward_errors,
         reward_errors=collected.reward_errors,
     )

@@ -6,6 +6,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
@@ -13,6 +14,8 @@ from treering.engine.rollout import Rollout, RolloutKey
 from treering.history.store.prompt_index import PromptIndex
 from treering.rl.collect import Group
 from treering.rl.drafting import DraftOptions
+from treering.rl.environments.episodes import Episode
+from treering.rl.environments.run import Run
 from treering.rl.options import RlOptions
 from treering.rl.trainer import Trained
 from treering.rl.turns import RewardResult
@@ -21,6 +24,9 @@ from treering.schedule.measured_latency import PassTimes
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.reference import MakeReference
 from treering.types import PromptId
+
+Work: TypeAlias = Request | Episode
+"""What a rollout worker is sent: rollouts to sample, or episodes to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +65,7 @@ class PromptHistories:
 class SampleRequests:
     """To a worker: requests of its current step."""
 
-    requests: Sequence[Request]
+    requests: Sequence[Work]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,6 +99,22 @@ class SampledRollouts:
     busy_s: float
     times: PassTimes
     """Of forward passes and weight loads since the previous message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EndedRuns:
+    """From a worker that runs episodes: those that have ended, and counters since its previous message."""
+
+    step: int
+    runs: Sequence[Run]
+    stats: EngineStats
+    busy_s: float
+    """With episodes, those that wait included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CloseEnvironment:
+    """To a worker that runs episodes: end what its environment has started, and exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,6 +12,9 @@ from treering.runtime.ipc.launcher import Ended, Kind, Launcher, Process, Transp
 MAX_DEATHS = 5
 """Deaths in a row, without progress in between, that end the run."""
 
+_STOP_POLL_S = 0.01
+"""How often `stop` looks whether a child has ended."""
+
 
 class ChildProcess:
     """A named child process that can be restarted.
@@ -149,10 +152,13 @@ class ChildProcess:
         """Resets the count of deaths."""
         self.num_deaths = 0
 
-    def stop(self) -> Ended:
-        """Kills the child, if there is one, and returns how it ended."""
+    def stop(self, *, patience_s: float = 0.0) -> Ended:
+        """Kills the child, if there is one and it does not end by itself in time, and returns how it ended."""
         if self._process is None:
             return Ended(status=None, cause="no process")
+        end_s = time.monotonic() + patience_s
+        while time.monotonic() < end_s and self._process.is_alive():
+            time.sleep(_STOP_POLL_S)
         ended = self._process.end(with_group=self._leads_group)
         self._process = None
         return ended

@@ -17,7 +17,7 @@ class Recipe(Protocol):
 
     @property
     def max_batch(self) -> int:
-        """Rollouts that an engine of `make_engine` runs at a time."""
+        """Rollouts that an engine of `make_engine` runs at a time; of an environment, episodes in flight."""
 
     def make_model(self) -> nn.Module:
         """The model, with any weights."""

@@ -6,16 +6,29 @@ from dataclasses import replace
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.history.store.snapshot import SnapshotSource
+from treering.rl.environments.run import Run
 from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher, Transport
-from treering.runtime.ipc.messages import GiveUp, ReportReceived, RewardRequest, SampledRollouts, WorkerSettings
+from treering.runtime.ipc.messages import (
+    CloseEnvironment,
+    EndedRuns,
+    GiveUp,
+    ReportReceived,
+    RewardRequest,
+    SampledRollouts,
+    WorkerSettings,
+)
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.pools.sent_history import SentHistory
 from treering.runtime.pools.worker_state import OpenSteps, WorkerState
 from treering.runtime.step.migration import Held, choose_move
 from treering.runtime.step.open_step import OpenStep
+from treering.runtime.workers.episode_worker import run_episode_worker
 from treering.runtime.workers.rollout_worker import run_rollout_worker
 from treering.schedule.measured_latency import PassTimes
+
+_CLOSE_S = 5.0
+"""How long environments may take to end what they have started."""
 
 
 class RolloutPool:
@@ -34,12 +47,15 @@ class RolloutPool:
         time_limit_s: float,
         account: Account,
         history: SnapshotSource | None = None,
+        runs_episodes: bool = False,
     ) -> None:
         """Starts the workers; each may be silent for `time_limit_s` while it has rollouts.
 
-        They are sent the `history` as it is published, by prompt; None: they read a folder, or none.
+        They are sent the `history` as it is published, by prompt; None: they read a folder, or none. With
+        `runs_episodes` each runs those of an environment, and closes it in the end.
         """
         self._settings = settings
+        self._runs_episodes = runs_episodes
         self._history = history
         self._keeps_others = settings.drafts is not None and "others" in settings.drafts.sources
         self._max_batch = settings.recipe.max_batch
@@ -49,9 +65,10 @@ class RolloutPool:
                 child=ChildProcess(
                     f"rollout worker {number}",
                     "rollout_worker",
-                    run_rollout_worker,
+                    run_episode_worker if runs_episodes else run_rollout_worker,
                     launcher,
                     time_limit_s=time_limit_s,
+                    leads_group=runs_episodes,
                 ),
                 sent=self._nothing_sent(),
             )
@@ -108,18 +125,21 @@ class RolloutPool:
                 worker.has_report = False
                 self._move(number, worker, open_steps, policy_versions)
 
-    def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, RewardRequest]]:
-        """Finished turns, each with its step. Replaces dead workers.
+    def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, RewardRequest | Run]]:
+        """Finished turns and runs, each with its step. Replaces dead workers.
 
         Raises:
             StateError: a worker dies repeatedly.
             Exception: the error that a worker raised.
         """
-        found = []
+        found: list[tuple[OpenStep, RewardRequest | Run]] = []
         for number, worker in enumerate(self._workers):
             messages, has_died = worker.child.receive()
             for message in messages:
-                found += self._take(worker, message, open_steps)
+                if isinstance(message, EndedRuns):
+                    found += self._take_runs(number, worker, message, open_steps)
+                else:
+                    found += self._take(worker, message, open_steps)
             worker.child.end_if_silent(is_busy=bool(worker.running))
             if has_died:
                 self._replace(number, worker, open_steps)
@@ -140,12 +160,29 @@ class RolloutPool:
 
     def close(self) -> None:
         """Stops the workers."""
+        if self._runs_episodes:
+            for worker in self._workers:
+                worker.child.send(CloseEnvironment())
         for worker in self._workers:
-            worker.child.stop()
+            worker.child.stop(patience_s=_CLOSE_S if self._runs_episodes and worker.child.is_ready else 0.0)
+
+    def _take_runs(
+        self, number: int, worker: WorkerState, message: EndedRuns, open_steps: OpenSteps
+    ) -> list[tuple[OpenStep, RewardRequest | Run]]:
+        self.busy_s += message.busy_s
+        open_step = open_steps[message.step]
+        open_step.note_stats(message.stats)
+        open_step.note_span(number, busy_s=message.busy_s, num_rollouts=len(message.runs))
+        if message.runs:
+            worker.child.note_progress()
+        worker.num_ended += len(message.runs)
+        for run in message.runs:
+            del worker.running[run.key]
+        return [(open_step, run) for run in message.runs]
 
     def _take(
         self, worker: WorkerState, message: SampledRollouts, open_steps: OpenSteps
-    ) -> list[tuple[OpenStep, RewardRequest]]:
+    ) -> list[tuple[OpenStep, RewardRequest | Run]]:
         self.busy_s += message.busy_s
         self.times.add(message.times)
         open_step = open_steps.get(message.step)
@@ -162,11 +199,11 @@ class RolloutPool:
         if message.rollouts:
             # Only finished rollouts count as progress: a worker may die at the same token every time.
             worker.child.note_progress()
-        found = []
+        found: list[tuple[OpenStep, RewardRequest | Run]] = []
         for rollout in message.rollouts:
             del worker.running[rollout.key]
             worker.num_ended += 1
-            request = RewardRequest(rollouts=[rollout], is_last_turn=open_step.collection.note_turn(rollout))
+            request = RewardRequest(rollouts=[rollout], is_last_turn=open_step.rollouts.note_turn(rollout))
             if not request.is_last_turn and rollout.finish_reason == "stop":
                 worker.awaited.add(rollout.key)
             found.append((open_step, request))
@@ -209,6 +246,7 @@ class RolloutPool:
         for rollout in given:
             assert open_step is not None, "a given-up rollout keeps its step open"
             request = worker.running.pop(rollout.key)
+            assert isinstance(request, Request), "episodes are never given up"
             before = 0 if request.so_far is None else request.so_far.num_tokens
             if rollout.num_tokens > before:
                 request = replace(request, so_far=rollout)

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
-from treering.runtime.ipc.messages import BeginStep, PromptHistories, RefreshHistory, SampleRequests
+from treering.runtime.ipc.messages import BeginStep, PromptHistories, RefreshHistory, SampleRequests, Work
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.pools.sent_history import SentHistory
 from treering.runtime.step.open_step import OpenStep
@@ -26,7 +25,7 @@ class WorkerState:
     """Its current step; 0 for a new worker."""
     has_begun: bool = False
     """Whether it was sent that step."""
-    running: dict[RolloutKey, Request] = field(default_factory=dict)
+    running: dict[RolloutKey, Work] = field(default_factory=dict)
     awaited: set[RolloutKey] = field(default_factory=set)
     """Rollouts that may get another turn after their reward request."""
     move_target: int | None = None
@@ -72,7 +71,7 @@ class WorkerState:
             )
         )
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Work]) -> None:
         """Sends it requests, and first the history of their prompts that it lacks."""
         self.running.update((request.key, request) for request in requests)
         self._send_history(requests)
@@ -84,7 +83,7 @@ class WorkerState:
             self.child.send(RefreshHistory())
         self._send_history(self.running.values())
 
-    def _send_history(self, requests: Iterable[Request]) -> None:
+    def _send_history(self, requests: Iterable[Work]) -> None:
         if self.sent is None:
             return
         indexes = self.sent.changes(request.prompt_id for request in requests)

@@ -13,6 +13,7 @@ import numpy as np
 
 from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
+from treering.runtime.ipc.messages import Work
 from treering.runtime.step.open_step import OpenStep
 from treering.schedule.cluster import Cluster
 from treering.schedule.simulator.destinations import (
@@ -36,7 +37,7 @@ _NUM_LONGEST = 8
 class Held:
     """A worker's rollouts of a step."""
 
-    requests: Mapping[RolloutKey, Request]
+    requests: Mapping[RolloutKey, Work]
     """Those in its engine, running or queued."""
     num_awaited: int = 0
     """Rollouts that may get another turn after their reward request."""
@@ -130,5 +131,7 @@ def _can_move(open_step: OpenStep, held: Held, key: RolloutKey) -> bool:
         return False
     # A later turn's start is known from the finish reason of the turn before, which an aborted rollout has lost.
     request = held.requests[key]
+    if not isinstance(request, Request):
+        return False
     is_later_turn = request.so_far is not None and request.so_far.finish_reason == "stop"
     return not (is_later_turn and request.sampling.stop_strings)

@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.engine.protocol import EngineStats
-from treering.engine.request import Request
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.rollout import RolloutKey
 from treering.rl.collect import Collection
+from treering.rl.environments.collect import EpisodeCollection
 from treering.rl.step_report import WorkerSpan, total_stats
 from treering.runtime.account import Account
+from treering.runtime.ipc.messages import Work
 from treering.runtime.step.expected_lengths import ExpectedLengths
 from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.policy import Moving
@@ -31,7 +32,7 @@ class OpenStep:
     def __init__(
         self,
         plan: RolloutPlan,
-        collection: Collection,
+        collection: Collection | EpisodeCollection,
         *,
         version: int,
         num_workers: int,
@@ -50,7 +51,7 @@ class OpenStep:
         """
         self.step, self.version = plan.step, version
         self.collection = collection
-        requests = collection.requests()
+        requests: list[Work] = [*collection.requests()]
         self.account = Account(scheduled=len(requests))
         self.stats = EngineStats()
         self.started_s = self.ended_s = 0.0
@@ -71,13 +72,25 @@ class OpenStep:
         self._started: set[RolloutKey] = set()
         self._num_prompt_tokens = [request.prompt.size for request in requests]
         self._can_steal = plan.assignment.stealing == "queued"
-        self._queues: list[deque[Request]] = [deque() for _ in range(num_workers)]
+        self._queues: list[deque[Work]] = [deque() for _ in range(num_workers)]
         for number in plan.assignment.order.tolist():
             self._queues[plan.assignment.workers[number]].append(requests[number])
         self._sizes = [len(queue) for queue in self._queues]
         self._reaches = np.zeros(num_workers)
         np.maximum.at(self._reaches, plan.assignment.workers, initial)
-        self._unassigned: deque[Request] = deque()
+        self._unassigned: deque[Work] = deque()
+
+    @property
+    def rollouts(self) -> Collection:
+        """The collection of a step of prompts."""
+        assert isinstance(self.collection, Collection), "episodes have runs"
+        return self.collection
+
+    @property
+    def runs(self) -> EpisodeCollection:
+        """The collection of a step of episodes."""
+        assert isinstance(self.collection, EpisodeCollection), "prompts have rollouts"
+        return self.collection
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -94,12 +107,12 @@ class OpenStep:
         can_steal = self._can_steal and self._sizes[worker] > 0 and any(self._queues)
         return bool(self._queues[worker] or self._unassigned or can_steal)
 
-    def take(self, worker: int, *, num_running: int, max_batch: int, num_spare: int = 1) -> list[Request]:
+    def take(self, worker: int, *, num_running: int, max_batch: int, num_spare: int = 1) -> list[Work]:
         """Requests for a worker that runs `num_running` rollouts: its own, then unassigned ones, then stolen ones.
 
         With stealing, `num_spare` of its own requests may queue in its engine, so that no slot there runs empty.
         """
-        taken: list[Request] = []
+        taken: list[Work] = []
         queue, num_free = self._queues[worker], max_batch - num_running
         limit = num_free + num_spare if self._can_steal else len(queue)
         while queue and len(taken) < limit:
@@ -113,7 +126,7 @@ class OpenStep:
             self.started_s = time.perf_counter()
         return taken
 
-    def requeue(self, requests: Iterable[Request]) -> None:
+    def requeue(self, requests: Iterable[Work]) -> None:
         """Takes back the requests of a dead worker; any worker samples them again, with the same tokens."""
         lost = list(requests)
         self._started.difference_update(request.key for request in lost)
@@ -125,7 +138,7 @@ class OpenStep:
         self._unassigned.extend(self._queues[worker])
         self._queues[worker].clear()
 
-    def resume(self, request: Request, worker: int | None) -> None:
+    def resume(self, request: Work, worker: int | None) -> None:
         """Queues the next turn or the rest of a rollout, for the given worker or for any."""
         self._started.discard(request.key)
         if worker is None:
@@ -156,15 +169,16 @@ class OpenStep:
         self._started.add(key)
         self._expected_lengths.note_progress(self._number[key], num_tokens)
 
-    def move(self, request: Request, worker: int) -> None:
+    def move(self, request: Work, worker: int) -> None:
         """Queues a given-up rollout first for another worker."""
         self._moves[request.key] += 1
         self.account.moved += 1
         self.resume(request, worker)
 
-    def note_finished(self, rollout: Rollout) -> None:
-        """Records a finished rollout, and its length for the expected lengths of its siblings."""
-        self._expected_lengths.note_finished(self._number[rollout.key], max(1, rollout.num_tokens))
+    def note_finished(self, key: RolloutKey, num_tokens: int) -> None:
+        """Records a finished rollout or run, and its sampled tokens for the expected lengths of its siblings."""
+        length = min(max(1, num_tokens), self.collection.max_tokens)
+        self._expected_lengths.note_finished(self._number[key], length)
         self.account.sampled += 1
 
     def note_rewarded(self, num_rollouts: int) -> None:
@@ -210,6 +224,6 @@ class OpenStep:
         """Whether a queued request could start on any worker."""
         return bool(self._unassigned) or (self._can_steal and any(self._queues))
 
-    def _longest(self) -> deque[Request]:
+    def _longest(self) -> deque[Work]:
         """The queue with the most expected tokens."""
         return max(self._queues, key=lambda queue: sum(self.expected(each.key) for each in queue))

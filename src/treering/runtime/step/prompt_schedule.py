@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from treering.rl.collect import Collection
+from treering.rl.environments.collect import EpisodeCollection
+from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import check_prompts, with_stops
 from treering.rl.tasks.task import Prompt, Task
@@ -24,6 +26,7 @@ class PromptSchedule:
             InputError: no prompt, or two prompts of one id.
         """
         check_prompts(task)
+        self._task = task
         self.prompts = task.prompts
         self.sampling = with_stops(options.sampling, task)
         self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
@@ -51,12 +54,16 @@ class PromptSchedule:
             draws.update(prompt.prompt_id for prompt in self.prompts_of(earlier))
         return dict(draws)
 
-    def collection(self, step: int) -> Collection:
+    @property
+    def runs_episodes(self) -> bool:
+        """Whether the task is an environment."""
+        return isinstance(self._task, EnvironmentTask)
+
+    def collection(self, step: int) -> Collection | EpisodeCollection:
         """An empty collection for a future step."""
+        prompts, draws, group_size = self.prompts_of(step), self.draws_before(step), self._options.group_size
+        if isinstance(self._task, EnvironmentTask):
+            return EpisodeCollection(self._task, prompts, draws, group_size=group_size, sampling=self.sampling)
         return Collection(
-            self.prompts_of(step),
-            self.draws_before(step),
-            group_size=self._options.group_size,
-            sampling=self.sampling,
-            max_turns=self._options.max_turns,
+            prompts, draws, group_size=group_size, sampling=self.sampling, max_turns=self._options.max_turns
         )

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from treering.engine.protocol import Engine, EngineStats
+from treering.engine.protocol import EngineStats
 from treering.engine.rollout import Rollout, RolloutKey
-from treering.history.draft.drafter import Drafter
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import (
     BeginStep,
@@ -24,8 +23,8 @@ from treering.runtime.ipc.messages import (
     WorkerSettings,
 )
 from treering.runtime.ipc.weight_store import ProcessWeights
-from treering.runtime.workers.draft_history import DraftHistory
 from treering.runtime.workers.pass_timer import PassTimer
+from treering.runtime.workers.step_engine import StepEngine
 
 _REPORT_S = 0.2
 """Least seconds between progress reports."""
@@ -52,11 +51,7 @@ class _Worker:
     """The engine, its current step and its counters."""
 
     def __init__(self, settings: WorkerSettings, model: nn.Module, weights: ProcessWeights) -> None:
-        self._recipe = settings.recipe
-        self._model = model
-        self._weights = weights
-        self._history = None if settings.drafts is None else DraftHistory(settings.history, settings.drafts)
-        self._engine: Engine | None = None
+        self._own = StepEngine(settings, model, weights)
         self._step = 0
         self._before = EngineStats()
         self._busy_s = 0.0
@@ -69,23 +64,20 @@ class _Worker:
 
     @property
     def is_busy(self) -> bool:
-        return self._engine is not None and self._engine.num_unfinished > 0
+        return self._own.has_engine and self._own.engine.num_unfinished > 0
 
     def do(self, message: Any) -> None:
         started = time.perf_counter()
         if isinstance(message, BeginStep):
             self._begin(message)
         elif isinstance(message, SampleRequests):
-            assert self._engine is not None, "a step begins before its requests come"
-            self._engine.submit(message.requests)
+            self._own.engine.submit(message.requests)  # type: ignore[arg-type]
         elif isinstance(message, GiveUp):
             self._give(message.keys)
         elif isinstance(message, ReportReceived):
             self._is_report_received = True
-        elif isinstance(message, PromptHistories) and self._history is not None:
-            self._history.take(message.indexes)
-        elif isinstance(message, RefreshHistory) and self._history is not None:
-            self._history.refresh()
+        elif isinstance(message, PromptHistories | RefreshHistory):
+            self._own.take_history(message)
         self._busy_s += time.perf_counter() - started
 
     def advance(self) -> SampledRollouts | None:
@@ -102,22 +94,21 @@ class _Worker:
         return self._reports and self._is_report_received and is_time and self.is_busy
 
     def _pass(self) -> list[Rollout]:
-        assert self._engine is not None, "only an engine is busy"
-        started = time.perf_counter()
+        engine, started = self._own.engine, time.perf_counter()
         self._timer.begin()
-        rollouts = self._engine.step()
-        self._timer.end(self._engine.stats, num_unfinished=self._engine.num_unfinished)
+        rollouts = engine.step()
+        self._timer.end(engine.stats, num_unfinished=engine.num_unfinished)
         self._busy_s += time.perf_counter() - started
         return rollouts
 
     def _message(self) -> SampledRollouts:
         """The results since the previous message."""
-        assert self._engine is not None, "a message comes after the first step has begun"
+        engine = self._own.engine
         self._sent_s = time.perf_counter()
         (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
         busy_s, self._busy_s = self._busy_s, 0.0
-        before, self._before = self._before, self._engine.stats
-        progress = self._engine.progress() if self._is_report_due else {}
+        before, self._before = self._before, engine.stats
+        progress = engine.progress() if self._is_report_due else {}
         if progress:
             self._reported_s, self._is_report_received = time.perf_counter(), False
         return SampledRollouts(
@@ -131,36 +122,19 @@ class _Worker:
         )
 
     def _give(self, keys: Sequence[RolloutKey]) -> None:
-        assert self._engine is not None, "a worker gives up only running rollouts"
-        out = self._engine.abort(keys)
+        out = self._own.engine.abort(keys)
         self._given = [rollout for rollout in out if rollout.finish_reason == "abort"]
         self._ended += [rollout for rollout in out if rollout.finish_reason != "abort"]
         if not self.is_busy:
             self._timer.pause()
 
     def _begin(self, message: BeginStep) -> None:
-        started, is_first = time.perf_counter(), self._engine is None
+        started, is_first = time.perf_counter(), not self._own.has_engine
         self._sent_s = started
         self._step, self._reports = message.step, message.reports
-        if self._history is not None:
-            self._history.begin()
-            if self._engine is not None:
-                self._engine.refresh_history()
-        if self._engine is not None and self._engine.version == message.policy_version:
-            # The weights are the same, but an engine's caches of the previous step would change rounding.
-            self._engine = None
-        else:
-            self._weights.read(message.version, self._model)
-        if self._engine is not None:
-            self._engine.update_weights(message.policy_version)
-        else:
-            self._engine = self._recipe.make_engine(self._model, self._drafter, message.policy_version)
-            self._before = self._engine.stats
+        if self._own.begin(message):
+            self._before = self._own.engine.stats
             self._timer.note_engine(self._before)
         if not is_first:
             # Leave out the first engine of a process: it compiles, which happens only once.
             self._timer.note_load(time.perf_counter() - started)
-
-    @property
-    def _drafter(self) -> Drafter | None:
-        return None if self._history is None else self._history.drafter

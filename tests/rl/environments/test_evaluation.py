@@ -1,0 +1,121 @@
+"""Episodes of held-out tasks are those of training with the same keys; a KL in the reward counts each sampled token."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models import build_float64
+from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, collect, engine_of, model_of, task_of
+from treering.engine.request import Sampling
+from treering.errors import StateError
+from treering.ranks.group import RankGroup
+from treering.rl.collect import Collected
+from treering.rl.evaluation.rewards import EvalOptions, HeldOutRewards
+from treering.rl.options import RlOptions
+from treering.rl.sampler import Sampler
+from treering.rl.trainer import Trainer
+from treering.train.loop.optim import OptimOptions
+
+SAMPLING = Sampling(max_tokens=500, stop_tokens=(TURN_END,))
+
+
+@pytest.mark.parametrize("name", ["Rerendered", "TwoSeats"])
+def test_an_evaluation_has_the_episodes_of_training_with_the_same_keys(name: str) -> None:
+    model, task = model_of(), task_of(WORLDS[name]())
+    expected = collect(engine_of(model), task, num_tasks=2, group_size=4)
+    held = task.subset(task.prompts[:2])
+    report = HeldOutRewards(held, lambda: engine_of(model), EvalOptions(sampling=SAMPLING, num_samples=4))()
+    rewards = np.concatenate([group.rewards for group in expected.groups])
+    assert len(expected.groups) == (4 if name == "TwoSeats" else 2)
+    assert report.reward == pytest.approx(float(rewards.mean()))
+    assert report.pass_at[1] == pytest.approx(float((rewards >= 1).mean()))
+    num_tokens = sum(rollout.num_tokens for group in expected.groups for rollout in group.rollouts)
+    assert report.length_mean == pytest.approx(num_tokens / rewards.size)
+
+
+def test_a_greedy_episode_takes_the_likeliest_tokens() -> None:
+    model, task = model_of(), task_of(WORLDS["Linear"]())
+    sampling = Sampling(max_tokens=500, top_k=1, stop_tokens=(TURN_END,))
+    seen: list[Any] = []
+    task.environment.reward = lambda texts: float(len(seen.append(texts) or []))  # type: ignore[attr-defined,func-returns-value]
+    reports = [
+        HeldOutRewards(task, lambda seed=seed: engine_of(model, seed=seed), EvalOptions(sampling=sampling))()  # type: ignore[misc]
+        for seed in (0, 1)
+    ]
+    assert reports[0] == reports[1]
+    assert sorted(seen[:4]) == sorted(seen[4:])
+
+
+class OneOf:
+    """A group of two ranks as one of them sees it, once the other one's facts are known."""
+
+    size = 2
+
+    def __init__(self, rank: int, others: Any = None) -> None:
+        self.rank, self.others = rank, others
+
+    def gather(self, own: Any) -> list[Any]:
+        self.own = own
+        return [own if self.others is None else self.others, own]
+
+
+def step_of(group: Any, **options: Any) -> Collected:
+    task = task_of(WORLDS["TwoSeats"](), **options)
+    chosen = RlOptions(prompts_per_step=3, group_size=2, sampling=SAMPLING)
+    return Sampler(task, chosen, None, group).collect(engine_of(model_of()), task.prompts[:3], {})
+
+
+def test_ranks_run_the_episodes_of_one_process() -> None:
+    whole, first = step_of(RankGroup()), OneOf(0)
+    step_of(first)
+    both = step_of(OneOf(1, first.own))
+    assert [group.prompt.prompt_id for group in both.groups] == ["t0", "t0", "t1", "t1", "t2", "t2"]
+    for mine, theirs in zip(both.groups, whole.groups, strict=True):
+        assert mine.rewards.tolist() == theirs.rewards.tolist()
+        assert [r.tokens.tolist() for r in mine.rollouts] == [r.tokens.tolist() for r in theirs.rollouts]
+
+
+def test_failed_episodes_of_a_rank_are_a_share_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = WORLDS["TwoSeats"].run
+
+    async def failing(self: Any, task: Any, policy: Any) -> Any:
+        if task.id == "t1":
+            raise ValueError("no file")
+        return await run(self, task, policy)
+
+    monkeypatch.setattr(WORLDS["TwoSeats"], "run", failing)
+    first = OneOf(0)
+    step_of(first, max_failed=0.4)
+    # The second rank has the task that fails alone.
+    assert step_of(OneOf(1, first.own), max_failed=0.4).num_reward_errors == 2
+    with pytest.raises(StateError, match=r"2 of 6 did, 2 with .*ValueError: no file"):
+        step_of(OneOf(1, first.own), max_failed=0.3)
+
+
+@pytest.mark.parametrize(("name", "shared"), [("Linear", "once"), ("Rerendered", "sum"), ("SubAgents", "sum")])
+def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(name: str, shared: str) -> None:
+    """Against log-probs of every call, each alone, by the stock forward."""
+    policy, before = model_of(), build_float64("qwen3", vocab_size=VOCAB, seed=4).eval()
+    collected = collect(engine_of(policy), task_of(WORLDS[name](), shared=shared), num_tasks=2, group_size=3)
+    options = RlOptions(
+        prompts_per_step=2, group_size=3, sampling=SAMPLING, estimator="dr_grpo", objective="dr_grpo", divisor=9.0,
+        kl=0.1, kl_in="reward",
+    )  # fmt: skip
+    trainer = Trainer(policy, OptimOptions(learning_rate=1e-3), options, reference=lambda: before)
+    trained = trainer.train(1, collected.groups)
+    for group, advantages in zip(collected.groups, trained.group_advantages, strict=True):
+        assert group.runs is not None
+        differences: dict[tuple[int, int], float] = {}
+        for rollout, run, turns in zip(group.rollouts, group.runs.of, group.runs.turns, strict=True):
+            ids = torch.from_numpy(rollout.tokens).long()[None]
+            with torch.no_grad():
+                logprobs = before(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+            terms = rollout.policy_logprobs - np.concatenate([[0.0], logprobs])
+            # A call that is on several branches has the same number on each.
+            differences |= {(run, int(turn)): float(terms[turns == turn].sum()) for turn in set(turns[turns >= 0])}
+        sums = [sum(v for (of, _), v in differences.items() if of == run) for run in range(group.runs.num_runs)]
+        worth = group.rewards - 0.1 * np.array(sums)
+        expected = (worth - worth.mean())[np.array(group.runs.of)]
+        np.testing.assert_allclose(np.array(advantages), expected, atol=1e-9, rtol=0)

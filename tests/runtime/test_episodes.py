@@ -1,0 +1,225 @@
+"""Episodes in rollout workers: whatever the workers and their deaths, episodes and weights are those of one process."""
+
+import asyncio
+import copy
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.models import build_float64
+from tests.rl.environments.worlds import TASKS, TURN_END, VOCAB, WORLDS, World, engine_of, task_of
+from tests.rl.runs import PLAIN, options
+from tests.runtime.kills import killing
+from tests.runtime.runs import Dealt
+from tests.runtime.test_pipeline import Result, assert_same, run
+from treering.engine.protocol import Engine
+from treering.engine.request import Sampling
+from treering.errors import StateError
+from treering.history.draft.drafter import Drafter
+from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.environment import EnvTask, Outcome
+from treering.rl.environments.policy import Policy as Asked
+from treering.rl.environments.task import EnvironmentTask
+from treering.rl.loop import RlLoop
+from treering.rl.options import RlOptions
+from treering.rl.trainer import Trainer
+from treering.runtime.pipeline import PipelineLoop
+from treering.schedule.cluster import Cluster
+from treering.schedule.latency import STANDARD
+from treering.schedule.policy import Assignment, PlanRequest, Policy
+from treering.schedule.predict.lengths import make_predictor
+from treering.train.loop.batches import StepPlan
+
+CHOSEN = RlOptions(
+    prompts_per_step=2, group_size=3, sampling=Sampling(max_tokens=500, stop_tokens=(TURN_END,)), seed=options().seed
+)
+MAX_ROWS = 3
+
+
+class Faulty(World):
+    """Of each group in the first step one raises, one never ends, one exits; processes that it starts end with it."""
+
+    tasks = TASKS[:2]
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    async def run(self, task: EnvTask, policy: Asked) -> float | Outcome:
+        session = policy.session
+        if session.draw == 0 and task.id == "t0":
+            match session.sample:
+                case 0:
+                    raise ValueError("no such file")
+                case 1:
+                    await asyncio.sleep(3600)
+                case 2:
+                    sys.exit("bye")
+        reply = await policy.chat([{"role": "user", "content": f"task {task.data}"}])
+        return self.reward([reply.text])
+
+    def close(self) -> None:
+        (self._folder / f"closed-{os.getpid()}").touch()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvRecipe:
+    """The model, the environment and the engine of `alone`."""
+
+    world: Callable[[], World]
+    timeout_s: float = 600.0
+
+    @property
+    def max_batch(self) -> int:
+        return 2 * MAX_ROWS
+
+    def make_model(self) -> nn.Module:
+        return build_float64("qwen3", vocab_size=VOCAB)
+
+    def make_task(self) -> EnvironmentTask:
+        return task_of(self.world(), max_rows=MAX_ROWS, episode_timeout_s=self.timeout_s)
+
+    def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> Engine:
+        return engine_of(model, drafter=drafter, version=version, num_threads=1, costs="none", max_batch=MAX_ROWS)  # type: ignore[arg-type]
+
+
+def alone(recipe: EnvRecipe) -> RlLoop:
+    model = recipe.make_model()
+
+    def make_engine(drafter: Drafter | None, version: int) -> Engine:
+        return recipe.make_engine(model, drafter, version)
+
+    return RlLoop(model, recipe.make_task(), make_engine, optim=PLAIN, options=CHOSEN)
+
+
+class InOrder(Dealt):
+    """Starts rollouts as one process does."""
+
+    def assign(self, request: PlanRequest) -> Assignment:
+        dealt = super().assign(request)
+        return replace(dealt, order=np.arange(request.forecasts[0].num_rollouts))
+
+
+def in_workers(
+    recipe: EnvRecipe, num_steps: int, *, num_workers: int = 2, staleness: int = 0, policy: Policy | None = None
+) -> PipelineLoop:
+    return PipelineLoop(
+        recipe.make_model(),
+        recipe.make_task(),
+        recipe,
+        optim=PLAIN,
+        options=CHOSEN,
+        num_steps=num_steps,
+        cluster=Cluster(
+            num_workers=num_workers, num_slots=MAX_ROWS, max_tokens=500, staleness=staleness, latency=STANDARD
+        ),
+        policy=policy or Dealt("queued"),
+        predictor=make_predictor("median", max_tokens=500),
+    )
+
+
+def stale(recipe: EnvRecipe, num_steps: int, staleness: int) -> Result:
+    """A sequential reference: step k is sampled by the weights after step max(0, k - 1 - staleness)."""
+    model, task = recipe.make_model(), recipe.make_task()
+    trainer, plan = Trainer(model, PLAIN, CHOSEN), StepPlan(num_tasks=4, trees_per_step=2, seed=CHOSEN.seed)
+    weights, rows = [copy.deepcopy(model.state_dict())], []
+    draws = dict.fromkeys((prompt.prompt_id for prompt in task.prompts), 0)
+    for step in range(1, num_steps + 1):
+        version = max(0, step - 1 - staleness)
+        sampler = recipe.make_model()
+        sampler.load_state_dict(weights[version])
+        prompts = [task.prompts[i] for i in plan.tasks_of(step)]
+        engine = recipe.make_engine(sampler, None, version)
+        found = collect_episodes(engine, task, prompts, draws, group_size=3, sampling=CHOSEN.sampling)
+        trainer.train(step, found.groups)
+        weights.append(copy.deepcopy(model.state_dict()))
+        draws |= {prompt.prompt_id: draws[prompt.prompt_id] + 1 for prompt in prompts}
+        rollouts = [rollout for group in found.groups for rollout in group.rollouts]
+        assert all((rollout.versions == version).all() for rollout in rollouts)
+        rows.append([(r.prompt_id, r.sample, r.tokens.tolist(), r.reward, version) for r in rollouts])
+    return weights[-1], rows
+
+
+@pytest.mark.parametrize(("name", "num_workers"), [("SubAgents", 1), ("TwoSeats", 2)])
+def test_the_weights_are_those_of_one_process(name: str, num_workers: int) -> None:
+    recipe = EnvRecipe(world=WORLDS[name])
+    expected = run(alone(recipe), 3)
+    with in_workers(recipe, 3, num_workers=num_workers, policy=InOrder() if num_workers == 1 else None) as loop:
+        found = run(loop, 3)
+        account = loop.account
+    assert_same(found, expected)
+    if num_workers == 1:
+        # The same batches.
+        assert all(torch.equal(found[0][key], expected[0][key]) for key in expected[0])
+    assert account.scheduled == account.sampled == account.evaluated == 18
+    assert account.trained + account.without_variance == 18
+
+
+def test_a_stale_step_is_sampled_wholly_by_the_version_of_the_rule() -> None:
+    recipe = EnvRecipe(world=WORLDS["Rerendered"])
+    with in_workers(recipe, 3, staleness=1) as loop:
+        assert_same(run(loop, 3), stale(recipe, 3, 1))
+
+
+def test_killed_workers_lose_no_finished_episode_and_change_no_weight() -> None:
+    recipe = EnvRecipe(world=WORLDS["Linear"])
+    expected = run(alone(recipe), 3)
+    with killing({4: "rollout worker 0", 9: "rollout worker 1", 14: "trainer"}) as dead, in_workers(recipe, 3) as loop:
+        assert_same(run(loop, 3), expected)
+        account = loop.account
+    assert sorted(dead) == ["rollout worker 0", "rollout worker 1", "trainer"]
+    assert account.worker_deaths == 2
+    assert account.scheduled == account.sampled == account.evaluated == 18
+    # Only those that ran on a dead worker are run again.
+    assert 0 < account.sampled_again <= 2 * 2 * MAX_ROWS
+
+
+def test_episodes_that_fail_are_counted_by_cause_and_change_no_other(tmp_path: Path) -> None:
+    recipe = EnvRecipe(world=partial(Faulty, str(tmp_path)), timeout_s=3.0)
+    expected = run(alone(recipe), 2)
+    with in_workers(recipe, 2) as loop:
+        reports: list[Any] = []
+        rows = []
+        for _ in range(2):
+            reports.append(loop.step())
+            rows.append([(t.task_id, t.trial, t.tokens.tolist(), t.reward, t.version) for t in loop.latest])
+        account = loop.account
+    assert rows == expected[1]
+    assert [report.rollouts.num_reward_errors for report in reports] == [3, 0]
+    for error, cause in zip(
+        reports[0].rollouts.reward_errors, ("ValueError: no such file", "no end within 3 s", "SystemExit"), strict=True
+    ):
+        assert cause in error
+    assert (account.reward_errors, account.sampled, account.worker_deaths) == (3, 12, 0)
+    # Each worker has closed its environment.
+    assert len(list(tmp_path.glob("closed-*"))) == 2
+
+
+def test_too_many_failures_stop_the_run_with_the_commonest(tmp_path: Path) -> None:
+    recipe = EnvRecipe(world=partial(AllFaulty, str(tmp_path)))
+    with in_workers(recipe, 2) as loop, pytest.raises(StateError, match="of 6 did, 4 with .*no such file"):
+        loop.step()
+
+
+class AllFaulty(Faulty):
+    async def run(self, task: EnvTask, policy: Asked) -> float:
+        raise ValueError("no such file")
+
+
+def test_lengths_of_runs_are_planned_with() -> None:
+    recipe = EnvRecipe(world=WORLDS["Linear"])
+    with in_workers(recipe, 2, num_workers=1) as loop:
+        loop.step()
+        [(_, _, lengths)] = loop.state()["planner"]["observed"]
+        # Four turns of at most eight tokens.
+        assert lengths.numel() == 6
+        assert (np.array(lengths) <= 32).all()
+        assert (np.array(lengths) >= 4).all()
