@@ -87,7 +87,8 @@ def decode_turns(value: object) -> tuple[Turn, ...]:
     """
     if not isinstance(value, list) or not all(map(_is_turn, value)):
         raise InputError(
-            f"turns are a list of [tokens, seconds of waiting after them], each at least 0, got {value!r:.80}; correct it"
+            f"turns are a list of [tokens, seconds of waiting after them], each at least 0, got {value!r:.80}; correct "
+            "the line"
         )
     return tuple(Turn(num_tokens, float(wait_s)) for num_tokens, wait_s in value)
 

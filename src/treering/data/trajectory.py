@@ -148,7 +148,9 @@ def _check_source(trajectory: Trajectory) -> None:
     elif any(message.tool_calls or message.reasoning for message in messages):
         raise InputError('format "raw" joins contents and has no form for tool_calls or reasoning; use format "chat"')
     if trajectory.episode is not None:
-        raise InputError("the calls of an episode sampled tokens, and messages were given; give tokens instead of messages")
+        raise InputError(
+            "the calls of an episode sampled tokens, and messages were given; give tokens instead of messages"
+        )
     for name in _PER_TOKEN:
         if getattr(trajectory, name) is not None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")
@@ -199,7 +201,8 @@ def _check_arrays(trajectory: Trajectory) -> None:
             )
     if trajectory.episode is not None and any(call.stop > tokens.size for call in trajectory.episode.calls):
         raise InputError(
-            f"calls sampled tokens of the trajectory, which has {tokens.size}, got {trajectory.episode.calls}; align them"
+            f"calls sampled tokens of the trajectory, which has {tokens.size}, got {trajectory.episode.calls}; align "
+            "them"
         )
     if trajectory.advantage is not None and trajectory.advantages is not None:
         raise InputError("a trajectory has one advantage or one per token, got both; drop advantage or advantages")

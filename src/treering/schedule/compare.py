@@ -80,9 +80,7 @@ class Result:
     """The largest over the traces."""
 
 
-def policy_setups(
-    staleness: int, names: Sequence[str] | None = None, *, has_waits: bool = False
-) -> list[PolicySetup]:
+def policy_setups(staleness: int, names: Sequence[str] | None = None, *, has_waits: bool = False) -> list[PolicySetup]:
     """The synchronous loops, and every other policy at a staleness.
 
     Args:

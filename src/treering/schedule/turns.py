@@ -105,9 +105,7 @@ class Turns:
         return Parts(starts, np.diff(sums, prepend=0), self.wait_s[ends])
 
 
-def even_turns(
-    lengths: NDArray[np.int64], num_turns: NDArray[np.float64], wait_s: NDArray[np.float64]
-) -> Turns:
+def even_turns(lengths: NDArray[np.int64], num_turns: NDArray[np.float64], wait_s: NDArray[np.float64]) -> Turns:
     """Rollouts whose tokens and waiting are spread evenly over their turns; only a single turn has waiting after it.
 
     Args:

@@ -78,7 +78,7 @@ def make_cases(options: SimulateOptions) -> list[Case]:
     """
     _check(options)
     latency = _latency(options)
-    cases = []
+    cases: list[Case] = []
     for trace in _traces(options):
         cluster = Cluster(
             num_workers=options.num_workers,

@@ -86,12 +86,12 @@ def place(
         workers = _with_long_workers(plan, order, lengths, available)
     else:
         workers = _by_ranges(plan.placing, order[::-1], lengths, available if step % 2 else available[::-1], cluster)
-    has_waits = wait_s is not None and bool(wait_s.any())
+    spans = None if wait_s is None or not wait_s.any() else spans_s(lengths, wait_s, cluster)
     return Assignment(
         workers=workers.astype(np.int32),
-        order=longest_first(spans_s(lengths, wait_s, cluster), prompts) if has_waits else order,
+        order=order if spans is None else longest_first(spans, prompts),
         stealing="off" if cluster.rebalancing == "none" else plan.stealing,
-        moving=plan.moving if cluster.rebalancing == "running" and not has_waits else "off",
+        moving=plan.moving if cluster.rebalancing == "running" and spans is None else "off",
         predicted_lengths=lengths,
     )
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treering.schedule.cluster import Cluster
 from treering.schedule.plan.baselines import PlanPolicy
@@ -209,10 +208,12 @@ def _sampled(forecast: Forecast, share: float) -> Forecast:
     num = max(round(share * forecast.num_rollouts), 1)
     ranks = ((np.arange(num) + 0.5) * forecast.num_rollouts / num).astype(np.int64)
     chosen = np.argsort(forecast.lengths, kind="stable")[ranks]
-    values = (forecast.lengths, forecast.prompts, forecast.num_turns, forecast.wait_s)
-    lengths, prompts, num_turns, wait_s = (None if value is None else value[chosen] for value in values)
-    assert lengths is not None and prompts is not None
-    return Forecast(lengths=lengths, prompts=prompts, num_turns=num_turns, wait_s=wait_s)
+    return Forecast(
+        lengths=forecast.lengths[chosen],
+        prompts=forecast.prompts[chosen],
+        num_turns=None if forecast.num_turns is None else forecast.num_turns[chosen],
+        wait_s=None if forecast.wait_s is None else forecast.wait_s[chosen],
+    )
 
 
 def _drawn(

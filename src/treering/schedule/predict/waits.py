@@ -25,9 +25,12 @@ class WaitPredictor:
     def __init__(self) -> None:
         self._memories: dict[PromptId, tuple[float, float]] = {}
 
-    def predict(
-        self, prompts: Sequence[PromptId], group_size: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    @property
+    def has_waits(self) -> bool:
+        """Whether a prompt's latest rollouts waited."""
+        return any(wait_s > 0 for _, wait_s in self._memories.values())
+
+    def predict(self, prompts: Sequence[PromptId], group_size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Turns and seconds of waiting: float64 [R] each, a group of equal ones for each prompt in order."""
         seen = np.array(list(self._memories.values())).reshape(-1, 2)
         unknown = (float(np.median(seen[:, 0])), float(np.median(seen[:, 1]))) if seen.size else (1.0, 0.0)

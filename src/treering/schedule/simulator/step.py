@@ -124,9 +124,9 @@ def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
     """The initial state: worker w has its queue and, if that is not empty, an event at `starts[w]`."""
     num_workers, num_rollouts = starts.size, work.lengths.size
     num_entries = num_workers * (rules.token_s.size - 1)
-    num_events = num_workers + (MAX_MOVES * num_rollouts if rules.moving != OFF else 0)
     # Each return is an event, and may make that of its worker stale.
-    num_events += 2 * np.count_nonzero(work.part_waits)
+    num_returns = work.part_tokens.size - num_rollouts
+    num_events = num_workers + 2 * num_returns + (MAX_MOVES * num_rollouts if rules.moving != OFF else 0)
     state = StepState(
         now=starts.copy(),
         clock=np.zeros(num_workers),

@@ -53,8 +53,8 @@ def read_log(
     A record is `{"prompt", "epoch", "length"}`, with `step` and `prompt_tokens` if known, or a trajectory of a Treering
     run: `{"task_id", "epoch", "step", "tokens", "loss_mask"}`, whose sampled tokens are where the mask is true, or one
     of another format that has token ids (`treering.data.read_trajectories`), which is of epoch 0 if it has a step only.
-    In place of a length a record may have `turns`, a list of `[tokens, seconds of waiting after them]`; the first branch
-    of a run's episode has those of the whole episode, and its other branches are no rollouts of their own.
+    In place of a length a record may have `turns`, a list of `[tokens, seconds of waiting after them]`. The first
+    branch of an episode has those of the whole episode, and its other branches are no rollouts of their own.
     Rollouts of one epoch and step are a step. Without `step` an epoch's prompts are cut into
     steps in file order, and a prompt's rollouts stay together.
 

@@ -63,10 +63,8 @@ def predicted_steps(
             [predictor.predict([prompt], span.stop - span.start) for prompt, span in _groups(step)]
         )
         prompts = [numbers.setdefault(prompt, len(numbers)) for prompt in step.prompts]
-        num_turns, wait_s = waits.predict(step.prompts, 1) if step.turns is not None else (None, None)
-        forecast = Forecast(
-            lengths=lengths, prompts=np.array(prompts, np.int64), num_turns=num_turns, wait_s=wait_s
-        )
+        num_turns, wait_s = waits.predict(step.prompts, 1) if waits.has_waits else (None, None)
+        forecast = Forecast(lengths=lengths, prompts=np.array(prompts, np.int64), num_turns=num_turns, wait_s=wait_s)
         predicted.append(
             TraceStep(
                 lengths=step.lengths,
