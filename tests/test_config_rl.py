@@ -44,7 +44,7 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
     assert history == {field.name: field.default for field in fields(DraftOptions)}
     options = {field.name: field.default for field in (*fields(RlOptions), *fields(ComputeOptions))}
     # The library measures no layers unless it is asked to.
-    own = {"prompts_per_step", "group_size", "max_turns", "max_tokens", "ranks", "layers", "num_steps"}
+    own = {"prompts_per_step", "group_size", "max_tokens", "ranks", "layers", "num_steps"}
     shared = set(options) & set(LoopConfig.model_fields) - own
     loop = LoopConfig(num_steps=1)
     assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
@@ -97,14 +97,13 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
     ("overrides", "rule"),
     [
         (["task.file=p.jsonl"], 'kind = "sums" has no file, which belong to "prompts"'),
-        (["task.kind=calculator", "task.reward=exact_answer"], 'kind = "calculator" has no reward'),
+        (["task.reward=exact_answer"], 'kind = "sums" has no reward'),
         ([*PROMPTS, "task.num_prompts=3"], 'kind = "prompts" has no num_prompts, which belong to sums'),
         (["task.stop_tokens=[3]"], 'kind = "sums" has no stop_tokens'),
         (["task.kind=prompts"], "file is not set; set task.file"),
         (["task.kind=prompts", "task.file=p"], "needs a tokenizer, and a random model has none; set task.tokenizer"),
         (["task.min_terms=6"], "min_terms is at most max_terms, and here they are 6 and 5"),
         ([*PROMPTS, "warmup.num_steps=3"], 'task.kind = "prompts" has none; set warmup.num_steps = 0'),
-        (["rl.max_turns=2"], 'task.kind = "sums" never answers the policy, and rl.max_turns is 2'),
         (["optim.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
         (["optim.min_learning_rate=1e-9"], 'schedule = "constant" with min_learning_rate'),
         (["rl.objective=distill"], 'rl.objective = "distill" needs a teacher'),
@@ -145,7 +144,7 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["task.kind=verifiers", "task.tokenizer=t"], "runs a taskset, and task.env is not set"),
         (["task.kind=verifiers", "task.env=x"], '"verifiers" needs a tokenizer, and a random model has none'),
         (["task.env=x"], 'kind = "sums" has no env, which belong to "verifiers"'),
-        (["task.kind=chess"], "task.kind: expected 'sums', 'calculator', 'prompts', .* got 'chess'"),
+        (["task.kind=chess"], "task.kind: expected 'sums', 'prompts', .* got 'chess'"),
     ],
 )
 def test_settings_that_contradict_are_refused(overrides: list[str], rule: str) -> None:
@@ -154,9 +153,8 @@ def test_settings_that_contradict_are_refused(overrides: list[str], rule: str) -
     assert re.search(rule, message), message
 
 
-def test_turns_off_needs_no_source_and_the_calculator_takes_turns() -> None:
+def test_turns_off_needs_no_source() -> None:
     assert load(RlConfig, None, [STEPS, "history.drafts=off", "history.sources=[]"]).history.sources == ()
-    assert load(RlConfig, None, [STEPS, "task.kind=calculator", "rl.max_turns=4"]).rl.max_turns == 4
 
 
 def test_the_engine_s_settings_are_those_of_the_engine() -> None:

@@ -1,10 +1,11 @@
 """Claim: whatever happens to a run's process, files and disk, nothing is lost in silence.
 
 `python -m benchmarks faults` kills runs of `treering train`, damages their folders between two starts, fills and locks
-their disks, starts two in one folder, and gives them bad inputs: a model folder that brings code, a record
-of a cut turn, a dataset with a missing part. Each case ends with the weights of an undisturbed run, with these weights
-and a warning that counts what was lost or left out, or with one clear line and an exit code that is not 0. All else
-is a failure, listed with the seed that repeats it. Every process is real, forked from one that has imported everything.
+their disks, starts two in one folder, kills the processes of an environment, and gives them bad inputs: a model folder
+that brings code, a record of a cut turn, a dataset with a missing part. Each case ends with the weights of an
+undisturbed run, with these weights and a warning that counts what was lost or left out, or with one clear line and an
+exit code that is not 0. All else is a failure, listed with the seed that repeats it. Every process is real, forked from
+one that has imported everything.
 """
 
 import shutil
@@ -18,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.faults.cases import DAMAGED, DISKS, KILLS, LIMITS, OTHERS, Case, Kind, can_mount
+from benchmarks.faults.episodes import EPISODES
 from benchmarks.faults.inputs import INPUTS
 from benchmarks.faults.judge import ENDINGS, Verdict, failure
 from benchmarks.faults.processes import IN_ONE_PROCESS, SIGNALLED, WITH_WORKERS
@@ -29,10 +31,10 @@ NUM_STEPS = 6
 NUM_CASES = 300
 _SHARES: Sequence[tuple[Sequence[Kind], float]] = (
     *((KILLS, 0.12), (SIGNALLED, 0.08), (IN_ONE_PROCESS, 0.03), (WITH_WORKERS, 0.06)),
-    *((LIMITS, 0.05), (DISKS, 0.08), (OTHERS, 0.02), (INPUTS, 0.03)),
+    *((EPISODES, 0.03), (LIMITS, 0.05), (DISKS, 0.08), (OTHERS, 0.02), (INPUTS, 0.03)),
 )
 """Share of the cases that each list has; the rest are damaged files."""
-_ROWS = (KILLS, SIGNALLED, IN_ONE_PROCESS, WITH_WORKERS, DAMAGED, LIMITS, DISKS, OTHERS, INPUTS)
+_ROWS = (KILLS, SIGNALLED, IN_ONE_PROCESS, WITH_WORKERS, EPISODES, DAMAGED, LIMITS, DISKS, OTHERS, INPUTS)
 """The order of the report."""
 
 

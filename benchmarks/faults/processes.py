@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,27 +51,30 @@ def _child_killed(case: Case, role: str) -> Verdict:
     deadline, num_kills = time.monotonic() + 60.0, case.random.randrange(1, 4)
     while num_kills and time.monotonic() < deadline and Path(f"/proc/{run.pid}").exists():
         time.sleep(_POLL_S)
-        victims = _children_of(run.pid, role)
+        victims = children_of(run.pid, role)
         if victims and case.random.random() < 0.2:
             os.kill(case.random.choice(victims), signal.SIGKILL)
             num_kills -= 1
     return judge(task, case.run, run.end(), may_round=True)
 
 
-def _children_of(pid: int, role: str) -> list[int]:
+def children_of(pid: int, role: str) -> list[int]:
     """The fork server of a run, or the processes that it has forked."""
-    servers = [child for child in _children(pid) if "forkserver" in _command(child)]
-    return servers if role == "fork server" else [child for server in servers for child in _children(server)]
+    servers = [child for child in child_pids(pid) if "forkserver" in command_of(child)]
+    return servers if role == "fork server" else [child for server in servers for child in child_pids(server)]
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+def child_pids(pid: int) -> list[int]:
+    """The processes that a process has started, and that live; none if it has ended."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(child) for child in file.read_text().split()]
+    return found
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """The arguments of a process, each with a zero byte after it; "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from sums_with_calculator import Calculator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
-from treering.rl.tasks.calculator import Calculator
-from treering.rl.turns import evaluate_turn
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.sft import LoopOptions, SftLoop
 
@@ -71,12 +70,12 @@ def sample(
     while engine.num_unfinished:
         for rollout in engine.step():
             request = by_key[rollout.key]
-            max_tokens = request.sampling.max_tokens
-            turn = evaluate_turn(task, prompts[rollout.prompt_id], rollout, is_last_turn=False, max_tokens=max_tokens)
-            if turn.goes_on:
-                engine.submit([replace(request, so_far=turn.rollout)])
+            answer = task.answer(rollout) if rollout.finish_reason == "stop" else None
+            if answer is not None and rollout.num_tokens + answer.size < request.sampling.max_tokens:
+                engine.submit([replace(request, so_far=rollout.observe(answer))])
             else:
-                finished[rollout.key] = turn.rollout
+                reward = task.reward(prompts[rollout.prompt_id], rollout)
+                finished[rollout.key] = replace(rollout, reward=reward)
     return [finished[request.key] for request in requests]
 
 

@@ -1,4 +1,4 @@
-"""Collection: turns, order, and failed rollouts. A scripted engine replaces the policy."""
+"""Collection: order, and failed rollouts. A scripted engine replaces the policy."""
 
 import math
 import signal
@@ -20,11 +20,9 @@ from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError, Interrupted, StateError
 from treering.rl.collect import NUM_MESSAGES, Collected, Group, collect, join
-from treering.rl.tasks.calculator import Calculator
 from treering.rl.tasks.score import RewardValue
 from treering.rl.tasks.sums import ChainedSums
 from treering.rl.tasks.task import Prompt, Task
-from treering.types import TokenIds
 
 STOP = 9
 PROMPTS = [prompt_of(1, 2, prompt_id="a"), prompt_of(3, prompt_id="b"), prompt_of(4, prompt_id=7)]
@@ -32,7 +30,7 @@ SAMPLING = Sampling(max_tokens=8, stop_tokens=(STOP,))
 
 
 class Fake(Task):
-    """A task with given reward and observation functions."""
+    """A task with a given reward function."""
 
     prompts = PROMPTS
     vocab_size = 10
@@ -41,18 +39,12 @@ class Fake(Task):
     def __init__(
         self,
         reward: Callable[[Rollout], object] = lambda rollout: float(rollout.num_tokens),
-        observe: Callable[[Rollout], object] = lambda rollout: None,
     ) -> None:
         self._reward = reward
-        self._observe = observe
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         assert prompt.prompt_id == rollout.prompt_id
         return self._reward(rollout)  # type: ignore[return-value]
-
-    def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
-        assert prompt.prompt_id == rollout.prompt_id
-        return self._observe(rollout)  # type: ignore[return-value]
 
 
 def countdown(request: Request) -> list[int]:
@@ -67,7 +59,6 @@ def run(
     *,
     max_batch: int = 8,
     group_size: int = 3,
-    max_turns: int = 1,
     sampling: Sampling = SAMPLING,
     on_finished: Callable[[Rollout], None] | None = None,
 ) -> Collected:
@@ -79,7 +70,6 @@ def run(
         {},
         group_size=group_size,
         sampling=sampling,
-        max_turns=max_turns,
         on_finished=on_finished,
     )
     assert engine.num_unfinished == 0
@@ -125,83 +115,6 @@ def test_requests_carry_draw_prompt_and_sampling() -> None:
     assert [request.prompt.tolist() for request in asked] == [[1, 2]] * 2 + [[3]] * 2 + [[4]] * 2
     assert all(request.sampling is SAMPLING for request in asked)
     assert [rollout.draw for rollout in collected.groups[0].rollouts] == [4, 4]
-
-
-def echo(rollout: Rollout) -> TokenIds | None:
-    """Observes the number of tokens so far, after each of the first three turns."""
-    return None if rollout.loss_mask.sum() > 5 else np.array([rollout.num_tokens], np.int32)
-
-
-def test_a_rollout_goes_on_behind_what_the_task_says() -> None:
-    collected = run(
-        lambda request: [6, STOP],
-        Fake(observe=echo),
-        PROMPTS[:1],
-        group_size=1,
-        max_turns=9,
-        sampling=long_sampling(20),
-    )
-    (rollout,) = collected.groups[0].rollouts
-    assert rollout.tokens.tolist() == [6, STOP, 2, 6, STOP, 5, 6, STOP]
-    assert rollout.loss_mask.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
-    assert rollout.logprobs.tolist() == [-1, -1, 0, -1, -1, 0, -1, -1]
-    assert (rollout.finish_reason, rollout.reward, collected.num_turns) == ("stop", 8.0, 3)
-
-
-def long_sampling(max_tokens: int) -> Sampling:
-    return Sampling(max_tokens=max_tokens, stop_tokens=(STOP,))
-
-
-@pytest.mark.parametrize(("max_turns", "num_tokens"), [(1, 2), (2, 5), (3, 8)])
-def test_turns_are_bounded(max_turns: int, num_tokens: int) -> None:
-    task = Fake(observe=lambda rollout: np.array([0], np.int32))
-    collected = run(lambda _: [6, STOP], task, max_turns=max_turns, sampling=long_sampling(100))
-    assert {rollout.num_tokens for group in collected.groups for rollout in group.rollouts} == {num_tokens}
-    assert (collected.num_turns, collected.num_overlong) == (9 * max_turns, 0)
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "num_tokens", "num_turns", "reason"),
-    [
-        (2, 2, 1, "length"),  # no room for the observation
-        (4, 2, 1, "length"),  # none behind it
-        (5, 5, 2, "length"),  # room for one token, which is no stop
-        (6, 6, 2, "length"),  # the second turn ends, the observation does not fit
-        (9, 9, 3, "length"),  # room for one token of the third turn
-        (10, 10, 3, "stop"),  # the last turn is not answered, so nothing is missing
-    ],
-)
-def test_a_rollout_without_room_ends_before_the_observation(
-    max_tokens: int, num_tokens: int, num_turns: int, reason: str
-) -> None:
-    task = Fake(observe=lambda rollout: np.array([0, 0], np.int32))
-    collected = run(
-        lambda _: [6, STOP], task, PROMPTS[:1], group_size=1, max_turns=3, sampling=long_sampling(max_tokens)
-    )
-    (rollout,) = collected.groups[0].rollouts
-    assert (rollout.num_tokens, collected.num_turns) == (num_tokens, num_turns)
-    assert rollout.loss_mask[-1]
-    assert rollout.finish_reason == reason
-    assert collected.num_overlong == (reason == "length")
-
-
-def test_a_turn_that_was_cut_off_is_not_answered() -> None:
-    task = Fake(observe=lambda rollout: pytest.fail("asked"))
-    collected = run(lambda _: [6] * 99, task, max_turns=4)
-    assert (collected.num_overlong, collected.num_rollouts, collected.num_turns) == (9, 9, 9)
-    assert {rollout.finish_reason for group in collected.groups for rollout in group.rollouts} == {"length"}
-
-
-def test_the_last_turn_is_not_answered() -> None:
-    asked: list[int] = []
-    run(lambda _: [6, STOP], Fake(observe=lambda rollout: asked.append(0)), max_turns=1)
-    assert asked == []
-
-
-def test_an_empty_observation_lets_the_policy_go_on() -> None:
-    task = Fake(observe=lambda rollout: np.zeros(0, np.int32) if rollout.num_tokens < 4 else None)
-    collected = run(lambda _: [6, STOP], task, PROMPTS[:1], group_size=1, max_turns=5)
-    assert tokens_of(collected) == [[[6, STOP, 6, STOP]]]
 
 
 def place_of(file: str) -> str:
@@ -315,29 +228,6 @@ def test_a_group_of_wrong_rewards_is_left_out_as_a_whole_and_one_wrong_reward_al
     assert "one for each of its 3 rollouts, got 1" in collected.reward_errors[0]
 
 
-def raise_a_lookup_error(_: Rollout) -> TokenIds:
-    raise LookupError("no tool")
-
-
-@pytest.mark.parametrize(
-    ("observe", "message"),
-    [
-        (raise_a_lookup_error, "LookupError: no tool"),
-        (lambda _: np.array([10], np.int32), "token ids below 10, got array"),
-        (lambda _: np.array([-1], np.int32), "token ids below 10"),
-        (lambda _: np.array([[1]], np.int32), "flat list of token ids"),
-        (lambda _: np.array([0.5]), "flat list of token ids"),
-        (lambda _: "22 ", "flat list of token ids"),
-    ],
-)
-def test_an_observation_that_fails_counts_as_a_reward_that_raises(
-    observe: Callable[[Rollout], TokenIds], message: str
-) -> None:
-    collected = run(task=Fake(observe=observe), max_turns=2)
-    assert (collected.num_reward_errors, collected.num_rollouts, collected.num_turns) == (9, 0, 9)
-    assert message in collected.reward_errors[0]
-
-
 def test_only_the_first_messages_are_kept_whatever_finishes_first() -> None:
     def fail(rollout: Rollout) -> float:
         raise ValueError("x" * 1000)
@@ -351,11 +241,8 @@ def test_only_the_first_messages_are_kept_whatever_finishes_first() -> None:
 
 
 def test_empty_rollouts_are_counted_and_left_out() -> None:
-    task = Fake(
-        reward=lambda rollout: 1.0 if rollout.num_tokens else pytest.fail("rewarded"),
-        observe=lambda rollout: None if rollout.num_tokens else pytest.fail("answered"),
-    )
-    collected = run(lambda request: [] if request.sample < 2 else [STOP], task, max_turns=2)
+    task = Fake(reward=lambda rollout: 1.0 if rollout.num_tokens else pytest.fail("rewarded"))
+    collected = run(lambda request: [] if request.sample < 2 else [STOP], task)
     assert (collected.num_empty, collected.num_rollouts, collected.num_reward_errors) == (6, 3, 0)
     assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[2]] * 3
 
@@ -377,30 +264,28 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, Interrupted])
-@pytest.mark.parametrize("where", ["reward", "observe"])
-def test_an_interrupt_passes_and_leaves_the_engine_idle(stop: type[BaseException], where: str) -> None:
+def test_an_interrupt_passes_and_leaves_the_engine_idle(stop: type[BaseException]) -> None:
     def interrupt(rollout: Rollout) -> float:
         if stop is KeyboardInterrupt:
             signal.raise_signal(signal.SIGINT)
         raise Interrupted(signal.SIGTERM)
 
     engine = ScriptedEngine(countdown, max_batch=2)
-    task = Fake(**{where: interrupt})
+    task = Fake(reward=interrupt)
     with pytest.raises(stop):
-        collect(engine, task, PROMPTS, {}, group_size=3, sampling=SAMPLING, max_turns=2)
+        collect(engine, task, PROMPTS, {}, group_size=3, sampling=SAMPLING)
     assert (engine.num_unfinished, engine.step()) == (0, [])
     assert collect(engine, Fake(), PROMPTS, {}, group_size=3, sampling=SAMPLING).num_rollouts == 9
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-@pytest.mark.parametrize("where", ["reward", "observe"])
-def test_an_exception_that_ends_programs_costs_its_rollout_alone(stop: type[BaseException], where: str) -> None:
-    def leave(rollout: Rollout) -> float | None:
+def test_an_exception_that_ends_programs_costs_its_rollout_alone(stop: type[BaseException]) -> None:
+    def leave(rollout: Rollout) -> float:
         if rollout.sample == 1:
             raise stop("bye")
-        return 1.0 if where == "reward" else None
+        return 1.0
 
-    collected = run(task=Fake(**{where: leave}), max_turns=2)
+    collected = run(task=Fake(reward=leave))
     assert (collected.num_reward_errors, collected.num_rollouts) == (3, 6)
     assert f"it raised {stop.__name__}: bye" in collected.reward_errors[0]
 
@@ -427,10 +312,8 @@ def test_an_error_of_the_caller_passes_and_leaves_the_engine_idle() -> None:
 
 
 def test_what_cannot_be_collected_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least 1, got 0 and 1"):
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
         run(group_size=0)
-    with pytest.raises(ConfigError, match="at least 1, got 3 and 0"):
-        run(max_turns=0)
     with pytest.raises(InputError, match="distinct ids, got 'a' twice"):
         run(prompts=[*PROMPTS, prompt_of(8, prompt_id="a")])
     engine = ScriptedEngine(countdown)
@@ -476,7 +359,7 @@ def test_every_rollout_is_kept_or_counted_once(lengths: list[int], max_batch: in
 
 def test_right_chains_of_sums_are_rewarded() -> None:
     task = ChainedSums(4, seed=2)
-    answers = right_turns(task)
+    answers = {s.task_id: s.sequences[0][s.loss_masks[0]].tolist() for s in task.solutions()}
     sampling = Sampling(max_tokens=64, stop_tokens=task.stop_tokens)
 
     def script(request: Request) -> list[int]:
@@ -484,33 +367,6 @@ def test_right_chains_of_sums_are_rewarded() -> None:
 
     collected = collect(ScriptedEngine(script), task, task.prompts, {}, group_size=2, sampling=sampling)
     assert [group.rewards.tolist() for group in collected.groups] == [[0.0, 1.0]] * 4
-
-
-def right_turns(task: ChainedSums | Calculator) -> dict[object, list[int]]:
-    """The trained part of each solution, without observations."""
-    return {s.task_id: s.sequences[0][s.loss_masks[0]].tolist() for s in task.solutions()}
-
-
-def test_a_calculator_rollout_is_the_task_s_own_solution() -> None:
-    task = Calculator(3, seed=4)
-    turns = right_turns(task)
-
-    def script(request: Request) -> list[int]:
-        written = turns[request.prompt_id]
-        return written if request.so_far is None else written[int(request.so_far.loss_mask.sum()) :]
-
-    sampling = Sampling(max_tokens=80, stop_tokens=task.stop_tokens)
-    collected = collect(
-        ScriptedEngine(script, max_batch=2), task, task.prompts, {}, group_size=1, sampling=sampling, max_turns=6
-    )
-    num_calls = sum(str(prompt.prompt_id).count("+") for prompt in task.prompts)
-    assert (collected.num_turns, collected.num_reward_errors) == (num_calls + 3, 0)
-    for group, solution in zip(collected.groups, task.solutions(), strict=True):
-        (rollout,) = group.rollouts
-        num_prompt = group.prompt.tokens.size
-        assert rollout.reward == 1.0
-        assert rollout.tokens.tolist() == solution.sequences[0][num_prompt:].tolist()
-        assert rollout.loss_mask.tolist() == solution.loss_masks[0][num_prompt:].tolist()
 
 
 @pytest.mark.parametrize("max_batch", [1, 3])

@@ -149,27 +149,6 @@ def test_an_option_reaches_the_gradient(changes: dict[str, object]) -> None:
     assert max(float((plain[name] - other[name]).abs().max()) for name in plain) > 1e-6
 
 
-def test_observed_tokens_are_not_trained_and_the_policy_continues_after_them() -> None:
-    class Answering(TinyTask):
-        def observe(self, prompt: Prompt, rollout: Rollout) -> np.ndarray | None:
-            return np.array([30, 31], np.int32) if rollout.num_tokens < 4 else None
-
-    def short(request: Request) -> list[int]:
-        return [1 + request.sample, 2, STOP]
-
-    def make_engine(drafter: object, version: int) -> ScriptedEngine:
-        return ScriptedEngine(short, version=version)
-
-    loop = scripted_loop(task=Answering(), make_engine=make_engine, max_turns=4)
-    report = loop.step()
-    assert report.update is not None
-    assert report.rollouts.num_turns == 16
-    assert report.rollouts.num_tokens == 8 * 8
-    # Two turns of 3 sampled tokens each; the two observed ones between them carry no loss.
-    assert report.update.num_loss_tokens == 8 * 6
-    assert {tuple(row.loss_mask[-8:]) for row in loop.latest} == {(True,) * 3 + (False,) * 2 + (True,) * 3}
-
-
 def test_groups_with_equal_rewards_leave_every_denominator() -> None:
     def reward(rollout: Rollout) -> float:
         return 1.0 if rollout.prompt_id == "p1" else share_of_even_tokens(rollout)
@@ -446,7 +425,6 @@ def test_rollouts_beyond_the_models_positions_are_refused_before_the_first_step(
     [
         ({"group_size": 1}, "group_size is at least 2, got 1"),
         ({"prompts_per_step": 0}, "prompts_per_step is at least 1, got 0"),
-        ({"max_turns": 0}, "max_turns is at least 1"),
         ({"max_tokens": 0}, 'max_tokens is at least 1 or "auto", got 0'),
         ({"num_train_threads": 0}, "num_train_threads is at least 1"),
         ({"clip": (2.0, 0.2)}, "clip must be"),

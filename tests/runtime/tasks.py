@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from tests.rl.runs import TinyTask, share_of_even_tokens
 from treering.engine.rollout import Rollout
 from treering.rl.tasks.score import RewardValue
@@ -77,13 +75,6 @@ class Ranking(TinyTask):
         shares = [share_of_even_tokens(rollout) for rollout in rollouts]
         ranks = [float(sum(other <= share for other in shares)) for share in shares]
         return [None if rollout.sample == 3 else rank for rank, rollout in zip(ranks, rollouts, strict=True)]
-
-
-class Answering(TinyTask):
-    """Observes a token that depends on the turn."""
-
-    def observe(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
-        return np.array([1 + int(rollout.tokens.sum()) % 7], np.int32)
 
 
 def fork_and_return() -> None:

@@ -205,7 +205,7 @@ def test_episodes_that_fail_are_counted_by_cause_and_change_no_other(tmp_path: P
 
 def test_too_many_failures_stop_the_run_with_the_commonest(tmp_path: Path) -> None:
     recipe = EnvRecipe(world=partial(AllFaulty, str(tmp_path)))
-    with in_workers(recipe, 2) as loop, pytest.raises(StateError, match="of 6 did, 4 with .*no such file"):
+    with in_workers(recipe, 2) as loop, pytest.raises(StateError, match=r"of 6 did, 4 with .*no such file"):
         loop.step()
 
 
@@ -221,5 +221,4 @@ def test_lengths_of_runs_are_planned_with() -> None:
         [(_, _, lengths)] = loop.state()["planner"]["observed"]
         # Four turns of at most eight tokens.
         assert lengths.numel() == 6
-        assert (np.array(lengths) <= 32).all()
-        assert (np.array(lengths) >= 4).all()
+        assert 4 <= int(lengths.min()) <= int(lengths.max()) <= 32

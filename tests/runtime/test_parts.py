@@ -9,7 +9,7 @@ from tests.rl.runs import SAMPLING, TinyTask
 from tests.runtime.runs import Dealt
 from treering.errors import StateError
 from treering.rl.collect import Collection
-from treering.rl.turns import RewardResult
+from treering.rl.reward_results import RewardResult
 from treering.runtime.account import Account
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.step.planning import Planner, RolloutPlan
@@ -27,7 +27,7 @@ def cluster(staleness: int = 1, num_workers: int = 2) -> Cluster:
 def step_run(workers: list[int], **changes: object) -> OpenStep:
     """A step of two groups of four."""
     assignment = Assignment(workers=np.array(workers), order=np.arange(8)[::-1], **changes)  # type: ignore[arg-type]
-    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
+    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING)
     plan = RolloutPlan(step=1, assignment=assignment, predicted=np.arange(1.0, 9.0))
     return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
 
@@ -107,7 +107,7 @@ def test_a_step_is_complete_after_its_last_reward() -> None:
             },
         )
         assert run.collection.take(RewardResult(rollout=rollout)) is None
-        run.note_finished(rollout)
+        run.note_finished(rollout.key, rollout.num_tokens)
         run.note_rewarded(1)
     assert run.is_complete
     # The order is reversed: the last rollout was the first, without tokens, which counts as one.

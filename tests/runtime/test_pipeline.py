@@ -11,7 +11,7 @@ from torch import nn
 from tests.models import build_float64
 from tests.rl.runs import PLAIN, TinyTask, options, sampling_loop
 from tests.runtime import tasks
-from tests.runtime.runs import Dealt, Lopsided, TinyRecipe, pipeline
+from tests.runtime.runs import Lopsided, TinyRecipe, pipeline
 from treering import metrics
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
@@ -143,27 +143,11 @@ def test_drafts_from_the_shared_history_change_nothing(synchronous: Result, tmp_
     assert sum(engine.num_accepted for engine in engines) > 0
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_later_turns_may_run_on_any_worker(staleness: int) -> None:
-    recipe = TinyRecipe(task=tasks.Answering)
-    with pipeline(recipe, num_steps=3, staleness=staleness, max_turns=3, policy=Dealt("queued")) as loop:
-        several = run(loop, 3)
-    with pipeline(recipe, num_steps=3, staleness=staleness, max_turns=3, num_workers=1) as loop:
-        assert_same(several, run(loop, 3))
-    if staleness == 0:
-        assert_same(several, run(answering(), 3))
-
-
-def answering() -> RlLoop:
-    recipe = TinyRecipe(task=tasks.Answering)
-    model = recipe.make_model()
-    return RlLoop(
-        model,
-        recipe.make_task(),
-        lambda drafter, version: recipe.make_engine(model, drafter, version),
-        optim=PLAIN,
-        options=options(max_turns=3),
-    )
+def test_groups_that_only_a_kl_trains_are_counted_once() -> None:
+    kl = {"kl": 0.5, "kl_in": "loss", "reference": partial(build_float64, "llama", seed=4)}
+    with pipeline(TinyRecipe(task=tasks.Constant), num_steps=1, num_workers=1, **kl) as loop:
+        loop.step()
+        assert (loop.account.trained, loop.account.without_variance) == (8, 0)
 
 
 def test_a_trainer_makes_the_reference_of_a_kl() -> None:

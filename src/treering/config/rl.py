@@ -45,9 +45,6 @@ class LoopConfig(Config):
     num_steps: Count | None = Field(default=None, description="Steps; none: until num_epochs. The earlier one ends.")
     prompts_per_step: Count = Field(default=8, description="Prompts, each one group and one tree, per step.")
     group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="Rollouts per prompt and step.")
-    max_turns: Count | None = Field(
-        default=None, description="Turns of a rollout; none: 8 for the calculator, 1 for tasks that do not answer."
-    )
     estimator: Literal["grpo", "dr_grpo", "rloo"] = Field(
         default="grpo",
         description="Advantages. grpo: reward less the group's mean, over its deviation. dr_grpo: without the "
@@ -343,14 +340,5 @@ class RlConfig(Config):
             raise ConfigError(
                 'schedule = "work_stealing" moves rollouts that wait, and runtime.rebalance = "none" lets none move; '
                 'set runtime.rebalance = "queued", or another schedule'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_turns(self) -> Self:
-        if self.task.kind != "calculator" and (self.rl.max_turns or 1) > 1:
-            raise ConfigError(
-                f'task.kind = "{self.task.kind}" never answers the policy, and rl.max_turns is {self.rl.max_turns}; '
-                "remove rl.max_turns"
             )
         return self

@@ -65,7 +65,7 @@ class RuntimeConfig(Config):
     )
     reward_time_limit_s: Positive = Field(
         default=60.0,
-        description="With workers: seconds that a reward or an observation may take; else its rollout is left out.",
+        description="With workers: seconds that a reward may take; else its rollout is left out.",
     )
     worker_time_limit_s: Positive = Field(
         default=3600.0,

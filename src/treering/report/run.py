@@ -49,7 +49,7 @@ class RunData:
             return int(self.config["num_steps"])
         loop, task = (_mapping(self.config.get(name)) for name in ("rl", "task"))
         counts = [_mapping(self.config.get(name)).get("num_steps") for name in ("rl", "train")]
-        if task.get("kind") in ("sums", "calculator") and isinstance(loop.get("num_epochs"), int):
+        if task.get("kind") == "sums" and isinstance(loop.get("num_epochs"), int):
             counts.append(loop["num_epochs"] * -(-task["num_prompts"] // loop["prompts_per_step"]))
         return min((count for count in counts if isinstance(count, int)), default=None)
 

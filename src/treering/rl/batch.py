@@ -131,12 +131,11 @@ def _own_tokens(group: Group) -> list[LossMask]:
 
 
 def _penalised(group: Group, penalties: NDArray[np.float64]) -> Group:
-    if group.runs is not None:
-        of = np.array(group.runs.of, np.int64)
-        penalties = np.bincount(of, weights=penalties, minlength=group.runs.num_runs)[of]
-    rollouts = zip(group.rollouts, penalties.tolist(), strict=True)
+    of = np.arange(penalties.size) if group.runs is None else np.array(group.runs.of, np.int64)
+    sums = np.bincount(of, weights=penalties)[of].tolist()
+    rollouts = zip(group.rollouts, sums, strict=True)
     return replace(
-        group, rollouts=tuple(replace(each, reward=(each.reward or 0.0) - penalty) for each, penalty in rollouts)
+        group, rollouts=tuple(replace(each, reward=(each.reward or 0.0) - total) for each, total in rollouts)
     )
 
 

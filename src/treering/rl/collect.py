@@ -1,4 +1,4 @@
-"""Samples the groups of a step with an engine, turn by turn, and rewards them.
+"""Samples the groups of a step with an engine, and rewards them.
 
 Results depend on prompts and samples, never on the order in which rollouts finish.
 """
@@ -16,8 +16,8 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, InputError, StateError
+from treering.rl.reward_results import RewardResult, evaluate_group, evaluate_rollout, whose
 from treering.rl.tasks.task import Prompt, Task
-from treering.rl.turns import RewardResult, evaluate_group, evaluate_turn, whose
 from treering.types import PromptId
 
 Order = Literal["by_prompt", "by_sample"]
@@ -105,7 +105,7 @@ class Collected:
     num_overlong: int
     """Rollouts that reached their maximum length."""
     num_turns: int
-    """Turns of all rollouts."""
+    """Rollouts, or the calls of an environment's."""
     reward_errors: tuple[str, ...]
     """The first few messages, in order of prompts and samples."""
     error_counts: Mapping[str, int]
@@ -127,42 +127,38 @@ def collect(
     *,
     group_size: int,
     sampling: Sampling,
-    max_turns: int = 1,
     order: Order = "by_prompt",
     on_finished: Callable[[Rollout], None] | None = None,
     on_engine_step: Callable[[], None] | None = None,
 ) -> Collected:
-    """Samples a group for each prompt, appends observations between turns, and rewards finished rollouts.
+    """Samples a group for each prompt and rewards finished rollouts.
 
-    After a turn that stopped by itself, the rollout continues with `task.observe`, until that is None or `max_turns` is
-    reached. If no room is left for another token, it ends before the observation, with finish reason "length". If the
-    task raises, or its reward is not a finite number, the rollout is left out and counted.
+    If the task raises, or its reward is not a finite number, the rollout is left out and counted.
 
     Args:
         engine: idle before and after, also after an error.
-        task: observations and rewards.
+        task: rewards.
         prompts: distinct ones of the task.
         draws: how often each prompt has been scheduled before; 0 if it is not listed.
         group_size: rollouts per prompt, samples 0 to group_size - 1.
-        sampling: of all turns; `max_tokens` bounds a whole rollout. The task's stop tokens belong in it.
-        max_turns: turns of the policy, at most.
+        sampling: of all; the task's stop tokens belong in it.
         order: see `Order`; changes speed, never a rollout.
         on_finished: called with each finished rollout; its reward is set unless it is left out, or its group's.
         on_engine_step: called before each step of the engine.
 
     Raises:
-        ConfigError: a group_size or max_turns below 1.
+        ConfigError: a group_size below 1.
         InputError: a duplicate prompt, or requests that the engine refuses.
         StateError: the engine has unfinished requests.
 
-    Example: with group_size=2 and max_turns=1, prompts a and b give the groups (a0, a1) and (b0, b1), in whatever order
+    Example: with group_size=2, prompts a and b give the groups (a0, a1) and (b0, b1), in whatever order
     they finish.
     """
     if engine.num_unfinished > 0:
         raise StateError(
             f"a collection needs an idle engine, and this one has {engine.num_unfinished} requests; finish them"
         )
-    run = Collection(prompts, draws, group_size=group_size, sampling=sampling, max_turns=max_turns)
+    run = Collection(prompts, draws, group_size=group_size, sampling=sampling)
     requests = run.requests(order)
     engine.submit(requests)
     try:
@@ -170,12 +166,9 @@ def collect(
             if on_engine_step is not None:
                 on_engine_step()
             for rollout in engine.step():
-                is_last_turn, prompt = run.note_turn(rollout), run.prompt_of(rollout)
-                result = evaluate_turn(task, prompt, rollout, is_last_turn=is_last_turn, max_tokens=sampling.max_tokens)
-                following = run.take(result)
-                if following is not None:
-                    engine.submit([following])
-                    continue
+                prompt = run.prompt_of(rollout)
+                result = evaluate_rollout(task, prompt, rollout)
+                run.take(result)
                 if on_finished is not None:
                     on_finished(result.rollout)
                 if group := run.full_group(prompt.prompt_id):
@@ -224,17 +217,14 @@ class Collection:
         *,
         group_size: int,
         sampling: Sampling,
-        max_turns: int,
     ) -> None:
         """See `collect` for the arguments."""
-        if group_size < 1 or max_turns < 1:
-            raise ConfigError(f"group_size and max_turns are at least 1, got {group_size} and {max_turns}; raise them")
+        if group_size < 1:
+            raise ConfigError(f"group_size is at least 1, got {group_size}; raise it")
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self._draws = draws
         self._group_size = group_size
         self._sampling = sampling
-        self._max_turns = max_turns
-        self._turns: Counter[RolloutKey] = Counter()
         self._kept: dict[RolloutKey, Rollout] = {}
         self._errors: dict[RolloutKey, str] = {}
         self._numbers: dict[RolloutKey, Mapping[str, float]] = {}
@@ -263,7 +253,7 @@ class Collection:
         return len(self._prompts) * self._group_size - self._finished.total()
 
     def requests(self, order: Order = "by_prompt") -> list[Request]:
-        """The first turn of every rollout."""
+        """Every rollout, in that order."""
         pairs = [(prompt_id, sample) for prompt_id in self._prompts for sample in range(self._group_size)]
         if order == "by_sample":
             pairs.sort(key=lambda pair: pair[1])
@@ -273,19 +263,12 @@ class Collection:
         """The prompt of a rollout."""
         return self._prompts[rollout.prompt_id]
 
-    def note_turn(self, rollout: Rollout) -> bool:
-        """Counts a finished turn; returns whether it was the last one allowed. Call it once per turn."""
-        self._turns[rollout.key] += 1
-        return self._turns[rollout.key] == self._max_turns
-
-    def take(self, result: RewardResult) -> Request | None:
-        """Takes the result of a turn; returns the request of the next turn, or None if the rollout is finished."""
+    def take(self, result: RewardResult) -> None:
+        """Takes the result of a rollout."""
         rollout = result.rollout
-        if result.goes_on:
-            return self._request(rollout.key, so_far=rollout)
         if result.awaits_group:
             self._waiting[rollout.prompt_id].append(rollout)
-            return None
+            return
         self._finished[rollout.prompt_id] += 1
         self._num_empty += rollout.num_tokens == 0
         self._num_overlong += rollout.finish_reason == "length"
@@ -296,7 +279,6 @@ class Collection:
             self._kept[rollout.key] = rollout
         else:
             self._num_unscored += rollout.num_tokens > 0
-        return None
 
     def full_group(self, prompt_id: PromptId) -> tuple[Rollout, ...]:
         """The rollouts of a prompt that await their group, once the last of the group is sampled; else none.
@@ -321,7 +303,7 @@ class Collection:
             num_unscored=self._num_unscored,
             num_empty=self._num_empty,
             num_overlong=self._num_overlong,
-            num_turns=self._turns.total(),
+            num_turns=self._finished.total(),
             reward_errors=tuple(errors.values())[:NUM_MESSAGES],
             error_counts=Counter(error.removeprefix(whose(key)) for key, error in errors.items()),
             numbers=self._numbers_by_name(),
@@ -338,7 +320,7 @@ class Collection:
         rank = {prompt_id: i for i, prompt_id in enumerate(self._prompts)}
         return sorted(by_key, key=lambda key: (rank[key[0]], key[2]))
 
-    def _request(self, key: RolloutKey, so_far: Rollout | None = None) -> Request:
+    def _request(self, key: RolloutKey) -> Request:
         prompt_id, draw, sample = key[:3]
         return Request(
             prompt_id=prompt_id,
@@ -346,5 +328,4 @@ class Collection:
             sampling=self._sampling,
             draw=draw,
             sample=sample,
-            so_far=so_far,
         )

@@ -50,8 +50,6 @@ class RlOptions:
     """Rollouts per prompt and step, at least 2."""
     sampling: Sampling
     """Sampling parameters; the loop adds the task's stop tokens and strings."""
-    max_turns: int = 1
-    """Turns of the policy per rollout, in tasks with observations."""
     estimator: Estimator = "grpo"
     """Advantage estimator, see `group_advantages`."""
     objective: ObjectiveName = "grpo"
@@ -97,7 +95,7 @@ class RlOptions:
     """Seed of the prompt order."""
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts_per_step", 1), ("group_size", 2), ("max_turns", 1)):
+        for name, least in (("prompts_per_step", 1), ("group_size", 2)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is at least {least}, got {getattr(self, name)}; raise it")
         if self.num_train_threads is not None and self.num_train_threads < 1:

@@ -95,7 +95,6 @@ class Sampler:
             draws,
             group_size=self._options.group_size,
             sampling=self._sampling,
-            max_turns=self._options.max_turns,
             order=self._order(own),
             on_finished=on_finished,
             on_engine_step=progress.tick,

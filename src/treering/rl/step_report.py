@@ -19,7 +19,7 @@ class RolloutReport:
     num_rollouts: int
     """Rollouts with a reward."""
     num_tokens: int
-    """Their tokens, including observations."""
+    """Their tokens; of an environment those of all branches, contexts included."""
     reward_mean: float | None
     """None if there is no rollout."""
     reward_std: float | None
@@ -31,7 +31,7 @@ class RolloutReport:
     num_empty_groups: int
     """Groups without any rollout."""
     num_reward_errors: int
-    """Rollouts whose reward or observation raised."""
+    """Rollouts whose reward raised, and episodes that failed."""
     num_unscored: int
     """Rollouts that no reward scored."""
     num_empty: int
@@ -39,7 +39,7 @@ class RolloutReport:
     num_overlong: int
     """Rollouts that reached their maximum length."""
     num_turns: int
-    """Turns of all rollouts."""
+    """Rollouts, or the calls of an environment's."""
     reward_errors: tuple[str, ...] = ()
     """The first error messages."""
     number_means: Mapping[str, float] = field(default_factory=dict)

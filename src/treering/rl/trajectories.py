@@ -26,7 +26,7 @@ def as_trajectories(
     """One trajectory per rollout, groups in order and rollouts within them.
 
     `task_id` is the prompt's id, `trial` the sample number, `version` that of the last token. `logprobs` are those of
-    the distribution sampled from, 0.0 on the prompt and on observations.
+    the distribution sampled from, 0.0 on the prompt and on what an environment wrote.
 
     Args:
         groups: of one step.

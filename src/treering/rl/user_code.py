@@ -1,4 +1,4 @@
-"""Runs a task's rewards and observations so that they cannot end the run, fork it, or move it to another folder.
+"""Runs a task's rewards so that they cannot end the run, fork it, or move it to another folder.
 
 It also says where in that code an error was raised.
 """

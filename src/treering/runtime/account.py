@@ -16,7 +16,7 @@ class Account:
     scheduled: int = 0
     """Rollouts, or episodes, that the steps requested."""
     sampled: int = 0
-    """Rollouts that workers have finished; each counts once, whatever its number of turns."""
+    """Rollouts that workers have finished."""
     sampled_again: int = 0
     """Restarts of a rollout because its worker died."""
     stolen: int = 0
@@ -28,7 +28,7 @@ class Account:
     evaluated_again: int = 0
     """Reward requests sent again because the reward worker died."""
     reward_errors: int = 0
-    """Rollouts left out: their reward, observation or episode raised, timed out, or killed the reward worker."""
+    """Rollouts left out: their reward or episode raised, timed out, or killed the reward worker."""
     unscored: int = 0
     """Rollouts left out: no reward scored them."""
     empty: int = 0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.environments.run import Run
+from treering.rl.reward_results import RewardResult
 from treering.rl.step_report import WorkerSpan
-from treering.rl.turns import RewardResult
 from treering.runtime.ipc.launcher import Launcher, wait_for_any
 from treering.runtime.ipc.messages import RewardRequest, TrainedStep
 from treering.runtime.ipc.process import ChildProcess
@@ -222,10 +222,7 @@ class Controller:
         self._reward_client.add(request)
 
     def _take(self, open_step: OpenStep, result: RewardResult) -> None:
-        following = open_step.rollouts.take(result)
-        self._rollout_pool.note_reward(open_step, result.rollout.key, following)
-        if following is not None:
-            return
+        open_step.rollouts.take(result)
         open_step.note_finished(result.rollout.key, result.rollout.num_tokens)
         if not result.awaits_group:
             open_step.note_rewarded(1)

@@ -35,12 +35,10 @@ class RunSpec:
     options: RlOptions
     cluster: Cluster
     num_trainer_ranks: int
-    max_tokens: int
-    """Of a rollout, at most."""
     drafting: Drafting | None
     """The history that workers draft from; None disables drafts."""
     time_limit_s: float
-    """Of one reward or observation."""
+    """Of one reward."""
     worker_time_limit_s: float
     """Of the silence of a process that has work."""
     reward_name: str
@@ -131,7 +129,7 @@ def start_controller(
 
 def _rewards(spec: RunSpec, account: Account) -> RewardClient:
     return RewardClient(
-        RewardSettings(recipe=spec.recipe, max_tokens=spec.max_tokens),
+        RewardSettings(recipe=spec.recipe),
         spec.launcher,
         reward_name=spec.reward_name,
         time_limit_s=spec.time_limit_s,

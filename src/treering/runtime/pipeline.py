@@ -87,7 +87,7 @@ class PipelineLoop(Resumable[RlStepReport]):
             drafting: history of earlier rollouts; None disables speculation. Workers map its folder if it has one and
                 the launcher's processes share this host; else they are sent the history of the prompts that they run.
             num_trainer_ranks: processes that train together, each with a shard of the model (FSDP2).
-            reward_time_limit_s: for one reward or observation; a rollout that exceeds it is left out.
+            reward_time_limit_s: for one reward; a rollout that exceeds it is left out.
             worker_time_limit_s: a process that has work and sends nothing for so long is replaced.
             launcher: starts the processes; None: on this host.
             reference: as for `RlLoop`; a trainer calls it, so it must be picklable.
@@ -118,7 +118,6 @@ class PipelineLoop(Resumable[RlStepReport]):
             options=options,
             cluster=cluster,
             num_trainer_ranks=num_trainer_ranks,
-            max_tokens=self._run_state.max_tokens,
             drafting=drafting,
             time_limit_s=reward_time_limit_s,
             worker_time_limit_s=worker_time_limit_s,

@@ -70,11 +70,6 @@ class RunState:
         return self._prompt_schedule.plan.epoch_of(self.num_steps_done)
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of a rollout, at most."""
-        return self._prompt_schedule.sampling.max_tokens
-
-    @property
     def measured(self) -> Latency | None:
         """See `Planner.measured`."""
         return self._planner.measured

@@ -312,18 +312,6 @@ def test_a_setting_reaches_the_training(folder: Path, capsys: pytest.CaptureFixt
     assert any(not torch.equal(left[name], right[name]) for name in left)
 
 
-def test_the_calculator_answers_between_turns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(folder, f'kind = "calculator"\n{SUMS}')
-    solved = ["warmup.num_steps=60", "warmup.num_prompts=64", "warmup.prompts_per_step=16", "sampling.max_tokens=40"]
-    train(capsys, path, "run.dir=out", "rl.num_steps=2", *solved)
-    rows = metrics_of(folder / "out")
-    assert sum(row["rollout/num_turns"] for row in rows) > sum(row["rollout/num_rollouts"] for row in rows)
-    rollouts = read_trajectories(folder / "out" / "rollouts" / "epoch-000.jsonl")
-    # Observed tokens stand between trained ones.
-    gaps = [int(np.diff(np.flatnonzero(row.loss_mask)).max(initial=0)) for row in rollouts]  # type: ignore[arg-type]
-    assert max(gaps) > 1
-
-
 def test_a_warm_up_trains_on_other_prompts_first_and_only_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

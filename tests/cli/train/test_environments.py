@@ -51,6 +51,13 @@ def test_a_run_trains_and_a_resumed_one_ends_bitwise_as_one_that_was_not_stopped
     assert len(rollouts) == 12
 
 
+def test_workers_run_the_episodes_of_one_process(trained: Commands) -> None:
+    trained.done("train", *CONFIG, "run.dir=whole", "rl.num_steps=2", "rl.num_train_threads=1")
+    workers = ("runtime.workers=1", "runtime.rebalance=none", "schedule=fifo", "rl.num_train_threads=1")
+    trained.done("train", *CONFIG, *workers, "rl.num_steps=2")
+    assert_same_weights(trained.folder / "whole", trained.folder / "out", 2)
+
+
 def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> None:
     own = ("eval.share=0.5", "eval.temperature=1.0", "eval.num_samples=2", "rl.kl=0.1", "rl.kl_in=reward")
     assert "held-out tasks are evaluated" in trained.done("train", *CONFIG, *own)
@@ -70,7 +77,7 @@ def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> No
         (["task.class=envs.py:Broken"], "at most 50% of a step's episodes may fail"),
         (["task.class=envs.py:Nothing"], "has none named 'Nothing'"),
         (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to sums and calculator'),
-        (["runtime.workers=1"], "runtime.workers is 1"),
+        (["runtime.workers=1", "runtime.rebalance=running"], "stay on the worker where they began"),
         (["warmup.num_steps=2"], 'task.kind = "environment" has none'),
         (["task.max_turn_tokens=100"], "bounds a context with its turn"),
         (["task.template=raw"], 'template = "raw" has no turns'),

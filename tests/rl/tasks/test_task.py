@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rl.rollouts import prompt_of, rollout_of
+from tests.rl.rollouts import prompt_of
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.rl.tasks.task import Prompt, Task, prompt_id_of
@@ -50,9 +50,8 @@ def test_a_prompt_without_tokens_or_name_is_refused() -> None:
         Prompt(prompt_id="p", tokens=np.array([1.0]))
 
 
-def test_a_task_has_one_turn_and_no_stop_strings_unless_it_says_so() -> None:
+def test_a_task_has_no_stop_strings_unless_it_says_so() -> None:
     assert Silent().stop_strings == ()
-    assert Silent().observe(prompt_of(), rollout_of([1])) is None
 
 
 def test_a_reward_is_named_by_its_task() -> None:

@@ -9,7 +9,7 @@ from tests.rl.runs import SAMPLING, TinyTask
 from tests.runtime.runs import TinyRecipe
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.rollout import Rollout
 from treering.history.features import SOURCES, Source
 from treering.history.store.store import HistoryStore
 from treering.rl.collect import Collection
@@ -43,7 +43,7 @@ class QuietChild:
 
     is_ready = True
 
-    def __init__(self, name: str, *_: object, time_limit_s: float) -> None:
+    def __init__(self, name: str, *_: object, time_limit_s: float, leads_group: bool = False) -> None:
         self.name = name
         self.sent: list[Any] = []
         self.says: list[Any] = []
@@ -104,7 +104,6 @@ def children(rollout_pool: RolloutPool) -> list[QuietChild]:
 def step_run(
     step: int = 1,
     *,
-    max_turns: int = 1,
     moving: str = "faster",
     stealing: str = "off",
     size: int = 4,
@@ -118,7 +117,7 @@ def step_run(
         moving=moving,  # type: ignore[arg-type]
     )
     prompts = [TinyTask().prompts[prompt]]
-    collection = Collection(prompts, {}, group_size=size, sampling=SAMPLING, max_turns=max_turns)
+    collection = Collection(prompts, {}, group_size=size, sampling=SAMPLING)
     plan = RolloutPlan(step=step, assignment=assignment, predicted=np.ones(size))
     return OpenStep(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
@@ -210,30 +209,6 @@ def test_a_report_is_acknowledged_and_does_not_count_as_progress(rollout_pool) -
     child.says.append(says(1, written(first, 3, "length")))
     rollout_pool.receive({1: run})
     assert (len(child.of(ReportReceived)), child.num_progress) == (1, 1)
-
-
-def test_a_worker_stays_in_a_step_whose_rollouts_may_get_another_turn(rollout_pool) -> None:
-    run, later = step_run(max_turns=2), step_run(2)
-    runs = {1: run, 2: later}
-    rollout_pool.dispatch(runs, POLICY_VERSIONS)
-    child = children(rollout_pool)[0]
-    mine: list[RolloutKey] = []
-    for request in requests_of(child):
-        child.says.append(says(1, written(request, 3, "stop")))
-        mine.append(request.key)
-    assert len(rollout_pool.receive(runs)) == 2
-    # Both are at the judge when their worker dies; the next one does not go on to step 2.
-    child.is_dead = True
-    rollout_pool.receive(runs)
-    rollout_pool.dispatch(runs, POLICY_VERSIONS)
-    assert child.sent == []
-    following = Request(
-        prompt_id=mine[0][0], prompt=TinyTask(1).prompts[0].tokens, sampling=SAMPLING, draw=0, sample=mine[0][2]
-    )
-    rollout_pool.note_reward(run, mine[0], following)
-    rollout_pool.dispatch(runs, POLICY_VERSIONS)
-    assert [message.step for message in child.of(BeginStep)] == [1]
-    assert [request.key for request in requests_of(child)] == [mine[0]]
 
 
 def test_a_tail_stays_if_no_later_step_could_start(rollout_pool, monkeypatch) -> None:

@@ -14,7 +14,6 @@ from tests.runtime.kills import killing
 from tests.runtime.runs import Dealt, TinyRecipe, pipeline
 from tests.runtime.test_deaths import is_complete
 from tests.runtime.test_pipeline import Result, assert_same, rows_of, run
-from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
@@ -118,7 +117,7 @@ def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] 
         predicted_lengths=predicted,
         stealing=stealing,  # type: ignore[arg-type]
     )
-    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
+    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING)
     plan = RolloutPlan(step=1, assignment=assignment, predicted=predicted)
     return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
@@ -130,15 +129,13 @@ def under_way(run: OpenStep, so_far: dict[int, int]) -> list[Held]:
         run.take(worker, num_running=0, max_batch=8)
     for number, num_tokens in so_far.items():
         run.note_progress(KEYS[number], num_tokens)
-    return [
-        Held(requests={KEYS[n]: requests[KEYS[n]] for n in so_far if (n >= 4) == bool(worker)}) for worker in (0, 1)
-    ]
+    return [{KEYS[n]: requests[KEYS[n]] for n in so_far if (n >= 4) == bool(worker)} for worker in (0, 1)]
 
 
 def with_more(held: Held, *numbers: int) -> Held:
     """Rollouts without a progress report."""
     requests = {request.key: request for request in step_run("off").collection.requests()}
-    return Held(requests={**held.requests, **{KEYS[n]: requests[KEYS[n]] for n in numbers}})
+    return {**held, **{KEYS[n]: requests[KEYS[n]] for n in numbers}}
 
 
 def test_a_tail_goes_to_the_worker_that_runs_more() -> None:
@@ -167,13 +164,6 @@ def test_nothing_moves_before_its_first_progress_report() -> None:
     assert choose_move(run, PRICES, [with_more(held[0], 2), held[1]], 0) is None
 
 
-def test_a_worker_that_awaits_another_turn_keeps_its_tail() -> None:
-    run = step_run("consolidate")
-    held = under_way(run, {2: 3, 4: 1, 5: 1, 6: 1})
-    awaiting = Held(requests=held[0].requests, num_awaited=1)
-    assert choose_move(run, PRICES, [awaiting, held[1]], 0) is None
-
-
 def test_a_worker_that_can_steal_has_no_tail() -> None:
     run = step_run("consolidate", stealing="queued")
     requests = {request.key: request for request in run.collection.requests()}
@@ -181,7 +171,7 @@ def test_a_worker_that_can_steal_has_no_tail() -> None:
     for number in (2, 4, 5):
         run.note_progress(KEYS[number], 3)
     assert run.can_be_stolen
-    held = [Held(requests={KEYS[n]: requests[KEYS[n]] for n in numbers}) for numbers in ((2,), (4, 5))]
+    held = [{KEYS[n]: requests[KEYS[n]] for n in numbers} for numbers in ((2,), (4, 5))]
     assert choose_move(run, PRICES, held, 0) is None
     run.take(1, num_running=0, max_batch=8)
     assert not run.can_be_stolen
@@ -216,7 +206,7 @@ def test_rows_never_exceed_the_slots() -> None:
     run = step_run("faster", workers=(0,) * 7 + (1,))
     held = under_way(run, dict.fromkeys(range(8), 6))
     many = with_more(held[0], *range(7))
-    few = Held(requests={KEYS[7]: held[1].requests[KEYS[7]]})
+    few = {KEYS[7]: held[1][KEYS[7]]}
     move = choose_move(run, PRICES, [many, few], 0)
     # Decided by times of at most four rows: 4 there are now, 2 there.
     assert move is not None
@@ -247,36 +237,9 @@ def test_a_rollout_moves_a_few_times_at_most() -> None:
     assert run.account.moved == MAX_MOVES
 
 
-def test_a_later_turn_with_stop_strings_does_not_move() -> None:
-    for strings, moves in (((), True), (("END",), False)):
-        run = step_run("faster")
-        held = under_way(run, {1: 6, 2: 3, 3: 3, 5: 1})
-        request = held[0].requests[KEYS[1]]
-        ended = replace(ended_turn(request), finish_reason="stop")
-        sampling = replace(request.sampling, stop_strings=strings)
-        later = replace(request, so_far=ended, sampling=sampling)
-        held[0] = Held(requests={**held[0].requests, KEYS[1]: later})
-        assert (choose_move(run, PRICES, held, 0) is not None) == moves
-        # What was taken out of its first turn may be taken out again.
-        held[0] = Held(requests={**held[0].requests, KEYS[1]: replace(later, so_far=ended_turn(request))})
-        assert choose_move(run, PRICES, held, 0) is not None
-
-
-def ended_turn(request: Request) -> Rollout:
-    """An aborted rollout of two tokens."""
-    return replace(
-        request.unstarted(),
-        tokens=np.array([3, 4], np.int32),
-        logprobs=np.zeros(2),
-        policy_logprobs=np.zeros(2),
-        loss_mask=np.ones(2, bool),
-        versions=np.zeros(2, np.int32),
-    )
-
-
 def test_without_prices_nothing_moves() -> None:
     assignment = Assignment(workers=np.zeros(8), order=np.arange(8), moving="faster")
-    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING, max_turns=1)
+    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING)
     plan = RolloutPlan(step=1, assignment=assignment, predicted=np.ones(8))
     run = OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
     assert run.moving == "off"

@@ -40,7 +40,6 @@ EXAMPLES: Mapping[str, Any] = MappingProxyType(
         "max_tasks": 100,
         "max_terms": 6,
         "max_tokens": 4096,
-        "max_turns": 4,
         "min_terms": 2,
         "num_epochs": 2,
         "num_prompts": 256,

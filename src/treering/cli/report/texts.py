@@ -26,18 +26,17 @@ def find_text(run: RunData) -> Callable[[int], str] | None:
     is_folded = isinstance(data, dict) and data.get("vocab") == "folded"
     folder = None if is_folded else _tokenizer_folder(run)
     try:
-        if kind in ("sums", "calculator"):
-            return _text_of_symbols(str(kind))
+        if kind == "sums":
+            return _text_of_symbols()
         return None if folder is None else _text_of_tokenizer(folder)
     except (ImportError, MissingExtraError):
         return None
 
 
-def _text_of_symbols(kind: str) -> Callable[[int], str]:
-    from treering.rl.tasks.calculator import Calculator
+def _text_of_symbols() -> Callable[[int], str]:
     from treering.rl.tasks.sums import ChainedSums
 
-    symbols = (ChainedSums if kind == "sums" else Calculator).characters.symbols
+    symbols = ChainedSums.characters.symbols
     return lambda token: symbols[token] if token < len(symbols) else f"[{token}]"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from treering.cli.hub import find_model
-from treering.cli.train.settings import engine_factory, max_turns
+from treering.cli.train.settings import engine_factory
 from treering.cli.train.task import TaskSource, load_task
 from treering.config import RlConfig
 from treering.config.engine import SamplingConfig
@@ -89,7 +89,6 @@ def measure_rewards(
     options = EvalOptions(
         sampling=Sampling(max_tokens=max_tokens, **greedy),
         num_samples=section.num_samples,
-        max_turns=max_turns(config, held),
         pass_reward=section.pass_reward,
     )
 

@@ -52,7 +52,6 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         prompts_per_step=rl.prompts_per_step,
         group_size=rl.group_size,
         sampling=Sampling(**config.sampling.model_dump()),
-        max_turns=max_turns(config, source),
         estimator=rl.estimator,
         objective=rl.objective,
         clip=rl.clip,
@@ -74,11 +73,6 @@ def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) ->
         ranks=rl.ranks,
         seed=rl.seed,
     )
-
-
-def max_turns(config: RlConfig, source: TaskSource) -> int:
-    """Turns of the policy in a rollout, at most."""
-    return source.max_turns if config.rl.max_turns is None else config.rl.max_turns
 
 
 def make_drafting(config: RlConfig, *, shares_host: bool = True) -> Drafting | None:

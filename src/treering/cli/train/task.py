@@ -2,10 +2,8 @@
 
 import hashlib
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -18,18 +16,13 @@ from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
 from treering.rl.environments.environment import Environment
 from treering.rl.environments.find import find_environment
 from treering.rl.environments.task import EnvironmentTask, EpisodeOptions
-from treering.rl.tasks.calculator import Calculator
 from treering.rl.tasks.prompts_file import PromptsFile
 from treering.rl.tasks.rewards.judge import Judge, JudgeSettings
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.stop_tokens import find_stop_tokens
-from treering.rl.tasks.sum_task import SumTask
 from treering.rl.tasks.sums import ChainedSums
 from treering.rl.tasks.task import Task
 from treering.rl.tasks.text_tokens import TextTokens
-
-_SUMS: Mapping[str, type[SumTask]] = MappingProxyType({"sums": ChainedSums, "calculator": Calculator})
-_TURNS = MappingProxyType({"sums": 1, "calculator": 8, "prompts": 1, "environment": 1, "verifiers": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,8 +33,6 @@ class TaskSource:
     """Prompts and rewards."""
     kind: str
     """Its name in the configuration."""
-    max_turns: int
-    """Default number of turns of a rollout."""
     tokenizer: Path | None = None
     """Folder of the tokenizer that made the ids; None without one."""
     decode: Decode | None = None
@@ -122,7 +113,7 @@ def load_task(
         return _from_file(config, config_dir, shell_dir, model)
     if config.runs_episodes:
         return _of_environment(config, config_dir, shell_dir, model, max_rows)
-    return TaskSource(task=draw_sums(config), kind=config.kind, max_turns=_TURNS[config.kind])
+    return TaskSource(task=draw_sums(config), kind=config.kind)
 
 
 def episode_options(config: TaskConfig, max_rows: int) -> EpisodeOptions:
@@ -130,6 +121,7 @@ def episode_options(config: TaskConfig, max_rows: int) -> EpisodeOptions:
     return EpisodeOptions(
         max_rows=max_rows,
         episodes_in_flight=config.episodes_in_flight,
+        episode_order=config.episode_order,
         episode_timeout_s=config.episode_timeout,
         max_turn_tokens=config.max_turn_tokens,
         max_failed=config.max_failed,
@@ -138,9 +130,9 @@ def episode_options(config: TaskConfig, max_rows: int) -> EpisodeOptions:
     )
 
 
-def draw_sums(config: TaskConfig) -> SumTask:
-    """The prompts of a task of kind sums or calculator."""
-    return _SUMS[config.kind](
+def draw_sums(config: TaskConfig) -> ChainedSums:
+    """The prompts of a task of kind sums."""
+    return ChainedSums(
         config.num_prompts,
         config.seed,
         min_terms=config.min_terms,
@@ -178,7 +170,6 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
     return TaskSource(
         task=task,
         kind=config.kind,
-        max_turns=_TURNS[config.kind],
         tokenizer=tokenizer,
         decode=TextTokens(tokenizer).decode,
         notes=(*([form] if form else []), *notes, _stops_of(task)),
@@ -207,7 +198,6 @@ def _of_environment(
     return TaskSource(
         task=task,
         kind=config.kind,
-        max_turns=_TURNS[config.kind],
         tokenizer=tokenizer,
         decode=chat.text.decode,
         notes=(f"chats are read as {what}; turns stop at {listed}",),

@@ -16,8 +16,8 @@ from treering.rl.environments.episodes import Episode, Episodes
 from treering.rl.environments.forecast import EpisodeForecast
 from treering.rl.environments.run import Run
 from treering.rl.environments.task import EnvironmentTask
+from treering.rl.reward_results import whose
 from treering.rl.tasks.task import Prompt
-from treering.rl.turns import whose
 from treering.schedule.turns import Turns
 from treering.types import PromptId
 
@@ -61,7 +61,7 @@ def collect_episodes(
     """
     step = EpisodeCollection(task, prompts, draws, group_size=group_size, sampling=sampling, num_episodes=num_episodes)
     before, requests = engine.stats, step.requests()
-    if forecast is not None:
+    if forecast is not None and task.options.episode_order == "longest_first":
         requests = [requests[i] for i in forecast.order([prompt.prompt_id for prompt in prompts], group_size)]
     with Episodes(engine, task, on_finished=on_finished) as episodes:
         episodes.start(requests)

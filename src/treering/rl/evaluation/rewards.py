@@ -24,15 +24,13 @@ class EvalOptions:
     """How held-out prompts are sampled and judged.
 
     Attributes:
-        sampling: of all turns; the task's stops are added.
+        sampling: of all; the task's stops are added.
         num_samples: rollouts per prompt.
-        max_turns: turns of the policy per rollout.
         pass_reward: least reward of a rollout that passes.
     """
 
     sampling: Sampling
     num_samples: int = 1
-    max_turns: int = 1
     pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
@@ -48,7 +46,7 @@ class EvalReport:
         reward: mean over the rollouts with a reward; None if there is none.
         pass_at: mean chance that one of k samples passes, by k; a rollout without a reward does not pass.
         length_mean: tokens of a rollout with a reward, or of all branches of a run; None if there is none.
-        num_reward_errors: rollouts whose reward or observation raised.
+        num_reward_errors: rollouts whose reward raised.
         reward_errors: the first messages.
     """
 
@@ -128,7 +126,6 @@ class HeldOutRewards:
                 {},
                 group_size=options.num_samples,
                 sampling=self._sampling,
-                max_turns=options.max_turns,
                 on_finished=on_finished,
             )
         return _report(join(prompts, self._group.gather(collected)), options)

@@ -1,1 +1,1 @@
-"""Tasks: prompts, observations and rewards."""
+"""Tasks: prompts and rewards."""

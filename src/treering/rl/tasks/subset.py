@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from treering.engine.rollout import Rollout
 from treering.rl.tasks.score import RewardValue
 from treering.rl.tasks.task import Prompt, Task
-from treering.types import TokenIds
 
 
 class TaskSubset(Task):
@@ -55,7 +54,3 @@ class TaskSubset(Task):
     def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
         """As in the task."""
         return self._task.reward_group(prompt, rollouts)
-
-    def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
-        """As in the task."""
-        return self._task.observe(prompt, rollout)

@@ -1,12 +1,10 @@
-"""The task protocol: prompts, observations and rewards."""
+"""The task protocol: prompts and rewards."""
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from treering.engine.request import check_prompt
 from treering.engine.rollout import Rollout
@@ -46,7 +44,7 @@ def prompt_id_of(tokens: TokenIds) -> str:
 
 
 class Task(ABC):
-    """Prompts with a reward. A task with observations between turns is an environment."""
+    """Prompts with a reward for a response; several turns are an environment's (`treering.rl.environments`)."""
 
     @property
     @abstractmethod
@@ -56,16 +54,16 @@ class Task(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Upper bound of the token ids of prompts and observations; a policy needs at least this vocabulary."""
+        """Upper bound of the token ids of prompts; a policy needs at least this vocabulary."""
 
     @property
     @abstractmethod
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a turn of the policy."""
+        """Tokens that end a response."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end a turn of the policy; the engine needs a tokenizer for them."""
+        """Strings that end a response; the engine needs a tokenizer for them."""
         return ()
 
     @property
@@ -85,29 +83,7 @@ class Task(ABC):
     def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
         """The rewards of a prompt's finished rollouts, in order of their samples.
 
-        Rollouts without a token, and those whose observation raised, are not among them. An exception in the result
-        leaves its rollout out; one that is raised leaves all out.
+        Rollouts without a token are not among them. An exception in the result leaves its rollout out; one that is
+        raised leaves all out.
         """
         return [self.reward(prompt, rollout) for rollout in rollouts]
-
-    def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
-        """The observation after the latest turn, before the policy continues; None ends the rollout.
-
-        Called only after a turn that stopped by itself. A single-turn task returns None.
-        """
-        return None
-
-
-def checked_observation(answer: TokenIds, vocab_size: int) -> TokenIds:
-    """Validates an observation and returns it as int32 [N].
-
-    Raises:
-        InputError: not a flat list of token ids below `vocab_size`.
-
-    Example: with vocab_size=9, [3, 8] is accepted; [3, 9] and [[3]] are refused.
-    """
-    tokens = np.asarray(answer)
-    is_flat = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or tokens.size == 0)
-    if not is_flat or (tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size):
-        raise InputError(f"an observation is a flat list of token ids below {vocab_size}, got {answer!r}; correct it")
-    return tokens.astype(np.int32)

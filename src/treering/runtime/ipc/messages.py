@@ -17,8 +17,8 @@ from treering.rl.drafting import DraftOptions
 from treering.rl.environments.episodes import Episode
 from treering.rl.environments.run import Run
 from treering.rl.options import RlOptions
+from treering.rl.reward_results import RewardResult
 from treering.rl.trainer import Trained
-from treering.rl.turns import RewardResult
 from treering.runtime.ipc.recipe import Recipe
 from treering.schedule.measured_latency import PassTimes
 from treering.train.loop.optim import OptimOptions
@@ -87,7 +87,7 @@ class RefreshHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledRollouts:
-    """From a worker: rollouts whose turn has ended, and counters since its previous message."""
+    """From a worker: finished rollouts, and counters since its previous message."""
 
     step: int
     rollouts: Sequence[Rollout]
@@ -122,16 +122,14 @@ class RewardSettings:
     """Settings of the reward worker."""
 
     recipe: Recipe
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardRequest:
-    """A rollout whose turn has ended, or the finished ones of a group."""
+    """A finished rollout, or those of a group."""
 
     rollouts: Sequence[Rollout]
     """One, or those that `Collection.full_group` gave."""
-    is_last_turn: bool = True
     is_group: bool = False
 
     @property

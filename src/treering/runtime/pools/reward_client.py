@@ -6,7 +6,7 @@ from collections import Counter, deque
 
 from treering.engine.rollout import RolloutKey
 from treering.errors import StateError
-from treering.rl.turns import without_reward
+from treering.rl.reward_results import without_reward
 from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Ended, Launcher, Transport
 from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests, RewardSettings

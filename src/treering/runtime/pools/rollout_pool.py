@@ -21,7 +21,7 @@ from treering.runtime.ipc.messages import (
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.pools.sent_history import SentHistory
 from treering.runtime.pools.worker_state import OpenSteps, WorkerState
-from treering.runtime.step.migration import Held, choose_move
+from treering.runtime.step.migration import choose_move
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.workers.episode_worker import run_episode_worker
 from treering.runtime.workers.rollout_worker import run_rollout_worker
@@ -126,7 +126,7 @@ class RolloutPool:
                 self._move(number, worker, open_steps, policy_versions)
 
     def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, RewardRequest | Run]]:
-        """Finished turns and runs, each with its step. Replaces dead workers.
+        """Finished rollouts and runs, each with its step. Replaces dead workers.
 
         Raises:
             StateError: a worker dies repeatedly.
@@ -144,14 +144,6 @@ class RolloutPool:
             if has_died:
                 self._replace(number, worker, open_steps)
         return found
-
-    def note_reward(self, open_step: OpenStep, key: RolloutKey, following: Request | None) -> None:
-        """Records the result of a turn: the request of the next turn, or None if the rollout is finished."""
-        owner = next((number for number, worker in enumerate(self._workers) if key in worker.awaited), None)
-        if owner is not None:
-            self._workers[owner].awaited.remove(key)
-        if following is not None:
-            open_step.resume(following, owner)
 
     def refresh(self) -> None:
         """Gives the workers within the step what was published of the history."""
@@ -203,10 +195,7 @@ class RolloutPool:
         for rollout in message.rollouts:
             del worker.running[rollout.key]
             worker.num_ended += 1
-            request = RewardRequest(rollouts=[rollout], is_last_turn=open_step.rollouts.note_turn(rollout))
-            if not request.is_last_turn and rollout.finish_reason == "stop":
-                worker.awaited.add(rollout.key)
-            found.append((open_step, request))
+            found.append((open_step, RewardRequest(rollouts=[rollout])))
         return found
 
     def _note_progress(self, worker: WorkerState, progress: Mapping[RolloutKey, int], open_step: OpenStep) -> None:
@@ -228,12 +217,7 @@ class RolloutPool:
             return
         if open_step.moving == "consolidate" and not _has_later_work(number, open_step, open_steps, policy_versions):
             return
-        held = [
-            Held(requests=each.running, num_awaited=len(each.awaited))
-            if each.step == worker.step
-            else Held(requests={})
-            for each in self._workers
-        ]
+        held = [each.running if each.step == worker.step else {} for each in self._workers]
         move = choose_move(open_step, open_step.prices, held, number)
         if move is not None:
             worker.move_target = move.target
@@ -261,13 +245,7 @@ class RolloutPool:
         if worker.step in open_steps:
             open_steps[worker.step].requeue(worker.running.values())
             open_steps[worker.step].release(number)
-        # A step whose rollouts may get another turn needs a worker in it.
-        self._workers[number] = WorkerState(
-            child=worker.child,
-            step=worker.step if worker.awaited else 0,
-            awaited=worker.awaited,
-            sent=self._nothing_sent(),
-        )
+        self._workers[number] = WorkerState(child=worker.child, sent=self._nothing_sent())
         worker.child.start(self._settings)
 
     def _nothing_sent(self) -> SentHistory | None:

@@ -26,8 +26,6 @@ class WorkerState:
     has_begun: bool = False
     """Whether it was sent that step."""
     running: dict[RolloutKey, Work] = field(default_factory=dict)
-    awaited: set[RolloutKey] = field(default_factory=set)
-    """Rollouts that may get another turn after their reward request."""
     move_target: int | None = None
     """Worker that takes over the rollouts that this one must give up, until this one has answered."""
     has_report: bool = False
@@ -45,7 +43,7 @@ class WorkerState:
 
     def next_step(self, number: int, open_steps: OpenSteps) -> OpenStep | None:
         """Its current step while it has rollouts there, else the next step with work for it, the `number`-th worker."""
-        if self.running or self.awaited:
+        if self.running:
             return open_steps.get(self.step)
         return next(
             (

@@ -8,10 +8,10 @@ The rules are those of the simulator (`schedule.simulator.destinations`, `schedu
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 
-from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
 from treering.runtime.ipc.messages import Work
 from treering.runtime.step.open_step import OpenStep
@@ -33,14 +33,8 @@ _NUM_LONGEST = 8
 """How many of a worker's rollouts, the longest ones, are checked for outliers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
-    """A worker's rollouts of a step."""
-
-    requests: Mapping[RolloutKey, Work]
-    """Those in its engine, running or queued."""
-    num_awaited: int = 0
-    """Rollouts that may get another turn after their reward request."""
+Held: TypeAlias = Mapping[RolloutKey, Work]
+"""A worker's rollouts of a step: those in its engine, running or queued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,8 +76,8 @@ def _loads(open_step: OpenStep, prices: Prices, held: Sequence[Held]) -> Loads:
     """The workers' loads, assuming that every engine has filled its batch, as its next pass will."""
     workers, num_slots = range(len(held)), prices.token_s.size - 1
     sizes = np.array([open_step.share_size(worker) for worker in workers], np.int64)
-    counts = np.array([len(each.requests) for each in held], np.int64)
-    queued = np.array([open_step.num_queued(worker) + held[worker].num_awaited for worker in workers], np.int64)
+    counts = np.array([len(each) for each in held], np.int64)
+    queued = np.array([open_step.num_queued(worker) for worker in workers], np.int64)
     return Loads(
         running=np.minimum(counts, num_slots),
         reach=np.array([open_step.reach(worker) for worker in workers]),
@@ -96,12 +90,8 @@ def _loads(open_step: OpenStep, prices: Prices, held: Sequence[Held]) -> Loads:
 
 def _tail(open_step: OpenStep, prices: Prices, loads: Loads, held: Sequence[Held], worker: int) -> Move | None:
     """Moves all that a worker has left to the worker with the fullest tail, if that saves time."""
-    keys = tuple(held[worker].requests)
-    if (
-        open_step.can_be_stolen
-        or not has_tail(loads, worker)
-        or not all(_can_move(open_step, held[worker], key) for key in keys)
-    ):
+    keys = tuple(held[worker])
+    if open_step.can_be_stolen or not has_tail(loads, worker) or not all(_can_move(open_step, key) for key in keys):
         return None
     target = fullest_tail(loads, worker, prices.token_s.size - 1)
     if target < 0:
@@ -115,7 +105,7 @@ def _tail(open_step: OpenStep, prices: Prices, loads: Loads, held: Sequence[Held
 def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, worker: int) -> Move | None:
     """Moves the longest rollout that outgrew its worker's share, if another worker is better for it."""
     late = LATE * open_step.reach(worker)
-    outliers = [key for key in held.requests if open_step.so_far(key) >= late and _can_move(open_step, held, key)]
+    outliers = [key for key in held if open_step.so_far(key) >= late and _can_move(open_step, key)]
     for key in sorted(outliers, key=open_step.so_far, reverse=True)[:_NUM_LONGEST]:
         num_generated = float(open_step.so_far(key))
         context = open_step.num_prompt_tokens(key) + num_generated
@@ -125,13 +115,6 @@ def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, work
     return None
 
 
-def _can_move(open_step: OpenStep, held: Held, key: RolloutKey) -> bool:
-    """Whether a rollout is running and would continue elsewhere with the same tokens."""
-    if not open_step.has_started(key) or open_step.num_moves(key) >= MAX_MOVES:
-        return False
-    # A later turn's start is known from the finish reason of the turn before, which an aborted rollout has lost.
-    request = held.requests[key]
-    if not isinstance(request, Request):
-        return False
-    is_later_turn = request.so_far is not None and request.so_far.finish_reason == "stop"
-    return not (is_later_turn and request.sampling.stop_strings)
+def _can_move(open_step: OpenStep, key: RolloutKey) -> bool:
+    """Whether a rollout is running, and has not moved too often."""
+    return open_step.has_started(key) and open_step.num_moves(key) < MAX_MOVES

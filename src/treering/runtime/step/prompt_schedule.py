@@ -64,6 +64,4 @@ class PromptSchedule:
         prompts, draws, group_size = self.prompts_of(step), self.draws_before(step), self._options.group_size
         if isinstance(self._task, EnvironmentTask):
             return EpisodeCollection(self._task, prompts, draws, group_size=group_size, sampling=self.sampling)
-        return Collection(
-            prompts, draws, group_size=group_size, sampling=self.sampling, max_turns=self._options.max_turns
-        )
+        return Collection(prompts, draws, group_size=group_size, sampling=self.sampling)

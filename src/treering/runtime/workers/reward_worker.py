@@ -1,12 +1,12 @@
-"""The reward worker: runs rewards and observations, which are user code, in their own process.
+"""The reward worker: runs rewards, which are user code, in their own process.
 
 It has no time limit of its own: the controller kills it.
 """
 
 import os
 
+from treering.rl.reward_results import RewardResult, evaluate_group, evaluate_rollout
 from treering.rl.tasks.task import Prompt, Task
-from treering.rl.turns import RewardResult, evaluate_group, evaluate_turn
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests, RewardSettings
 
@@ -22,11 +22,11 @@ def run_reward_worker(port: Port, _: WeightAccess, settings: RewardSettings) -> 
         requests: RewardRequests = port.take()
         for request in requests.requests:
             prompt = prompts[request.rollouts[0].prompt_id]
-            port.send(RewardReply(key=request.key, results=_results(task, prompt, request, settings.max_tokens)))
+            port.send(RewardReply(key=request.key, results=_results(task, prompt, request)))
 
 
-def _results(task: Task, prompt: Prompt, request: RewardRequest, max_tokens: int) -> list[RewardResult]:
+def _results(task: Task, prompt: Prompt, request: RewardRequest) -> list[RewardResult]:
     if request.is_group:
         return evaluate_group(task, prompt, request.rollouts)
     [rollout] = request.rollouts
-    return [evaluate_turn(task, prompt, rollout, is_last_turn=request.is_last_turn, max_tokens=max_tokens)]
+    return [evaluate_rollout(task, prompt, rollout)]

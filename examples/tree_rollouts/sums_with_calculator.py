@@ -1,4 +1,4 @@
-"""Sums with a calculator: the smallest task with several turns.
+"""Sums with a calculator, which answers between the turns of a rollout.
 
 The calculator writes the text after each "]", up to the space.
 
@@ -26,7 +26,7 @@ _MALFORMED = "? "
 class Calculator(SumTask):
     """Sums of 3 to 5 numbers, added two at a time with a calculator; reward 1.0 for a correct result, else 0.0.
 
-    Example: for 17+5+30, the observation after "[17+5]" is "22 ", after "[17+]" it is "? "; "52." ends the rollout.
+    Example: for 17+5+30, the answer to "[17+5]" is "22 ", to "[17+]" it is "? "; "52." ends the rollout.
     """
 
     characters: ClassVar[Characters] = Characters("0123456789+[].? ")
@@ -40,7 +40,7 @@ class Calculator(SumTask):
         final = _FINAL.fullmatch(self.decode(rollout.tokens))
         return float(final is not None and int(final[1]) == int(prompt.answer or -1))
 
-    def observe(self, prompt: Prompt, rollout: Rollout) -> TokenIds | None:
+    def answer(self, rollout: Rollout) -> TokenIds | None:
         """The sum of a call's two numbers and a space; "? " for a malformed call; None if there is no call.
 
         Calls with numbers of more than nine digits are malformed.

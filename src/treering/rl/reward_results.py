@@ -1,4 +1,4 @@
-"""Evaluates a rollout after its turn: either it continues after an observation, or it ends with a reward."""
+"""Rewards finished rollouts, one by one or a group at a time; what a task raises leaves a rollout without a reward."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import InputError
 from treering.rl.tasks.score import as_score
-from treering.rl.tasks.task import Prompt, Task, checked_observation
+from treering.rl.tasks.task import Prompt, Task
 from treering.rl.user_code import contained, in_words
 
 _MESSAGE_LENGTH = 300
@@ -14,34 +14,25 @@ _MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardResult:
-    """The result of a turn: a longer rollout that continues, or a final one.
+    """The result of a finished rollout.
 
-    Example: a calculator's answer [5, 9] after the turn [7, 8] is `RewardResult(rollout=[7, 8, 5, 9], goes_on=True)`.
+    Example: a reward that raises ValueError("no number") leaves a rollout without one, and `error` says so.
     """
 
     rollout: Rollout
-    """With the observation appended if it continues, else with its reward."""
-    goes_on: bool = False
-    """Whether the policy takes another turn."""
+    """With its reward."""
     error: str | None = None
     """Why there is no reward, if the task raised."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the task gave beside the reward, by name."""
     awaits_group: bool = False
-    """Whether it is finished, and its reward is that of its group: `evaluate_group`."""
+    """Whether its reward is that of its group: `evaluate_group`."""
 
 
-def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn: bool, max_tokens: int) -> RewardResult:
-    """Gets the task's observation or reward for a rollout whose turn has ended.
+def evaluate_rollout(task: Task, prompt: Prompt, rollout: Rollout) -> RewardResult:
+    """Gets the task's reward for a finished rollout.
 
-    Args:
-        task: observations and rewards.
-        prompt: the prompt of the rollout.
-        rollout: as the engine returned it.
-        is_last_turn: whether it ends here, without an observation.
-        max_tokens: of a whole rollout; without room for another token, it ends before the observation.
-
-    A task that rewards groups gets none of its rewards here: the result awaits its group.
+    A task that rewards groups gives none here: the result awaits its group.
 
     Whatever the task raises, also `SystemExit`, leaves the rollout without a reward; see `contained`.
 
@@ -52,10 +43,6 @@ def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn:
     """
     try:
         with contained():
-            longer = None if is_last_turn else _observed(task, prompt, rollout)
-            if longer is not None and longer.num_tokens < max_tokens:
-                return RewardResult(rollout=longer, goes_on=True)
-            rollout = rollout if longer is None else replace(rollout, finish_reason="length")
             if task.rewards_groups or rollout.num_tokens == 0:
                 return RewardResult(rollout=rollout, awaits_group=rollout.num_tokens > 0)
             return _rewarded(rollout, task.reward(prompt, rollout))
@@ -64,7 +51,7 @@ def evaluate_turn(task: Task, prompt: Prompt, rollout: Rollout, *, is_last_turn:
 
 
 def evaluate_group(task: Task, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[RewardResult]:
-    """Gets the rewards of the finished rollouts of a group, for a task that rewards groups; errors as in a turn.
+    """Gets the rewards of the finished rollouts of a group, for a task that rewards groups; errors as of one rollout.
 
     Example: rewards [1.0, None] give one rollout the reward 1.0 and the other none, without an error.
     """
@@ -98,14 +85,6 @@ def whose(key: RolloutKey) -> str:
     """
     prompt_id, _, sample = key[:3]
     return f"prompt {prompt_id!r}, sample {sample}: "
-
-
-def _observed(task: Task, prompt: Prompt, rollout: Rollout) -> Rollout | None:
-    """The rollout with the task's observation appended, or None if it has ended."""
-    if rollout.finish_reason != "stop" or rollout.num_tokens == 0:
-        return None
-    answer = task.observe(prompt, rollout)
-    return None if answer is None else rollout.observe(checked_observation(answer, task.vocab_size))
 
 
 def _rewarded(rollout: Rollout, value: object) -> RewardResult:
