@@ -97,8 +97,8 @@ class TaskConfig(Config):
     )
     episode_order: Literal["longest_first", "in_order"] = Field(
         default="longest_first",
-        description="Environment: which episodes start first. longest_first: those whose tokens and waiting took longest "
-        "in earlier epochs; in_order: as the step has them.",
+        description="Environment: which episodes start first. longest_first: those whose tokens and waiting took "
+        "longest in earlier epochs; in_order: as the step has them.",
     )
     episodes_in_flight: CountOrAuto = Field(
         default="auto", description="Environment: episodes that run at one time. auto: twice engine.max_batch."

@@ -10,6 +10,7 @@ from treering.data.episode import EpisodePart
 from treering.report.forest import mean_advantage, place_bars
 from treering.report.rollouts import MAX_DRAWN_TOKENS, tokens_of
 from treering.tree.forest import Forest
+from treering.types import TokenIds
 
 MAX_DRAWN_EPISODES = 40
 _MAX_TEXT = 240
@@ -85,7 +86,7 @@ def _part(each: Trajectory) -> EpisodePart:
     return each.episode
 
 
-def _words(tokens: Sequence[int], text_of: Callable[[int], str] | None) -> str:
+def _words(tokens: TokenIds, text_of: Callable[[int], str] | None) -> str:
     """The beginning of a span's text."""
-    words = [str(token) if text_of is None else text_of(int(token)) for token in tokens[:_MAX_TEXT]]
+    words = [str(token) if text_of is None else text_of(token) for token in tokens[:_MAX_TEXT].tolist()]
     return ("" if text_of is not None else " ").join(words)[:_MAX_TEXT]
