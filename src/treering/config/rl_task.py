@@ -14,7 +14,15 @@ from treering.errors import ConfigError
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
 _CHAT = ("tokenizer", "template", "date", "stop_tokens")
 _FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
-_EPISODES = ("episodes_in_flight", "episode_timeout", "max_turn_tokens", "max_failed", "shared", "weights")
+_EPISODES = (
+    "episodes_in_flight",
+    "episode_order",
+    "episode_timeout",
+    "max_turn_tokens",
+    "max_failed",
+    "shared",
+    "weights",
+)
 _OF_ENVIRONMENT = (*_CHAT, *_EPISODES, "class_")
 _OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "max_prompts")
 _SETTINGS = MappingProxyType(
@@ -86,6 +94,11 @@ class TaskConfig(Config):
     python: str | None = Field(
         default=None,
         description="Verifiers: path of the interpreter that has verifiers and the taskset; none: the running one.",
+    )
+    episode_order: Literal["longest_first", "in_order"] = Field(
+        default="longest_first",
+        description="Environment: which episodes start first. longest_first: those whose tokens and waiting took "
+        "longest in earlier epochs; in_order: as the step has them.",
     )
     episodes_in_flight: CountOrAuto = Field(
         default="auto", description="Environment: episodes that run at one time. auto: twice engine.max_batch."

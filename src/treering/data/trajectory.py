@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treering.data.episode import EpisodePart
 from treering.data.unicode import valid_text, valid_texts
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
@@ -113,6 +114,8 @@ class Trajectory:
     """Policy version that sampled it."""
     preference: Literal["chosen", "rejected"] | None = None
     """Its side of a preference pair: a chosen trajectory and the rejected one that follows it."""
+    episode: EpisodePart | None = None
+    """What it is part of, as a branch of an environment's episode; only with tokens."""
 
     def __post_init__(self) -> None:
         _check_source(self)
@@ -144,6 +147,10 @@ def _check_source(trajectory: Trajectory) -> None:
             _check_says_something(message, f"messages[{i}]")
     elif any(message.tool_calls or message.reasoning for message in messages):
         raise InputError('format "raw" joins contents and has no form for tool_calls or reasoning; use format "chat"')
+    if trajectory.episode is not None:
+        raise InputError(
+            "the calls of an episode sampled tokens, and messages were given; give tokens instead of messages"
+        )
     for name in _PER_TOKEN:
         if getattr(trajectory, name) is not None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")
@@ -192,5 +199,10 @@ def _check_arrays(trajectory: Trajectory) -> None:
             raise InputError(
                 f"{name} must be finite numbers, got NaN or infinity; use 0.0 where a token is not trained"
             )
+    if trajectory.episode is not None and any(call.stop > tokens.size for call in trajectory.episode.calls):
+        raise InputError(
+            f"calls sampled tokens of the trajectory, which has {tokens.size}, got {trajectory.episode.calls}; align "
+            "them"
+        )
     if trajectory.advantage is not None and trajectory.advantages is not None:
         raise InputError("a trajectory has one advantage or one per token, got both; drop advantage or advantages")

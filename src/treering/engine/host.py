@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class EngineHost:
         self._inbox: SimpleQueue[_Call | _Left | _Run | None] = SimpleQueue()
         self._open: dict[RolloutKey, Future[Rollout]] = {}
         self._error: BaseException | None = None
+        self._busy_s = 0.0
         self._is_closed = False
         self._is_settled = True
         self._lock = threading.Lock()
@@ -71,6 +73,11 @@ class EngineHost:
     def is_waiting(self) -> bool:
         """Whether the thread blocks because no call is open."""
         return self._is_waiting.is_set()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in the engine's steps so far."""
+        return self._busy_s
 
     @property
     def error(self) -> BaseException | None:
@@ -173,7 +180,9 @@ class EngineHost:
 
     def _step(self) -> None:
         finished: list[Rollout] = []
+        started_s = time.perf_counter()
         self._attempt(lambda: finished.extend(self._engine.step()))
+        self._busy_s += time.perf_counter() - started_s
         self._is_settled = not finished
         for rollout in finished:
             answer = self._open.pop(rollout.key, None)

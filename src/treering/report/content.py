@@ -11,6 +11,7 @@ from treering import metrics
 from treering.data import Trajectory
 from treering.errors import InputError, TreeringError
 from treering.report import epochs
+from treering.report.episodes import episodes_of
 from treering.report.facts import facts_of
 from treering.report.forest import as_json, bounds_of, draw
 from treering.report.origins import GIVEN, SAMPLED, has_drafts, num_history_epochs, token_origins
@@ -53,6 +54,7 @@ def page_content(
         "demo": {} if others else read_demo(folder),
         "bounds": [],
         "prompts": [],
+        "episodes": [],
         "texts": {},
         "replayed": False,
         "notes": notes,
@@ -133,6 +135,7 @@ def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None]
         "epoch": max(rollouts.epochs),
         "num_prompts": len(groups),
         "bounds": [] if run.is_supervised else _bounds(run, rollouts, notes),
+        "episodes": [] if run.is_supervised else episodes_of(rollouts.epochs[max(rollouts.epochs)], text_of),
         "prompts": [_prompt_content(prompt, group, origins[prompt]) for prompt, group in drawn.items()],
         "texts": {} if text_of is None else {str(token): text_of(token) for token in ids},
         "replayed": replayed,

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from treering.arrays import Int64Array
 from treering.data import Trajectory
 from treering.report.rollouts import tokens_of
 from treering.tree.forest import Forest
@@ -49,6 +50,34 @@ class Drawing:
     num_branch_tokens: int
 
 
+class Bars(NamedTuple):
+    """Where the tokens of a forest are drawn: over the rows of their branches."""
+
+    rows: list[int]
+    """The branch of each row; branches that share most are neighbours."""
+    rectangles: list[tuple[int, int, int, int]]
+    """First token in the forest, number of tokens, first row, and one past the last row; parents before children."""
+
+
+def place_bars(forest: Forest, cuts: Int64Array | None = None) -> Bars:
+    """Lays a forest out, with a bar for each segment.
+
+    Args:
+        forest: of one group or episode.
+        cuts: tokens at which a bar of its own begins; None: none.
+    """
+    rows = np.argsort(forest.branch_end, kind="stable")
+    ends = forest.branch_end[rows]
+    # A rollout may end inside a segment, as a prefix of others: the rest is a bar of its own.
+    starts = np.union1d(forest.segment_start, ends[ends + 1 < forest.num_tokens] + 1)
+    starts = starts if cuts is None else np.union1d(starts, cuts)
+    lengths = np.diff(starts, append=forest.num_tokens)
+    tops = np.searchsorted(ends, starts)
+    bottoms = np.searchsorted(ends, forest.subtree_end[starts])
+    columns = (starts.tolist(), lengths.tolist(), tops.tolist(), bottoms.tolist())
+    return Bars(rows.tolist(), list(zip(*columns, strict=True)))
+
+
 def draw(group: Sequence[Trajectory]) -> Drawing:
     """Lays the forest of a group out.
 
@@ -56,26 +85,20 @@ def draw(group: Sequence[Trajectory]) -> Drawing:
     depth 2, each in its own row.
     """
     forest = Forest.from_sequences([tokens_of(each) for each in group])
-    rows = np.argsort(forest.branch_end, kind="stable")
-    ends = forest.branch_end[rows]
-    # A rollout may end inside a segment, as a prefix of others: the rest is a bar of its own.
-    starts = np.union1d(forest.segment_start, ends[ends + 1 < forest.num_tokens] + 1)
-    lengths = np.diff(starts, append=forest.num_tokens)
-    tops = np.searchsorted(ends, starts)
-    bottoms = np.searchsorted(ends, forest.subtree_end[starts])
-    advantages = [mean_advantage(group[row]) for row in rows.tolist()]
+    bars = place_bars(forest)
+    advantages = [mean_advantage(group[row]) for row in bars.rows]
     segments = tuple(
         Segment(
             start=int(forest.position[start]),
-            num_tokens=int(length),
-            top=int(top),
-            bottom=int(bottom),
+            num_tokens=num_tokens,
+            top=top,
+            bottom=bottom,
             advantage=_mean(advantages[top:bottom]),
         )
-        for start, length, top, bottom in zip(starts, lengths, tops, bottoms, strict=True)
+        for start, num_tokens, top, bottom in bars.rectangles
     )
     return Drawing(
-        rows=tuple(rows.tolist()),
+        rows=tuple(bars.rows),
         segments=segments,
         num_tokens=forest.num_tokens,
         num_branch_tokens=forest.num_branch_tokens,

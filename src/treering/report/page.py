@@ -8,7 +8,7 @@ from typing import Any
 
 from treering.report.content import tiles_of
 
-_SCRIPTS = ("chart.js", "figures.js", "forest.js", "page.js")
+_SCRIPTS = ("chart.js", "figures.js", "forest.js", "episode.js", "page.js")
 
 
 def as_html(content: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.data.episode import Turn
 from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
@@ -46,6 +47,10 @@ class Runs:
     """Of each run, the rewards of its calls beside its own reward; () if none has one."""
     weights: RunWeights = "runs"
     """See `RunWeights`."""
+    agent: str = ""
+    """Whose calls they are."""
+    episodes: tuple[tuple[Turn, ...], ...] = ()
+    """Of each run, what all its agents sampled and the waiting between; () where another agent's group has it."""
 
     @property
     def num_runs(self) -> int:

@@ -175,6 +175,7 @@ class RlLoop(Resumable[RlStepReport]):
             "version": self._version,
             "draws": dict(self._draws),
             "optimizer": self._trainer.state(),
+            "episodes": self._sampler.state(),
             # Of several ranks those after the latest step, so that none has to ask the others here.
             "drafter": self._drafters or self._drafter_state,
         }
@@ -189,6 +190,8 @@ class RlLoop(Resumable[RlStepReport]):
         self._num_steps_done = state["num_steps_done"]
         self._version = state["version"]
         self._draws = dict(state["draws"])
+        if "episodes" in state:
+            self._sampler.load_state(state["episodes"])
         drafters = state["drafter"] if isinstance(state["drafter"], list) else [state["drafter"]]
         drafter = drafters[self._group.rank % len(drafters)]
         if self._drafting is not None and drafter is not None:

@@ -1,6 +1,7 @@
 """The sampling half of an RL step: prompts in, groups of rewarded rollouts out, on one rank or on several."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from treering.engine.protocol import Engine
 from treering.engine.rollout import Rollout
@@ -8,6 +9,7 @@ from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected, Order, collect, join
 from treering.rl.drafting import Drafting
 from treering.rl.environments.collect import check_failures, collect_episodes
+from treering.rl.environments.forecast import EpisodeForecast
 from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import with_stops
@@ -34,6 +36,7 @@ class Sampler:
         self._sampling = with_stops(options.sampling, task)
         self._drafting = drafting
         self._group = group
+        self._forecast = EpisodeForecast()
 
     def collect(
         self,
@@ -73,10 +76,13 @@ class Sampler:
                 group_size=self._options.group_size,
                 sampling=self._sampling,
                 num_episodes=len(prompts) * self._options.group_size,
+                forecast=self._forecast,
                 on_finished=remember,
                 on_progress=progress.add,
             )
-            return self._joined(prompts, collected, finished)
+            joined = self._joined(prompts, collected, finished)
+            self._forecast.observe(joined.groups)
+            return joined
 
         def on_finished(rollout: Rollout) -> None:
             remember(rollout)
@@ -94,6 +100,14 @@ class Sampler:
             on_engine_step=progress.tick,
         )
         return self._joined(prompts, collected, finished)
+
+    def state(self) -> dict[str, Any]:
+        """What is expected of the next episodes, for a checkpoint."""
+        return self._forecast.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state`."""
+        self._forecast.load_state(state)
 
     def _joined(self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[Rollout]) -> Collected:
         """The groups of all ranks; what the others finished is history here too, in their order."""

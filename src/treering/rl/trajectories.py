@@ -1,14 +1,17 @@
 """Converts groups to trajectory records, for `treering inspect`, benchmarks and other trainers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.data.episode import CallSpan, EpisodePart
 from treering.data.trajectory import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
-from treering.rl.collect import Group
+from treering.rl.collect import Group, Runs
 from treering.rl.run_advantages import BranchAdvantages
 from treering.rl.tasks.task import Prompt
 
@@ -43,10 +46,28 @@ def as_trajectories(
             f"{[len(values) for values in advantages]}; align them"
         )
     return [
-        _trajectory(group.prompt, rollout, epoch, step, None if advantages is None else advantages[i][j])
+        replace(
+            _trajectory(group.prompt, rollout, epoch, step, None if advantages is None else advantages[i][j]),
+            episode=None if group.runs is None else _episode(group.runs, j),
+        )
         for i, group in enumerate(groups)
         for j, rollout in enumerate(group.rollouts)
     ]
+
+
+def _episode(runs: Runs, rollout: int) -> EpisodePart:
+    """What a branch of an episode is a part of."""
+    turns, run = runs.turns[rollout], runs.of[rollout]
+    edges = np.flatnonzero(np.diff(turns, prepend=-1, append=-1))
+    spans = [
+        (int(turns[start]), int(start), int(stop)) for start, stop in pairwise(edges.tolist()) if turns[start] >= 0
+    ]
+    is_first = run not in runs.of[:rollout]
+    return EpisodePart(
+        agent=runs.agent,
+        calls=tuple(CallSpan(*span) for span in spans),
+        turns=runs.episodes[run] if is_first and runs.episodes else (),
+    )
 
 
 def _trajectory(

@@ -112,7 +112,7 @@ class RunState:
 
     def note_sampled(self, open_step: OpenStep) -> None:
         """Records the lengths of a sampled step and, while it trains, plans the first step that may use them."""
-        self._planner.observe(open_step.step, open_step.lengths)
+        self._planner.observe(open_step.step, open_step.lengths, open_step.turns)
         following = open_step.step + 1 + self._cluster.staleness
         if following <= self._num_steps:
             self._planner.plan(following)

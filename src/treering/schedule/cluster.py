@@ -1,6 +1,6 @@
 """The workers that a policy plans for: their number, slots, token limit, staleness and latency."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from treering.errors import ConfigError
@@ -44,3 +44,8 @@ class Cluster:
         Example: with staleness 1 steps 1, 2, 3 and 4 are sampled by the versions 0, 0, 1 and 2.
         """
         return max(0, step - 1 - self.staleness)
+
+
+def without_moves(cluster: Cluster) -> Cluster:
+    """The cluster with running rollouts that stay where they are."""
+    return replace(cluster, rebalancing="queued") if cluster.rebalancing == "running" else cluster

@@ -18,6 +18,9 @@ SYNC_LONGEST_FIRST = "sync_longest_first"
 """Longest-first with a barrier after each step."""
 ONE_STEP_OFF = "fifo"
 """One-step-off training without a scheduler: FIFO over random static shards."""
+BY_LENGTH = "histopipe_by_length"
+"""HistoPipe with forecasts of lengths alone, where rollouts wait too."""
+_NO_WAITS = "tail_batching"
 _SYNCHRONOUS = {SYNC: ONE_STEP_OFF, SYNC_LONGEST_FIRST: "longest_first"}
 
 
@@ -31,6 +34,8 @@ class PolicySetup:
     """Of `treering.schedule.policies.POLICIES`."""
     staleness: int
     """Staleness of its cluster."""
+    knows_waits: bool = False
+    """Whether its forecasts have waiting, where rollouts wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +80,13 @@ class Result:
     """The largest over the traces."""
 
 
-def policy_setups(staleness: int, names: Sequence[str] | None = None) -> list[PolicySetup]:
+def policy_setups(staleness: int, names: Sequence[str] | None = None, *, has_waits: bool = False) -> list[PolicySetup]:
     """The synchronous loops, and every other policy at a staleness.
 
     Args:
         staleness: of those that are not synchronous.
         names: those to include; `sync` is always included. None means all.
+        has_waits: whether rollouts wait; all but histopipe then know lengths alone.
 
     Raises:
         ConfigError: an unknown name.
@@ -88,7 +94,13 @@ def policy_setups(staleness: int, names: Sequence[str] | None = None) -> list[Po
     Example: `policy_setups(1, ["histopipe"])` are sync at staleness 0 and histopipe at staleness 1.
     """
     everyone = [PolicySetup(name=name, policy=policy, staleness=0) for name, policy in _SYNCHRONOUS.items()]
-    everyone += [PolicySetup(name=name, policy=name, staleness=staleness) for name in POLICIES]
+    everyone += [
+        PolicySetup(name=name, policy=name, staleness=staleness, knows_waits=name == "histopipe")
+        for name in POLICIES
+        if not (has_waits and name == _NO_WAITS)
+    ]
+    if has_waits:
+        everyone.append(PolicySetup(name=BY_LENGTH, policy="histopipe", staleness=staleness))
     known = [setup.name for setup in everyone]
     unknown = [name for name in names or () if name not in known]
     if unknown:
@@ -132,11 +144,18 @@ def with_decode_scaled(cluster: Cluster, factor: float) -> Cluster:
 def _run(setup: PolicySetup, trace: Trace, cluster: Cluster, believed: Cluster) -> Timeline:
     timeline = simulate(
         make_policy(setup.policy),
-        trace,
+        trace if setup.knows_waits else _without_forecast_waits(trace),
         workers=replace(cluster, staleness=setup.staleness),
         believed=replace(believed, staleness=setup.staleness),
     )
     return replace(timeline, policy=setup.name)
+
+
+def _without_forecast_waits(trace: Trace) -> Trace:
+    """The same rollouts, which wait, with forecasts of lengths alone."""
+    blind = [replace(step.forecast, num_turns=None, wait_s=None) for step in trace.steps]
+    steps = [replace(step, forecast=forecast) for step, forecast in zip(trace.steps, blind, strict=True)]
+    return replace(trace, steps=tuple(steps))
 
 
 def _result(setup: PolicySetup, by_name: Mapping[str, Sequence[Timeline]]) -> Result:

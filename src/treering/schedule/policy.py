@@ -38,6 +38,10 @@ class Forecast:
     """float64 [R] > 0: predicted tokens."""
     prompts: NDArray[np.int64]
     """int64 [R]: prompt number of each rollout; equal numbers are a group."""
+    num_turns: NDArray[np.float64] | None = None
+    """float64 [R] >= 1: predicted turns; None as `wait_s`."""
+    wait_s: NDArray[np.float64] | None = None
+    """float64 [R] >= 0: predicted seconds of waiting, in which a rollout holds no slot; None if none waits."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", np.asarray(self.lengths, np.float64))
@@ -52,6 +56,21 @@ class Forecast:
             raise InputError(
                 f"a predicted length is a positive number, got {wrong[0]} and {wrong.size - 1} more that are not; give "
                 "a prompt without history its predictor's guess"
+            )
+        if (self.num_turns is None) != (self.wait_s is None):
+            raise InputError("turns and waiting are predicted together, got one of them; give both, or neither")
+        for name, least in (("num_turns", 1.0), ("wait_s", 0.0)):
+            self._check_wait(name, least)
+
+    def _check_wait(self, name: str, least: float) -> None:
+        if getattr(self, name) is None:
+            return
+        values = np.asarray(getattr(self, name), np.float64)
+        object.__setattr__(self, name, values)
+        if values.shape != self.lengths.shape or not (np.isfinite(values) & (values >= least)).all():
+            raise InputError(
+                f"{name} is a number from {least:g} on for each of {self.lengths.size} rollouts, got {values[:8]}; "
+                "correct the predictor"
             )
 
     @property

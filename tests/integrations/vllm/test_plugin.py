@@ -246,24 +246,25 @@ def test_rows_of_the_runner_end_by_their_own_limit_and_are_known_by_their_args()
     params = [
         SimpleNamespace(extra_args=request_args("q", 2, num_prompt_tokens=2), max_tokens=10),
         SimpleNamespace(extra_args={"treering": "garbage"}, max_tokens=None),
+        SimpleNamespace(extra_args=request_args("q", 2, num_prompt_tokens=0), max_tokens=10),
     ]
-    tokens = np.array([[5, 6, 1], [5, 6, 2]], np.int32)
-    batch = SimpleNamespace(req_ids=["a", "b"], token_ids_cpu=tokens, num_prompt_tokens=np.array([3, 3]))
+    tokens = np.array([[5, 6, 1], [5, 6, 2], [7, 8, 9]], np.int32)
+    batch = SimpleNamespace(req_ids=["a", "b", "c"], token_ids_cpu=tokens, num_prompt_tokens=np.array([3, 3, 3]))
     runner = SimpleNamespace(
         input_batch=batch,
         requests={
-            name: SimpleNamespace(sampling_params=p, num_prompt_tokens=3) for name, p in zip("ab", params, strict=True)
+            name: SimpleNamespace(sampling_params=p, num_prompt_tokens=3) for name, p in zip("abc", params, strict=True)
         },
     )
     names = rows.names(runner, SimpleNamespace(finished_req_ids=set()), ())
-    assert names == ["a", "b"]
+    assert names == ["a", "b", "c"]
     assert rows.ends[0] == 13
     assert rows.ends[1] > 1 << 40
-    # The second request tells nothing, and begins with the first one's original prompt.
-    assert [requests._requests[name].prompt_id for name in names] == ["q", "q"]
-    assert [requests._requests[name].num_prompt_tokens for name in names] == [2, 2]
+    # The second request tells nothing, and begins with the first one's original prompt; the third is an episode's.
+    assert [requests._requests[name].prompt_id for name in names] == ["q", "q", "q"]
+    assert [requests._requests[name].num_prompt_tokens for name in names] == [2, 2, 0]
     batch.req_ids = ["b"]
-    assert rows.names(runner, SimpleNamespace(finished_req_ids={"a"}), ()) == ["b"]
+    assert rows.names(runner, SimpleNamespace(finished_req_ids={"a", "c"}), ()) == ["b"]
     assert "a" not in requests
 
 
@@ -271,12 +272,13 @@ def test_rows_of_the_runner_end_by_their_own_limit_and_are_known_by_their_args()
 def test_wrong_identities_are_refused(args: tuple[Any, ...]) -> None:
     with pytest.raises(InputError):
         request_args(*args)
-    with pytest.raises(InputError, match="num_prompt_tokens is a whole number, at least 1, got 0"):
-        request_args("q", num_prompt_tokens=0)
+    with pytest.raises(InputError, match="num_prompt_tokens is a whole number, at least 0, got -1"):
+        request_args("q", num_prompt_tokens=-1)
 
 
 def test_identities_come_back_as_they_were_given() -> None:
-    assert read_request_args(request_args("q", 2, num_prompt_tokens=7)) == ("q", 2, 7)
+    for size in (0, 7):
+        assert read_request_args(request_args("q", 2, num_prompt_tokens=size)) == ("q", 2, size)
     assert read_request_args({"other": 1, **request_args(5)}) == (5, 0, None)
     for unknown in (None, {}, {"treering": 3}, {"treering": {"prompt_id": 1.5, "draw": 0}}):
         assert read_request_args(unknown) is None

@@ -137,3 +137,16 @@ def test_a_plan_moves_no_running_rollout_where_workers_cannot(rebalancing, expec
     where = replace(cluster(2, 4), rebalancing=rebalancing)
     plan = PlacementPlan(name="gathers", stealing="queued", moving="consolidate")
     assert place(plan, np.array([4.0, 2.0]), np.arange(2), step=1, cluster=where).moving == expected
+
+
+def test_rollouts_that_wait_are_placed_by_their_tokens_and_start_by_their_spans():
+    lengths, prompts = np.array([40.0, 30.0, 20.0, 10.0]), np.arange(4)
+    workers = cluster(2, 1, step_s=1.0)
+    plan = PlacementPlan(name="any", moving="drain")
+    plain = place(plan, lengths, prompts, step=1, cluster=workers)
+    waiting = place(plan, lengths, prompts, step=1, cluster=workers, wait_s=np.array([0.0, 0.0, 15.0, 100.0]))
+    assert waiting.workers.tolist() == plain.workers.tolist()
+    assert waiting.order.tolist() == [3, 0, 2, 1]
+    assert waiting.moving == "off"
+    nothing = place(plan, lengths, prompts, step=1, cluster=workers, wait_s=np.zeros(4))
+    assert (nothing.order.tolist(), nothing.moving) == (plain.order.tolist(), plain.moving)

@@ -8,6 +8,7 @@ from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER,
 from treering.schedule.simulator.events import run_step
 from treering.schedule.simulator.migration import MAX_MOVES
 from treering.schedule.simulator.step import Rules, StepRollouts
+from treering.schedule.turns import Turns
 
 # Whole seconds, so that a sum and a product of them are the same float.
 SECONDS = st.integers(1, 5).map(float)
@@ -20,6 +21,7 @@ def work_of(queues, lengths, predicted=None, prompts=None) -> StepRollouts:
         np.array(lengths, np.int64),
         np.array(lengths if predicted is None else predicted, np.float64),
         np.array([0] * len(lengths) if prompts is None else prompts, np.int64),
+        *Turns.of([[(length, 0.0)] for length in lengths]).parts(),
     )
 
 

@@ -16,6 +16,7 @@ from treering.schedule.traces.replay import read_trace
 from treering.schedule.traces.stability import noise_for_stability, sigma_for_stability, stable_trace
 from treering.schedule.traces.synthetic import synthetic_trace
 from treering.schedule.traces.trace import Trace
+from treering.schedule.traces.waits import parse_waits, with_waits
 
 LENGTHS = "lognormal:8.2,0.8,16384"
 NOISE = 0.25
@@ -52,6 +53,7 @@ class SimulateOptions:
     load_s: float = 0.0
     believed_latency: float = 1.0
     num_seeds: int = 1
+    waits: str | None = None
 
 
 Case = tuple[Trace, Cluster, Cluster]
@@ -63,6 +65,7 @@ _OF_LAWS = {
     "stability": "--stability",
     "crossed": "--crossed",
     "group_size": "--group-size",
+    "waits": "--waits",
 }
 
 
@@ -75,7 +78,7 @@ def make_cases(options: SimulateOptions) -> list[Case]:
     """
     _check(options)
     latency = _latency(options)
-    cases = []
+    cases: list[Case] = []
     for trace in _traces(options):
         cluster = Cluster(
             num_workers=options.num_workers,
@@ -85,6 +88,9 @@ def make_cases(options: SimulateOptions) -> list[Case]:
             latency=latency,
         )
         cluster = with_training(cluster, trace, options.training)
+        if options.waits is not None:
+            noise = NOISE if options.noise is None else options.noise
+            trace = with_waits(trace, parse_waits(options.waits), cluster, noise=noise, seed=len(cases))
         cases.append((trace, cluster, with_decode_scaled(cluster, options.believed_latency)))
     return cases
 

@@ -77,6 +77,15 @@ def simulate(
             metavar="N", min=1, help="With --stability, rollouts of a prompt: 16.", rich_help_panel=_FROM_LAWS
         ),
     ] = None,
+    waits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE[,SIGMA[,TURNS]]",
+            help="Rollouts wait between their turns, as for tools: this share of the mean span, with a log-normal "
+            "SIGMA of 1 whatever the length, in 8 TURNS. A run of an environment has logged its own.",
+            rich_help_panel=_FROM_LAWS,
+        ),
+    ] = None,
     seeds: Annotated[
         int,
         typer.Option(
@@ -177,6 +186,7 @@ def simulate(
         crossed=crossed,
         group_size=group_size,
         num_seeds=seeds,
+        waits=waits,
         predictor=predictor,
         distort=distort,
         decode=decode,

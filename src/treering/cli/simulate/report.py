@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from treering.cli.display.panel import in_words
-from treering.schedule.compare import ONE_STEP_OFF, SYNC, Result
+from treering.schedule.compare import BY_LENGTH, ONE_STEP_OFF, SYNC, Result
 from treering.schedule.predict.calibration import calibrate, group_ranks
 from treering.schedule.traces.trace import Trace
 
@@ -63,10 +63,22 @@ def answer(results: Sequence[Result]) -> str:
     if plain is not None and plain is not ours:
         ratio = plain.makespan_s / ours.makespan_s
         gains.append(f"{ratio:.2f}x as fast as FIFO over random shards at staleness {plain.staleness}")
+    by_length = by_name.get(BY_LENGTH)
+    if by_length is not None and by_length is not ours:
+        gains.append(f"{by_length.makespan_s / ours.makespan_s:.2f}x as fast as with forecasts of lengths alone")
     return (
-        f"{ours.policy} ends the run {' and '.join(gains)}, at {ours.throughput_of_bound:.2f} of the lower bound; its "
+        f"{ours.policy} ends the run {_listed(gains)}, at {ours.throughput_of_bound:.2f} of the lower bound; its "
         f"workers decode nothing for {ours.bubble:.0%} of their time."
     )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """Parts of a sentence with commas and an "and".
+
+    >>> _listed(["a", "b", "c"]), _listed(["a", "b"])
+    ('a, b and c', 'a and b')
+    """
+    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
 
 
 def about_predictions(trace: Trace) -> str:
@@ -80,7 +92,18 @@ def about_predictions(trace: Trace) -> str:
     return (
         f"Predictions: sigma {figures.sigma:.2f} and bias {figures.bias:+.2f} of the log ratio, rank correlation "
         f"{figures.spearman:.2f}; {moved_up:.0%} of a step's rollouts are in a longer one of 8 groups than predicted."
+        f"{_about_waits(trace)}"
     )
+
+
+def _about_waits(trace: Trace) -> str:
+    """The waiting of a rollout in the mean, in a sentence; empty if none waits."""
+    turns = [step.turns for step in trace.steps if step.turns is not None]
+    if not trace.has_waits:
+        return ""
+    counts = np.concatenate([each.num_turns for each in turns])
+    waits = np.concatenate([each.total_wait_s for each in turns])
+    return f" A rollout has {counts.mean():.1f} turns and waits for {as_time(float(waits.mean()))}, in the mean."
 
 
 def as_time(time_s: float) -> str:

@@ -41,8 +41,8 @@ def run(
         if file is not None and not file.absolute().parent.is_dir():
             raise InputError(f"{flag} needs an existing folder, got {file}: create {file.parent} first")
     names = None if policies is None else [name.strip() for name in policies.split(",")]
-    setups = policy_setups(options.staleness, names)
     cases = make_cases(options)
+    setups = policy_setups(options.staleness, names, has_waits=cases[0][0].has_waits)
     results, timelines = _compare(setups, cases)
     lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster, _ in cases]))
     text = as_json(results, lower_bound_s)

@@ -121,6 +121,7 @@ def episode_options(config: TaskConfig, max_rows: int) -> EpisodeOptions:
     return EpisodeOptions(
         max_rows=max_rows,
         episodes_in_flight=config.episodes_in_flight,
+        episode_order=config.episode_order,
         episode_timeout_s=config.episode_timeout,
         max_turn_tokens=config.max_turn_tokens,
         max_failed=config.max_failed,

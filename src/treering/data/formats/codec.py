@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+from treering.data.episode import decode_episode, encode_episode
 from treering.data.formats.fields import integer_field, is_blank, number_field, show, text_field
 from treering.data.formats.messages import decode_messages
 from treering.data.formats.token_arrays import (
@@ -87,6 +88,7 @@ def decode(record: object) -> Trajectory:
         tools=() if tokens is not None and messages is None else decode_tools(record),
         format=text_field(record, "format") or "chat",
         preference=_preference(record),
+        episode=None if tokens is None else decode_episode(record),
         **decode_scalars(record),
     )
 
@@ -179,6 +181,7 @@ def encode(trajectory: Trajectory) -> dict[str, Any]:
     for key in ("tokens", "loss_mask", "logprobs", "advantages"):
         values = getattr(trajectory, key)
         record[key] = None if values is None else values.tolist()
+    record["episode"] = None if trajectory.episode is None else encode_episode(trajectory.episode)
     return {key: value for key, value in record.items() if value is not None}
 
 

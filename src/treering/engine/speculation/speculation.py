@@ -133,7 +133,7 @@ class Speculation:
         }
         medians = [self._medians[prompt_id] for prompt_id in prompt_ids]
         usual = np.array([np.nan if median is None else median for median in medians], np.float64)
-        return row_weights(usual, c.num_tokens[rows] - c.num_prompt[rows], c.limit[rows] - c.num_tokens[rows])
+        return row_weights(usual, c.num_tokens[rows] - _num_given(table), c.limit[rows] - c.num_tokens[rows])
 
 
 def row_weights(usual: Float64Array, num_written: Int64Array, num_left: Int64Array) -> Float64Array | None:
@@ -159,6 +159,15 @@ def row_weights(usual: Float64Array, num_written: Int64Array, num_left: Int64Arr
     return np.clip(weights, _MIN_WEIGHT, _MAX_WEIGHT)
 
 
+def _num_given(table: Table) -> Int64Array:
+    """int64 [B], tokens of each row that its history does not have.
+
+    None for a call of an episode: the history has whole episodes, so a turn is matched by what was observed before it.
+    """
+    is_call = np.array([request.call is not None for request in table.requests], bool)
+    return np.where(is_call, 0, table.columns.num_prompt[: table.num_rows])
+
+
 def _rows_of(table: Table, weights: Float64Array | None) -> DraftRows:
     """Views of the running rows, valid until a row is added or removed; each step updates them in place."""
     c, num_rows = table.columns, table.num_rows
@@ -167,7 +176,7 @@ def _rows_of(table: Table, weights: Float64Array | None) -> DraftRows:
         groups=c.groups[:num_rows],
         tokens=c.tokens[:num_rows],
         num_tokens=c.num_tokens[:num_rows],
-        num_prompt_tokens=c.num_prompt[:num_rows],
+        num_prompt_tokens=_num_given(table),
         max_drafts=np.zeros(num_rows, np.int64),
         row_ids=c.row_ids[:num_rows],
         worth=weights,

@@ -25,7 +25,7 @@ def request_args(prompt_id: PromptId, draw: int = 0, *, num_prompt_tokens: int |
         prompt_id: of the prompt in the history; see `PromptId`.
         draw: how many times the run has scheduled this prompt before.
         num_prompt_tokens: tokens of the original prompt, for a rollout that is continued: its tokens so far are part
-            of the prompt that vLLM gets.
+            of the prompt that vLLM gets. 0 where the history of the prompt_id has whole contexts, as of episodes.
 
     Raises:
         InputError: an id that is neither text nor whole number, or a negative or fractional count.
@@ -38,8 +38,8 @@ def request_args(prompt_id: PromptId, draw: int = 0, *, num_prompt_tokens: int |
         raise InputError(f"draw is a whole number, at least 0, got {draw!r}; count how often the prompt was scheduled")
     if num_prompt_tokens is None:
         return {KEY: {"prompt_id": prompt_id, "draw": int(draw)}}
-    if not is_count(num_prompt_tokens, least=1):
-        raise InputError(f"num_prompt_tokens is a whole number, at least 1, got {num_prompt_tokens!r}; correct it")
+    if not is_count(num_prompt_tokens, least=0):
+        raise InputError(f"num_prompt_tokens is a whole number, at least 0, got {num_prompt_tokens!r}; correct it")
     return {KEY: {"prompt_id": prompt_id, "draw": int(draw), "num_prompt_tokens": int(num_prompt_tokens)}}
 
 
@@ -54,4 +54,4 @@ def read_request_args(extra_args: Mapping[str, Any] | None) -> RequestIdentity |
     prompt_id, draw, size = (args.get(name) for name in RequestIdentity._fields)
     if not isinstance(prompt_id, str | int) or isinstance(prompt_id, bool) or not is_count(draw, least=0):
         return None
-    return RequestIdentity(prompt_id, draw, size if is_count(size, least=1) else None)
+    return RequestIdentity(prompt_id, draw, size if is_count(size, least=0) else None)

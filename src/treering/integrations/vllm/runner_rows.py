@@ -55,8 +55,9 @@ class RunnerRows:
             prompt_id, size = self._prompts.find(prompt, history) if prompt.size else ("", 0)
             self._requests.add(name, prompt_id=prompt_id, group=prompt_id, num_prompt_tokens=size)
             return
-        size = min(identity.num_prompt_tokens or prompt.size, prompt.size)
-        if prompt.size:
+        known = identity.num_prompt_tokens
+        size = prompt.size if known is None else min(known, prompt.size)
+        if size:
             self._prompts.add(prompt[:size], identity.prompt_id)
         group = identity.prompt_id, identity.draw
         self._requests.add(name, prompt_id=identity.prompt_id, group=group, num_prompt_tokens=size)

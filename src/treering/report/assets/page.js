@@ -9,7 +9,7 @@ function part(title, elements) {
 part("Plain against Treering", [comparison()]);
 if (isCompared) part("Comparison", finals());
 part(isRl ? "Learning" : "Training", [...learning(), ...optional()].map(card));
-if (!isCompared) part(isRl ? "Rollouts of the newest epoch" : "Samples of the data", [forestCard(), originCard(), rolloutTable()]);
+if (!isCompared) part(isRl ? "Rollouts of the newest epoch" : "Samples of the data", [forestCard(), episodeCard(), originCard(), rolloutTable()]);
 part("Drafts from history", drafting().map(card));
 part("Trees", sharing().map(card));
 part("Time", phases().map(card));

@@ -6,16 +6,19 @@ Results depend on tasks and samples, never on the order in which episodes end.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from treering.data.episode import Turn
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import StateError
 from treering.rl.collect import NUM_MESSAGES, Collected, Group, Runs
 from treering.rl.environments.episodes import Episode, Episodes
-from treering.rl.environments.run import Run, Seat
+from treering.rl.environments.forecast import EpisodeForecast
+from treering.rl.environments.run import Run
 from treering.rl.environments.task import EnvironmentTask
 from treering.rl.reward_results import whose
 from treering.rl.tasks.task import Prompt
+from treering.schedule.turns import Turns
 from treering.types import PromptId
 
 _TICK_S = 0.1
@@ -31,6 +34,7 @@ def collect_episodes(
     group_size: int,
     sampling: Sampling,
     num_episodes: int | None = None,
+    forecast: EpisodeForecast | None = None,
     on_finished: Callable[[Rollout], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Collected:
@@ -46,6 +50,7 @@ def collect_episodes(
         group_size: episodes per task, samples 0 to group_size - 1.
         sampling: of every call; `max_tokens` bounds a context with its turn.
         num_episodes: of the whole step, of which some may run elsewhere; None: they are all here.
+        forecast: tells which episodes start first, and learns how long a token takes; None: they start in order.
         on_finished: called in the engine's thread with the branches of each episode that is kept.
         on_progress: called with the number of episodes that have ended since, at least every tenth of a second.
 
@@ -55,14 +60,20 @@ def collect_episodes(
     Example: two tasks in groups of 4 whose episodes play two seats give four groups of 4 runs.
     """
     step = EpisodeCollection(task, prompts, draws, group_size=group_size, sampling=sampling, num_episodes=num_episodes)
+    before, requests = engine.stats, step.requests()
+    if forecast is not None and task.options.episode_order == "longest_first":
+        requests = [requests[i] for i in forecast.order([prompt.prompt_id for prompt in prompts], group_size)]
     with Episodes(engine, task, on_finished=on_finished) as episodes:
-        episodes.start(step.requests())
+        episodes.start(requests)
         while step.num_open:
             ended = episodes.take(_TICK_S)
             for run in ended:
                 step.take(run)
             if on_progress is not None:
                 on_progress(len(ended))
+    if forecast is not None:
+        stats = engine.stats.since(before)
+        forecast.note_pace(episodes.busy_s * stats.num_rows / max(stats.num_forwards * stats.num_sampled, 1))
     return step.result()
 
 
@@ -127,6 +138,11 @@ class EpisodeCollection:
             errors = Counter(error.removeprefix(whose(key)) for key, error in _failed(self._runs.values()).items())
             check_failures(errors, self._num_episodes, self._task.options.max_failed)
 
+    def turns(self) -> Turns:
+        """The turns of all runs, in the order of the requests; a run that failed is a turn of one token."""
+        runs = [self._runs[request.key] for request in self.requests()]
+        return Turns.of([run.turns or (Turn(1, 0.0),) for run in runs])
+
     def result(self) -> Collected:
         """The groups, in order of tasks and agents."""
         return _collected(self._prompts, list(self._runs.values()), self._task)
@@ -182,11 +198,12 @@ def _groups(prompt: Prompt, runs: Sequence[Run], task: EnvironmentTask) -> list[
     """One per agent; one without rollouts if no run of the task trains anything."""
     own = [run for run in runs if run.key[0] == prompt.prompt_id]
     agents = dict.fromkeys(seat.agent for run in own for seat in run.seats)
-    seats = [[seat for run in own for seat in run.seats if seat.agent == agent] for agent in agents]
-    return [_group(prompt, of_agent, task) for of_agent in seats] or [Group(prompt=prompt, rollouts=())]
+    return [_group(prompt, agent, own, task) for agent in agents] or [Group(prompt=prompt, rollouts=())]
 
 
-def _group(prompt: Prompt, seats: Sequence[Seat], task: EnvironmentTask) -> Group:
+def _group(prompt: Prompt, agent: str, runs: Sequence[Run], task: EnvironmentTask) -> Group:
+    found = [(run, seat) for run in runs for seat in run.seats if seat.agent == agent]
+    seats = [seat for _, seat in found]
     return Group(
         prompt=prompt,
         rollouts=tuple(rollout for seat in seats for rollout in seat.rollouts),
@@ -195,5 +212,7 @@ def _group(prompt: Prompt, seats: Sequence[Seat], task: EnvironmentTask) -> Grou
             turns=tuple(turns for seat in seats for turns in seat.turns),
             turn_rewards=tuple(seat.turn_rewards for seat in seats),
             weights=task.options.weights,
+            agent=agent,
+            episodes=tuple(run.turns if seat is run.seats[0] else () for run, seat in found),
         ),
     )

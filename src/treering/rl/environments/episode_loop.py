@@ -52,6 +52,7 @@ class EpisodeLoop:
         self._state = threading.Condition()
         self._is_marked = self._is_idle = self._is_closing = False
         self._busy_since: float | None = time.monotonic()
+        self._num_pauses = 0
         self._loop = asyncio.SelectorEventLoop(_Selector(self._note_idle, self._note_busy))
         self._loop.set_exception_handler(_ignore)
         self._loop.set_default_executor(DaemonThreads())
@@ -76,6 +77,10 @@ class EpisodeLoop:
             self._loop.call_soon_threadsafe(self._mark)
         with self._state:
             self._state.wait_for(lambda: self._is_idle or self._is_closing)
+
+    def num_pauses(self) -> int:
+        """How often the loop has had nothing to run so far."""
+        return self._num_pauses
 
     def busy_s(self) -> float:
         """Seconds for which the loop has been running without a pause; 0.0 while it waits."""
@@ -109,6 +114,7 @@ class EpisodeLoop:
 
     def _note_idle(self) -> None:
         self._busy_since = None
+        self._num_pauses += 1
         with self._state:
             if self._is_marked:
                 self._is_idle = True

@@ -24,6 +24,7 @@ from treering.rl.environments.episode_loop import EpisodeLoop
 from treering.rl.environments.policy import CallLimits, Policy, Session
 from treering.rl.environments.run import Run, finished_run, unknown_names
 from treering.rl.environments.task import EnvironmentTask
+from treering.rl.environments.turn_clock import TurnClock
 from treering.rl.reward_results import whose
 from treering.rl.user_code import in_words, place_of_frame
 from treering.types import PromptId, TokenIds
@@ -82,6 +83,11 @@ class Episodes:
         self._loop = EpisodeLoop()
         self._host = EngineHost(engine, settle=self._loop.settle)
         self._slots = asyncio.Semaphore(task.options.limit)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the engine made steps."""
+        return self._host.busy_s
 
     def start(self, episodes: Iterable[Episode]) -> None:
         """Runs episodes after those that were started before."""
@@ -163,6 +169,7 @@ class Episodes:
             sampling=episode.sampling,
             limits=CallLimits(max_context=episode.sampling.max_tokens, max_turn_tokens=options.max_turn_tokens),
             chat=self._task.chat,
+            clock=TurnClock(self._loop.num_pauses),
         )
         running = asyncio.ensure_future(self._outcome(session))
         done, _ = await asyncio.wait({running}, timeout=options.episode_timeout_s)

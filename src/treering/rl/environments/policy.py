@@ -18,6 +18,7 @@ from treering.errors import InputError, StateError
 from treering.rl.environments.calls import Call
 from treering.rl.environments.chat import ChatMemory, ChatTokens, Messages, as_messages, as_tools
 from treering.rl.environments.tool_calls import split_calls, turn_message
+from treering.rl.environments.turn_clock import TurnClock
 from treering.types import PromptId, TokenIds
 
 FIRST_AGENT = "policy"
@@ -106,6 +107,8 @@ class Session:
     limits: CallLimits
     chat: ChatTokens
     calls: dict[int, Call] = field(default_factory=dict)
+    clock: TurnClock = field(default_factory=lambda: TurnClock(lambda: 0))
+    """Of the run's turns and waits."""
     trainable: dict[str, bool] = field(default_factory=dict)
     _num_asked: int = 0
     _times: Counter[tuple[str, bytes]] = field(default_factory=Counter)
@@ -154,10 +157,14 @@ class Session:
         )
         answer = self.host.submit(request)
         self._open.add(answer)
+        self.clock.note_asked()
+        num_tokens = 0
         try:
             rollout = await asyncio.wrap_future(answer)
+            num_tokens = rollout.num_tokens
         finally:
             self._open.discard(answer)
+            self.clock.note_answered(num_tokens)
         self.calls[number] = call = Call(number=number, agent=agent, context=context, rollout=rollout)
         return call
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.data.episode import Turn
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.rl.environments.calls import Branch, SharedTurns, branches_of
 from treering.rl.environments.environment import Outcome
@@ -42,6 +43,8 @@ class Run:
     """Calls that reached their longest turn."""
     num_sampled: int = 0
     """Tokens of all calls."""
+    turns: tuple[Turn, ...] = ()
+    """What all agents sampled, and the waiting between."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
 
@@ -64,9 +67,12 @@ def finished_run(session: Session, outcome: Outcome, shared: SharedTurns) -> Run
     calls = [session.calls[number] for number in sorted(session.calls)]
     agents = dict.fromkeys(call.agent for call in calls if session.trainable[call.agent])
     seats = [_seat(session, agent, outcome, shared) for agent in agents]
+    turns = session.clock.turns()
+    wait_s = sum(turn.wait_s for turn in turns)
     numbers = {
         "calls": float(len(calls)),
         "branches": float(sum(len(seat.rollouts) for seat in seats)),
+        **({"wait_s": wait_s} if wait_s else {}),
         **{name: float(value) for name, value in outcome.numbers.items()},
     }
     return Run(
@@ -75,6 +81,7 @@ def finished_run(session: Session, outcome: Outcome, shared: SharedTurns) -> Run
         num_calls=len(calls),
         num_cut=sum(call.rollout.finish_reason == "length" for call in calls),
         num_sampled=sum(call.rollout.num_tokens for call in calls),
+        turns=turns,
         numbers=numbers,
     )
 

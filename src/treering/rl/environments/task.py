@@ -28,6 +28,9 @@ class EpisodeOptions:
     """Rollouts that the engine runs at one time."""
     episodes_in_flight: int | Literal["auto"] = "auto"
     """Episodes that run at one time. auto: twice the rows, so that others sample while some wait."""
+    episode_order: Literal["longest_first", "in_order"] = "longest_first"
+    """Which start first. longest_first: those that are expected to take longest, by earlier epochs. in_order: as they
+    are given."""
     episode_timeout_s: float = 600.0
     """Seconds after which an episode is left out."""
     max_turn_tokens: int = 512

@@ -18,6 +18,7 @@ from treering.runtime.step.expected_lengths import ExpectedLengths
 from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.policy import Moving
 from treering.schedule.simulator.destinations import Prices
+from treering.schedule.turns import Turns
 
 
 class OpenStep:
@@ -96,6 +97,11 @@ class OpenStep:
     def lengths(self) -> NDArray[np.int64]:
         """int64 [R]: tokens of the rollouts, at least 1; prompts in order, then samples."""
         return np.maximum(self._expected_lengths.lengths, 1)
+
+    @property
+    def turns(self) -> Turns | None:
+        """Of the episodes of an environment, which may wait."""
+        return self.collection.turns() if isinstance(self.collection, EpisodeCollection) else None
 
     @property
     def is_complete(self) -> bool:

@@ -22,7 +22,9 @@ from treering.schedule.measured_latency import PassTimes, merged
 from treering.schedule.policy import NUM_LEARNT, Assignment, Forecast, PlanRequest, Policy
 from treering.schedule.predict.calibrated_lengths import PRIOR_SPREAD
 from treering.schedule.predict.lengths import LengthPredictor
+from treering.schedule.predict.waits import WaitPredictor
 from treering.schedule.simulator.run import NUM_FORECASTS, checked
+from treering.schedule.turns import Turns
 from treering.types import PromptId
 
 _QUANTILES = (np.arange(32) + 0.5) / 32
@@ -69,6 +71,7 @@ class Planner:
         """`prompt_ids`: of all prompts, by number; `num_steps`: steps of the run, the last one forecast."""
         self._policy = policy
         self._predictor = predictor
+        self._waits = WaitPredictor()
         self._cluster = cluster
         self._prompt_ids = prompt_ids
         self._prompts_of = prompts_of
@@ -110,14 +113,19 @@ class Planner:
         self._timed.append(times)
         self._measured = merged(self._timed).latency()
 
-    def observe(self, step: int, lengths: NDArray[np.int64]) -> None:
-        """Records the actual lengths of a planned step: int64 [R] >= 1."""
+    def observe(self, step: int, lengths: NDArray[np.int64], turns: Turns | None = None) -> None:
+        """Records the actual lengths of a planned step: int64 [R] >= 1; and the turns of its episodes."""
         plan = self._plans.pop(step)
         self._observed.append((step, plan.predicted, lengths))
         self._policy.learn(step, plan.predicted, lengths)
         groups = lengths.reshape(-1, self._group_size)
         for number, group in zip(self._prompts_of(step).tolist(), groups, strict=True):
             self._predictor.observe(self._prompt_ids[number], group)
+        if turns is None or self._cluster.rebalancing == "none":
+            return
+        for at, number in enumerate(self._prompts_of(step).tolist()):
+            own = slice(at * self._group_size, (at + 1) * self._group_size)
+            self._waits.observe(self._prompt_ids[number], turns.of_rollouts(own))
 
     def ratios(self) -> NDArray[np.float64]:
         """float64 [H]: evenly spaced quantiles of actual over predicted lengths; a wide guess before the first step.
@@ -138,6 +146,7 @@ class Planner:
             "observed": [[step, *map(torch.from_numpy, arrays)] for step, *arrays in self._observed],
             "policy": self._policy.state(),
             "lengths": self._predictor.state(),
+            "waits": self._waits.state(),
             "timed": [times.state() for times in self._timed],
         }
 
@@ -153,6 +162,7 @@ class Planner:
             self._policy.learn(*self._observed[-1])
         self._timed.clear()
         self._measured = None
+        self._waits.load_state(state.get("waits", []))
         for timed in state["timed"]:
             self.note_times(PassTimes.from_state(timed))
         try:
@@ -164,8 +174,11 @@ class Planner:
 
     def _forecast(self, step: int) -> Forecast:
         numbers = self._prompts_of(step).tolist()
-        lengths = self._predictor.predict([self._prompt_ids[number] for number in numbers], self._group_size)
-        return Forecast(lengths=lengths, prompts=np.repeat(self._prompts_of(step), self._group_size))
+        prompt_ids = [self._prompt_ids[number] for number in numbers]
+        lengths = self._predictor.predict(prompt_ids, self._group_size)
+        num_turns, wait_s = self._waits.predict(prompt_ids, self._group_size) if self._waits.has_waits else (None, None)
+        prompts = np.repeat(self._prompts_of(step), self._group_size)
+        return Forecast(lengths=lengths, prompts=prompts, num_turns=num_turns, wait_s=wait_s)
 
     def _made_for(self) -> list[Any]:
         cluster = self._cluster

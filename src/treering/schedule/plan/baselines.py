@@ -51,4 +51,11 @@ class PlanPolicy(Policy):
         """Places the step by the plan, with at most as many turns as workers."""
         forecast, cluster = request.forecasts[0], request.cluster
         plan = replace(self._plan, num_turns=min(self._plan.num_turns, cluster.num_workers))
-        return place(plan, forecast.lengths, forecast.prompts, step=request.step, cluster=cluster)
+        return place(
+            plan,
+            forecast.lengths,
+            forecast.prompts,
+            step=request.step,
+            cluster=cluster,
+            wait_s=forecast.wait_s,
+        )

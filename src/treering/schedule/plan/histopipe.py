@@ -82,7 +82,7 @@ class HistoPipe(Policy):
         self._choices.append(plan.name)
         forecast, cluster = request.forecasts[0], request.cluster
         lengths = self._calibrated.lengths(forecast.lengths, cluster.max_tokens)
-        return place(plan, lengths, forecast.prompts, step=request.step, cluster=cluster)
+        return place(plan, lengths, forecast.prompts, step=request.step, cluster=cluster, wait_s=forecast.wait_s)
 
     def _planned(self, request: PlanRequest) -> PlacementPlan:
         is_due = request.step >= self._planned_for + self._interval

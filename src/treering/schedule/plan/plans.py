@@ -56,7 +56,13 @@ class PlacementPlan:
 
 
 def place(
-    plan: PlacementPlan, lengths: NDArray[np.float64], prompts: NDArray[np.int64], *, step: int, cluster: Cluster
+    plan: PlacementPlan,
+    lengths: NDArray[np.float64],
+    prompts: NDArray[np.int64],
+    *,
+    step: int,
+    cluster: Cluster,
+    wait_s: NDArray[np.float64] | None = None,
 ) -> Assignment:
     """A step's assignment.
 
@@ -69,6 +75,8 @@ def place(
         prompts: int64 [R]: prompt number of each rollout.
         step: from 1.
         cluster: all W workers.
+        wait_s: float64 [R]: predicted seconds of waiting. Rollouts are placed by their tokens, because one that waits
+            frees its slot, and start by falling span, tokens and waiting together. None if none waits.
 
     Example: lengths [9, 1, 1, 1] with equal counts on two workers: [1, 1, 0, 0] in step 1, [0, 0, 1, 1] in step 2.
     """
@@ -78,13 +86,21 @@ def place(
         workers = _with_long_workers(plan, order, lengths, available)
     else:
         workers = _by_ranges(plan.placing, order[::-1], lengths, available if step % 2 else available[::-1], cluster)
+    spans = None if wait_s is None or not wait_s.any() else spans_s(lengths, wait_s, cluster)
     return Assignment(
         workers=workers.astype(np.int32),
-        order=order,
+        order=order if spans is None else longest_first(spans, prompts),
         stealing="off" if cluster.rebalancing == "none" else plan.stealing,
-        moving=plan.moving if cluster.rebalancing == "running" else "off",
+        moving=plan.moving if cluster.rebalancing == "running" and spans is None else "off",
         predicted_lengths=lengths,
     )
+
+
+def spans_s(lengths: NDArray[np.float64], wait_s: NDArray[np.float64], cluster: Cluster) -> NDArray[np.float64]:
+    """float64 [R]: seconds that rollouts take beside a share of all others, waiting included."""
+    num_rows = min(cluster.num_slots, -(-lengths.size // cluster.num_workers))
+    spans: NDArray[np.float64] = lengths * cluster.latency.token_s(cluster.num_slots)[num_rows] + wait_s
+    return spans
 
 
 def _with_long_workers(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treering.schedule.cluster import Cluster
 from treering.schedule.plan.baselines import PlanPolicy
@@ -20,6 +19,7 @@ from treering.schedule.predict.calibrated_lengths import CalibratedLengths
 from treering.schedule.simulator.bounds import bound_s, with_training
 from treering.schedule.simulator.run import simulate
 from treering.schedule.traces.trace import Trace, TraceStep
+from treering.schedule.turns import even_turns
 
 _MAX_WORKERS = 32
 _MIN_WORKERS = 8
@@ -201,22 +201,31 @@ def rescaled(plan: PlacementPlan, num_workers: int, planned_for: int) -> Placeme
     return replace(plan, num_long_workers=min(max(round(plan.num_long_workers * now / before), 1), now - 1))
 
 
-def _sampled(forecast: Forecast, share: float) -> NDArray[np.float64]:
-    """float64: a share of the predictions, evenly spaced in rank; all in their order if the share is 1."""
+def _sampled(forecast: Forecast, share: float) -> Forecast:
+    """A share of the predictions, evenly spaced in rank; all in their order if the share is 1."""
     if share == 1:
-        return forecast.lengths
+        return forecast
     num = max(round(share * forecast.num_rollouts), 1)
     ranks = ((np.arange(num) + 0.5) * forecast.num_rollouts / num).astype(np.int64)
-    return np.sort(forecast.lengths)[ranks]
+    chosen = np.argsort(forecast.lengths, kind="stable")[ranks]
+    return Forecast(
+        lengths=forecast.lengths[chosen],
+        prompts=forecast.prompts[chosen],
+        num_turns=None if forecast.num_turns is None else forecast.num_turns[chosen],
+        wait_s=None if forecast.wait_s is None else forecast.wait_s[chosen],
+    )
 
 
 def _drawn(
-    ahead: Sequence[NDArray[np.float64]], calibrated: CalibratedLengths, max_tokens: int, random: np.random.Generator
+    ahead: Sequence[Forecast], calibrated: CalibratedLengths, max_tokens: int, random: np.random.Generator
 ) -> Trace:
     steps = []
     for predicted in ahead:
-        likeliest = calibrated.lengths(predicted, max_tokens)
-        lengths = np.rint(calibrated.draw(predicted, max_tokens, random)).astype(np.int64)
-        forecast = Forecast(lengths=likeliest, prompts=np.arange(likeliest.size))
-        steps.append(TraceStep(lengths=lengths, forecast=forecast))
+        likeliest = calibrated.lengths(predicted.lengths, max_tokens)
+        lengths = np.rint(calibrated.draw(predicted.lengths, max_tokens, random)).astype(np.int64)
+        forecast = replace(predicted, lengths=likeliest, prompts=np.arange(likeliest.size))
+        turns = None
+        if predicted.num_turns is not None and predicted.wait_s is not None:
+            turns = even_turns(lengths, predicted.num_turns, predicted.wait_s)
+        steps.append(TraceStep(lengths=lengths, forecast=forecast, turns=turns))
     return Trace(steps=tuple(steps), max_tokens=max_tokens)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from treering.errors import UnsupportedError
 from treering.schedule.plan.baselines import PlanPolicy
 from treering.schedule.plan.placement import longest_first
 from treering.schedule.plan.plans import PlacementPlan
@@ -29,7 +30,13 @@ class TailBatching(PlanPolicy):
         self._window = window
 
     def rearranged(self, trace: Trace) -> Trace:
-        """The trace with every window regrouped; steps keep their sizes."""
+        """The trace with every window regrouped; steps keep their sizes.
+
+        Raises:
+            UnsupportedError: rollouts wait.
+        """
+        if trace.has_waits:
+            raise UnsupportedError("tail_batching regroups rollouts by length alone; simulate it without waiting")
         steps = [
             step
             for first in range(0, len(trace.steps), self._window)

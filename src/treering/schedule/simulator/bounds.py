@@ -1,4 +1,4 @@
-"""Lower bounds on the makespan: all work at the best batch size, and the chain of longest rollouts."""
+"""Lower bounds on the makespan: all work at the best batch size, and the chain of longest spans."""
 
 from dataclasses import replace
 
@@ -28,15 +28,18 @@ def with_training(cluster: Cluster, trace: Trace, share: float) -> Cluster:
 
 
 def longest_s(step: TraceStep, cluster: Cluster) -> float:
-    """Seconds of a step's longest rollout at the fastest batch size."""
-    return int(step.lengths.max()) * float(cluster.latency.token_s(cluster.num_slots)[1:].min())
+    """Seconds of a step's longest span: a rollout's tokens at the fastest batch size, and its waiting."""
+    token_s = float(cluster.latency.token_s(cluster.num_slots)[1:].min())
+    if step.turns is None:
+        return int(step.lengths.max()) * token_s
+    return float((step.lengths * token_s + step.turns.total_wait_s).max())
 
 
 def bound_s(trace: Trace, cluster: Cluster) -> float:
     """Lower bound on the seconds of a whole run: the larger of two.
 
     All work at the best batch size, then the last update. And for each chain of dependent steps (every staleness + 1st
-    one): its longest rollouts and updates in sequence, with weight loads in between.
+    one): its longest spans and updates in sequence, with weight loads in between.
 
     Example: 12 equal steps with work 1, longest rollout 2.6 and updates of 0.07: max(12.07, 6 x 2.67) at staleness 1,
     and 12 x 2.67 at staleness 0.

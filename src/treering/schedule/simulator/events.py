@@ -19,8 +19,10 @@ from treering.schedule.simulator.step import (
     StepRollouts,
     StepState,
     add,
+    advance,
     announce,
     begin,
+    note_event,
 )
 
 
@@ -36,10 +38,17 @@ def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
         time, worker = state.event_keys[0], state.event_workers[0]
         pop(state.event_keys, state.event_workers, 0, state.totals[EVENTS])
         state.totals[EVENTS] -= 1
-        if time != state.due[worker]:
+        if worker >= starts.size:
+            rollout = worker - starts.size
+            worker = state.home[rollout]
+            advance(state, rules, worker, time)
+            _queue_again(state, worker, rollout)
+        elif time != state.due[worker]:
             # Stale: the worker gained or lost a rollout since, and has another event.
             continue
-        _end_rollouts(state, rules, worker, time)
+        else:
+            _end_turns(state, work, rules, worker, time)
+        _resume_rollouts(state, work, rules, worker)
         _start_rollouts(state, work, rules, worker)
         if rules.moving == CONSOLIDATE:
             move_tail(state, work, rules, worker, time)
@@ -51,16 +60,56 @@ def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
 
 
 @njit(cache=True)
-def _end_rollouts(state: StepState, rules: Rules, worker: int, time: float) -> None:
+def _end_turns(state: StepState, work: StepRollouts, rules: Rules, worker: int, time: float) -> None:
     base = worker * (rules.token_s.size - 1)
     if state.running[worker] == 0:
         return
     state.clock[worker], state.now[worker] = state.keys[base], time
     while state.running[worker] > 0 and state.keys[base] <= state.clock[worker]:
-        state.finished[state.numbers[base]] = time
+        rollout = state.numbers[base]
         pop(state.keys, state.numbers, base, state.running[worker])
         state.running[worker] -= 1
+        _leave(state, work, worker, rollout, time)
+
+
+@njit(cache=True)
+def _leave(state: StepState, work: StepRollouts, worker: int, rollout: int, time: float) -> None:
+    """Ends a part of a rollout, which waits for its next one or is finished."""
+    part = state.part[rollout]
+    back_s = time + work.part_waits[part]
+    if part + 1 == work.part_starts[rollout + 1]:
+        state.finished[rollout] = back_s
         state.counts[worker] += 1
+        return
+    state.part[rollout], state.home[rollout] = part + 1, worker
+    note_event(state, back_s, state.now.size + rollout)
+
+
+@njit(cache=True)
+def _queue_again(state: StepState, worker: int, rollout: int) -> None:
+    if state.back[worker] < 0:
+        state.back[worker] = rollout
+    else:
+        state.back_next[state.back_last[worker]] = rollout
+    state.back_last[worker], state.back_next[rollout] = rollout, -1
+
+
+@njit(cache=True)
+def _resume_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: int) -> None:
+    while state.back[worker] >= 0 and state.running[worker] < rules.token_s.size - 1:
+        rollout = state.back[worker]
+        state.back[worker] = state.back_next[rollout]
+        _enter(state, work, rules, worker, rollout)
+
+
+@njit(cache=True)
+def _enter(state: StepState, work: StepRollouts, rules: Rules, worker: int, rollout: int) -> None:
+    """Starts a rollout's present part; one without tokens is over at once."""
+    num_tokens = work.part_tokens[state.part[rollout]]
+    if num_tokens == 0:
+        _leave(state, work, worker, rollout, state.now[worker])
+        return
+    add(state, rules, worker, rollout, num_tokens)
 
 
 @njit(cache=True)
@@ -77,7 +126,7 @@ def _start_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: 
         state.left[victim] -= work.predicted[rollout]
         state.totals[QUEUED] -= 1
         state.now[worker] += rules.prefill_s * work.num_prompt_tokens[rollout]
-        add(state, rules, worker, rollout, work.lengths[rollout])
+        _enter(state, work, rules, worker, rollout)
 
 
 @njit(cache=True)

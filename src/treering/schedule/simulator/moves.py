@@ -8,7 +8,7 @@ from numba import njit
 from treering.schedule.simulator.destinations import Loads, Prices, fullest_tail, has_tail, target_of_outlier
 from treering.schedule.simulator.heaps import remove
 from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
-from treering.schedule.simulator.step import MOVED, QUEUED, Rules, StepRollouts, StepState, add, announce
+from treering.schedule.simulator.step import MOVED, QUEUED, Rules, StepRollouts, StepState, add, advance, announce
 
 _NUM_CHECKS = 32
 """Checks for outliers per `max_tokens` decoded."""
@@ -94,15 +94,7 @@ def _move(state: StepState, work: StepRollouts, rules: Rules, worker: int, at: i
     state.running[worker] -= 1
     state.moves[rollout] += 1
     state.totals[MOVED] += 1
-    _advance(state, rules, other, time)
+    advance(state, rules, other, time)
     generated = work.lengths[rollout] - num_left
     state.now[other] += rules.prefill_s * (generated + work.num_prompt_tokens[rollout])
     add(state, rules, other, rollout, num_left)
-
-
-@njit(cache=True)
-def _advance(state: StepState, rules: Rules, worker: int, time: float) -> None:
-    """Advances a worker to a time; one that prefills is already ahead and stays there."""
-    if time > state.now[worker]:
-        state.clock[worker] += (time - state.now[worker]) / rules.token_s[state.running[worker]]
-        state.now[worker] = time

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.errors import InputError
-from treering.schedule.cluster import Cluster
+from treering.schedule.cluster import Cluster, without_moves
 from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.simulator.bounds import bound_s, with_training
@@ -20,6 +20,7 @@ from treering.schedule.simulator.events import run_step
 from treering.schedule.simulator.step import Rules, StepRollouts
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
+from treering.schedule.turns import Parts
 
 _MOVING = MappingProxyType({"off": OFF, "faster": FASTER, "drain": DRAIN, "consolidate": CONSOLIDATE})
 
@@ -31,7 +32,8 @@ def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: 
     """Simulates a run with a policy.
 
     Step k waits for the weights after step k - 1 - staleness, and each worker for its share of the previous step. A
-    step is trained when its last rollout has ended and the previous step is trained.
+    step is trained when its last rollout has ended and the previous step is trained. A rollout that waits holds no slot
+    of its worker, which it comes back to; running rollouts of a trace with waits do not move.
 
     Args:
         policy: a new one; it assigns every step in order.
@@ -49,6 +51,8 @@ def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: 
     cluster = workers if isinstance(workers, Cluster) else standard_cluster(trace, workers)
     if isinstance(policy, RearrangesTrace):
         trace = policy.rearranged(trace)
+    if trace.has_waits:
+        cluster, believed = without_moves(cluster), without_moves(believed or cluster)
     run = _Simulation(trace, cluster)
     for number, step in enumerate(trace.steps, 1):
         known = number - 1 - cluster.staleness
@@ -132,7 +136,7 @@ class _Simulation:
         opened = self._trained[version - 1] if version else 0.0
         starts = np.maximum(self._free, opened) + (latency.load_s if version else 0.0)
         work = _queued_rollouts(step, assignment, cluster.num_workers)
-        stealing, moving = assignment.stealing == "queued", _MOVING[assignment.moving]
+        stealing, moving = assignment.stealing == "queued", OFF if step.has_waits else _MOVING[assignment.moving]
         rules = Rules(self._token_s, latency.prefill_s, float(cluster.max_tokens), stealing, moving)
         outcome = run_step(starts, work, rules)
         (joined,) = np.nonzero(np.diff(work.offsets))
@@ -181,4 +185,6 @@ def _queued_rollouts(step: TraceStep, assignment: Assignment, num_workers: int) 
     corrected = assignment.predicted_lengths
     predicted = step.forecast.lengths if corrected is None else corrected
     prompts = np.zeros_like(step.lengths) if step.num_prompt_tokens is None else step.num_prompt_tokens
-    return StepRollouts(offsets, queued, step.lengths, predicted, prompts)
+    whole = Parts(np.arange(step.num_rollouts + 1), step.lengths, np.zeros(step.num_rollouts))
+    parts = whole if step.turns is None else step.turns.parts()
+    return StepRollouts(offsets, queued, step.lengths, predicted, prompts, *parts)

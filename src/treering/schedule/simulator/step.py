@@ -1,7 +1,8 @@
 """State of the workers in one simulated step: running rollouts, queues and pending events.
 
 All running rollouts of a worker gain a token in the same decode step, so each worker has a clock that counts tokens: a
-rollout that starts at token c ends at token c + length, and n running rollouts take `token_s[n]` a token.
+rollout that starts at token c ends at token c + length, and n running rollouts take `token_s[n]` a token. A rollout
+that waits runs nowhere: it comes back to its worker, where it queues for a slot before those that have not started.
 
     W workers, S slots a worker, R rollouts of the step
 """
@@ -33,6 +34,12 @@ class StepRollouts(NamedTuple):
     """float64 [R]: predicted lengths, used to find the longest queue and outliers."""
     num_prompt_tokens: Int64Array
     """int64 [R]: tokens to prefill; a worker decodes nothing meanwhile."""
+    part_starts: Int64Array
+    """int64 [R + 1]: rollout r has the parts `part_starts[r]` to `part_starts[r + 1]`; see `turns.Parts`."""
+    part_tokens: Int64Array
+    """int64 [parts]."""
+    part_waits: Float64Array
+    """float64 [parts]: seconds of waiting after each."""
 
 
 class Rules(NamedTuple):
@@ -94,10 +101,20 @@ class StepState(NamedTuple):
     """float64 [W]: clock at which it last looked for outliers."""
     moves: Int64Array
     """int64 [R]: moves of each rollout."""
+    part: Int64Array
+    """int64 [R]: the part that a rollout samples, or samples next."""
+    home: Int64Array
+    """int64 [R]: the worker that it runs on."""
+    back: Int64Array
+    """int64 [W]: the first rollout that is back from waiting and queues for a slot; -1 if none does."""
+    back_last: Int64Array
+    """int64 [W]: the last one."""
+    back_next: Int64Array
+    """int64 [R]: the one after it; -1 if none is."""
     event_keys: Float64Array
     """float64: a heap of events: their times."""
     event_workers: Int64Array
-    """int64: their workers."""
+    """int64: their workers, or W plus the rollout that comes back from waiting."""
     totals: Int64Array
     """int64 [4]: see `EVENTS`."""
 
@@ -107,7 +124,9 @@ def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
     """The initial state: worker w has its queue and, if that is not empty, an event at `starts[w]`."""
     num_workers, num_rollouts = starts.size, work.lengths.size
     num_entries = num_workers * (rules.token_s.size - 1)
-    num_events = num_workers + (MAX_MOVES * num_rollouts if rules.moving != OFF else 0)
+    # Each return is an event, and may make that of its worker stale.
+    num_returns = work.part_tokens.size - num_rollouts
+    num_events = num_workers + 2 * num_returns + (MAX_MOVES * num_rollouts if rules.moving != OFF else 0)
     state = StepState(
         now=starts.copy(),
         clock=np.zeros(num_workers),
@@ -122,6 +141,11 @@ def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
         due=np.full(num_workers, np.inf),
         checked=np.zeros(num_workers),
         moves=np.zeros(num_rollouts, np.int64),
+        part=work.part_starts[:-1].copy(),
+        home=np.zeros(num_rollouts, np.int64),
+        back=np.full(num_workers, -1),
+        back_last=np.full(num_workers, -1),
+        back_next=np.full(num_rollouts, -1),
         event_keys=np.empty(num_events),
         event_workers=np.empty(num_events, np.int64),
         totals=np.zeros(4, np.int64),
@@ -141,7 +165,13 @@ def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
 def expect(state: StepState, worker: int, time: float) -> None:
     """Queues a worker's next event; an earlier one of this worker becomes stale."""
     state.due[worker] = time
-    push(state.event_keys, state.event_workers, 0, state.totals[EVENTS], time, worker)
+    note_event(state, time, worker)
+
+
+@njit(cache=True)
+def note_event(state: StepState, time: float, number: int) -> None:
+    """Queues an event: of a worker, or of a rollout that comes back."""
+    push(state.event_keys, state.event_workers, 0, state.totals[EVENTS], time, number)
     state.totals[EVENTS] += 1
 
 
@@ -162,3 +192,13 @@ def add(state: StepState, rules: Rules, worker: int, rollout: int, num_left: flo
     base = worker * (rules.token_s.size - 1)
     push(state.keys, state.numbers, base, state.running[worker], state.clock[worker] + num_left, rollout)
     state.running[worker] += 1
+
+
+@njit(cache=True)
+def advance(state: StepState, rules: Rules, worker: int, time: float) -> None:
+    """Advances a worker to a time; one that prefills is already ahead and stays there."""
+    if time <= state.now[worker]:
+        return
+    if state.running[worker] > 0:
+        state.clock[worker] += (time - state.now[worker]) / rules.token_s[state.running[worker]]
+    state.now[worker] = time

@@ -25,7 +25,12 @@ def distort(trace: Trace, how: Distortion, seed: int) -> Trace:
     random = np.random.default_rng(seed)
     steps = []
     for step in trace.steps:
-        forecast = replace(step.forecast, lengths=_distorted(step.forecast.lengths, how, random))
+        wait_s = step.forecast.wait_s
+        forecast = replace(
+            step.forecast,
+            lengths=_distorted(step.forecast.lengths, how, random),
+            wait_s=None if wait_s is None else _distorted(wait_s, how, random),
+        )
         steps.append(replace(step, forecast=forecast))
     return replace(trace, steps=tuple(steps))
 

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.data import Trajectory
+from treering.data.episode import Turn, decode_turns, is_episode
 from treering.data.formats.containers import read_records
 from treering.data.formats.detect import FormatName
 from treering.data.formats.reader import RecordReader
 from treering.data.formats.tables import is_dataset_folder
 from treering.errors import InputError
+from treering.schedule.turns import Turns
 from treering.types import PromptId, TokenIds, is_count
 
 EXAMPLE = '{"prompt": "a", "epoch": 0, "length": 812}'
@@ -39,6 +41,8 @@ class LoggedStep:
     """int64 [R] >= 1: sampled tokens."""
     num_prompt_tokens: NDArray[np.int64]
     """int64 [R] >= 0: tokens before the first sampled one; 0 if not logged."""
+    turns: Turns | None = None
+    """Of the same rollouts; None if they are not logged."""
 
 
 def read_log(
@@ -49,6 +53,8 @@ def read_log(
     A record is `{"prompt", "epoch", "length"}`, with `step` and `prompt_tokens` if known, or a trajectory of a Treering
     run: `{"task_id", "epoch", "step", "tokens", "loss_mask"}`, whose sampled tokens are where the mask is true, or one
     of another format that has token ids (`treering.data.read_trajectories`), which is of epoch 0 if it has a step only.
+    In place of a length a record may have `turns`, a list of `[tokens, seconds of waiting after them]`. The first
+    branch of an episode has those of the whole episode, and its other branches are no rollouts of their own.
     Rollouts of one epoch and step are a step. Without `step` an epoch's prompts are cut into
     steps in file order, and a prompt's rollouts stay together.
 
@@ -87,6 +93,7 @@ class _Row:
     step: int | None
     length: int
     num_prompt_tokens: int
+    turns: tuple[Turn, ...] = ()
 
 
 def _files(path: Path) -> list[Path]:
@@ -113,7 +120,7 @@ def _rows(file: Path, format: FormatName, *, may_be_torn: bool) -> Iterator[_Row
         else:
             row = _counted(reader.decode(where, record), where)
         # A rollout that ended without a token took no time.
-        if row.length:
+        if row is not None and row.length:
             yield row
     reader.warn()
 
@@ -160,17 +167,29 @@ def _num_shared(one: TokenIds, other: TokenIds) -> int:
     return int(differ[0]) if differ.size else size
 
 
-def _row(record: Mapping[str, Any]) -> _Row:
+def _row(record: Mapping[str, Any]) -> _Row | None:
+    """The row of a line; None for a branch of an episode that has its row elsewhere."""
     if not {"task_id", "prompt"} & record.keys():
         raise InputError(f"a line names its prompt, or its task_id and tokens; write it like {EXAMPLE}")
+    turns: tuple[Turn, ...] = ()
     if "prompt" in record:
-        prompt, length, before = record["prompt"], _count(record, "length"), _count(record, "prompt_tokens", default=0)
+        # A number of turns says nothing about their tokens.
+        turns = decode_turns(record["turns"]) if isinstance(record.get("turns"), list) else ()
+        length = sum(turn.num_tokens for turn in turns) if turns else _count(record, "length")
+        prompt, before = record["prompt"], _count(record, "prompt_tokens", default=0)
     else:
         prompt, (length, before) = record["task_id"], _sampled(record)
+        if is_episode(record.get("episode")):
+            turns = decode_turns(record["episode"].get("turns") or [])
+            if not turns:
+                return None
+            length = sum(turn.num_tokens for turn in turns)
     if isinstance(prompt, bool) or not isinstance(prompt, str | int):
         raise InputError(f"a prompt is text or an integer, got {prompt!r}; name it by its key")
     step = _count(record, "step") if record.get("step") is not None else None
-    return _Row(prompt=prompt, epoch=_count(record, "epoch"), step=step, length=length, num_prompt_tokens=before)
+    return _Row(
+        prompt=prompt, epoch=_count(record, "epoch"), step=step, length=length, num_prompt_tokens=before, turns=turns
+    )
 
 
 def _count(record: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -217,4 +236,12 @@ def _as_step(groups: list[list[_Row]]) -> LoggedStep:
         prompts=tuple(row.prompt for row in rows),
         lengths=np.array([row.length for row in rows], np.int64),
         num_prompt_tokens=np.array([row.num_prompt_tokens for row in rows], np.int64),
+        turns=_turns_of(rows),
     )
+
+
+def _turns_of(rows: list[_Row]) -> Turns | None:
+    """Those of a step's rows; a row without any is one turn that waits for nothing."""
+    if not any(row.turns for row in rows):
+        return None
+    return Turns.of([row.turns or ((row.length, 0.0),) for row in rows])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from treering.data.formats.detect import FormatName
 from treering.schedule.policy import Forecast
 from treering.schedule.predict.lengths import LengthPredictor
+from treering.schedule.predict.waits import WaitPredictor
 from treering.schedule.traces.logs import LoggedStep, read_log
 from treering.schedule.traces.trace import Trace, TraceStep
 from treering.types import PromptId
@@ -52,18 +53,25 @@ def predicted_steps(
     and with a staleness of 1 at `guess`, `guess` and 100.
     """
     numbers: dict[PromptId, int] = {}
+    waits = WaitPredictor()
     predicted = []
     for at, step in enumerate(steps):
         known = at - 1 - staleness
         if known >= 0:
-            _observe(steps[known], predictor)
+            _observe(steps[known], predictor, waits)
         lengths = np.concatenate(
             [predictor.predict([prompt], span.stop - span.start) for prompt, span in _groups(step)]
         )
         prompts = [numbers.setdefault(prompt, len(numbers)) for prompt in step.prompts]
-        forecast = Forecast(lengths=lengths, prompts=np.array(prompts, np.int64))
+        num_turns, wait_s = waits.predict(step.prompts, 1) if waits.has_waits else (None, None)
+        forecast = Forecast(lengths=lengths, prompts=np.array(prompts, np.int64), num_turns=num_turns, wait_s=wait_s)
         predicted.append(
-            TraceStep(lengths=step.lengths, forecast=forecast, num_prompt_tokens=_prefilled(step.num_prompt_tokens))
+            TraceStep(
+                lengths=step.lengths,
+                forecast=forecast,
+                num_prompt_tokens=_prefilled(step.num_prompt_tokens),
+                turns=step.turns,
+            )
         )
     return tuple(predicted)
 
@@ -78,9 +86,11 @@ def _groups(step: LoggedStep) -> list[tuple[PromptId, slice]]:
     return groups
 
 
-def _observe(step: LoggedStep, predictor: LengthPredictor) -> None:
+def _observe(step: LoggedStep, predictor: LengthPredictor, waits: WaitPredictor) -> None:
     for prompt, span in _groups(step):
         predictor.observe(prompt, step.lengths[span])
+        if step.turns is not None:
+            waits.observe(prompt, step.turns.of_rollouts(span))
 
 
 def _prefilled(num_prompt_tokens: NDArray[np.int64]) -> NDArray[np.int64] | None:

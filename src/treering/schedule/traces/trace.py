@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from treering.errors import InputError
 from treering.schedule.policy import Forecast
+from treering.schedule.turns import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,6 +26,8 @@ class TraceStep:
     """The predictions."""
     num_prompt_tokens: NDArray[np.int64] | None = None
     """int64 [R] >= 0: tokens to prefill; None means no prefill."""
+    turns: Turns | None = None
+    """Of the same rollouts; None if none waits."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", np.asarray(self.lengths, np.int64))
@@ -32,6 +35,11 @@ class TraceStep:
             raise InputError(
                 f"a step has a length of at least 1 for each of its {self.forecast.num_rollouts} rollouts, got "
                 f"{self.lengths.shape}; leave empty rollouts out"
+            )
+        if self.turns is not None and not np.array_equal(self.turns.lengths, self.lengths):
+            raise InputError(
+                f"the turns of a rollout have its tokens, got {self.turns.lengths.tolist()[:8]} for lengths "
+                f"{self.lengths.tolist()[:8]}; correct either"
             )
         if self.num_prompt_tokens is None:
             return
@@ -46,6 +54,11 @@ class TraceStep:
     def num_rollouts(self) -> int:
         """R."""
         return self.lengths.size
+
+    @property
+    def has_waits(self) -> bool:
+        """Whether any rollout waits."""
+        return self.turns is not None and bool(self.turns.wait_s.any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,3 +76,8 @@ class Trace:
         longest = max(int(step.lengths.max()) for step in self.steps)
         if longest > self.max_tokens:
             raise InputError(f"no rollout is longer than max_tokens={self.max_tokens}, got one of {longest}; raise it")
+
+    @property
+    def has_waits(self) -> bool:
+        """Whether any rollout of any step waits."""
+        return any(step.has_waits for step in self.steps)

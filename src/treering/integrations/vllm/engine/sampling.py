@@ -87,7 +87,9 @@ def sampling_params(request: Request, *, num_tokens: int, vocab_size: int, seed:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
-    num_prompt = int(request.prompt.size) if num_tokens else None
+    # The history of an episode's calls has whole episodes, so none of a call's context is before them.
+    given = int(request.prompt.size) if num_tokens else None
+    num_prompt = given if request.call is None else 0
     return SamplingParams(
         max_tokens=sampling.max_tokens - num_tokens,
         temperature=float(sampling.temperature),
