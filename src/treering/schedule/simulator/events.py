@@ -3,9 +3,8 @@
 W workers, S slots a worker, R rollouts of the step
 """
 
-from numba import njit
-
 from treering.arrays import Float64Array
+from treering.compile_once import compiled_once
 from treering.schedule.simulator.destinations import CONSOLIDATE, OFF
 from treering.schedule.simulator.heaps import pop
 from treering.schedule.simulator.moves import is_check_due, move_outliers, move_tail
@@ -24,7 +23,7 @@ from treering.schedule.simulator.step import (
 )
 
 
-@njit(cache=True)
+@compiled_once()
 def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
     """Simulates a step's rollouts to their ends; worker w can start at `starts[w]`, float64 [W].
 
@@ -50,7 +49,7 @@ def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
     return Outcome(state.now, state.counts, state.finished, state.totals[STOLEN], state.totals[MOVED])
 
 
-@njit(cache=True)
+@compiled_once()
 def _end_rollouts(state: StepState, rules: Rules, worker: int, time: float) -> None:
     base = worker * (rules.token_s.size - 1)
     if state.running[worker] == 0:
@@ -63,7 +62,7 @@ def _end_rollouts(state: StepState, rules: Rules, worker: int, time: float) -> N
         state.counts[worker] += 1
 
 
-@njit(cache=True)
+@compiled_once()
 def _start_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: int) -> None:
     while state.totals[QUEUED] > 0 and state.running[worker] < rules.token_s.size - 1:
         victim = worker
@@ -80,7 +79,7 @@ def _start_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: 
         add(state, rules, worker, rollout, work.lengths[rollout])
 
 
-@njit(cache=True)
+@compiled_once()
 def _longest_queue(state: StepState, work: StepRollouts) -> int:
     """The worker whose queue has the most predicted tokens; at least one has a queue."""
     found = -1

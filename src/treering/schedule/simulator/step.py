@@ -9,9 +9,9 @@ rollout that starts at token c ends at token c + length, and n running rollouts 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Float64Array, Int64Array
+from treering.compile_once import compiled_once
 from treering.schedule.simulator.destinations import OFF
 from treering.schedule.simulator.heaps import push
 from treering.schedule.simulator.migration import MAX_MOVES
@@ -102,7 +102,7 @@ class StepState(NamedTuple):
     """int64 [4]: see `EVENTS`."""
 
 
-@njit(cache=True)
+@compiled_once()
 def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
     """The initial state: worker w has its queue and, if that is not empty, an event at `starts[w]`."""
     num_workers, num_rollouts = starts.size, work.lengths.size
@@ -137,7 +137,7 @@ def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
     return state
 
 
-@njit(cache=True)
+@compiled_once()
 def expect(state: StepState, worker: int, time: float) -> None:
     """Queues a worker's next event; an earlier one of this worker becomes stale."""
     state.due[worker] = time
@@ -145,7 +145,7 @@ def expect(state: StepState, worker: int, time: float) -> None:
     state.totals[EVENTS] += 1
 
 
-@njit(cache=True)
+@compiled_once()
 def announce(state: StepState, rules: Rules, worker: int) -> None:
     """Queues the end of the worker's next rollout as an event."""
     num_running = state.running[worker]
@@ -156,7 +156,7 @@ def announce(state: StepState, rules: Rules, worker: int) -> None:
     expect(state, worker, state.now[worker] + rules.token_s[num_running] * tokens)
 
 
-@njit(cache=True)
+@compiled_once()
 def add(state: StepState, rules: Rules, worker: int, rollout: int, num_left: float) -> None:
     """Starts a rollout with `num_left` tokens to go."""
     base = worker * (rules.token_s.size - 1)
