@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")
     faults.add_argument("--only", metavar="KIND", help="this kind alone, as a note about a failure names it")
     faults.add_argument("--seed", type=int, metavar="N", help="of the first case; the others have the next ones")
+    faults.add_argument("--full", action="store_true", help="data sets of a million rows and lines of 100 MB")
     parsers["trl_rollouts"].add_argument(
         "--seeds", dest="num_seeds", type=int, metavar="N", help="of the learning comparison; 0 leaves it out"
     )
