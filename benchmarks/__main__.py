@@ -20,6 +20,7 @@ SUBJECTS = {
     "tree": "the tree step against separate flat sequences: time, memory, gradients",
     "distill": "distilling a teacher on trees against flat sequences: time, memory, gradients",
     "compile": "what numba compiles on a new installation: seconds by function",
+    "data": "large files: memory and seconds of inspect, a second start, and sft to its first step",
     "draft": "recorded rollouts replayed with every drafter: tokens per verification step",
     "engine": "decoding with drafts, without, and by model.generate",
     "pipe": "every scheduling policy on worker processes against the simulator's prediction",
@@ -87,9 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")
     faults.add_argument("--only", metavar="KIND", help="this kind alone, as a note about a failure names it")
     faults.add_argument("--seed", type=int, metavar="N", help="of the first case; the others have the next ones")
+    faults.add_argument("--full", action="store_true", help="data sets of a million rows and lines of 100 MB")
     parsers["trl_rollouts"].add_argument(
         "--seeds", dest="num_seeds", type=int, metavar="N", help="of the learning comparison; 0 leaves it out"
     )
+    parsers["data"].add_argument("--only", type=_names, metavar="NAMES", help="files, such as 13 MB,134 MB")
     parsers["trl"].add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as group_260")
     tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
     parsers["vllm"].add_argument("--only", type=_names, metavar="NAMES", help="methods, such as none,history")

@@ -17,10 +17,11 @@ ORDER = (
     "types",
     "arrays",
     "compiled",
-    "lean",
     "writing",
     "atomic",
     "file_lock",
+    "compile_once",
+    "lean",
     "step_lines",
     "metrics",
     "trackers",
@@ -48,7 +49,7 @@ ORDER = (
 # The core, installed without the packages of `treering[train]`.
 NO_TORCH = {
     *("errors", "extras", "types", "arrays", "compiled", "lean", "metrics", "config"),
-    *("writing", "atomic", "file_lock", "step_lines"),
+    *("writing", "atomic", "file_lock", "compile_once", "step_lines"),
     *("data", "tree", "history", "schedule", "analysis", "trackers", "report"),
 }
 # Packages that an extra installs, which the core imports inside functions only; some import torch themselves.

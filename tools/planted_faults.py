@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 1800
 """Of one run of tests; a fault that makes them hang is caught."""
 
-COMPILED = ("@kernel", "@lean", "@njit")
+COMPILED = ("@kernel", "@lean", "@compiled_once")
 """What compiled functions are marked with."""
 
 

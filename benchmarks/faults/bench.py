@@ -2,10 +2,10 @@
 
 `python -m benchmarks faults` kills runs of `treering train`, damages their folders between two starts, fills and locks
 their disks, starts two in one folder, kills the processes of an environment, and gives them bad inputs: a model folder
-that brings code, a record of a cut turn, a dataset with a missing part. Each case ends with the weights of an
-undisturbed run, with these weights and a warning that counts what was lost or left out, or with one clear line and an
-exit code that is not 0. All else is a failure, listed with the seed that repeats it. Every process is real, forked from
-one that has imported everything.
+that brings code, a record of a cut turn, a dataset with a missing part, files that are huge or change while they are
+read. Each case ends with the weights of an undisturbed run or the figures of the whole file, with these and a warning
+that counts what was lost or left out, or with one clear line and an exit code that is not 0. All else is a failure,
+listed with the seed that repeats it. Every process is real, forked from one that has imported everything.
 """
 
 import shutil
@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.faults.cases import DAMAGED, DISKS, KILLS, LIMITS, OTHERS, Case, Kind, can_mount
+from benchmarks.faults.datasets import DATASETS, SET_DISKS
 from benchmarks.faults.episodes import EPISODES
 from benchmarks.faults.inputs import INPUTS
 from benchmarks.faults.judge import ENDINGS, Verdict, failure
@@ -32,9 +33,13 @@ NUM_CASES = 300
 _SHARES: Sequence[tuple[Sequence[Kind], float]] = (
     *((KILLS, 0.12), (SIGNALLED, 0.08), (IN_ONE_PROCESS, 0.03), (WITH_WORKERS, 0.06)),
     *((EPISODES, 0.03), (LIMITS, 0.05), (DISKS, 0.08), (OTHERS, 0.02), (INPUTS, 0.03)),
+    *((DATASETS, 0.02), (SET_DISKS, 0.01)),
 )
 """Share of the cases that each list has; the rest are damaged files."""
-_ROWS = (KILLS, SIGNALLED, IN_ONE_PROCESS, WITH_WORKERS, EPISODES, DAMAGED, LIMITS, DISKS, OTHERS, INPUTS)
+_ROWS = (
+    *(KILLS, SIGNALLED, IN_ONE_PROCESS, WITH_WORKERS, EPISODES, DAMAGED, LIMITS, DISKS, OTHERS, INPUTS, DATASETS),
+    SET_DISKS,
+)
 """The order of the report."""
 
 
@@ -43,6 +48,7 @@ def measure(
     num_cases: int = NUM_CASES,
     seed: int = 0,
     only: str | None = None,
+    full: bool = False,
     on_progress: Callable[[str, float], None] = lambda words, done: None,
 ) -> dict[str, Any]:
     """The report, ready for JSON: "kinds" with the number of each ending, "failures" with their seeds, "notes".
@@ -50,6 +56,7 @@ def measure(
     Args:
         num_cases: how many; below about 200 not every damage of every file is among them.
         seed: of the first case; the others have the following ones.
+        full: whether data sets have a million rows and lines of 100 MB, a fiftieth of which they have otherwise.
         only: a kind as the notes name it, which every case then is of; with its seed it repeats a failure.
         on_progress: called with a line and the share that is done.
 
@@ -68,7 +75,9 @@ def measure(
         verdicts: list[tuple[Kind, int, Verdict]] = []
         for number, kind in enumerate(chosen(num_cases, seed, only=only, has_disks=has_disks)):
             on_progress(f"case {number + 1} of {num_cases}: {kind}", number / num_cases)
-            verdicts.append((kind, seed + number, _happen(kind, server, task, folder, seed + number, run_s)))
+            verdicts.append(
+                (kind, seed + number, _happen(kind, server, task, folder, seed + number, run_s, is_full=full))
+            )
     return _report(verdicts, num_cases, seed, time.monotonic() - started, has_disks=has_disks)
 
 
@@ -79,7 +88,7 @@ def chosen(num_cases: int, seed: int, *, only: str | None = None, has_disks: boo
     found: list[Kind] = []
     random = Random(seed)
     for kinds, share in _SHARES:
-        if kinds is not DISKS or has_disks:
+        if has_disks or kinds not in (DISKS, SET_DISKS):
             number, mixed = max(1, round(share * num_cases)), random.sample(kinds, len(kinds))
             found += [mixed[i % len(mixed)] for i in range(number)]
     while len(found) < num_cases:
@@ -96,11 +105,13 @@ def _named(name: str) -> Kind:
     return kinds[name]
 
 
-def _happen(kind: Kind, server: Server, task: Task, folder: Path, seed: int, run_s: float) -> Verdict:
+def _happen(kind: Kind, server: Server, task: Task, folder: Path, seed: int, run_s: float, *, is_full: bool) -> Verdict:
     place = folder / f"case-{seed}"
     place.mkdir()
     try:
-        return kind.happen(Case(server=server, task=task, folder=place, random=Random(seed), run_s=run_s))
+        return kind.happen(
+            Case(server=server, task=task, folder=place, random=Random(seed), run_s=run_s, is_full=is_full)
+        )
     except (OSError, ValueError, LookupError) as error:
         return failure(f"the case itself: {type(error).__name__}: {error}")
     finally:

@@ -29,6 +29,7 @@ class Case:
         folder: of this case alone.
         random: of its seed.
         run_s: seconds that an undisturbed run takes.
+        is_full: whether data sets have their full size.
     """
 
     server: Server
@@ -36,6 +37,7 @@ class Case:
     folder: Path
     random: Random
     run_s: float
+    is_full: bool = False
 
     @property
     def run(self) -> Path:

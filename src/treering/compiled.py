@@ -5,7 +5,7 @@ from typing import Any
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether numba's cache folder holds a function of `numba.njit(cache=True)`; its first call compiles it otherwise.
+    """Whether numba's cache folder holds a function of `compiled_once`; its first call compiles it otherwise.
 
     A function that is not numba's, or that has no cache, counts as compiled.
 

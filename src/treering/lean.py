@@ -17,10 +17,12 @@ from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 from numba.core.types.misc import unliteral
 
+from treering.compile_once import compiled_once
+
 _OPTIONS = {"_nrt": False, "error_model": "numpy"}
 
-kernel = njit(cache=True, nogil=True, no_cfunc_wrapper=True, **_OPTIONS)
-"""`numba.njit` for functions that Python calls and that make no arrays, without the interpreter lock.
+kernel = compiled_once(nogil=True, no_cfunc_wrapper=True, **_OPTIONS)
+"""`compiled_once` for functions that Python calls and that make no arrays, without the interpreter lock.
 
 No references are counted, as in `lean` functions, and nothing is compiled for callers in C. A division by zero raises
 nothing.

@@ -9,9 +9,9 @@ rolling hashes along paths, one hash table, and a comparison where a repeat begi
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.compile_once import compiled_once
 
 GRAM = 16
 """Equal tokens in a row that make a repeat; shorter runs are chance or boilerplate."""
@@ -43,7 +43,7 @@ class Trees(NamedTuple):
     segment_parent: Int32Array
 
 
-@njit(cache=True, nogil=True)
+@compiled_once(nogil=True)
 def find_repeats(trees: Trees) -> Repeats:
     """All runs of repeats.
 
@@ -79,7 +79,7 @@ def find_repeats(trees: Trees) -> Repeats:
     return Repeats(token[found], other[found], count[found], fork[found], child[found], other_child[found])
 
 
-@njit(cache=True, nogil=True)
+@compiled_once(nogil=True)
 def _count(trees: Trees, is_counted: BoolArray, token: int, top: int) -> int:
     """Counts the uncounted tokens of the gram at `token` that are at `top` or below."""
     count = 0
@@ -90,7 +90,7 @@ def _count(trees: Trees, is_counted: BoolArray, token: int, top: int) -> int:
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled_once(nogil=True)
 def _first_matches(trees: Trees) -> Int64Array:
     """[N] the earlier token, not on the token's own path, that ends the same gram; -1 for none."""
     num_tokens = trees.tokens.size
@@ -120,7 +120,7 @@ def _first_matches(trees: Trees) -> Int64Array:
     return match
 
 
-@njit(cache=True, nogil=True)
+@compiled_once(nogil=True)
 def _gram_hashes(trees: Trees) -> Int64Array:
     """[N] hash of the last GRAM tokens of the path that ends at each token; undefined on shorter paths."""
     num_tokens = trees.tokens.size
@@ -139,7 +139,7 @@ def _gram_hashes(trees: Trees) -> Int64Array:
     return grams
 
 
-@njit(cache=True, nogil=True)
+@compiled_once(nogil=True)
 def _same_gram(trees: Trees, first: np.int64, second: np.int64) -> bool:
     for _ in range(GRAM):
         if trees.tokens[first] != trees.tokens[second]:
@@ -148,7 +148,7 @@ def _same_gram(trees: Trees, first: np.int64, second: np.int64) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled_once(nogil=True)
 def _segment_of(trees: Trees) -> Int32Array:
     segment_of = np.empty(trees.tokens.size, np.int32)
     for segment in range(trees.segment_start.size):
@@ -157,7 +157,7 @@ def _segment_of(trees: Trees) -> Int32Array:
     return segment_of
 
 
-@njit(cache=True, nogil=True)
+@compiled_once(nogil=True)
 def _fork(
     trees: Trees, segment_of: Int32Array, path: Int64Array, token: np.int64, other: np.int64
 ) -> tuple[np.int64, np.int64, np.int64]:

@@ -31,7 +31,7 @@ from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.folder import cache_folder, clear, entries
 from treering.data.cache.key import cache_key
 from treering.data.cache.open import open_dataset
-from treering.errors import DataWarning, InputError
+from treering.errors import DataWarning, InputError, StateError
 
 
 def same(one: RenderedTrajectory, other: RenderedTrajectory) -> bool:
@@ -317,6 +317,30 @@ def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(tmp_path: Pat
     with pytest.warns(DataWarning, match="keeps no cache of it"):
         dataset = open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "taken")
     assert agrees(dataset, Renderer(tokenizer=None).render(read_trajectories(file)))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(tmp_path: Path, keeps: bool) -> None:
+    file, folder = tmp_path / "set.jsonl", tmp_path / "caches"
+    write_trajectories(file, [Trajectory(task_id=n, tokens=np.array([1, 2], np.int32)) for n in range(3)])
+    text = file.read_bytes()
+
+    class Rewriting(Renderer):
+        def render_batch(self, part: list[Trajectory], first_index: int = 0) -> list[RenderedTrajectory]:
+            file.write_bytes(text.replace(b"2", b"3"))
+            return super().render_batch(part, first_index)
+
+    with pytest.raises(InputError, match="changed while it was read"):
+        open_dataset(file, Rewriting(), folder=folder if keeps else None)
+    file.write_bytes(text)
+    assert open_dataset(file, Renderer(), folder=folder).row(0).tokens.tolist() == [1, 2]
+
+
+def test_without_room_for_temporary_files_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, tokens=np.array([1, 2], np.int32))])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    with pytest.raises(StateError, match=r"cannot be written \(No such file or directory\).*TMPDIR"):
+        open_dataset(tmp_path / "set.jsonl", Renderer(), folder=None)
 
 
 def test_errors_are_those_of_reading_and_leave_nothing(tmp_path: Path) -> None:

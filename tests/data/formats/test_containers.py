@@ -52,7 +52,7 @@ def test_places_name_the_line_or_the_record(tmp_path):
     [
         (b'{\n "a": 1,\n "b" 2}', r"set\.json:3: a JSON document holds one record"),
         (b'{\n "a": 1}\n{\n "a": 2}', r"set\.json:3: a file is one JSON document or one JSON object per line"),
-        (b"[1, 2", r"set\.json:1: a JSON document holds"),
+        (b'[{"task_id": 1, "tokens": [1]}', r"set\.json:1: a JSON document holds"),
         (b'[{"task_id": 1, "tokens": [1]}, 3]', r"set\.json: record 2: a trajectory is a JSON object, got 3"),
         (b"\x28\xb5\x2f\xfd....", r"set\.json: cannot be read \(ZSTD decompress failed"),
         (b"PK\x03\x04....", r"set\.json: this is a zip archive"),

@@ -37,7 +37,7 @@ def note_compiling(console: Console, *functions: Any) -> None:
 
     Args:
         console: writes to stderr.
-        functions: of `numba.njit(cache=True)`. Each stands for those that its command compiles with it.
+        functions: of `compiled_once`. Each stands for those that its command compiles with it.
     """
     if not all(map(is_compiled, functions)):
         names = ", ".join(function.__name__ for function in functions if not is_compiled(function))

@@ -20,7 +20,9 @@ from treering.ranks.group import RankGroup
 from treering.rl.environments.task import EnvironmentTask
 from treering.rl.evaluation.rewards import EvalOptions, HeldOutRewards, eval_seed
 from treering.rl.prompt_checks import check_contexts
+from treering.rl.tasks.stored_prompts import ChosenPrompts
 from treering.rl.tasks.subset import TaskSubset
+from treering.rl.tasks.task import prompt_id_of
 from treering.train.loop.held_out import Measure
 from treering.train.progress import OnProgress
 
@@ -58,8 +60,8 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
 def held_out_notes(held: TaskSource, trained: TaskSource) -> list[str]:
     """What a user should know of the two parts."""
     # Tasks of an environment have no tokens of their own.
-    known = {prompt.tokens.tobytes() for prompt in trained.task.prompts if prompt.tokens.size}
-    num_common = sum(prompt.tokens.tobytes() in known for prompt in held.task.prompts)
+    known = {prompt_id_of(prompt.tokens) for prompt in trained.task.prompts if prompt.tokens.size}
+    num_common = sum(prompt_id_of(prompt.tokens) in known for prompt in held.task.prompts)
     notes = [f"{len(held.task.prompts)} held-out {'tasks' if held.runs_episodes else 'prompts'} are evaluated"]
     return [*notes, f"{num_common} of them are trained on too, with the same tokens"] if num_common else notes
 
@@ -119,6 +121,7 @@ def _part(source: TaskSource, config: RlConfig, *, held_out: bool) -> TaskSource
             f"eval.share = {section.share} holds out {sum(held)} of {len(held)} prompts, and both sides need some; set "
             "another share, another eval.seed, or eval.file"
         )
-    chosen = [prompt for prompt, is_held in zip(prompts, held, strict=True) if is_held == held_out]
-    kept, task = chosen[: section.max_prompts] if held_out else chosen, source.task
-    return replace(source, task=task.subset(kept) if isinstance(task, EnvironmentTask) else TaskSubset(task, kept))
+    numbers = [number for number, is_held in enumerate(held) if is_held == held_out]
+    chosen = ChosenPrompts(prompts, numbers[: section.max_prompts] if held_out else numbers)
+    task = source.task
+    return replace(source, task=task.subset(chosen) if isinstance(task, EnvironmentTask) else TaskSubset(task, chosen))

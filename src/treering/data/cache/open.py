@@ -1,7 +1,6 @@
 """Opens a trajectory file as arrays of tokens: out of the cache, or built and kept there for the next start."""
 
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from treering.data.cache.dataset import DatasetFacts, TokenDataset
 from treering.data.cache.folder import drafted, publish
 from treering.data.cache.key import cache_key
 from treering.data.rendering.renderer import Renderer
-from treering.errors import DataWarning, StateError
+from treering.errors import DataWarning, InputError, StateError
 
 
 def open_dataset(
@@ -41,7 +40,8 @@ def open_dataset(
             it needs `if __name__ == "__main__":`, as it is imported by each.
 
     Raises:
-        InputError: as `read_trajectories` and `Renderer.render`.
+        InputError: as `read_trajectories` and `Renderer.render`; the file was changed while it was read.
+        StateError: a process that renders was killed; the folder of temporary files cannot be written either.
         MissingExtraError: a package is missing.
 
     Warns:
@@ -51,8 +51,13 @@ def open_dataset(
     """
     file, options = Path(path), options or ReadOptions()
 
+    before = _stamps(file)
+
     def make(draft: Path) -> DatasetFacts:
-        return build(draft, file, renderer, options, on_progress, num_workers)
+        facts = build(draft, file, renderer, options, on_progress, num_workers)
+        if not options.may_be_torn and _stamps(file) != before:
+            raise InputError(f"{file}: it was changed while it was read; start again when nothing writes it")
+        return facts
 
     if folder is None or not (file.is_file() or file.is_dir()):
         return _said(_in_passing(make), file, renderer)
@@ -67,6 +72,13 @@ def open_dataset(
     if dataset is None:
         dataset = _built(target, file, make)
     return _said(dataset, file, renderer)
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int, int]]:
+    """Of each file: name, number, size and time of the last change."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    found = [(str(file), file.stat()) for file in files if file.is_file()]
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
 def _kept(target: Path, file: Path) -> TokenDataset | None:
@@ -96,12 +108,15 @@ def _built(target: Path, file: Path, make: Callable[[Path], DatasetFacts]) -> To
 
 
 def _in_passing(make: Callable[[Path], DatasetFacts]) -> TokenDataset:
-    draft = Path(tempfile.mkdtemp(prefix="treering-"))
     try:
-        return TokenDataset(draft, make(draft))
-    finally:
         # What is mapped stays readable.
-        shutil.rmtree(draft, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="treering-", ignore_cleanup_errors=True) as draft:
+            return TokenDataset(Path(draft), make(Path(draft)))
+    except OSError as error:
+        raise StateError(
+            f"tokens are kept in the folder of temporary files while they are used, and it cannot be written "
+            f"({error.strerror or error}); free some space, or name another folder by TMPDIR"
+        ) from error
 
 
 def _said(dataset: TokenDataset, file: Path, renderer: Renderer) -> TokenDataset:

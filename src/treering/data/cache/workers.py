@@ -46,7 +46,8 @@ def render_parts(renderer: Renderer, parts: Iterable[_Part], num_workers: int) -
         for number, numbered in enumerate(parts):
             # In turn, and one part at a time: so results come in order, and no two wait for each other's pipe.
             done = _result(renderer, workers, given, number - num_workers)
-            workers[number % num_workers].send(numbered)
+            with _killed():
+                workers[number % num_workers].send(numbered)
             given[number] = numbered
             yield from done
         for left in sorted(given):
@@ -58,16 +59,23 @@ def _result(renderer: Renderer, workers: list[Connection], given: dict[int, _Par
     if number not in given:
         return []
     first, part = given.pop(number)
-    try:
+    with _killed():
         found, counts = workers[number % len(workers)].recv()
-    except (EOFError, ConnectionError) as error:
-        raise StateError(
-            "a process that renders trajectories was killed, as where memory is full; free some, and start again"
-        ) from error
     if isinstance(found, Exception):
         raise found
     renderer.counts.add(counts)
     return [(first, part, found)]
+
+
+@contextmanager
+def _killed() -> Iterator[None]:
+    """Says what the end of a connection to a worker means."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise StateError(
+            "a process that renders trajectories was killed, as where memory is full; free some, and start again"
+        ) from error
 
 
 @contextmanager

@@ -8,12 +8,13 @@ from types import MappingProxyType
 
 from treering.data.formats.files import (
     ReadPosition,
+    content_parts,
     first_bytes,
     numbered_lines,
     parse_line,
-    read_whole,
     whole_lines,
 )
+from treering.data.formats.json_document import document_records
 from treering.data.formats.parts import check_parts, say_missing_parts
 from treering.data.formats.tables import folder_records, is_dataset_folder, is_table, table_records
 from treering.data.locate import did_you_mean
@@ -91,12 +92,15 @@ def _file_records(
         raise InputError(f"{path}: this is {advice}")
     if is_table(head):
         return table_records(path, position=position)
-    lines = numbered_lines(path)
-    first = next(lines, None)
+    begin = next((part.lstrip() for part in content_parts(path) if part.strip()), b"")
+    # An array may be one line.
+    if begin.startswith(b"["):
+        return document_records(path, parse_float, position)
+    first = next(numbered_lines(path), None)
     if first is None:
         return iter(())
-    if _is_document(first[1], path):
-        return _document_records(path, parse_float, position)
+    if _is_object(first[1].strip(), path):
+        return document_records(path, parse_float, position)
     _check_no_csv(path, first[1])
     lines = whole_lines(path, position) if may_be_torn else numbered_lines(path, position)
     return _line_records(path, lines, parse_float)
@@ -119,11 +123,8 @@ def _line_records(
         yield f"{path}:{number}", parse_line(path, number, line, lambda value: value, parse_float)
 
 
-def _is_document(line: bytes, path: Path) -> bool:
-    """Whether a file with this first line is one JSON document: an array, or an object over several lines."""
-    text = line.strip()
-    if text.startswith(b"["):
-        return True
+def _is_object(text: bytes, path: Path) -> bool:
+    """Whether a file with this first line is one JSON object, over several lines."""
     # Only an object that is written over several lines ends its first line so; a cut line of JSON Lines does not.
     return text == b"{" or (path.suffix in (".json", ".traj") and not _is_json(text))
 
@@ -134,29 +135,3 @@ def _is_json(text: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _document_records(
-    path: Path, parse_float: Callable[[str], float] | None, position: ReadPosition | None
-) -> Iterator[tuple[str, object]]:
-    try:
-        document = json.loads(read_whole(path, position), parse_float=parse_float)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: {_document_error(error)}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: a JSON document must be UTF-8, got {error}; convert the file") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{path}: a JSON document holds one record or an array of them ({error}); repair it"
-        ) from error
-    if not isinstance(document, list):
-        yield str(path), document
-        return
-    for number, record in enumerate(document, start=1):
-        yield f"{path}: record {number}", record
-
-
-def _document_error(error: json.JSONDecodeError) -> str:
-    if error.msg == "Extra data":
-        return "a file is one JSON document or one JSON object per line, got another value here; jq -c . writes lines"
-    return f"a JSON document holds one record or an array of them ({error.msg}, column {error.colno}); repair it"

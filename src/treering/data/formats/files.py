@@ -52,6 +52,7 @@ class _CountedFile(io.FileIO):
         return content
 
 
+_PART_BYTES = 1 << 16
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 T = TypeVar("T")
 
@@ -174,11 +175,27 @@ def read_whole(file: Path, position: ReadPosition | None = None) -> bytes:
     Raises:
         InputError: as `numbered_lines`.
     """
+    return b"".join(content_parts(file, position))
+
+
+def content_parts(file: Path, position: ReadPosition | None = None) -> Iterator[bytes]:
+    """As `read_whole`, part by part; the first part is not shorter than a byte order mark, unless the file is.
+
+    Raises:
+        InputError: as `numbered_lines`.
+    """
+    num_lines = 0
     try:
         with open_file(file, position) as stream:
-            return stream.read().removeprefix(codecs.BOM_UTF8)
+            part = stream.read(_PART_BYTES).removeprefix(codecs.BOM_UTF8)
+            while part:
+                yield part
+                num_lines += part.count(b"\n")
+                part = stream.read(_PART_BYTES)
     except _DAMAGED as error:
-        raise InputError(f"{file}: not a whole gzip file ({error}); fetch or compress it again") from error
+        raise InputError(
+            f"{file}:{num_lines + 1}: not a whole gzip file ({error}); fetch or compress it again"
+        ) from error
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror or error}); check the path") from error
 

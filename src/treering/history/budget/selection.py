@@ -10,9 +10,9 @@ likelier than its parent, so the tokens that are kept form a tree.
 import math
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Float64Array, Int64Array
+from treering.compile_once import compiled_once
 from treering.history.budget.costs import DraftPrices
 from treering.lean import lean
 
@@ -35,7 +35,7 @@ def bin_of(probability: float) -> int:
     return min(int(-math.log(max(probability, 1e-9)) * _BINS_PER_E), NUM_BINS - 1)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled_once(error_model="numpy")
 def seconds_of(num_tokens: float, sizes: Int64Array, seconds: Float64Array) -> float:
     """Seconds of a pass over that many tokens: linear between the entries, with the last slope beyond.
 

@@ -20,6 +20,7 @@ from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.score import Score
 from treering.rl.tasks.stop_tokens import find_stop_tokens
+from treering.rl.tasks.stored_prompts import PromptWriter
 from treering.rl.tasks.task import Prompt, Task, prompt_id_of
 from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
 from treering.types import PromptId
@@ -102,12 +103,13 @@ class PromptsFile(Task):
         """Prompts left out because of their length."""
         self.num_duplicates = 0
         """Prompts without an id left out because an earlier one has the same tokens."""
-        self._prompts = self._read(path, max_prompts, max_prompt_tokens)
-        self.text_reward.bind(dict.fromkeys(name for prompt in self._prompts for name in prompt.columns))
+        names: dict[str, None] = {}
+        self._prompts = self._read(path, max_prompts, max_prompt_tokens, names)
+        self.text_reward.bind(names)
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """In file order."""
+        """In file order, each made when it is asked for, so that they take no memory."""
         return self._prompts
 
     @property
@@ -159,22 +161,30 @@ class PromptsFile(Task):
             text = text.removesuffix(stop)
         return text
 
-    def _read(self, path: Path, max_prompts: int | None, max_prompt_tokens: int | None) -> tuple[Prompt, ...]:
-        kept: dict[PromptId, Prompt] = {}
-        for where, line in _parsed_lines(path):
-            if max_prompts is not None and len(kept) == max_prompts:
-                break
-            try:
-                prompt = self._prompt(line)
-                self._keep(prompt, line, kept, max_prompt_tokens)
-            except InputError as error:
-                raise InputError(f"{where}: {error}") from error
-        if not kept:
-            raise InputError(
-                f"{path}: a prompts file holds at least one prompt that fits, got 0 and {self.num_overlong} of more "
-                f"than max_prompt_tokens={max_prompt_tokens}; check the file, or raise the limit"
-            )
-        return tuple(kept.values())
+    def _read(
+        self, path: Path, max_prompts: int | None, max_prompt_tokens: int | None, names: dict[str, None]
+    ) -> Sequence[Prompt]:
+        """The prompts; adds the names of their columns to `names`, in order."""
+        kept: set[PromptId] = set()
+        with PromptWriter() as writer:
+            for where, line in _parsed_lines(path):
+                if max_prompts is not None and len(kept) == max_prompts:
+                    break
+                try:
+                    prompt = self._prompt(line)
+                    is_kept = self._is_kept(prompt, line, kept, max_prompt_tokens)
+                except InputError as error:
+                    raise InputError(f"{where}: {error}") from error
+                if is_kept:
+                    kept.add(prompt.prompt_id)
+                    writer.add(prompt)
+                    names |= dict.fromkeys(prompt.columns)
+            if not kept:
+                raise InputError(
+                    f"{path}: a prompts file holds at least one prompt that fits, got 0 and {self.num_overlong} of "
+                    f"more than max_prompt_tokens={max_prompt_tokens}; check the file, or raise the limit"
+                )
+            return writer.prompts()
 
     def _prompt(self, line: "_Line") -> Prompt:
         try:
@@ -187,15 +197,17 @@ class PromptsFile(Task):
         prompt_id = prompt_id_of(tokens) if line.prompt_id is None else line.prompt_id
         return Prompt(prompt_id=prompt_id, tokens=tokens, answer=line.answer, columns=line.columns)
 
-    def _keep(self, prompt: Prompt, line: "_Line", kept: dict[PromptId, Prompt], limit: int | None) -> None:
+    def _is_kept(self, prompt: Prompt, line: "_Line", kept: set[PromptId], limit: int | None) -> bool:
+        """Whether a prompt is short enough and new; others are counted."""
         if limit is not None and prompt.tokens.size > limit:
             self.num_overlong += 1
-        elif prompt.prompt_id not in kept:
-            kept[prompt.prompt_id] = prompt
-        elif line.prompt_id is None:
-            self.num_duplicates += 1
-        else:
+            return False
+        if prompt.prompt_id not in kept:
+            return True
+        if line.prompt_id is not None:
             raise InputError(f"prompts have distinct ids, got {prompt.prompt_id!r} again; rename one")
+        self.num_duplicates += 1
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

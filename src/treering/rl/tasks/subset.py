@@ -15,7 +15,7 @@ class TaskSubset(Task):
 
     def __init__(self, task: Task, prompts: Sequence[Prompt]) -> None:
         """`prompts`: those of the task that stay, in its order."""
-        self._task, self._prompts = task, tuple(prompts)
+        self._task, self._prompts = task, prompts
 
     @property
     def prompts(self) -> Sequence[Prompt]:

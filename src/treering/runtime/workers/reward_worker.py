@@ -16,12 +16,12 @@ def run_reward_worker(port: Port, _: WeightAccess, settings: RewardSettings) -> 
     # With its process group end the processes that rewards have started.
     os.setpgid(0, 0)
     task = settings.recipe.make_task()
-    prompts = {prompt.prompt_id: prompt for prompt in task.prompts}
+    numbers = {prompt.prompt_id: number for number, prompt in enumerate(task.prompts)}
     port.send(Ready())
     while True:
         requests: RewardRequests = port.take()
         for request in requests.requests:
-            prompt = prompts[request.rollouts[0].prompt_id]
+            prompt = task.prompts[numbers[request.rollouts[0].prompt_id]]
             port.send(RewardReply(key=request.key, results=_results(task, prompt, request)))
 
 

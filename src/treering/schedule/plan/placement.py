@@ -4,9 +4,9 @@ N rollouts, G groups or workers
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from treering.compile_once import compiled_once
 from treering.schedule.simulator.heaps import sink
 
 
@@ -53,7 +53,7 @@ def equal_sums(order: NDArray[np.int64], lengths: NDArray[np.float64], num_group
     return groups
 
 
-@njit(cache=True)
+@compiled_once()
 def balanced(order: NDArray[np.int64], lengths: NDArray[np.float64], num_workers: int) -> NDArray[np.int64]:
     """int64 [N]: for each position in the order, the worker with the fewest tokens so far; the lowest on ties.
 

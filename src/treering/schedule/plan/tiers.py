@@ -6,9 +6,9 @@ N groups, W workers
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Float64Array, Int64Array
+from treering.compile_once import compiled_once
 from treering.schedule.cluster import Cluster
 
 _NUM_STARTS = 8
@@ -57,7 +57,7 @@ def _by_slopes(times: Float64Array, start: float) -> list[Int64Array]:
     return [np.minimum(_needed(times, start, steepness * least), most) for steepness in _STEEPNESS]
 
 
-@njit(cache=True)
+@compiled_once()
 def _least_slope(times: Float64Array, start: float) -> float:
     """The least slope with enough workers, by bisection."""
     num_groups, num_counts = times.shape
@@ -72,7 +72,7 @@ def _least_slope(times: Float64Array, start: float) -> float:
     return float(high)
 
 
-@njit(cache=True)
+@compiled_once()
 def _needed(times: Float64Array, start: float, slope: float) -> Int64Array:
     """int64 [N]: workers with which each group ends in time; more than there are if none suffice."""
     num_groups, num_counts = times.shape
@@ -91,7 +91,7 @@ def _add_remaining(times: Float64Array, counts: Int64Array, num_workers: int) ->
     return counts
 
 
-@njit(cache=True)
+@compiled_once()
 def _two_steps(times: Float64Array, counts: Int64Array) -> float:
     """The longest time of a worker in an odd and an even step together, workers paired by rank."""
     durations, place = np.empty(counts.sum()), 0

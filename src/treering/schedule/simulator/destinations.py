@@ -8,9 +8,9 @@ Both the simulator and the runtime call these functions.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from treering.compile_once import compiled_once
 from treering.schedule.simulator.migration import FEW, HYSTERESIS, saved_s
 
 OFF, FASTER, DRAIN, CONSOLIDATE = 0, 1, 2, 3
@@ -43,14 +43,14 @@ class Prices(NamedTuple):
     """No rollout is longer."""
 
 
-@njit(cache=True)
+@compiled_once()
 def has_tail(loads: Loads, worker: int) -> bool:
     """Whether a worker runs at most the last tenth of its share, or one rollout, and has no queue."""
     share = loads.ends[worker] - loads.firsts[worker]
     return bool(loads.heads[worker] == loads.ends[worker] and 0 < loads.running[worker] <= max(1.0, FEW * share))
 
 
-@njit(cache=True)
+@compiled_once()
 def fullest_tail(loads: Loads, worker: int, num_slots: int) -> int:
     """The other worker without a queue that runs the most rollouts, at least as many, and has slots; -1 for none."""
     num_running, found = loads.running[worker], -1
@@ -62,7 +62,7 @@ def fullest_tail(loads: Loads, worker: int, num_slots: int) -> int:
     return found
 
 
-@njit(cache=True)
+@compiled_once()
 def target_of_outlier(
     loads: Loads, prices: Prices, moving: int, worker: int, num_generated: float, num_context: float
 ) -> int:
@@ -101,7 +101,7 @@ def target_of_outlier(
     return fullest
 
 
-@njit(cache=True)
+@compiled_once()
 def _of_longer_share(loads: Loads, worker: int, num_slots: int, sign: int) -> int:
     """The worker of a longer share with a slot that runs the most rollouts (sign 1) or the fewest (-1); -1 for none."""
     found = -1

@@ -3,9 +3,8 @@
 W workers, S slots a worker, R rollouts of the step
 """
 
-from numba import njit
-
 from treering.arrays import Float64Array
+from treering.compile_once import compiled_once
 from treering.schedule.simulator.destinations import CONSOLIDATE, OFF
 from treering.schedule.simulator.heaps import pop
 from treering.schedule.simulator.moves import is_check_due, move_outliers, move_tail
@@ -26,7 +25,7 @@ from treering.schedule.simulator.step import (
 )
 
 
-@njit(cache=True)
+@compiled_once()
 def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
     """Simulates a step's rollouts to their ends; worker w can start at `starts[w]`, float64 [W].
 
@@ -59,7 +58,7 @@ def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
     return Outcome(state.now, state.counts, state.finished, state.totals[STOLEN], state.totals[MOVED])
 
 
-@njit(cache=True)
+@compiled_once()
 def _end_turns(state: StepState, work: StepRollouts, rules: Rules, worker: int, time: float) -> None:
     base = worker * (rules.token_s.size - 1)
     if state.running[worker] == 0:
@@ -72,7 +71,7 @@ def _end_turns(state: StepState, work: StepRollouts, rules: Rules, worker: int, 
         _leave(state, work, worker, rollout, time)
 
 
-@njit(cache=True)
+@compiled_once()
 def _leave(state: StepState, work: StepRollouts, worker: int, rollout: int, time: float) -> None:
     """Ends a part of a rollout, which waits for its next one or is finished."""
     part = state.part[rollout]
@@ -85,7 +84,7 @@ def _leave(state: StepState, work: StepRollouts, worker: int, rollout: int, time
     note_event(state, back_s, state.now.size + rollout)
 
 
-@njit(cache=True)
+@compiled_once()
 def _queue_again(state: StepState, worker: int, rollout: int) -> None:
     if state.back[worker] < 0:
         state.back[worker] = rollout
@@ -94,7 +93,7 @@ def _queue_again(state: StepState, worker: int, rollout: int) -> None:
     state.back_last[worker], state.back_next[rollout] = rollout, -1
 
 
-@njit(cache=True)
+@compiled_once()
 def _resume_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: int) -> None:
     while state.back[worker] >= 0 and state.running[worker] < rules.token_s.size - 1:
         rollout = state.back[worker]
@@ -102,7 +101,7 @@ def _resume_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker:
         _enter(state, work, rules, worker, rollout)
 
 
-@njit(cache=True)
+@compiled_once()
 def _enter(state: StepState, work: StepRollouts, rules: Rules, worker: int, rollout: int) -> None:
     """Starts a rollout's present part; one without tokens is over at once."""
     num_tokens = work.part_tokens[state.part[rollout]]
@@ -112,7 +111,7 @@ def _enter(state: StepState, work: StepRollouts, rules: Rules, worker: int, roll
     add(state, rules, worker, rollout, num_tokens)
 
 
-@njit(cache=True)
+@compiled_once()
 def _start_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: int) -> None:
     while state.totals[QUEUED] > 0 and state.running[worker] < rules.token_s.size - 1:
         victim = worker
@@ -129,7 +128,7 @@ def _start_rollouts(state: StepState, work: StepRollouts, rules: Rules, worker: 
         _enter(state, work, rules, worker, rollout)
 
 
-@njit(cache=True)
+@compiled_once()
 def _longest_queue(state: StepState, work: StepRollouts) -> int:
     """The worker whose queue has the most predicted tokens; at least one has a queue."""
     found = -1

@@ -1,11 +1,10 @@
 """Binary heaps in slices of flat arrays, for compiled loops: least key first, lower number on ties."""
 
-from numba import njit
-
 from treering.arrays import Float64Array, Int64Array
+from treering.compile_once import compiled_once
 
 
-@njit(cache=True)
+@compiled_once()
 def push(keys: Float64Array, numbers: Int64Array, base: int, size: int, key: float, number: int) -> None:
     """Adds an entry to the heap of `size` entries that starts at `base`; it then has one more."""
     at = size
@@ -20,14 +19,14 @@ def push(keys: Float64Array, numbers: Int64Array, base: int, size: int, key: flo
     numbers[base + at] = number
 
 
-@njit(cache=True)
+@compiled_once()
 def pop(keys: Float64Array, numbers: Int64Array, base: int, size: int) -> None:
     """Removes the first entry, at `base`, from a heap of `size` >= 1; it then has one less."""
     keys[base], numbers[base] = keys[base + size - 1], numbers[base + size - 1]
     sink(keys, numbers, base, size - 1, 0)
 
 
-@njit(cache=True)
+@compiled_once()
 def remove(keys: Float64Array, numbers: Int64Array, base: int, size: int, place: int) -> None:
     """Removes the entry at `base + place` from a heap of `size`; it then has one less."""
     key, number = keys[base + size - 1], numbers[base + size - 1]
@@ -40,7 +39,7 @@ def remove(keys: Float64Array, numbers: Int64Array, base: int, size: int, place:
     sink(keys, numbers, base, size - 1, place)
 
 
-@njit(cache=True)
+@compiled_once()
 def sink(keys: Float64Array, numbers: Int64Array, base: int, size: int, place: int) -> None:
     """Moves the entry at `base + place` down until its children come after it."""
     if place >= size:
@@ -60,11 +59,11 @@ def sink(keys: Float64Array, numbers: Int64Array, base: int, size: int, place: i
     keys[base + at], numbers[base + at] = key, number
 
 
-@njit(cache=True)
+@compiled_once()
 def _comes_first(keys: Float64Array, numbers: Int64Array, one: int, other: int) -> bool:
     return bool(_is_before(keys[one], numbers[one], keys[other], numbers[other]))
 
 
-@njit(cache=True)
+@compiled_once()
 def _is_before(key: float, number: int, other_key: float, other_number: int) -> bool:
     return bool(key < other_key or (key == other_key and number < other_number))

@@ -4,8 +4,9 @@ S slots of a worker
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from treering.compile_once import compiled_once
 
 LATE = 1.1
 """A rollout is an outlier at this many times its predicted length (the floor of the paper's beta, section 6.3)."""
@@ -20,7 +21,7 @@ MAX_MOVES = 4
 """Maximum moves of one rollout."""
 
 
-@njit(cache=True)
+@compiled_once()
 def saved_s(
     num_generated: float,
     predicted: float,
@@ -59,7 +60,7 @@ def saved_s(
     return saved
 
 
-@njit(cache=True)
+@compiled_once()
 def likely_left(num_generated: float, predicted: float, max_tokens: float) -> float:
     """Assumed remaining tokens of a running rollout: what its prediction leaves, at least a quarter of its length.
 
@@ -68,7 +69,7 @@ def likely_left(num_generated: float, predicted: float, max_tokens: float) -> fl
     return min(max(predicted - num_generated, 0.25 * num_generated), max_tokens - num_generated)
 
 
-@njit(cache=True)
+@compiled_once()
 def freed_s(
     num_left: float,
     num_moved: int,

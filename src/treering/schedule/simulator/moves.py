@@ -3,8 +3,7 @@
 W workers, S slots a worker
 """
 
-from numba import njit
-
+from treering.compile_once import compiled_once
 from treering.schedule.simulator.destinations import Loads, Prices, fullest_tail, has_tail, target_of_outlier
 from treering.schedule.simulator.heaps import remove
 from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
@@ -14,7 +13,7 @@ _NUM_CHECKS = 32
 """Checks for outliers per `max_tokens` decoded."""
 
 
-@njit(cache=True)
+@compiled_once()
 def is_check_due(state: StepState, rules: Rules, worker: int) -> bool:
     """Whether a worker should check for outliers again; records the check."""
     if state.running[worker] == 0 or state.clock[worker] < state.checked[worker] + rules.max_tokens / _NUM_CHECKS:
@@ -23,7 +22,7 @@ def is_check_due(state: StepState, rules: Rules, worker: int) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled_once()
 def move_outliers(state: StepState, work: StepRollouts, rules: Rules, worker: int, time: float) -> None:
     """Moves outliers to workers with longer shares, if that pays."""
     base = worker * (rules.token_s.size - 1)
@@ -45,7 +44,7 @@ def move_outliers(state: StepState, work: StepRollouts, rules: Rules, worker: in
         at = 0
 
 
-@njit(cache=True)
+@compiled_once()
 def move_tail(state: StepState, work: StepRollouts, rules: Rules, worker: int, time: float) -> None:
     """Moves a worker's tail to the other worker that runs the most rollouts, if that pays."""
     can_steal = rules.stealing and state.totals[QUEUED] > 0
@@ -59,17 +58,17 @@ def move_tail(state: StepState, work: StepRollouts, rules: Rules, worker: int, t
     announce(state, rules, other)
 
 
-@njit(cache=True)
+@compiled_once()
 def _loads(state: StepState, work: StepRollouts) -> Loads:
     return Loads(state.running, state.reach, work.offsets[:-1], state.heads, work.offsets[1:])
 
 
-@njit(cache=True)
+@compiled_once()
 def _prices(rules: Rules) -> Prices:
     return Prices(rules.token_s, rules.prefill_s, rules.max_tokens)
 
 
-@njit(cache=True)
+@compiled_once()
 def _pays_to_move_tail(state: StepState, work: StepRollouts, rules: Rules, worker: int, other: int) -> bool:
     """Whether the freed time exceeds the prefill and the slower steps at the new worker."""
     base, num_running = worker * (rules.token_s.size - 1), state.running[worker]
@@ -85,7 +84,7 @@ def _pays_to_move_tail(state: StepState, work: StepRollouts, rules: Rules, worke
     return bool(freed_s(longest, num_running, rows_there, rules.token_s, rules.prefill_s, num_context) > 0)
 
 
-@njit(cache=True)
+@compiled_once()
 def _move(state: StepState, work: StepRollouts, rules: Rules, worker: int, at: int, other: int, time: float) -> None:
     """Moves the rollout at a heap position of a worker; the caller announces the other worker's next event."""
     base = worker * (rules.token_s.size - 1)

@@ -10,9 +10,9 @@ that waits runs nowhere: it comes back to its worker, where it queues for a slot
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from treering.arrays import Float64Array, Int64Array
+from treering.compile_once import compiled_once
 from treering.schedule.simulator.destinations import OFF
 from treering.schedule.simulator.heaps import push
 from treering.schedule.simulator.migration import MAX_MOVES
@@ -119,7 +119,7 @@ class StepState(NamedTuple):
     """int64 [4]: see `EVENTS`."""
 
 
-@njit(cache=True)
+@compiled_once()
 def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
     """The initial state: worker w has its queue and, if that is not empty, an event at `starts[w]`."""
     num_workers, num_rollouts = starts.size, work.lengths.size
@@ -161,21 +161,21 @@ def begin(starts: Float64Array, work: StepRollouts, rules: Rules) -> StepState:
     return state
 
 
-@njit(cache=True)
+@compiled_once()
 def expect(state: StepState, worker: int, time: float) -> None:
     """Queues a worker's next event; an earlier one of this worker becomes stale."""
     state.due[worker] = time
     note_event(state, time, worker)
 
 
-@njit(cache=True)
+@compiled_once()
 def note_event(state: StepState, time: float, number: int) -> None:
     """Queues an event: of a worker, or of a rollout that comes back."""
     push(state.event_keys, state.event_workers, 0, state.totals[EVENTS], time, number)
     state.totals[EVENTS] += 1
 
 
-@njit(cache=True)
+@compiled_once()
 def announce(state: StepState, rules: Rules, worker: int) -> None:
     """Queues the end of the worker's next rollout as an event."""
     num_running = state.running[worker]
@@ -186,7 +186,7 @@ def announce(state: StepState, rules: Rules, worker: int) -> None:
     expect(state, worker, state.now[worker] + rules.token_s[num_running] * tokens)
 
 
-@njit(cache=True)
+@compiled_once()
 def add(state: StepState, rules: Rules, worker: int, rollout: int, num_left: float) -> None:
     """Starts a rollout with `num_left` tokens to go."""
     base = worker * (rules.token_s.size - 1)
@@ -194,7 +194,7 @@ def add(state: StepState, rules: Rules, worker: int, rollout: int, num_left: flo
     state.running[worker] += 1
 
 
-@njit(cache=True)
+@compiled_once()
 def advance(state: StepState, rules: Rules, worker: int, time: float) -> None:
     """Advances a worker to a time; one that prefills is already ahead and stays there."""
     if time <= state.now[worker]:

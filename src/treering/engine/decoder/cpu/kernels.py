@@ -6,10 +6,10 @@ All float arrays of a call have one dtype, float32 or float64, and the loops com
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from treering.arrays import Int64Array
+from treering.compile_once import compiled_once
 from treering.engine.decoder.cpu.simd import (
     add,
     broadcast,
@@ -31,7 +31,7 @@ Floats = NDArray[np.floating]
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
-@njit(cache=True, nogil=True, no_cfunc_wrapper=True, fastmath=FAST)
+@compiled_once(nogil=True, no_cfunc_wrapper=True, fastmath=FAST)
 def rms_norm(x: Floats, weight: Floats, eps: Floats, out: Floats) -> None:
     """Writes weight * x / sqrt(mean(x**2) + eps) of each row of x [T, C] to `out`; eps is [1]."""
     num_columns = x.shape[1]
@@ -61,7 +61,7 @@ def silu_mul(gate_up: Floats, out: Floats) -> None:
 
 
 # Without numba's runtime: reference counting of each head's slices took most of the time.
-@njit(cache=True, nogil=True, no_cfunc_wrapper=True, fastmath=FAST, error_model="numpy", _nrt=False)
+@compiled_once(nogil=True, no_cfunc_wrapper=True, fastmath=FAST, error_model="numpy", _nrt=False)
 def write_keys(
     qkv: Floats,
     q_norm: Floats,

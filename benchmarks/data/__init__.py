@@ -1,0 +1,1 @@
+"""Large data files: memory and processor time of the commands that read them."""

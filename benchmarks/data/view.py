@@ -1,0 +1,19 @@
+"""The table of the benchmark of large files."""
+
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.common.tables import table
+
+NOTE = "a minute for 13 MB, ten for 134 MB, and more than an hour for 1.3 GB of text; `--only '13 MB'` takes one"
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """A row per file and command."""
+    rows = [
+        (each["file"], name, f"{command['seconds']:.1f}", f"{command['peak_mb']:,.0f}")
+        for each in report["files"]
+        for name, command in each["commands"].items()
+    ]
+    console.print(table(None, ("file", "command", "s of a processor", "peak MB"), rows))

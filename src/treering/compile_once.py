@@ -1,0 +1,107 @@
+"""Functions that one process of a machine compiles, while the others wait for it and load what it has made.
+
+numba keeps compiled functions in a folder, but processes that start together would each find it empty, and compile.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher
+
+from treering.errors import StateError
+from treering.file_lock import FileLock
+
+_WAIT_S = 60.0
+"""A function takes a few seconds; a process that holds the lock for longer stands still."""
+_PAUSE_S = 0.05
+
+
+def compiled_once(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit(cache=True)` with other options of it, compiled by one process at a time.
+
+    A process that dies gives its lock back, and one that stands still is waited for no longer than a minute. Where the
+    folder of the cache cannot be written, each process compiles for itself.
+
+    Example:
+        >>> @compiled_once(nogil=True)
+        ... def double(number):
+        ...     return 2 * number
+        >>> double(3)
+        6
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = _Dispatcher(function, targetoptions={"nopython": True, "boundscheck": None, **options})
+        dispatcher.enable_caching()
+        return dispatcher
+
+    return decorate
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """The kept machine code of a function; what is missing is waited for where another process compiles."""
+
+    held: ExitStack | None = None
+    """Takes the lock, of the compilation that is going on."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is not None or self.held is None:
+            return found
+        lock = _lock(Path(self.cache_path, "compiling.lock"))
+        if lock is None:
+            return None
+        self.held.callback(lock.release)
+        return super().load_overload(sig, target_context)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _say_unkept(f"{self.cache_path}: {error.strerror or error}")
+
+
+class _Dispatcher(CPUDispatcher):  # type: ignore[misc]
+    def enable_caching(self) -> None:
+        try:
+            self._cache = _Cache(self.py_func)
+        except RuntimeError:
+            _say_unkept("no folder can be written")
+
+    def compile(self, sig: Any) -> Any:
+        # A caller that is being compiled holds the lock.
+        if global_compiler_lock.is_locked() or not isinstance(self._cache, _Cache):
+            return super().compile(sig)
+        # First numba's lock and then that of the file, in every thread.
+        with global_compiler_lock, ExitStack() as held:
+            self._cache.held = held
+            held.callback(setattr, self._cache, "held", None)
+            return super().compile(sig)
+
+
+def _lock(file: Path) -> FileLock | None:
+    """The lock, when its holder has given it back; None where there is none to have."""
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return FileLock(file, lambda holder: f"{holder} compiles")
+        except StateError:
+            time.sleep(_PAUSE_S)
+        except OSError:
+            return None
+    return None
+
+
+def _say_unkept(reason: str) -> None:
+    warnings.warn(
+        f"compiled functions are not kept ({reason}), so each process compiles for itself, for up to a minute; name a "
+        "folder that can be written by NUMBA_CACHE_DIR",
+        stacklevel=3,
+    )
