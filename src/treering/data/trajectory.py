@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from treering.data.picture import PlacedPicture, check_places
 from treering.data.unicode import valid_text, valid_texts
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
@@ -95,6 +96,9 @@ class Trajectory:
     advantages: npt.NDArray[np.float64] | None = None
     """float64 [T], the advantage of each token, 0.0 where none is trained; only with tokens, and instead of
     `advantage`."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures in order, at whose tokens stands the model's own image token; only with tokens. No such token is
+    trained."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the policy was shown, for chat templates; only with messages."""
     format: str = "chat"
@@ -177,6 +181,8 @@ def _check_texts(trajectory: Trajectory) -> None:
 def _check_arrays(trajectory: Trajectory) -> None:
     tokens = trajectory.tokens
     if tokens is None:
+        if trajectory.pictures:
+            raise InputError("pictures stand at tokens, and messages were given; render them first")
         return
     if tokens.ndim != 1 or tokens.size == 0:
         raise InputError(f"tokens must hold at least one token id, got shape {tokens.shape}; drop the trajectory")
@@ -194,3 +200,15 @@ def _check_arrays(trajectory: Trajectory) -> None:
             )
     if trajectory.advantage is not None and trajectory.advantages is not None:
         raise InputError("a trajectory has one advantage or one per token, got both; drop advantage or advantages")
+    _check_pictures(trajectory, tokens)
+
+
+def _check_pictures(trajectory: Trajectory, tokens: TokenIds) -> None:
+    check_places(trajectory.pictures, tokens)
+    mask = trajectory.loss_mask
+    for number, one in enumerate(trajectory.pictures):
+        if mask is None or mask[one.start : one.stop].any():
+            raise InputError(
+                f"tokens {one.start} to {one.stop - 1} are picture {number}, and the loss would train them: a model is "
+                "never trained to write pictures; give a loss_mask that is False there"
+            )

@@ -59,6 +59,7 @@ def take_fragment(tree: Forest, tokens: Int32Array) -> Forest:
         branch_end=np.empty(0, np.int32),
         segment_start=segment_start.astype(np.int32),
         segment_parent=np.where(first_parent < 0, -1, segment_of[first_parent]).astype(np.int32),
+        pictures=tree.pictures,
     )
 
 
