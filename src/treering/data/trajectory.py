@@ -4,12 +4,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from treering.data.picture import PlacedPicture, check_places
+from treering.data.pictures.source import MessagePicture
 from treering.data.unicode import valid_text, valid_texts
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
@@ -53,6 +55,8 @@ class Message:
     """The speaker: "system", "user", "assistant", "tool" or the source's own word."""
     content: str | None
     """The text; None if the message only calls tools."""
+    pictures: tuple[MessagePicture, ...] = ()
+    """Pictures at their places in the text, in order; only of messages that are not the assistant's."""
     reasoning: str | None = None
     """The thought before the text, where the source keeps it apart."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -63,6 +67,16 @@ class Message:
     """The call that a tool message answers."""
     trained: bool = True
     """False for an assistant's message that is context only."""
+
+    @property
+    def stretches(self) -> tuple[str, ...]:
+        """The text cut at its pictures, one stretch more than there are pictures.
+
+        Example: of "Here:What is it?" with a picture at 5 they are "Here:" and "What is it?".
+        """
+        text = self.content or ""
+        bounds = pairwise([0, *(picture.at for picture in self.pictures), len(text)])
+        return tuple(text[start:stop] for start, stop in bounds)
 
     @property
     def is_trained(self) -> bool:
@@ -146,11 +160,22 @@ def _check_source(trajectory: Trajectory) -> None:
     if trajectory.format != RAW_FORMAT:
         for i, message in enumerate(messages):
             _check_says_something(message, f"messages[{i}]")
+            _check_no_drawing(message, f"messages[{i}]")
     elif any(message.tool_calls or message.reasoning for message in messages):
         raise InputError('format "raw" joins contents and has no form for tool_calls or reasoning; use format "chat"')
+    elif any(message.pictures for message in messages):
+        raise InputError('format "raw" joins contents and has no form for pictures; use format "chat"')
     for name in _PER_TOKEN:
         if getattr(trajectory, name) is not None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")
+
+
+def _check_no_drawing(message: Message, where: str) -> None:
+    if message.pictures and message.role == "assistant":
+        raise InputError(
+            f"{where} of the assistant has a picture, and models are trained to write text; give it to another role, or "
+            "remove it"
+        )
 
 
 def _check_says_something(message: Message, where: str) -> None:

@@ -4,8 +4,8 @@ Forms: parts of OpenAI (`image_url`), of the Responses API (`input_image`), of A
 transformers (`{"type": "image", "image": ...}`), and TRL's columns `images` and `image` beside parts `{"type": "image"}`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ from treering.data.pictures.source import PictureSource, base64_source, named_so
 from treering.errors import InputError
 
 PICTURE_PART = "picture"
-"""The type of a part that holds a `PictureSource`."""
+"""The type of a part that holds a `PictureSource`; no file can write one."""
 COLUMNS = ("images", "image")
 """Columns of pictures beside the messages."""
 MAX_PICTURES = 1024
 """Of a record."""
+
+BEFORE_TEXT = "pictures without a part of their own stand before the first user's text, as TRL puts them"
+"""The note on records whose messages have no part for the pictures beside them."""
 
 _MESSAGES = (("messages",), ("prompt", "completion"), ("prompt", "chosen"), ("prompt", "rejected"))
 """Keys of messages that are read in a row: each takes the pictures of the columns from the first one on."""
@@ -28,23 +31,16 @@ _VALUES = ("image", "image_url", "url", "path", "base64", "source")
 _SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessagePicture:
-    """A picture of a message."""
-
-    at: int
-    """Characters of the message's text before it."""
-    source: PictureSource
-    """Where its bytes are."""
-
-
-def with_pictures(record: Mapping[str, Any], folder: Path, where: str) -> Mapping[str, Any]:
+def with_pictures(
+    record: Mapping[str, Any], folder: Path, where: str, note: Callable[[str], None]
+) -> Mapping[str, Any]:
     """The record with a part of type "picture" for each picture of its messages; the same record if it has none.
 
     Args:
         record: a record of messages; other formats have no pictures.
         folder: of the data file.
         where: place of the record, for errors.
+        note: told where pictures of the columns have no part, and stand before the first user's text.
 
     Raises:
         InputError: an address of the network, another number of pictures than of parts for them, or a part that no
@@ -61,8 +57,12 @@ def with_pictures(record: Mapping[str, Any], folder: Path, where: str) -> Mappin
         in_a_row = [key for key in keys if isinstance(record.get(key), list)]
         if not in_a_row or (keys[0] == "prompt" and not any(key in record for key in keys[1:])):
             continue
-        for key in in_a_row:
-            found[key] = [_message(one, taken, folder, f"{where}: {key}[{i}]") for i, one in enumerate(record[key])]
+        messages = {key: record[key] for key in in_a_row}
+        if columns and not any(_has_parts(one) for key in in_a_row for one in messages[key]):
+            messages[in_a_row[0]] = _before_first_text(messages[in_a_row[0]], taken.num_left)
+            note(BEFORE_TEXT)
+        for key, given in messages.items():
+            found[key] = [_message(one, taken, folder, f"{where}: {key}[{i}]") for i, one in enumerate(given)]
         taken.check_empty(where)
         is_read = True
     if not is_read:
@@ -75,22 +75,22 @@ class _Column:
 
     def __init__(self, sources: list[PictureSource], keys: Sequence[str]) -> None:
         self._sources = iter(sources)
-        self._num_left = self._num = len(sources)
+        self.num_left = self._num = len(sources)
         self._keys = " and ".join(keys)
 
     def take(self, where: str) -> PictureSource:
-        if not self._num_left:
+        if not self.num_left:
             raise InputError(
                 f"{where}: a part of a picture without its own has one in images, which has {self._num}; add it"
             )
-        self._num_left -= 1
+        self.num_left -= 1
         return replace(next(self._sources), where=where)
 
     def check_empty(self, where: str) -> None:
-        if self._num_left:
+        if self.num_left:
             raise InputError(
                 f"{where}: {self._keys} has {self._num} pictures, and the messages have "
-                f'{self._num - self._num_left} parts {{"type": "image"}} for them; add parts where the pictures stand'
+                f'{self._num - self.num_left} parts {{"type": "image"}} for them; add parts where the pictures stand'
             )
 
 
@@ -101,6 +101,21 @@ def _of_columns(record: Mapping[str, Any], columns: Sequence[str], folder: Path,
     if len(values) > MAX_PICTURES:
         raise InputError(f"{where}: a record has at most {MAX_PICTURES} pictures, got {len(values)}; split it")
     return [_source(one, folder, f"{where}: {columns[0]}[{i}]") for i, one in enumerate(values)]
+
+
+def _has_parts(record: object) -> bool:
+    content = record.get("content") if isinstance(record, dict) else None
+    return any(map(_is_picture, content)) if isinstance(content, list) else _is_picture(content)
+
+
+def _before_first_text(messages: Sequence[Any], count: int) -> list[Any]:
+    """Messages with parts for pictures before the first text of a user, which is what TRL makes of them."""
+    changed = list(messages)
+    for i, one in enumerate(changed):
+        if isinstance(one, dict) and one.get("role") == "user" and isinstance(one.get("content"), str):
+            changed[i] = {**one, "content": [*({"type": "image"} for _ in range(count)), one["content"]]}
+            break
+    return changed
 
 
 def _message(record: object, column: _Column, folder: Path, where: str) -> object:

@@ -78,6 +78,19 @@ class PictureSource:
         return path
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagePicture:
+    """A picture of a message.
+
+    Example: of the parts "Here:", a picture and "What is it?", it is at 5 of the text "Here:What is it?".
+    """
+
+    at: int
+    """Characters of the message's text before it."""
+    source: PictureSource
+    """Where its bytes are."""
+
+
 def named_source(name: str, folder: Path, where: str) -> PictureSource:
     """The picture of a data URI, or of the path of a local file, relative to the folder of the data file.
 

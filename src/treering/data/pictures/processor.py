@@ -1,0 +1,202 @@
+"""The picture half of a model's processor: pixel values, their grid, and the placeholder tokens in the text.
+
+It is the image processor of the model's folder in its Pillow form, which needs no torchvision and gives the same values
+on every machine. The text half is rendered by the tokenizer's chat template, as for text.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.data.picture import Picture
+from treering.data.pictures.decode import decoded
+from treering.data.pictures.source import PictureSource
+from treering.data.pictures.stored import StoredPicture
+from treering.data.rendering.template_files import named_tokens, read_settings
+from treering.errors import ConfigError
+from treering.extras import require
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+MAX_HELD_BYTES = 1 << 28
+"""Of values that are held, those that were used last; a picture that is larger is made whenever it is needed."""
+
+_QWEN, _GEMMA = "qwen", "gemma"
+_FAMILIES = MappingProxyType(
+    {"Qwen2_5_VLProcessor": _QWEN, "Qwen2VLProcessor": _QWEN, "Qwen3VLProcessor": _QWEN, "Gemma3Processor": _GEMMA}
+)
+_GEMMA_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placeholder:
+    """How a picture stands in the text.
+
+    Example: Gemma 3's template writes `<start_of_image>`, of which its processor makes two line breaks, that token,
+    256 times `<image_soft_token>`, `<end_of_image>`, and two line breaks.
+    """
+
+    written: str
+    """What the chat template writes for a picture."""
+    expanded: str
+    """What the processor makes of that, with one `token` in it, which stands for all of a picture."""
+    token: str
+    """The token whose embeddings the picture replaces."""
+
+
+class PictureProcessor:
+    """Makes pictures of encoded bytes as the model's own processor does.
+
+    Example: under Qwen2.5-VL's processor a PNG of 640x480 is a picture of 34 x 46 patches and 391 tokens.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens nothing yet; `folder` is of the model, or of its tokenizer and processor."""
+        self.folder = folder
+        """Of the model."""
+        self._held: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return PictureProcessor, (self.folder,)
+
+    @cached_property
+    def placeholder(self) -> Placeholder:
+        """How a picture stands in the text of this model.
+
+        Raises:
+            ConfigError: the folder has no processor, or one of another family.
+        """
+        named = named_tokens(self.folder)
+        if self._family == _QWEN:
+            token = named.get("image_token") or "<|image_pad|>"
+            return Placeholder(written=token, expanded=token, token=token)
+        begin, token, end = (
+            named.get(name) or usual
+            for name, usual in (
+                ("boi_token", "<start_of_image>"),
+                ("image_token", "<image_soft_token>"),
+                ("eoi_token", "<end_of_image>"),
+            )
+        )
+        return Placeholder(written=begin, expanded=f"\n\n{begin}{token}{end}\n\n", token=token)
+
+    def picture(self, source: PictureSource) -> StoredPicture:
+        """Decodes and processes a picture, and keeps what is known of it.
+
+        Raises:
+            InputError: see `decoded`; or the model's processor refuses it, as one that is 200 times as wide as high.
+            ConfigError: see `placeholder`.
+            MissingExtraError: Pillow or transformers is missing.
+        """
+        made, size = self._made(source)
+        self._hold(made.digest, made.values)
+        return StoredPicture(
+            source=source,
+            open_picture=self.values,
+            size=size,
+            grid=made.grid,
+            num_tokens=made.num_tokens,
+            digest=made.digest,
+        )
+
+    def values(self, picture: StoredPicture) -> NDArray[np.float32]:
+        """The values of a picture, made again unless they are held.
+
+        Raises:
+            InputError: other values than those that it was known by.
+        """
+        held = self._held.get(picture.digest)
+        if held is not None:
+            self._held.move_to_end(picture.digest)
+            return held
+        made, _ = self._made(picture.source)
+        if made.digest != picture.digest:
+            raise picture.source.refusal(
+                "a picture stays the same while it is trained on, and this one, or the model's processor, has changed; "
+                "start anew"
+            )
+        self._hold(made.digest, made.values)
+        return made.values
+
+    def _hold(self, digest: bytes, values: NDArray[np.float32]) -> None:
+        if values.nbytes > MAX_HELD_BYTES:
+            return
+        self._held[digest] = values
+        self._held.move_to_end(digest)
+        while sum(one.nbytes for one in self._held.values()) > MAX_HELD_BYTES:
+            self._held.popitem(last=False)
+
+    def _made(self, source: PictureSource) -> tuple[Picture, tuple[int, int]]:
+        processor, family = self._image_processor, self._family
+        image = decoded(source)
+        options = {"do_convert_rgb": True} if family == _GEMMA else {}
+        try:
+            found = processor(images=[image], return_tensors="np", **options)
+        except ValueError as error:
+            raise source.refusal(f"the model's processor refuses a picture ({error}); change its shape") from error
+        values = np.asarray(found["pixel_values"], np.float32)
+        if family == _GEMMA:
+            picture = Picture(values=values, num_tokens=self._num_gemma_tokens)
+        else:
+            time, height, width = (int(count) for count in found["image_grid_thw"][0])
+            num_tokens = time * height * width // processor.merge_size**2
+            picture = Picture(values=values, grid=(time, height, width), num_tokens=num_tokens)
+        return picture, image.size
+
+    @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        settings = [read_settings(self.folder / name) for name in PROCESSOR_FILES]
+        if not any(settings):
+            raise ConfigError(
+                f"pictures need the processor of the model, and {self.folder} has no {' and no '.join(PROCESSOR_FILES)}; "
+                "give the folder of the model, with these files"
+            )
+        return {**settings[0], **settings[1]}
+
+    @cached_property
+    def _family(self) -> str:
+        name = str(self._settings.get("processor_class"))
+        if name not in _FAMILIES:
+            raise ConfigError(
+                f"pictures are read for the processors {', '.join(_FAMILIES)}, and {self.folder} names {name}; use a "
+                "model of these families"
+            )
+        return _FAMILIES[name]
+
+    @cached_property
+    def _num_gemma_tokens(self) -> int:
+        return int(self._settings.get("image_seq_length") or _GEMMA_TOKENS)
+
+    @cached_property
+    def _image_processor(self) -> Any:
+        self._settings  # noqa: B018 - says what is missing
+        require("pictures", "PIL")
+        require("the processor of a model", "transformers")
+        from transformers import AutoImageProcessor
+
+        try:
+            processor = AutoImageProcessor.from_pretrained(
+                str(self.folder), backend="pil", local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"pictures need the processor of the model, and that of {self.folder} cannot be opened ({error}); fetch "
+                "its files again"
+            ) from error
+        if getattr(processor, "backend", None) != "pil":
+            raise ConfigError(
+                f"pictures are processed by Pillow, and {type(processor).__name__} of this transformers is not; install "
+                "a newer one"
+            )
+        if getattr(processor, "do_pan_and_scan", None):
+            raise ConfigError(
+                f"a picture is one run of tokens, and {self.folder} asks for do_pan_and_scan, which gives crops runs of "
+                "their own; set it to false"
+            )
+        return processor

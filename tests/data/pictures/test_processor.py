@@ -1,0 +1,73 @@
+"""A chat with pictures is what the model's own processor makes of its text and pictures, ids and values bitwise."""
+
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from tests.data.pictures.vlm_folder import GEMMA_TOKENS, as_bytes, picture, template
+from transformers import AutoImageProcessor, Gemma3Processor, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
+
+from treering.data import Message, Renderer, Trajectory
+from treering.data.pictures.source import MessagePicture, PictureSource
+from treering.errors import ConfigError, InputError
+
+CONTENTS = [as_bytes(picture(0)), as_bytes(picture(1, (56, 112)), "JPEG"), as_bytes(picture(0))]
+
+
+def asked(text: str, *places: tuple[int, bytes], role: str = "user") -> Message:
+    pictures = tuple(MessagePicture(at=at, source=PictureSource(content=content)) for at, content in places)
+    return Message(role=role, content=text, pictures=pictures)
+
+
+CHAT = (
+    asked("the agent\nand", (0, CONTENTS[0]), (9, CONTENTS[1])),
+    Message(role="assistant", content="calls a tool"),
+    asked("", (0, CONTENTS[2]), role="tool"),
+    Message(role="assistant", content="answers"),
+)
+
+
+class QwenWithoutVideo(Qwen2_5_VLProcessor):
+    """Its processor of videos needs torchvision, which pictures do not."""
+
+    def check_argument_for_proper_class(self, name, argument):
+        return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
+
+
+def stock(folder, family):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    images = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
+    if family == "qwen":
+        return QwenWithoutVideo(images, tokenizer, None, chat_template=template(family))
+    for name, token in (("boi", "start_of_image"), ("eoi", "end_of_image"), ("image", "image_soft_token")):
+        setattr(tokenizer, f"{name}_token", f"<{token}>")
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<{token}>"))
+    return Gemma3Processor(images, tokenizer, template(family), image_seq_length=GEMMA_TOKENS)
+
+
+def as_parts(message: Message) -> dict:
+    first, *rest = message.stretches
+    parts = [{"type": "text", "text": first}, *(p for text in rest for p in ({"type": "image"}, {"type": "text", "text": text}))]
+    return {"role": message.role, "content": parts}
+
+
+@pytest.mark.parametrize("family", ["qwen", "gemma"])
+def test_ids_and_values_are_those_of_the_processor(request, family):
+    folder = request.getfixturevalue(f"{family}_dir")
+    rendered = Renderer(tokenizer=folder).render([Trajectory(task_id=1, messages=CHAT)])
+    assert len(rendered) == 1
+    one, processor = rendered[0], stock(folder, family)
+    text = processor.apply_chat_template([as_parts(message) for message in CHAT], tokenize=False)
+    images = [Image.open(BytesIO(content)) for content in CONTENTS]
+    expected = processor(images=images, text=text, return_tensors="np", add_special_tokens=False)
+    assert np.array_equal(one.tokens, expected["input_ids"][0])
+    values = np.concatenate([placed.picture.values for placed in one.pictures])
+    assert values.dtype == np.float32
+    assert values.tobytes() == np.asarray(expected["pixel_values"], np.float32).tobytes()
+    if family == "qwen":
+        assert [placed.picture.grid for placed in one.pictures] == [tuple(grid) for grid in expected["image_grid_thw"]]
+    digests = [placed.picture.digest for placed in one.pictures]
+    assert digests[0] == digests[2] != digests[1]
+    trained = processor.tokenizer.decode(one.tokens[one.loss_mask])
+    assert trained == "".join(f"{said}{'<|im_end|>' if family == 'qwen' else '<end_of_turn>'}" for said in ("calls a tool", "answers"))
