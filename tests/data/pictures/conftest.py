@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from tests.data.pictures.vlm_folder import make_folder
 
 

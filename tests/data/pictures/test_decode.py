@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from PIL import Image
-from tests.data.pictures.vlm_folder import as_bytes, picture
 
+from tests.data.pictures.vlm_folder import as_bytes, picture
 from treering.data.pictures.decode import decoded
 from treering.data.pictures.processor import PictureProcessor
 from treering.data.pictures.source import PictureSource

@@ -4,13 +4,12 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
-from tests.data.pictures.vlm_folder import GEMMA_TOKENS, as_bytes, picture, template
+from PIL import Image
 from transformers import AutoImageProcessor, Gemma3Processor, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
 
+from tests.data.pictures.vlm_folder import GEMMA_TOKENS, as_bytes, picture, template
 from treering.data import Message, Renderer, Trajectory
 from treering.data.pictures.source import MessagePicture, PictureSource
-from treering.errors import ConfigError, InputError
 
 CONTENTS = [as_bytes(picture(0)), as_bytes(picture(1, (56, 112)), "JPEG"), as_bytes(picture(0))]
 
@@ -48,7 +47,10 @@ def stock(folder, family):
 
 def as_parts(message: Message) -> dict:
     first, *rest = message.stretches
-    parts = [{"type": "text", "text": first}, *(p for text in rest for p in ({"type": "image"}, {"type": "text", "text": text}))]
+    parts = [
+        {"type": "text", "text": first},
+        *(p for text in rest for p in ({"type": "image"}, {"type": "text", "text": text})),
+    ]
     return {"role": message.role, "content": parts}
 
 
@@ -70,4 +72,6 @@ def test_ids_and_values_are_those_of_the_processor(request, family):
     digests = [placed.picture.digest for placed in one.pictures]
     assert digests[0] == digests[2] != digests[1]
     trained = processor.tokenizer.decode(one.tokens[one.loss_mask])
-    assert trained == "".join(f"{said}{'<|im_end|>' if family == 'qwen' else '<end_of_turn>'}" for said in ("calls a tool", "answers"))
+    assert trained == "".join(
+        f"{said}{'<|im_end|>' if family == 'qwen' else '<end_of_turn>'}" for said in ("calls a tool", "answers")
+    )

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
-from tests.data.pictures.vlm_folder import as_bytes, as_uri, picture
 
+from tests.data.pictures.vlm_folder import as_bytes, as_uri, picture
 from treering.data import read_trajectories, write_trajectories
 from treering.data.pictures.source import MAX_BYTES
 from treering.errors import DataWarning, InputError
@@ -87,7 +87,11 @@ def test_columns_without_parts_stand_before_the_first_users_text(folder):
 def test_parquet_with_bytes_is_read(folder):
     part = {"type": "image", "text": None}
     rows = [
-        {"task_id": "a", "messages": [user(part, {"type": "text", "text": "Where?"})], "images": [{"bytes": content, "path": "x.png"}]}
+        {
+            "task_id": "a",
+            "messages": [user(part, {"type": "text", "text": "Where?"})],
+            "images": [{"bytes": content, "path": "x.png"}],
+        }
         for content in (RED, BLUE)
     ]
     for row in rows:
@@ -97,7 +101,9 @@ def test_parquet_with_bytes_is_read(folder):
 
 
 def test_equal_questions_on_two_pictures_are_two_tasks(folder):
-    lines = [{"messages": [user({"type": "image", "image": as_uri(content)}, TEXT), SAID]} for content in (RED, BLUE, RED)]
+    lines = [
+        {"messages": [user({"type": "image", "image": as_uri(content)}, TEXT), SAID]} for content in (RED, BLUE, RED)
+    ]
     (folder / "set.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.warns(DataWarning, match="no task is named"):
         first, second, third = read_trajectories(folder / "set.jsonl")

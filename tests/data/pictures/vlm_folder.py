@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
 from tests.data.conftest import CORPUS, build_tokenizer
 
 _MARKS = {

@@ -49,7 +49,13 @@ ROW = np.dtype(
 )
 """What is known of a row; -1 and NaN stand for None."""
 PICTURE = np.dtype(
-    [("size", "<i8", 2), ("grid", "<i8", 3), ("num_tokens", "<i8"), ("num_bytes", "<i8"), ("digest", "u1", DIGEST_BYTES)]
+    [
+        ("size", "<i8", 2),
+        ("grid", "<i8", 3),
+        ("num_tokens", "<i8"),
+        ("num_bytes", "<i8"),
+        ("digest", "u1", DIGEST_BYTES),
+    ]
 )
 """What is known of a distinct picture; a grid of -1 stands for None."""
 

@@ -175,7 +175,9 @@ def _size(trajectory: Trajectory) -> int:
         assert trajectory.tokens is not None, "a trajectory has messages or tokens"
         return int(trajectory.tokens.size)
     texts = sum(len(message.content or "") + len(message.reasoning or "") for message in trajectory.messages)
-    return 1 + texts + sum(len(one.source.content or b"") for message in trajectory.messages for one in message.pictures)
+    return (
+        1 + texts + sum(len(one.source.content or b"") for message in trajectory.messages for one in message.pictures)
+    )
 
 
 def _num_bytes(path: Path) -> int:

@@ -51,6 +51,17 @@ class DatasetFacts:
         return replace(self, source=source, tokenizer=tokenizer, form=form, warnings=warnings, notes=notes)
 
 
+def no_processor(picture: StoredPicture) -> npt.NDArray[np.float32]:
+    """Refuses to make values.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(
+        "the values of a picture are made by the model's processor, got no folder of one; pass tokenizer=DIR"
+    )
+
+
 class TokenDataset:
     """R rendered trajectories, the rows, in file order, and the tasks that they belong to.
 
@@ -154,15 +165,6 @@ class TokenDataset:
     def _part(self, name: str, row: int) -> npt.NDArray[Any]:
         offsets = self._offsets[name]
         return self._arrays[name].values[offsets[row] : offsets[row + 1]]
-
-
-def no_processor(picture: StoredPicture) -> npt.NDArray[np.float32]:
-    """Refuses to make values.
-
-    Raises:
-        InputError: always.
-    """
-    raise InputError("the values of a picture are made by the model's processor, got no folder of one; pass tokenizer=DIR")
 
 
 def _pictures(folder: Path, open_picture: OpenPicture) -> tuple[StoredPicture, ...]:

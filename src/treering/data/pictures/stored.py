@@ -50,13 +50,17 @@ class StoredPicture(Picture):
     _open: OpenPicture
 
     @property
-    def values(self) -> NDArray[np.float32]:  # type: ignore[override]
+    def values(self) -> NDArray[np.float32]:
         """Decoded and processed, or held from a moment ago; see `Picture.values`.
 
         Raises:
             InputError: the file is gone, or holds another picture than before.
         """
         return self._open(self)
+
+    def __repr__(self) -> str:
+        # Without its values, which would be decoded for it.
+        return f"StoredPicture(size={self.size}, num_tokens={self.num_tokens}, digest={self.digest.hex()!r})"
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _rebuild, (self.source, self._open, self.size, self.grid, self.num_tokens, self.digest)

@@ -361,9 +361,7 @@ def _given(trajectory: Trajectory) -> EncodedScript:
         mask = np.ones(tokens.size, dtype=np.bool_)
     # With tokens alone, a turn is a maximal trained run.
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
-    return EncodedScript(
-        tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32), pictures=trajectory.pictures
-    )
+    return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32), pictures=trajectory.pictures)
 
 
 def _rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> RenderedTrajectory:
@@ -385,7 +383,9 @@ def _rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> Ren
 
 def _check_text_alone(messages: Sequence[Message]) -> None:
     if num_pictures(messages):
-        raise InputError("a prompt that is sampled from is text, and this one has pictures; sample it by an engine that sees")
+        raise InputError(
+            "a prompt that is sampled from is text, and this one has pictures; sample it by an engine that sees"
+        )
 
 
 def _warn(sentence: str) -> None:
