@@ -89,11 +89,15 @@ class Forest:
             if len(pictures) != len(parts):
                 raise InputError(f"pictures has one entry per sequence ({len(parts)}), got {len(pictures)}")
             parts = [table.tokens(part, placed) for part, placed in zip(parts, pictures, strict=True)]
+        return cls._merged(parts, table.pictures)
+
+    @classmethod
+    def _merged(cls, parts: Sequence[Int32Array], pictures: tuple[Picture, ...]) -> "Forest":
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([part.size for part in parts], out=offsets[1:])
         flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
         arrays = build.lay_out(flat, offsets, build.insert_sequences(flat, offsets))
-        return cls(**arrays._asdict(), pictures=table.pictures)
+        return cls(**arrays._asdict(), pictures=pictures)
 
     @classmethod
     def from_padded(
@@ -216,6 +220,15 @@ class Forest:
         offsets = np.zeros(self.num_branches + 1, np.int64)
         np.cumsum(self.branch_length, out=offsets[1:])
         return build.branch_indices(self.parent, self.branch_end, offsets), offsets
+
+    def take_branches(self, branches: Iterable[int]) -> "Forest":
+        """A forest of some branches, in the given order.
+
+        Example:
+            >>> Forest.from_sequences([[5, 6], [9], [5, 7]]).take_branches([2, 1]).tokens.tolist()
+            [5, 7, 9]
+        """
+        return self._merged([self.tokens[self.path(branch)] for branch in branches], self.pictures)
 
     def trees(self) -> list["Forest"]:
         """Each tree as its own forest; the branches of a tree keep their order."""

@@ -98,6 +98,64 @@ def picture_tokens(forest: "Forest") -> PictureTokens:
     return PictureTokens(at, number, offset)
 
 
+def picture_spans(forest: "Forest") -> list[tuple[int, int]]:
+    """The packed range of every picture's tokens, ascending; the same picture may stand at several.
+
+    Example: a picture of 2 tokens between the tokens 5 and 6 of a chain has the range (1, 3).
+    """
+    if not forest.pictures:
+        return []
+    where = picture_tokens(forest)
+    is_first = where.offset == 0
+    sizes = [forest.pictures[number].num_tokens for number in where.number[is_first]]
+    return [(start, start + size) for start, size in zip(where.at[is_first].tolist(), sizes, strict=True)]
+
+
+def rotary_positions(forest: "Forest") -> NDArray[np.int32] | Int64Array:
+    """The positions that a model rotates by: those that each branch has alone.
+
+    Pictures with grids have three of them (time, height, width), int64 [3, N]: a picture's tokens count rows and
+    columns from where it starts, and the token after it goes on behind the longer side. Without grids: depths [N].
+
+    Args:
+        forest: whole trees, because a position depends on all pictures above.
+
+    Example: a token, a picture of 2 x 3 tokens and a token have the heights 0, 1 1 1 2 2 2, 4 and the widths 0, 1 2 3
+    1 2 3, 4.
+    """
+    if all(picture.grid is None for picture in forest.pictures):
+        return forest.position
+    where = picture_tokens(forest)
+    sizes, spans, widths = np.array(
+        [(one.num_tokens, one.num_positions, _width(one)) for one in forest.pictures], np.int64
+    ).T
+    saved = np.zeros(forest.num_tokens, np.int64)
+    is_last = where.offset == sizes[where.number] - 1
+    saved[where.at[is_last]] = (sizes - spans)[where.number[is_last]]
+    text = forest.position - (_sum_along_paths(forest, saved) - saved)
+    positions = np.tile(text, (3, 1))
+    row, column = np.divmod(where.offset, widths[where.number])
+    positions[:, where.at] = text[where.at - where.offset] + np.stack([np.zeros_like(row), row, column])
+    return positions
+
+
+def _width(picture: Picture) -> int:
+    """Tokens in a row of a picture."""
+    return picture.num_tokens if picture.grid is None else picture.grid[2] // picture.merge
+
+
+def _sum_along_paths(forest: "Forest", values: Int64Array) -> Int64Array:
+    """The sum of the values from the root to each token, itself included."""
+    sums = np.cumsum(values)
+    starts = forest.segment_start.tolist()
+    for start, stop in zip(starts, [*starts[1:], forest.num_tokens], strict=True):
+        above = int(forest.parent[start])
+        # What the packed order has summed before the segment is replaced by what its path has.
+        before = int(sums[start] - values[start])
+        sums[start:stop] += (int(sums[above]) if above >= 0 else 0) - before
+    return sums
+
+
 def join_pictures(forests: Sequence["Forest"]) -> tuple[Int32Array, tuple[Picture, ...]]:
     """The tokens of several forests one after another, and one table of their pictures.
 
