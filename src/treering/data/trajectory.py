@@ -173,8 +173,8 @@ def _check_source(trajectory: Trajectory) -> None:
 def _check_no_drawing(message: Message, where: str) -> None:
     if message.pictures and message.role == "assistant":
         raise InputError(
-            f"{where} of the assistant has a picture, and models are trained to write text; give it to another role, or "
-            "remove it"
+            f"{where} of the assistant has a picture, and models are trained to write text; give it to another role, "
+            "or remove it"
         )
 
 

@@ -86,8 +86,10 @@ def test_few_values_are_held_and_a_changed_file_is_refused(qwen_dir, file, monke
     num_held, num_red, num_blue = red.values.nbytes, red.values.nbytes, blue.values.nbytes
     monkeypatch.setattr(processor, "MAX_HELD_BYTES", num_held)
     renderer.processor._held.clear()
-    assert red.values is red.values and num_red + num_blue > num_held
-    assert blue.values is blue.values and list(renderer.processor._held) == [blue.digest]
+    assert num_red + num_blue > num_held
+    assert red.values is red.values
+    assert blue.values is blue.values
+    assert list(renderer.processor._held) == [blue.digest]
     (file.parent / "blue.png").write_bytes(RED)
     assert red.values is not None
     with pytest.raises(InputError, match=r"set.jsonl:2: .*has changed"):
@@ -120,8 +122,9 @@ def test_text_loads_nothing_of_pictures(tokenizer_dir, tmp_path):
     )
     code = (
         "import sys, pathlib\nfrom treering.data import Renderer\nfrom treering.data.cache.open import open_dataset\n"
-        f"dataset = open_dataset({str(tmp_path / 'set.jsonl')!r}, Renderer(tokenizer=pathlib.Path({str(tokenizer_dir)!r})), "
-        "folder=None)\nassert dataset.row(0).tokens.size\nprint(sorted({'PIL', 'transformers', 'torch'} & set(sys.modules)))"
+        f"renderer = Renderer(tokenizer=pathlib.Path({str(tokenizer_dir)!r}))\n"
+        f"dataset = open_dataset({str(tmp_path / 'set.jsonl')!r}, renderer, folder=None)\n"
+        "assert dataset.row(0).tokens.size\nprint(sorted({'PIL', 'transformers', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"

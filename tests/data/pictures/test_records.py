@@ -127,7 +127,7 @@ REFUSED = {
     "video": ({"messages": [user({"type": "video", "video": "a.mp4"}), SAID], "task_id": 1}, "of type 'video'"),
     "sound": ({"messages": [user({"type": "input_audio"}), SAID], "task_id": 1}, "of type 'input_audio'"),
     "videos": ({"messages": [user(TEXT), SAID], "task_id": 1, "videos": ["a.mp4"]}, "videos changes what is trained"),
-    "few": ({"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": []}, "has one in images, which has 0"),
+    "few": ({"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": []}, "in images, which has 0"),
     "many": (
         {"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": ["a.png", "b.png"]},
         "images has 2 pictures, and the messages have 1 part",
@@ -136,7 +136,7 @@ REFUSED = {
     "text_prompt": ({"prompt": "a", "completion": "b", "images": ["a.png"]}, "images changes what is trained"),
     "tokens": ({"tokens": [1, 2], "task_id": 1, "images": ["a.png"]}, "images changes what is trained"),
     "assistant": (
-        {"messages": [user(TEXT), {"role": "assistant", "content": [{"type": "image", "image": "a.png"}, TEXT]}], "task_id": 1},
+        {"messages": [user(TEXT), {**SAID, "content": [{"type": "image", "image": "a.png"}, TEXT]}], "task_id": 1},
         "of the assistant has a picture",
     ),
     "raw": ({**image("a.png"), "format": "raw"}, "has no form for pictures"),

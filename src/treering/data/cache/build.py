@@ -20,7 +20,8 @@ from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 
 PART_SIZE = 1 << 20
-"""Characters of messages, bytes of their pictures, or token ids, of a part; a template that rewrites history makes a multiple of it."""
+"""Characters of messages, bytes of their pictures, or token ids, of a part; a template that rewrites history makes a
+multiple of it."""
 _LARGE = 8_000_000
 """Bytes of a file from which starting processes pays."""
 _SAY_EVERY_S = 0.1

@@ -26,13 +26,13 @@ UNREADABLE = MappingProxyType(
     {
         **dict.fromkeys(
             ("images", "image"),
-            'pictures stand beside messages with a part {"type": "image"} for each, in the formats treering, chat and trl; '
+            'pictures stand beside messages with a part {"type": "image"} for each, in formats treering, chat and trl; '
             "write them so, or remove the key if the text stands by itself",
         ),
         **dict.fromkeys(
             ("videos", "video", "audio", "audios"),
-            "Treering trains on text and pictures; keep trajectories without it, or remove the key if the text stands by "
-            "itself",
+            "Treering trains on text and pictures; keep trajectories without it, or remove the key if the text stands "
+            "by itself",
         ),
         "label": "a label of good or bad is for KTO, which Treering lacks; keep the good ones and remove the key",
         **dict.fromkeys(

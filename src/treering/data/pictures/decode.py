@@ -55,6 +55,6 @@ def _check(image: "Image", source: PictureSource) -> None:
         raise source.refusal("a picture has one frame, and this one is animated or has pages; give the frame to train")
     if image.mode in _WIDE:
         raise source.refusal(
-            f"a picture has 8 bits a channel, and this one is of mode {image.mode}, which would be cut at 255; scale it "
-            "to 8 bits"
+            f"a picture has 8 bits a channel, and this one is of mode {image.mode}, which would be cut at 255; scale "
+            "it to 8 bits"
         )

@@ -154,8 +154,8 @@ class PictureProcessor:
         settings = [read_settings(self.folder / name) for name in PROCESSOR_FILES]
         if not any(settings):
             raise ConfigError(
-                f"pictures need the processor of the model, and {self.folder} has no {' and no '.join(PROCESSOR_FILES)}; "
-                "give the folder of the model, with these files"
+                f"pictures need the processor of the model, and {self.folder} has no "
+                f"{' and no '.join(PROCESSOR_FILES)}; give the folder of the model, with these files"
             )
         return {**settings[0], **settings[1]}
 
@@ -186,17 +186,17 @@ class PictureProcessor:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"pictures need the processor of the model, and that of {self.folder} cannot be opened ({error}); fetch "
-                "its files again"
+                f"pictures need the processor of the model, and that of {self.folder} cannot be opened ({error}); "
+                "fetch its files again"
             ) from error
         if getattr(processor, "backend", None) != "pil":
             raise ConfigError(
-                f"pictures are processed by Pillow, and {type(processor).__name__} of this transformers is not; install "
-                "a newer one"
+                f"pictures are processed by Pillow, and {type(processor).__name__} of this transformers is not; "
+                "install a newer one"
             )
         if getattr(processor, "do_pan_and_scan", None):
             raise ConfigError(
-                f"a picture is one run of tokens, and {self.folder} asks for do_pan_and_scan, which gives crops runs of "
-                "their own; set it to false"
+                f"a picture is one run of tokens, and {self.folder} asks for do_pan_and_scan, which gives crops runs "
+                "of their own; set it to false"
             )
         return processor

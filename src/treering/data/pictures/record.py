@@ -1,7 +1,8 @@
 """Finds the pictures of a record, in the forms that datasets have, and puts each where its part stands.
 
 Forms: parts of OpenAI (`image_url`), of the Responses API (`input_image`), of Anthropic (`source`) and of Qwen and
-transformers (`{"type": "image", "image": ...}`), and TRL's columns `images` and `image` beside parts `{"type": "image"}`.
+transformers (`{"type": "image", "image": ...}`), and TRL's columns `images` and `image` beside parts
+`{"type": "image"}`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,8 +47,8 @@ def with_pictures(
         InputError: an address of the network, another number of pictures than of parts for them, or a part that no
             rule reads.
 
-    Example: of the text `<image>` nothing is made; of the part `{"type": "image_url", "image_url": {"url": "a.png"}}` it
-    is `{"type": "picture", "picture": PictureSource(folder=folder, file="a.png")}`.
+    Example: of the text `<image>` nothing is made; of the part `{"type": "image_url", "image_url": {"url": "a.png"}}`
+    it is `{"type": "picture", "picture": PictureSource(folder=folder, file="a.png")}`.
     """
     columns = [key for key in COLUMNS if not is_blank(record.get(key))]
     found = dict(record)
@@ -145,8 +146,8 @@ def _is_picture(part: object) -> bool:
 def _own(part: Mapping[str, Any], column: _Column, folder: Path, where: str) -> PictureSource:
     if sizes := [key for key in _SIZES if not is_blank(part.get(key))]:
         raise InputError(
-            f"{where}.{sizes[0]} changes what the processor sees and is not read, got {show(part[sizes[0]])}; set it in "
-            "the model's preprocessor_config.json, for all pictures alike"
+            f"{where}.{sizes[0]} changes what the processor sees and is not read, got {show(part[sizes[0]])}; set it "
+            "in the model's preprocessor_config.json, for all pictures alike"
         )
     values = [key for key in _VALUES if not is_blank(part.get(key))]
     if len(values) > 1:
@@ -173,5 +174,6 @@ def _source(value: object, folder: Path, where: str) -> PictureSource:
         if name is not None:
             return named_source(name, folder, where)
     raise InputError(
-        f"{where} is a picture: a path, a data URI, or an object with bytes, path or url, got {show(value)}; write it so"
+        f"{where} is a picture: a path, a data URI, or an object with bytes, path or url, got {show(value)}; write it "
+        "so"
     )

@@ -62,7 +62,8 @@ class PictureSource:
 
     def _path(self) -> Path:
         """The file, once links are followed: a data file of a stranger must not read what lies elsewhere."""
-        assert self.folder is not None and self.file is not None, "a picture has bytes or a file"
+        assert self.folder is not None, "a file has a folder"
+        assert self.file is not None, "a picture has bytes or a file"
         if "\0" in self.file:
             raise self.refusal("a path has no null character; correct it")
         folder = self.folder.resolve()
@@ -109,8 +110,8 @@ def named_source(name: str, folder: Path, where: str) -> PictureSource:
         return PictureSource(folder=folder, file=unquote(parts.path), where=where)
     if "://" in name[:32]:
         raise InputError(
-            f"{where}: pictures of the network are not fetched, got {name!r:.80}; download it beside the data file, and "
-            "give its path"
+            f"{where}: pictures of the network are not fetched, got {name!r:.80}; download it beside the data file, "
+            "and give its path"
         )
     if not name.strip():
         raise InputError(f"{where}: a picture has a path, a data URI or bytes, got {name!r}; add it")
@@ -136,7 +137,8 @@ def _of_uri(uri: str, where: str) -> bytes:
     head, comma, body = uri.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise InputError(
-            f"{where}: a picture as a data URI is data:image/png;base64,..., got {uri[:40]!r}; write its bytes in base64"
+            f"{where}: a picture as a data URI is data:image/png;base64,..., got {uri[:40]!r}; write its bytes in "
+            "base64"
         )
     kind = head[len("data:") :].lower()
     if not kind.startswith(("image", ";")):

@@ -94,9 +94,9 @@ def _check_count(text: str, messages: Sequence[Message], written: str) -> None:
     found, wanted = text.count(written), num_pictures(messages)
     if found != wanted:
         raise InputError(
-            f"the chat template writes {written} once for each picture, and the chat up to messages[{len(messages) - 1}] "
-            f"has {wanted} pictures and {found} of them; use a template that keeps all pictures, and no text that holds "
-            "this token"
+            f"the chat template writes {written} once for each picture, and the chat up to "
+            f"messages[{len(messages) - 1}] has {wanted} pictures and {found} of them; use a template that keeps all "
+            "pictures, and no text that holds this token"
         )
 
 

@@ -291,7 +291,8 @@ class Renderer:
         if template is None:
             if num_pictures(trajectory.messages):
                 raise InputError(
-                    "pictures need the chat template of the model, and the plain form has none; use the model's tokenizer"
+                    "pictures need the chat template of the model, and the plain form has none; use the tokenizer "
+                    "of the model"
                 )
             return [plain_scripts(trajectory)]
         chat = RenderedChat(template, trajectory.messages, trajectory.tools)
@@ -309,8 +310,8 @@ class Renderer:
         token = self._encoder.id_of(self.processor.placeholder.token)
         if token is None:
             raise ConfigError(
-                f"pictures stand at the token {self.processor.placeholder.token}, which {self.tokenizer} lacks; give the "
-                "tokenizer of the model"
+                f"pictures stand at the token {self.processor.placeholder.token}, which {self.tokenizer} lacks; give "
+                "the tokenizer of the model"
             )
         return with_picture_tokens(encoded, [self.processor.picture(source) for source in sources], token)
 
