@@ -114,6 +114,21 @@ class TokenDataset:
         """The tokens of all rows one after another, int32 [F], and where each row begins, int64 [R + 1]."""
         return self._arrays["tokens"].values, self._offsets["tokens"]
 
+    @property
+    def flat_keys(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """As `flat_tokens`, with -(1 + n) for each token of the picture `pictures[n]`: equal keys are equal inputs.
+
+        A copy where there are pictures.
+        """
+        tokens, offsets = self.flat_tokens
+        if not self.pictures:
+            return tokens, offsets
+        keys = tokens.copy()
+        for row in np.flatnonzero(self.rows["num_pictures"]).tolist():
+            for number, placed in zip(self._part("picture_numbers", row), self._placed(row), strict=True):
+                keys[offsets[row] + placed.start : offsets[row] + placed.stop] = -1 - number
+        return keys, offsets
+
     def rows_of(self, task: int) -> npt.NDArray[np.int64]:
         """The numbers of a task's rows, ascending."""
         return self._by_task[self._task_bounds[task] : self._task_bounds[task + 1]]

@@ -334,6 +334,14 @@ class Renderer:
         counts.num_special += sum(self._encoder.has_special_text(content) for content in contents)
 
 
+def cut_pictures(pictures: Sequence[PlacedPicture], num_tokens: int) -> tuple[PlacedPicture, ...]:
+    """The pictures among the first tokens of a sequence.
+
+    Example: of pictures at the tokens 2 to 5 and 8 to 11 the first one is among the first 8 tokens.
+    """
+    return tuple(placed for placed in pictures if placed.stop <= num_tokens)
+
+
 def render(
     trajectories: Iterable[Trajectory], tokenizer: Path | None = None, template: Template = "auto"
 ) -> list[RenderedTrajectory]:
