@@ -82,12 +82,11 @@ def _qwen3_vl(config: Mapping[str, Any], vision: Mapping[str, Any]) -> TowerShap
 
 
 def _gemma3(config: Mapping[str, Any], vision: Mapping[str, Any]) -> TowerShape:
-    patch = vision["patch_size"]
+    patch, width = vision["patch_size"], vision["hidden_size"]
     return TowerShape(
-        params_per_patch=_layers(vision, vision["num_hidden_layers"], num_mlps=2)
-        + 3 * patch**2 * vision["hidden_size"],
-        params_per_token=vision["hidden_size"] * config["text_config"]["hidden_size"],
-        hidden_size=vision["hidden_size"],
+        params_per_patch=_layers(vision, vision["num_hidden_layers"], num_mlps=2) + 3 * patch**2 * width,
+        params_per_token=width * config["text_config"]["hidden_size"],
+        hidden_size=width,
         num_full_layers=vision["num_hidden_layers"],
         patches_per_crop=(vision["image_size"] // patch) ** 2,
         tokens_per_crop=config["mm_tokens_per_image"],

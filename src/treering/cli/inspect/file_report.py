@@ -220,9 +220,10 @@ def _num_prompt_shared_tokens(task: Sequence[RenderedTrajectory]) -> int:
 
 def _forest(beginnings: Sequence[tuple[RenderedTrajectory, int]]) -> Forest:
     """The tree of the first tokens of some rows."""
+    has_pictures = any(one.pictures for one, _ in beginnings)
     return Forest.from_sequences(
         [one.tokens[:size] for one, size in beginnings],
-        pictures=[cut_pictures(one.pictures, size) for one, size in beginnings],
+        pictures=[cut_pictures(one.pictures, size) for one, size in beginnings] if has_pictures else None,
     )
 
 
