@@ -168,6 +168,6 @@ def join_pictures(forests: Sequence["Forest"]) -> tuple[Int32Array, tuple[Pictur
         own = forest.tokens
         # A forest of text has no number to look up.
         tokens.append(
-            np.where(own < 0, -1 - numbers[np.minimum(-1 - own, numbers.size - 1)], own) if numbers.size else own
+            np.where(own < 0, -1 - numbers[np.clip(-1 - own, 0, numbers.size - 1)], own) if numbers.size else own
         )
     return np.concatenate(tokens).astype(np.int32, copy=False), table.pictures

@@ -25,7 +25,11 @@ def file(tmp_path):
     rows = [(first, second, "the"), (first, second, "agent"), (first, third, "the")]
     with open(tmp_path / "set.jsonl", "w") as stream:
         for one, other, answer in rows:
-            parts = [{"type": "image", "image": one}, {"type": "text", "text": "the tool"}, {"type": "image", "image": other}]
+            parts = [
+                {"type": "image", "image": one},
+                {"type": "text", "text": "the tool"},
+                {"type": "image", "image": other},
+            ]
             talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
             stream.write(json.dumps({"task_id": "a", "messages": talk}) + "\n")
     return tmp_path / "set.jsonl"
@@ -85,4 +89,4 @@ def test_the_page_shows_small_copies_and_loads_nothing(call, capsys, file, folde
     text = page.read_text()
     assert text.count('<img src="data:image/jpeg;base64,') == 6
     assert np.all([f"[picture {number}: 84x56, 6 tokens" in text for number in (1, 2)])
-    assert "<img src=\"http" not in text
+    assert '<img src="http' not in text

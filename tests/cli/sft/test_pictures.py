@@ -1,0 +1,110 @@
+"""`treering sft` on chats with pictures: a model that sees trains on them, shared or not, to the same losses."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
+from tokenizers import Tokenizer
+
+from treering.cli.training import run_sft
+from treering.errors import ConfigError
+
+_TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 16,
+    "window_size": 112,
+    "fullatt_block_indexes": [0],
+}
+CONFIG = """
+[model]
+path = "{model}"
+[data]
+files = ["set.jsonl"]
+cache = "off"
+[train]
+num_steps = 3
+trees_per_step = 2
+learning_rate = 1e-2
+layout = "{layout}"
+max_batch_tokens = 4000
+[run]
+dir = "{layout}"
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a small Qwen2.5-VL that reads the tokenizer of the tests."""
+    folder = make_folder(tmp_path_factory.mktemp("vlm"), "qwen")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = {f"{name}_token_id": tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
+    edges = {f"vision_{name}_token_id": tokenizer.token_to_id(f"<|vision_{name}|>") for name in ("start", "end")}
+    text = {**_TEXT, "vocab_size": tokenizer.get_vocab_size()}
+    torch.manual_seed(0)
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=_VISION, **ids, **edges)
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def write_rows(folder):
+    """Two answers each to one question on three pictures, so that equal ids stand for other pixels."""
+    with open(folder / "set.jsonl", "w") as stream:
+        for seed in range(3):
+            part = {"type": "image", "image": as_uri(as_bytes(picture(seed, (56, 56))))}
+            for answer in ("the agent calls", "the agent answers"):
+                asked = {"role": "user", "content": [part, {"type": "text", "text": "the tool"}]}
+                # All of one task: what keeps the branches apart is the pictures alone.
+                row = {"task_id": seed // 2, "messages": [asked, {"role": "assistant", "content": answer}]}
+                stream.write(json.dumps(row) + "\n")
+
+
+def losses(folder, capsys, model, layout):
+    (folder / f"{layout}.toml").write_text(CONFIG.format(model=model, layout=layout))
+    run_sft(config_path=folder / f"{layout}.toml", overrides=[], json_output=True)
+    summary = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in (folder / layout / "metrics.jsonl").read_text().splitlines()]
+    return summary, [row["train/loss"] for row in rows]
+
+
+def test_trees_and_separate_sequences_train_alike(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    shared, of_trees = losses(tmp_path, capsys, model, "tree")
+    plain, of_rows = losses(tmp_path, capsys, model, "packed")
+    assert shared["unique_tokens"] < plain["unique_tokens"] == shared["flat_tokens"]
+    # Rounding of float32, which steps of Adam make larger.
+    assert of_trees == pytest.approx(of_rows, rel=1e-4)
+    assert of_trees[-1] < of_trees[0]
+    weights = transformers.AutoModelForImageTextToText.from_pretrained(shared["checkpoint"])
+    first = transformers.AutoModelForImageTextToText.from_pretrained(model)
+    moved = dict(first.named_parameters())
+    assert all(not torch.equal(weight, moved[name]) for name, weight in weights.named_parameters() if "visual" in name)
+    assert (tmp_path / shared["checkpoint"] / "preprocessor_config.json").is_file()
+
+
+def test_a_model_that_does_not_see_is_refused(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG.format(model=model, layout="tree"))
+    text = (tmp_path / "run.toml").read_text().replace(f'path = "{model}"', "hidden_size = 16")
+    (tmp_path / "run.toml").write_text(text.replace("[data]", f'[data]\ntokenizer = "{model}"'))
+    with pytest.raises(ConfigError, match="takes none; set model.path"):
+        run_sft(config_path=tmp_path / "run.toml", overrides=[], json_output=True)
