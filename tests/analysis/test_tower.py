@@ -4,8 +4,8 @@ import json
 from itertools import product
 
 import pytest
-from tests.picture_models import build, picture
 
+from tests.picture_models import build, picture
 from treering.analysis.tower import read_tower
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3")

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+
 from tests.cli.inspect import runs
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
 from tests.picture_models import build
@@ -76,7 +77,8 @@ def test_a_picture_is_shown_as_one_marked_span(call, capsys, file, folder):
     rows = json.loads(capsys.readouterr().out)["trajectories"]
     digests = [[span["picture"]["digest"] for span in row["spans"] if span["picture"]] for row in rows]
     assert digests[0] == digests[1]
-    assert (digests[0][0] == digests[2][0]) and (digests[0][1] != digests[2][1])
+    assert digests[0][0] == digests[2][0]
+    assert digests[0][1] != digests[2][1]
     # What is shared ends before the picture that is another one, although its ids are the same.
     shared = [[span["shared"] for span in row["spans"] if span["picture"]] for row in rows]
     assert shared == [[True, True], [True, True], [True, False]]

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import transformers
-from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
 from tokenizers import Tokenizer
 
+from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
 from treering.cli.training import run_sft
 from treering.errors import ConfigError
 
@@ -106,5 +106,5 @@ def test_a_model_that_does_not_see_is_refused(tmp_path, monkeypatch, capsys, mod
     (tmp_path / "run.toml").write_text(CONFIG.format(model=model, layout="tree"))
     text = (tmp_path / "run.toml").read_text().replace(f'path = "{model}"', "hidden_size = 16")
     (tmp_path / "run.toml").write_text(text.replace("[data]", f'[data]\ntokenizer = "{model}"'))
-    with pytest.raises(ConfigError, match="takes none; set model.path"):
+    with pytest.raises(ConfigError, match=r"takes none; set model\.path"):
         run_sft(config_path=tmp_path / "run.toml", overrides=[], json_output=True)

@@ -13,7 +13,7 @@ from tests.data.pictures.vlm_folder import as_bytes, as_uri, picture
 from treering.data import Renderer, read_trajectories
 from treering.data.cache.arrays import CONTENTS
 from treering.data.cache.open import open_dataset
-from treering.data.pictures import processor
+from treering.data.rendering import picture_processor
 from treering.errors import InputError
 from treering.tree.forest import Forest
 
@@ -84,7 +84,7 @@ def test_few_values_are_held_and_a_changed_file_is_refused(qwen_dir, file, monke
     one = renderer.render(read_trajectories(file))[1]
     blue, red = (placed.picture for placed in one.pictures)
     num_held, num_red, num_blue = red.values.nbytes, red.values.nbytes, blue.values.nbytes
-    monkeypatch.setattr(processor, "MAX_HELD_BYTES", num_held)
+    monkeypatch.setattr(picture_processor, "MAX_HELD_BYTES", num_held)
     renderer.processor._held.clear()
     assert num_red + num_blue > num_held
     assert red.values is red.values

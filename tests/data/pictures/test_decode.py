@@ -6,8 +6,8 @@ from PIL import Image
 
 from tests.data.pictures.vlm_folder import as_bytes, picture
 from treering.data.pictures.decode import decoded
-from treering.data.pictures.processor import PictureProcessor
 from treering.data.pictures.source import PictureSource
+from treering.data.rendering.picture_processor import PictureProcessor
 from treering.errors import InputError
 
 WHERE = "set.jsonl:7: messages[0]"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treering.data.formats.fields import is_blank, show, text_field
+from treering.data.formats.pictures import PICTURE_PART
 from treering.data.formats.tool_calls import decode_call
-from treering.data.pictures.record import PICTURE_PART
 from treering.data.pictures.source import MessagePicture, PictureSource
 from treering.data.trajectory import ToolCall
 from treering.errors import InputError

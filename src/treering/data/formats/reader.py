@@ -28,9 +28,9 @@ from treering.data.formats.containers import read_records
 from treering.data.formats.detect import FormatName, check_format, detect
 from treering.data.formats.endings import CUT_TURN, FAILED_RUN, has_cut_turn, has_failed
 from treering.data.formats.fields import show
+from treering.data.formats.pictures import with_pictures
 from treering.data.formats.tasks import Note
 from treering.data.formats.traces import TraceTally, decode_traces, looks_like_trace
-from treering.data.pictures.record import with_pictures
 from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from treering.data.picture import PlacedPicture
-from treering.data.pictures.processor import PictureProcessor
 from treering.data.rendering.chat_pictures import (
     check_pictures,
     expanded_script,
@@ -21,6 +20,7 @@ from treering.data.rendering.chat_pictures import (
 )
 from treering.data.rendering.continuation import chat_continuation, plain_continuation
 from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
+from treering.data.rendering.picture_processor import PictureProcessor
 from treering.data.rendering.rendered_chat import RenderedChat, Tools
 from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
 from treering.data.rendering.template import ChatTemplate
