@@ -1,4 +1,4 @@
-"""Tiny random models that take pictures, pictures for them, and stock training of each sequence alone."""
+"""Tiny random models that take pictures, their pictures, and training of stock transformers on each sequence alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
