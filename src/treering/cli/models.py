@@ -175,9 +175,12 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
             f"the data has pictures, and {folder} holds a model of type {kind!r}; use one of "
             f"{', '.join(PICTURE_FAMILIES)}"
         )
-    # The language model of a Gemma 3 is trained alone on text; the others have none that a class knows.
-    has_vision = kind in PICTURE_FAMILIES and (takes_pictures or kind != "gemma3")
-    loader = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+    if not takes_pictures and kind in PICTURE_FAMILIES and kind != "gemma3":
+        raise InputError(
+            f"{setting} needs a language model of text here, and {folder} holds a model of type {kind!r}, which takes "
+            "pictures: treering sft trains it on chats with pictures"
+        )
+    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
     # Attention follows the tree, whatever the folder asks for, which may not be installed here.
     attention = {"attn_implementation": "eager"} if "attn_implementation" in described else {}
     try:
@@ -211,7 +214,7 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
             f"({error}); correct the path, or fetch the folder again"
         ) from error
     _check_loaded(folder, type(model).__name__, loaded)
-    is_whole = has_vision or getattr(model.config, "vision_config", None) is None
+    is_whole = takes_pictures or getattr(model.config, "vision_config", None) is None
     return model if is_whole else _text_model(model, folder, setting)
 
 

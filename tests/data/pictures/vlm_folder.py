@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from tests.data.conftest import CORPUS, build_tokenizer
+
+# Older releases of transformers have no processors that need Pillow alone.
+pytest.importorskip("transformers.image_processing_backends")
 
 _MARKS = {
     "qwen": ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
