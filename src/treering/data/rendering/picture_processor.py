@@ -8,9 +8,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,15 @@ class Placeholder:
     """The token whose embeddings the picture replaces."""
 
 
+class _Facts(NamedTuple):
+    """Of a picture, without its values."""
+
+    size: tuple[int, int]
+    grid: tuple[int, int, int] | None
+    num_tokens: int
+    digest: bytes
+
+
 class PictureProcessor:
     """Makes pictures of encoded bytes as the model's own processor does.
 
@@ -61,6 +71,7 @@ class PictureProcessor:
         self.folder = folder
         """Of the model."""
         self._held: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+        self._known: dict[bytes, _Facts] = {}
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return PictureProcessor, (self.folder,)
@@ -87,23 +98,19 @@ class PictureProcessor:
         return Placeholder(written=begin, expanded=f"\n\n{begin}{token}{end}\n\n", token=token)
 
     def picture(self, source: PictureSource) -> StoredPicture:
-        """Decodes and processes a picture, and keeps what is known of it.
+        """What is known of a picture, which is decoded and processed for it, equal bytes once.
 
         Raises:
             InputError: see `decoded`; or the model's processor refuses it, as one that is 200 times as wide as high.
             ConfigError: see `placeholder`.
             MissingExtraError: Pillow or transformers is missing.
         """
-        made, size = self._made(source)
-        self._hold(made.digest, made.values)
-        return StoredPicture(
-            source=source,
-            open_picture=self.values,
-            size=size,
-            grid=made.grid,
-            num_tokens=made.num_tokens,
-            digest=made.digest,
-        )
+        key = blake2b(source.read(), digest_size=16).digest()
+        facts = self._known.get(key)
+        if facts is None:
+            made, size = self._made(source)
+            facts = self._known[key] = _Facts(size, made.grid, made.num_tokens, made.digest)
+        return StoredPicture(source=source, open_picture=self.values, **facts._asdict())
 
     def values(self, picture: StoredPicture) -> NDArray[np.float32]:
         """The values of a picture, made again unless they are held.
