@@ -10,6 +10,7 @@ import pytest
 from tests.cli.inspect import runs
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
 from tests.picture_models import build
+from treering.data import Renderer, read_trajectories
 
 SHAPE = ["--model-shape", "qwen3-0.6b"]
 
@@ -56,6 +57,15 @@ def test_pictures_their_tokens_and_the_tower_are_counted(call, capsys, file, fol
     assert pictures["flop_bound"] is None
     # Set beside set, equal ids of other pictures are not merged either.
     assert found["whole_set"]["unique_tokens"] == found["unique_tokens"]
+    # Behind a turn stands a line break, which is no part of its sample.
+    turns = found["turns"]
+    assert turns["unique_tokens"] == found["unique_tokens"] - 3
+    assert turns["flat_tokens"] == found["flat_tokens"] - 3
+    # The first two rows share their prompts; the third one leaves them at its second picture.
+    rows = Renderer(tokenizer=folder).render(read_trajectories(file))
+    prompt, place = rows[0].num_prompt_tokens, rows[0].pictures[1].start
+    computed = found["flat_tokens"] - 3 * prompt + 2 * prompt - place
+    assert found["prompt_only_bound"] == pytest.approx(found["flat_tokens"] / computed)
     seeing = shutil.copytree(folder, tmp_path / "seeing")
     build("qwen2_5_vl").config.save_pretrained(seeing)
     found = report_of(call, capsys, file, "--tokenizer", seeing, "--model-shape", seeing)

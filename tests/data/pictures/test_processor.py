@@ -1,5 +1,7 @@
 """A chat with pictures is what the model's own processor makes of its text and pictures, ids and values bitwise."""
 
+import json
+import shutil
 from io import BytesIO
 
 import numpy as np
@@ -10,6 +12,7 @@ from transformers import AutoImageProcessor, Gemma3Processor, PreTrainedTokenize
 from tests.data.pictures.vlm_folder import GEMMA_TOKENS, as_bytes, picture, template
 from treering.data import Message, Renderer, Trajectory
 from treering.data.pictures.source import MessagePicture, PictureSource
+from treering.errors import ConfigError, InputError
 
 CONTENTS = [as_bytes(picture(0)), as_bytes(picture(1, (56, 112)), "JPEG"), as_bytes(picture(0))]
 
@@ -75,3 +78,55 @@ def test_ids_and_values_are_those_of_the_processor(request, family):
     assert trained == "".join(
         f"{said}{'<|im_end|>' if family == 'qwen' else '<end_of_turn>'}" for said in ("calls a tool", "answers")
     )
+
+
+def test_a_text_that_holds_the_placeholder_is_refused_beside_a_picture(qwen_dir):
+    talk = (asked("the <|image_pad|>", (0, CONTENTS[0])), Message(role="assistant", content="agent"))
+    with pytest.raises(InputError, match=r"has 1 pictures and 2 of them"):
+        Renderer(tokenizer=qwen_dir).render([Trajectory(task_id=1, messages=talk)])
+    talk = (asked("the", (0, CONTENTS[0])), Message(role="assistant", content="<|image_pad|>"))
+    with pytest.raises(InputError, match=r"has 1 pictures and 2 of them"):
+        Renderer(tokenizer=qwen_dir).render([Trajectory(task_id=1, messages=talk)])
+
+
+def with_template(folder, target, text):
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    config = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": text}))
+    return target
+
+
+def test_a_template_that_drops_earlier_pictures_is_refused(qwen_dir, tmp_path):
+    """It keeps the pictures of the last message alone, so the first placeholder would be of another picture."""
+    kept = template("qwen").replace("part.type == 'image'", "part.type == 'image' and loop.index and m == messages[-1]")
+    kept = kept.replace("{{ part.text }}", "{{ part.text or '' }}")
+    folder = with_template(qwen_dir, tmp_path, kept)
+    talk = (asked("the", (0, CONTENTS[0])), Message(role="assistant", content="agent"), asked("tool", (0, CONTENTS[1])))
+    with pytest.raises(InputError, match=r"messages\[2\] has 2 pictures and 1 of them"):
+        Renderer(tokenizer=folder).render([Trajectory(task_id=1, messages=talk)])
+
+
+def test_the_plain_form_and_prompts_of_the_engine_have_no_pictures(qwen_dir):
+    with pytest.raises(InputError, match="the plain form has none"):
+        Renderer(tokenizer=qwen_dir, template="plain").render([Trajectory(task_id=1, messages=CHAT)])
+    with pytest.raises(InputError, match="a prompt that is sampled from is text"):
+        Renderer(tokenizer=qwen_dir).prompt(CHAT[:1])
+    with pytest.raises(InputError, match="a prompt that is sampled from is text"):
+        Renderer(tokenizer=qwen_dir).continuation(CHAT, 2)
+
+
+def with_processor(folder, target, **settings):
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    file = target / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return target
+
+
+def test_processors_that_are_missing_foreign_or_crop_are_refused(qwen_dir, gemma_dir, tokenizer_dir, tmp_path):
+    one = [Trajectory(task_id=1, messages=CHAT)]
+    with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json and no processor_config\.json"):
+        Renderer(tokenizer=tokenizer_dir).render(one)
+    with pytest.raises(ConfigError, match="names IdeficsProcessor"):
+        Renderer(tokenizer=with_processor(qwen_dir, tmp_path / "a", processor_class="IdeficsProcessor")).render(one)
+    with pytest.raises(ConfigError, match="asks for do_pan_and_scan"):
+        Renderer(tokenizer=with_processor(gemma_dir, tmp_path / "b", do_pan_and_scan=True)).render(one)
