@@ -15,3 +15,10 @@ def gemma_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.data.pictures.vlm_folder import make_folder
 
     return make_folder(tmp_path_factory.mktemp("gemma"), "gemma")
+
+
+@pytest.fixture(scope="session")
+def internvl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.data.pictures.vlm_folder import make_folder
+
+    return make_folder(tmp_path_factory.mktemp("internvl"), "internvl")

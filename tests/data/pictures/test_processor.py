@@ -7,9 +7,15 @@ from io import BytesIO
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoImageProcessor, Gemma3Processor, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
+from transformers import (
+    AutoImageProcessor,
+    Gemma3Processor,
+    InternVLProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+)
 
-from tests.data.pictures.vlm_folder import GEMMA_TOKENS, as_bytes, picture, template
+from tests.data.pictures.vlm_folder import NAMED, TOKENS_PER_CROP, as_bytes, picture, template
 from treering.data import Message, Renderer, Trajectory
 from treering.data.pictures.source import MessagePicture, PictureSource
 from treering.errors import ConfigError, InputError
@@ -30,22 +36,32 @@ CHAT = (
 )
 
 
-class QwenWithoutVideo(Qwen2_5_VLProcessor):
-    """Its processor of videos needs torchvision, which pictures do not."""
+class WithoutVideo:
+    """Processors of videos need torchvision, which pictures do not."""
 
     def check_argument_for_proper_class(self, name, argument):
         return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
 
 
+class Qwen(WithoutVideo, Qwen2_5_VLProcessor):
+    pass
+
+
+class InternVL(WithoutVideo, InternVLProcessor):
+    pass
+
+
 def stock(folder, family):
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     images = AutoImageProcessor.from_pretrained(str(folder), backend="pil")
+    for name, token in NAMED.get(family, {}).items():
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     if family == "qwen":
-        return QwenWithoutVideo(images, tokenizer, None, chat_template=template(family))
-    for name, token in (("boi", "start_of_image"), ("eoi", "end_of_image"), ("image", "image_soft_token")):
-        setattr(tokenizer, f"{name}_token", f"<{token}>")
-        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(f"<{token}>"))
-    return Gemma3Processor(images, tokenizer, template(family), image_seq_length=GEMMA_TOKENS)
+        return Qwen(images, tokenizer, None, chat_template=template(family))
+    if family == "gemma":
+        return Gemma3Processor(images, tokenizer, template(family), image_seq_length=TOKENS_PER_CROP)
+    return InternVL(images, tokenizer, None, TOKENS_PER_CROP, template(family))
 
 
 def as_parts(message: Message) -> dict:
@@ -57,7 +73,7 @@ def as_parts(message: Message) -> dict:
     return {"role": message.role, "content": parts}
 
 
-@pytest.mark.parametrize("family", ["qwen", "gemma"])
+@pytest.mark.parametrize("family", ["qwen", "gemma", "internvl"])
 def test_ids_and_values_are_those_of_the_processor(request, family):
     folder = request.getfixturevalue(f"{family}_dir")
     rendered = Renderer(tokenizer=folder).render([Trajectory(task_id=1, messages=CHAT)])
@@ -76,7 +92,7 @@ def test_ids_and_values_are_those_of_the_processor(request, family):
     assert digests[0] == digests[2] != digests[1]
     trained = processor.tokenizer.decode(one.tokens[one.loss_mask])
     assert trained == "".join(
-        f"{said}{'<|im_end|>' if family == 'qwen' else '<end_of_turn>'}" for said in ("calls a tool", "answers")
+        f"{said}{'<end_of_turn>' if family == 'gemma' else '<|im_end|>'}" for said in ("calls a tool", "answers")
     )
 
 

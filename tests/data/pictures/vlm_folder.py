@@ -16,10 +16,23 @@ pytest.importorskip("transformers.image_processing_backends")
 
 _MARKS = {
     "qwen": ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+    "internvl": ["<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
     "gemma": ["<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"],
 }
-_PICTURE = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "gemma": "<start_of_image>"}
-_TURN = {"qwen": ("<|im_start|>", "<|im_end|>"), "gemma": ("<start_of_turn>", "<end_of_turn>")}
+_PICTURE = {
+    "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma": "<start_of_image>",
+    "internvl": "<IMG_CONTEXT>\\n",
+}
+_CHATML = ("<|im_start|>", "<|im_end|>")
+_TURN = {"qwen": _CHATML, "internvl": _CHATML, "gemma": ("<start_of_turn>", "<end_of_turn>")}
+NAMED = {
+    "gemma": {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"},
+    "internvl": {
+        **{"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"},
+        "video": "<video>",
+    },
+}
 _PROCESSORS = {
     "qwen": {
         "processor_class": "Qwen2_5_VLProcessor",
@@ -37,8 +50,15 @@ _PROCESSORS = {
         "do_pan_and_scan": None,
         "do_convert_rgb": None,
     },
+    "internvl": {
+        "processor_class": "InternVLProcessor",
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 28, "width": 28},
+        "crop_to_patches": False,
+        "max_patches": 4,
+    },
 }
-GEMMA_TOKENS = 4
+TOKENS_PER_CROP = 4
 
 
 def template(family: str) -> str:
@@ -56,11 +76,11 @@ def template(family: str) -> str:
 def make_folder(folder: Path, family: str) -> Path:
     build_tokenizer(_MARKS[family], [*CORPUS, "\n\n\n"], use_regex=True).save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template(family)}
-    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | (named if family == "gemma" else {})))
+    named = {f"{name}_token": token for name, token in NAMED.get(family, {}).items()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | named))
     (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSORS[family]))
-    if family == "gemma":
-        (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": GEMMA_TOKENS}))
+    if family in NAMED:
+        (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": TOKENS_PER_CROP}))
     return folder
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from treering.data.picture import Picture, PlacedPicture
 from treering.data.rendering.encoder import EncodedScript
-from treering.data.rendering.picture_processor import Placeholder
+from treering.data.rendering.picture_families import Placeholder
 from treering.data.rendering.rendered_chat import RenderedChat
 from treering.data.rendering.script import Script, Span
 from treering.data.trajectory import Message

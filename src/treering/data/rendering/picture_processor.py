@@ -6,11 +6,9 @@ on every machine. The text half is rendered by the tokenizer's chat template, as
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +18,7 @@ from treering.data.picture import Picture
 from treering.data.pictures.decode import decoded
 from treering.data.pictures.source import PictureSource
 from treering.data.pictures.stored import StoredPicture
+from treering.data.rendering.picture_families import PICTURE_FAMILIES, PictureFamily, Placeholder
 from treering.data.rendering.template_files import named_tokens, read_settings
 from treering.errors import ConfigError
 from treering.extras import require
@@ -27,28 +26,6 @@ from treering.extras import require
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_HELD_BYTES = 1 << 28
 """Of values that are held, those that were used last; a picture that is larger is made whenever it is needed."""
-
-_QWEN, _GEMMA = "qwen", "gemma"
-_FAMILIES = MappingProxyType(
-    {"Qwen2_5_VLProcessor": _QWEN, "Qwen2VLProcessor": _QWEN, "Qwen3VLProcessor": _QWEN, "Gemma3Processor": _GEMMA}
-)
-_GEMMA_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placeholder:
-    """How a picture stands in the text.
-
-    Example: Gemma 3's template writes `<start_of_image>`, of which its processor makes two line breaks, that token,
-    256 times `<image_soft_token>`, `<end_of_image>`, and two line breaks.
-    """
-
-    written: str
-    """What the chat template writes for a picture."""
-    expanded: str
-    """What the processor makes of that, with one `token` in it, which stands for all of a picture."""
-    token: str
-    """The token whose embeddings the picture replaces."""
 
 
 class _Facts(NamedTuple):
@@ -83,19 +60,7 @@ class PictureProcessor:
         Raises:
             ConfigError: the folder has no processor, or one of another family.
         """
-        named = named_tokens(self.folder)
-        if self._family == _QWEN:
-            token = named.get("image_token") or "<|image_pad|>"
-            return Placeholder(written=token, expanded=token, token=token)
-        begin, token, end = (
-            named.get(name) or usual
-            for name, usual in (
-                ("boi_token", "<start_of_image>"),
-                ("image_token", "<image_soft_token>"),
-                ("eoi_token", "<end_of_image>"),
-            )
-        )
-        return Placeholder(written=begin, expanded=f"\n\n{begin}{token}{end}\n\n", token=token)
+        return self._family.placeholder(named_tokens(self.folder))
 
     def picture(self, source: PictureSource) -> StoredPicture:
         """What is known of a picture, which is decoded and processed for it, equal bytes once.
@@ -140,21 +105,19 @@ class PictureProcessor:
             self._held.popitem(last=False)
 
     def _made(self, source: PictureSource) -> tuple[Picture, tuple[int, int]]:
-        processor, family = self._image_processor, self._family
+        family, processor = self._family, self._image_processor
         image = decoded(source)
-        options = {"do_convert_rgb": True} if family == _GEMMA else {}
         try:
-            found = processor(images=[image], return_tensors="np", **options)
+            found = processor(images=[image], return_tensors="np", **family.options)
         except ValueError as error:
             raise source.refusal(f"the model's processor refuses a picture ({error}); change its shape") from error
         values = np.asarray(found["pixel_values"], np.float32)
-        if family == _GEMMA:
-            picture = Picture(values=values, num_tokens=self._num_gemma_tokens)
-        else:
-            time, height, width = (int(count) for count in found["image_grid_thw"][0])
-            num_tokens = time * height * width // processor.merge_size**2
-            picture = Picture(values=values, grid=(time, height, width), num_tokens=num_tokens)
-        return picture, image.size
+        if family.tokens_per_crop is not None:
+            per_crop = int(self._settings.get("image_seq_length") or family.tokens_per_crop)
+            return Picture(values=values, num_tokens=len(values) * per_crop), image.size
+        time, height, width = (int(count) for count in found["image_grid_thw"][0])
+        num_tokens = time * height * width // processor.merge_size**2
+        return Picture(values=values, grid=(time, height, width), num_tokens=num_tokens), image.size
 
     @cached_property
     def _settings(self) -> Mapping[str, Any]:
@@ -167,18 +130,14 @@ class PictureProcessor:
         return {**settings[0], **settings[1]}
 
     @cached_property
-    def _family(self) -> str:
+    def _family(self) -> PictureFamily:
         name = str(self._settings.get("processor_class"))
-        if name not in _FAMILIES:
+        if name not in PICTURE_FAMILIES:
             raise ConfigError(
-                f"pictures are read for the processors {', '.join(_FAMILIES)}, and {self.folder} names {name}; use a "
-                "model of these families"
+                f"pictures are read for the processors {', '.join(PICTURE_FAMILIES)}, and {self.folder} names {name}; "
+                "use a model of these families"
             )
-        return _FAMILIES[name]
-
-    @cached_property
-    def _num_gemma_tokens(self) -> int:
-        return int(self._settings.get("image_seq_length") or _GEMMA_TOKENS)
+        return PICTURE_FAMILIES[name]
 
     @cached_property
     def _image_processor(self) -> Any:
