@@ -8,7 +8,10 @@ import transformers
 from tokenizers import Tokenizer
 
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
+from treering.cli.corpus import load_corpus
+from treering.cli.sft.held_out import split_corpus
 from treering.cli.training import run_sft
+from treering.config import SftConfig, load
 from treering.errors import ConfigError
 
 _TEXT = {
@@ -64,10 +67,10 @@ def model(tmp_path_factory):
     return folder
 
 
-def write_rows(folder):
-    """Two answers each to one question on three pictures, so that equal ids stand for other pixels."""
-    with open(folder / "set.jsonl", "w") as stream:
-        for seed in range(3):
+def write_rows(folder, name="set.jsonl", seeds=range(3)):
+    """Two answers each to one question on some pictures, so that equal ids stand for other pixels."""
+    with open(folder / name, "w") as stream:
+        for seed in seeds:
             part = {"type": "image", "image": as_uri(as_bytes(picture(seed, (56, 56))))}
             for answer in ("the agent calls", "the agent answers"):
                 asked = {"role": "user", "content": [part, {"type": "text", "text": "the tool"}]}
@@ -108,3 +111,19 @@ def test_a_model_that_does_not_see_is_refused(tmp_path, monkeypatch, capsys, mod
     (tmp_path / "run.toml").write_text(text.replace("[data]", f'[data]\ntokenizer = "{model}"'))
     with pytest.raises(ConfigError, match=r"takes none; set model\.path"):
         run_sft(config_path=tmp_path / "run.toml", overrides=[], json_output=True)
+
+
+def test_equal_ids_on_other_pixels_are_other_data(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    write_rows(tmp_path, "other.jsonl", range(3, 6))
+    (tmp_path / "run.toml").write_text(CONFIG.format(model=model, layout="tree"))
+    digests, said = set(), []
+    for name in ("set.jsonl", "other.jsonl"):
+        config = load(SftConfig, tmp_path / "run.toml", [f'eval.files=["{name}"]'])
+        corpus = load_corpus(config.data, config_dir=tmp_path, vocab_size=None, model=model)
+        trained, held = split_corpus(config, corpus, config_dir=tmp_path, model=model)
+        digests.add(held.digest)
+        said.append(any("trained on too" in note for note in trained.notes))
+    assert len(digests) == 2
+    assert said == [True, False]

@@ -1,5 +1,7 @@
 """What the processor sees of odd files is what a viewer shows, or they are refused with the place of their record."""
 
+import warnings
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -49,8 +51,11 @@ def test_a_file_that_would_be_seen_otherwise_is_refused_with_its_place(name):
 def test_more_pixels_than_pillows_own_limit_are_refused(monkeypatch, factor):
     # Above the limit Pillow warns, above twice of it it refuses.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", int(PLAIN.width * PLAIN.height * factor))
-    with pytest.raises(InputError, match=f"{WHERE[:11]}.*Pillow's limit"):
-        decoded(source(as_bytes(PLAIN)))
+    with warnings.catch_warnings():
+        # As outside of tests, which make errors of all warnings.
+        warnings.simplefilter("ignore")
+        with pytest.raises(InputError, match=f"{WHERE[:11]}.*Pillow's limit"):
+            decoded(source(as_bytes(PLAIN)))
 
 
 def seen(folder, content):

@@ -18,9 +18,12 @@ from transformers import (
 from tests.data.pictures.vlm_folder import NAMED, TOKENS_PER_CROP, as_bytes, picture, template
 from treering.data import Message, Renderer, Trajectory
 from treering.data.pictures.source import MessagePicture, PictureSource
+from treering.data.rendering.chat_pictures import expanded_script
+from treering.data.rendering.picture_families import Placeholder
+from treering.data.rendering.script import Script, Span
 from treering.errors import ConfigError, InputError
 
-CONTENTS = [as_bytes(picture(0)), as_bytes(picture(1, (56, 112)), "JPEG"), as_bytes(picture(0))]
+CONTENTS = [as_bytes(picture(0)), as_bytes(picture(1, (56, 112)), "JPEG"), as_bytes(picture(0)), as_bytes(picture(2))]
 
 
 def asked(text: str, *places: tuple[int, bytes], role: str = "user") -> Message:
@@ -31,7 +34,7 @@ def asked(text: str, *places: tuple[int, bytes], role: str = "user") -> Message:
 CHAT = (
     asked("the agent\nand", (0, CONTENTS[0]), (9, CONTENTS[1])),
     Message(role="assistant", content="calls a tool"),
-    asked("", (0, CONTENTS[2]), role="tool"),
+    asked("", (0, CONTENTS[2]), (0, CONTENTS[3]), role="tool"),
     Message(role="assistant", content="answers"),
 )
 
@@ -89,7 +92,9 @@ def test_ids_and_values_are_those_of_the_processor(request, family):
     if family == "qwen":
         assert [placed.picture.grid for placed in one.pictures] == [tuple(grid) for grid in expected["image_grid_thw"]]
     digests = [placed.picture.digest for placed in one.pictures]
-    assert digests[0] == digests[2] != digests[1]
+    assert digests[0] == digests[2]
+    assert len(set(digests)) == 3
+    assert one.turn_ends.tolist() == (np.flatnonzero(one.loss_mask[:-1] > one.loss_mask[1:]) + 1).tolist()
     trained = processor.tokenizer.decode(one.tokens[one.loss_mask])
     assert trained == "".join(
         f"{said}{'<end_of_turn>' if family == 'gemma' else '<|im_end|>'}" for said in ("calls a tool", "answers")
@@ -120,6 +125,13 @@ def test_a_template_that_drops_earlier_pictures_is_refused(qwen_dir, tmp_path):
     talk = (asked("the", (0, CONTENTS[0])), Message(role="assistant", content="agent"), asked("tool", (0, CONTENTS[1])))
     with pytest.raises(InputError, match=r"messages\[2\] has 2 pictures and 1 of them"):
         Renderer(tokenizer=folder).render([Trajectory(task_id=1, messages=talk)])
+
+
+def test_spans_and_cuts_behind_a_placeholder_move_with_it():
+    placeholder = Placeholder(written="<a>", expanded="<a>*</a>", token="*")
+    script = expanded_script(Script(text="x<a><a>yz", spans=(Span(7, 8),), cuts=(1, 4, 7)), placeholder)
+    assert script.text == "x<a>*</a><a>*</a>yz"
+    assert (script.spans, script.cuts) == ((Span(17, 18),), (1, 9, 17))
 
 
 def test_the_plain_form_and_prompts_of_the_engine_have_no_pictures(qwen_dir):
