@@ -70,12 +70,12 @@ def model(tmp_path_factory):
 def write_rows(folder, name="set.jsonl", seeds=range(3)):
     """Two answers each to one question on some pictures, so that equal ids stand for other pixels."""
     with open(folder / name, "w") as stream:
-        for seed in seeds:
+        for number, seed in enumerate(seeds):
             part = {"type": "image", "image": as_uri(as_bytes(picture(seed, (56, 56))))}
             for answer in ("the agent calls", "the agent answers"):
                 asked = {"role": "user", "content": [part, {"type": "text", "text": "the tool"}]}
                 # All of one task: what keeps the branches apart is the pictures alone.
-                row = {"task_id": seed // 2, "messages": [asked, {"role": "assistant", "content": answer}]}
+                row = {"task_id": number // 2, "messages": [asked, {"role": "assistant", "content": answer}]}
                 stream.write(json.dumps(row) + "\n")
 
 
