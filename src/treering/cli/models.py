@@ -57,6 +57,8 @@ def build_model(
     device = choose_device(config.device)
     if folder is None and takes_pictures:
         raise ConfigError("the data has pictures, and a random model of model.family takes none; set model.path")
+    if config.vision == "frozen" and not takes_pictures:
+        raise ConfigError('model.vision = "frozen" is for data with pictures, and this has none; remove it')
     model = _random(config, num_ids, seed) if folder is None else _load(folder, takes_pictures=takes_pictures)
     vocab_size = int(model.config.get_text_config().vocab_size)
     if vocab_size < num_ids:
@@ -65,7 +67,16 @@ def build_model(
     if lora is not None and lora.rank is not None and folder is not None:
         torch.manual_seed(seed)
         add_lora(model, _lora_options(lora, lora.rank, config, folder))
+    if config.vision == "frozen":
+        _freeze_vision(model)
     return model.to(device)
+
+
+def _freeze_vision(model: PreTrainedModel) -> None:
+    """Leaves only the language model and its head to be trained, with their adapters."""
+    for name, weight in model.named_parameters():
+        if not any(part in name.split(".") for part in ("language_model", "lm_head")):
+            weight.requires_grad_(False)
 
 
 def _lora_options(lora: LoraConfig, rank: int, model: ModelConfig, folder: Path) -> LoraOptions:

@@ -79,9 +79,9 @@ def write_rows(folder, name="set.jsonl", seeds=range(3)):
                 stream.write(json.dumps(row) + "\n")
 
 
-def losses(folder, capsys, model, layout):
+def losses(folder, capsys, model, layout, *overrides):
     (folder / f"{layout}.toml").write_text(CONFIG.format(model=model, layout=layout))
-    run_sft(config_path=folder / f"{layout}.toml", overrides=[], json_output=True)
+    run_sft(config_path=folder / f"{layout}.toml", overrides=list(overrides), json_output=True)
     summary = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in (folder / layout / "metrics.jsonl").read_text().splitlines()]
     return summary, [row["train/loss"] for row in rows]
@@ -101,6 +101,16 @@ def test_trees_and_separate_sequences_train_alike(tmp_path, monkeypatch, capsys,
     moved = dict(first.named_parameters())
     assert all(not torch.equal(weight, moved[name]) for name, weight in weights.named_parameters() if "visual" in name)
     assert (tmp_path / shared["checkpoint"] / "preprocessor_config.json").is_file()
+
+
+def test_a_frozen_vision_part_stays_and_the_rest_is_trained(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    summary, _ = losses(tmp_path, capsys, model, "tree", "model.vision=frozen", "train.num_steps=1")
+    weights = transformers.AutoModelForImageTextToText.from_pretrained(summary["checkpoint"])
+    first = dict(transformers.AutoModelForImageTextToText.from_pretrained(model).named_parameters())
+    stays = {name: torch.equal(weight, first[name]) for name, weight in weights.named_parameters()}
+    assert {name for name, same in stays.items() if same} == {name for name in stays if "visual" in name}
 
 
 def test_a_model_that_does_not_see_is_refused(tmp_path, monkeypatch, capsys, model):
