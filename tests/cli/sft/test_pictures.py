@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
@@ -111,6 +112,36 @@ def test_a_frozen_vision_part_stays_and_the_rest_is_trained(tmp_path, monkeypatc
     first = dict(transformers.AutoModelForImageTextToText.from_pretrained(model).named_parameters())
     stays = {name: torch.equal(weight, first[name]) for name, weight in weights.named_parameters()}
     assert {name for name, same in stays.items() if same} == {name for name in stays if "visual" in name}
+
+
+def weights_of(checkpoint, name="model.safetensors"):
+    return load_file(checkpoint / name)
+
+
+def test_a_resumed_run_has_the_weights_of_one_that_was_not_stopped(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    losses(tmp_path, capsys, model, "tree", "train.num_steps=1", "train.schedule=constant")
+    resumed, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=2", "train.schedule=constant")
+    assert resumed["resumed_from_step"] == 1
+    found = weights_of(tmp_path / resumed["checkpoint"])
+    (tmp_path / "tree").rename(tmp_path / "first")
+    whole, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=2", "train.schedule=constant")
+    expected = weights_of(tmp_path / whole["checkpoint"])
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_adapters_are_of_the_language_model_and_resume(tmp_path, monkeypatch, capsys, model):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    options = ("lora.rank=2", "train.schedule=constant")
+    losses(tmp_path, capsys, model, "tree", "train.num_steps=1", *options)
+    summary, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=2", *options)
+    adapters = weights_of(tmp_path / summary["checkpoint"], "adapter_model.safetensors")
+    assert len(adapters) == 2 * 2 * 7
+    assert all("language_model" in name for name in adapters)
+    assert any(weight.any() for name, weight in adapters.items() if "lora_B" in name)
 
 
 def test_a_model_that_does_not_see_is_refused(tmp_path, monkeypatch, capsys, model):
