@@ -19,6 +19,7 @@ _EXTRAS = MappingProxyType(
         **dict.fromkeys(CHAT, "chat"),
         **{
             "aiohttp": "serve",
+            "PIL": "pictures",
             "liger_kernel": "liger",
             "math_verify": "math",
             "peft": "peft",

@@ -44,6 +44,7 @@ def hash_of_prompt(tokens: Sequence[int] | TokenIds) -> str:
 
 
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_TEXT_OF_PICTURE_TYPES = ("qwen2_5_vl_text", "qwen3_vl_text")
 _EXPERT_TYPES = ("qwen3_moe",)
 
 
@@ -162,7 +163,7 @@ def find_shape(name_or_path: str) -> ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape written in a Hugging Face `config.json`, given its path or its folder.
+    """The shape written in a Hugging Face `config.json`, given its path or its folder; the text model's where it sees.
 
     Raises ConfigError for a missing or broken file and UnsupportedError for an architecture it cannot count.
 
@@ -170,8 +171,10 @@ def read_shape(path: Path) -> ModelShape:
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_config(file)
+    if isinstance(config.get("vision_config"), dict) and isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
     kind = config.get("model_type")
-    if kind not in _DENSE_TYPES + _EXPERT_TYPES:
+    if kind not in _DENSE_TYPES + _TEXT_OF_PICTURE_TYPES + _EXPERT_TYPES:
         known = ", ".join(_DENSE_TYPES + _EXPERT_TYPES)
         raise UnsupportedError(f"FLOPs are counted for model_type {known}; {file} has {kind!r}; name a known shape")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:

@@ -158,9 +158,7 @@ def test_a_mask_of_no_certain_meaning_is_refused(tmp_path, fields, rule):
         read_trajectories(file)
 
 
-@pytest.mark.parametrize(
-    "key", ["images", "videos", "audio", "label", "rejected_response", "sample_weight", "documents"]
-)
+@pytest.mark.parametrize("key", ["videos", "audio", "label", "rejected_response", "sample_weight", "documents"])
 def test_a_key_that_changes_what_is_trained_is_refused_by_name_and_an_empty_one_is_not(tmp_path, key):
     with pytest.raises(InputError, match=f"{key} changes what is trained and cannot be read"):
         read(tmp_path, answer(), **{key: ["a"]})
@@ -173,7 +171,8 @@ def test_a_key_that_changes_what_is_trained_is_refused_by_name_and_an_empty_one_
     [
         (answer(content=None), "neither text nor a tool call"),
         (answer(content=""), "neither text nor a tool call"),
-        (answer(content=[{"type": "image_url", "image_url": "a"}]), "of type 'image_url'"),
+        (answer(content=[{"type": "video_url", "video_url": "a"}]), "of type 'video_url'"),
+        (answer(content=[{"type": "image_url", "image_url": "a"}, {"type": "text", "text": "a"}]), "has a picture"),
         (answer(content=[{"type": "text", "text": "a"}, {"type": "reasoning", "text": "b"}]), "reasoning after text"),
         ({"role": "user", "content": None}, "content may be null only beside a tool call"),
         ({"role": "user", "content": "a", "train": True}, "trains a message that no policy wrote"),

@@ -49,13 +49,15 @@ class TreeLayout:
         ancestors: tuple[Ancestor, ...] = (),
         gateway: Gateway | None = None,
         boundary: Boundary | None = None,
+        sees_whole_pictures: bool = False,
     ) -> None:
+        """With `sees_whole_pictures` a picture's tokens see all of that picture (Gemma 3)."""
         self.forest = forest
         self.device = device
         self.ancestors = ancestors
         self.gateway = gateway
         self.boundary = boundary
-        self.sight = Sight.within(forest)
+        self.sight = Sight.within(forest, sees_whole_pictures=sees_whole_pictures)
         self._schedules: dict[int | None, CallSchedule] = {}
         self._ancestor_calls: dict[tuple[int, int | None], tuple[Call, ...]] = {}
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}

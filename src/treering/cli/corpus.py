@@ -51,14 +51,21 @@ class Corpus:
             dataset.release()
 
     @property
+    def has_pictures(self) -> bool:
+        """Whether any sequence has one."""
+        return any(task.pictures for task in self.tasks)
+
+    @property
     def digest(self) -> str:
-        """SHA-256 over every token and mask in order: equal for equal training data only."""
+        """SHA-256 over every token, mask and picture in order: equal for equal training data only."""
         total = hashlib.sha256()
         for task in self.tasks:
             for tokens, mask in zip(task.sequences, task.loss_masks, strict=True):
                 total.update(f"{task.task_id!r} {tokens.size}\n".encode())
                 total.update(np.ascontiguousarray(tokens, "<i4").data)
                 total.update(mask.view(np.uint8).data)
+            for placed in (one for sequence in task.pictures for one in sequence):
+                total.update(f"{placed.start} ".encode() + placed.picture.digest)
         self.release()
         return total.hexdigest()
 

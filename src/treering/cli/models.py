@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.hub import find_folder
@@ -18,11 +24,18 @@ from treering.config.lora import LoraConfig
 from treering.config.model import ModelConfig
 from treering.errors import ConfigError, InputError
 from treering.extras import require
+from treering.model.pictures import PICTURE_FAMILIES
 from treering.train.loop.adapters import ADAPTER_CONFIG_FILE, LoraOptions, add_lora
 
 
 def build_model(
-    config: ModelConfig, *, num_ids: int, seed: int, folder: Path | None, lora: LoraConfig | None = None
+    config: ModelConfig,
+    *,
+    num_ids: int,
+    seed: int,
+    folder: Path | None,
+    lora: LoraConfig | None = None,
+    takes_pictures: bool = False,
 ) -> PreTrainedModel:
     """The model with float32 weights, on the configured device.
 
@@ -32,6 +45,7 @@ def build_model(
         seed: of random weights; changes torch's random state.
         folder: where `config.path` was found; None for a random model.
         lora: the [lora] section; None adds no adapters.
+        takes_pictures: the data has pictures; without, of a Gemma 3 the model of text is taken alone.
 
     Raises:
         ConfigError: the vocabulary is too small, or there is no cuda device.
@@ -41,15 +55,28 @@ def build_model(
     Example: the default shape with num_ids=512 has about 917,000 parameters.
     """
     device = choose_device(config.device)
-    model = _random(config, num_ids, seed) if folder is None else _load(folder)
-    vocab_size = int(model.config.vocab_size)
+    if folder is None and takes_pictures:
+        raise ConfigError("the data has pictures, and a random model of model.family takes none; set model.path")
+    if config.vision == "frozen" and not takes_pictures:
+        raise ConfigError('model.vision = "frozen" is for data with pictures, and this has none; remove it')
+    model = _random(config, num_ids, seed) if folder is None else _load(folder, takes_pictures=takes_pictures)
+    vocab_size = int(model.config.get_text_config().vocab_size)
     if vocab_size < num_ids:
         fix = "set model.vocab_size to that" if folder is None else "use the tokenizer of this model"
         raise ConfigError(f"the data has token ids up to {num_ids - 1}, and the model knows {vocab_size} ids; {fix}")
     if lora is not None and lora.rank is not None and folder is not None:
         torch.manual_seed(seed)
         add_lora(model, _lora_options(lora, lora.rank, config, folder))
+    if config.vision == "frozen":
+        _freeze_vision(model)
     return model.to(device)
+
+
+def _freeze_vision(model: PreTrainedModel) -> None:
+    """Leaves only the language model and its head to be trained, with their adapters."""
+    for name, weight in model.named_parameters():
+        if not any(part in name.split(".") for part in ("language_model", "lm_head")):
+            weight.requires_grad_(False)
 
 
 def _lora_options(lora: LoraConfig, rank: int, model: ModelConfig, folder: Path) -> LoraOptions:
@@ -149,16 +176,28 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
     )
 
 
-def _load(folder: Path, setting: str = "model.path") -> PreTrainedModel:
+def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = False) -> PreTrainedModel:
     check_model_folder(folder, setting)
     described = json.loads((folder / "config.json").read_bytes())
     _check_rope(folder, described)
+    kind = described.get("model_type")
+    if takes_pictures and kind not in PICTURE_FAMILIES:
+        raise InputError(
+            f"the data has pictures, and {folder} holds a model of type {kind!r}; use one of "
+            f"{', '.join(PICTURE_FAMILIES)}"
+        )
+    if not takes_pictures and kind in PICTURE_FAMILIES and kind != "gemma3":
+        raise InputError(
+            f"{setting} needs a language model of text here, and {folder} holds a model of type {kind!r}, which takes "
+            "pictures: treering sft trains it on chats with pictures"
+        )
+    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
     # Attention follows the tree, whatever the folder asks for, which may not be installed here.
     attention = {"attn_implementation": "eager"} if "attn_implementation" in described else {}
     try:
         with _quiet_transformers():
             # Training needs float32 weights; bfloat16 ones lose small updates. Other shapes are refused below, by name.
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            model, loaded = loader.from_pretrained(
                 str(folder),
                 dtype=torch.float32,
                 local_files_only=True,
@@ -186,7 +225,8 @@ def _load(folder: Path, setting: str = "model.path") -> PreTrainedModel:
             f"({error}); correct the path, or fetch the folder again"
         ) from error
     _check_loaded(folder, type(model).__name__, loaded)
-    return model if getattr(model.config, "vision_config", None) is None else _text_model(model, folder, setting)
+    is_whole = takes_pictures or getattr(model.config, "vision_config", None) is None
+    return model if is_whole else _text_model(model, folder, setting)
 
 
 def _text_model(model: PreTrainedModel, folder: Path, setting: str) -> PreTrainedModel:

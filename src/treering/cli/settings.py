@@ -20,7 +20,7 @@ from treering.config.teacher import TeacherConfig
 from treering.model.context import tree_attention
 from treering.train.fit_costs import cached_costs
 from treering.train.gradient.router_losses import RouterLosses
-from treering.train.loop.adapters import base_checksum, has_adapter
+from treering.train.loop.adapters import base_checksum
 from treering.train.loop.compute import Autocast, ComputeOptions, precision, prepare_model
 from treering.train.loop.distill import DistillOptions
 from treering.train.loop.optim import OptimOptions
@@ -123,7 +123,9 @@ def model_identity(config: ModelConfig, model: PreTrainedModel) -> dict[str, Sca
     shape = {f"model.{key}": getattr(model.config, key, None) for key in _SHAPE}
     path = None if config.path is None else str(Path(config.path))
     revision = {} if config.revision is None else {"model.revision": config.revision}
-    return {**shape, "model.path": path, **revision, "model.dtype": config.dtype}
+    # A run of a release that knew no pictures trained all.
+    frozen = {} if config.vision == "trained" else {"model.vision": config.vision}
+    return {**shape, "model.path": path, **revision, "model.dtype": config.dtype, **frozen}
 
 
 def lora_identity(section: LoraConfig, model: PreTrainedModel) -> Mapping[str, Scalar]:
@@ -142,7 +144,8 @@ def parameters_in_words(model: PreTrainedModel) -> str:
     Example: "917,504 parameters", and with adapters "917,504 parameters, 24,576 of them trained".
     """
     words = f"{model.num_parameters():,} parameters"
-    return f"{words}, {model.num_parameters(only_trainable=True):,} of them trained" if has_adapter(model) else words
+    num_trained = model.num_parameters(only_trainable=True)
+    return words if num_trained == model.num_parameters() else f"{words}, {num_trained:,} of them trained"
 
 
 def section_identity(name: str, section: Config, *, free: frozenset[str] = frozenset()) -> Mapping[str, Scalar]:

@@ -45,10 +45,15 @@ class ModelConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where to train; auto: cuda if there is one."
     )
+    vision: Literal["trained", "frozen"] = Field(
+        default="trained",
+        description="Of a model that takes pictures: whether its vision tower, and what projects it to the text, are "
+        "trained too.",
+    )
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:
-        shape = sorted(self.model_fields_set - {"path", "revision", "dtype", "device"})
+        shape = sorted(self.model_fields_set - {"path", "revision", "dtype", "device", "vision"})
         if self.path is not None and shape:
             raise ConfigError(
                 f"a pre-trained model has its own shape, and path = {self.path!r} conflicts with "

@@ -4,12 +4,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from treering.data.episode import EpisodePart
+from treering.data.picture import PlacedPicture, check_places
+from treering.data.pictures.source import MessagePicture
 from treering.data.unicode import valid_text, valid_texts
 from treering.errors import InputError
 from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
@@ -53,6 +56,8 @@ class Message:
     """The speaker: "system", "user", "assistant", "tool" or the source's own word."""
     content: str | None
     """The text; None if the message only calls tools."""
+    pictures: tuple[MessagePicture, ...] = ()
+    """Pictures at their places in the text, in order; only of messages that are not the assistant's."""
     reasoning: str | None = None
     """The thought before the text, where the source keeps it apart."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -63,6 +68,16 @@ class Message:
     """The call that a tool message answers."""
     trained: bool = True
     """False for an assistant's message that is context only."""
+
+    @property
+    def stretches(self) -> tuple[str, ...]:
+        """The text cut at its pictures, one stretch more than there are pictures.
+
+        Example: of "Here:What is it?" with a picture at 5 they are "Here:" and "What is it?".
+        """
+        text = self.content or ""
+        bounds = pairwise([0, *(picture.at for picture in self.pictures), len(text)])
+        return tuple(text[start:stop] for start, stop in bounds)
 
     @property
     def is_trained(self) -> bool:
@@ -96,6 +111,9 @@ class Trajectory:
     advantages: npt.NDArray[np.float64] | None = None
     """float64 [T], the advantage of each token, 0.0 where none is trained; only with tokens, and instead of
     `advantage`."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures in order, at whose tokens stands the model's own image token; only with tokens. No such token is
+    trained."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the policy was shown, for chat templates; only with messages."""
     format: str = "chat"
@@ -145,8 +163,11 @@ def _check_source(trajectory: Trajectory) -> None:
     if trajectory.format != RAW_FORMAT:
         for i, message in enumerate(messages):
             _check_says_something(message, f"messages[{i}]")
+            _check_no_drawing(message, f"messages[{i}]")
     elif any(message.tool_calls or message.reasoning for message in messages):
         raise InputError('format "raw" joins contents and has no form for tool_calls or reasoning; use format "chat"')
+    elif any(message.pictures for message in messages):
+        raise InputError('format "raw" joins contents and has no form for pictures; use format "chat"')
     if trajectory.episode is not None:
         raise InputError(
             "the calls of an episode sampled tokens, and messages were given; give tokens instead of messages"
@@ -154,6 +175,14 @@ def _check_source(trajectory: Trajectory) -> None:
     for name in _PER_TOKEN:
         if getattr(trajectory, name) is not None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")
+
+
+def _check_no_drawing(message: Message, where: str) -> None:
+    if message.pictures and message.role == "assistant":
+        raise InputError(
+            f"{where} of the assistant has a picture, and models are trained to write text; give it to another role, "
+            "or remove it"
+        )
 
 
 def _check_says_something(message: Message, where: str) -> None:
@@ -184,6 +213,8 @@ def _check_texts(trajectory: Trajectory) -> None:
 def _check_arrays(trajectory: Trajectory) -> None:
     tokens = trajectory.tokens
     if tokens is None:
+        if trajectory.pictures:
+            raise InputError("pictures stand at tokens, and messages were given; render them first")
         return
     if tokens.ndim != 1 or tokens.size == 0:
         raise InputError(f"tokens must hold at least one token id, got shape {tokens.shape}; drop the trajectory")
@@ -206,3 +237,15 @@ def _check_arrays(trajectory: Trajectory) -> None:
         )
     if trajectory.advantage is not None and trajectory.advantages is not None:
         raise InputError("a trajectory has one advantage or one per token, got both; drop advantage or advantages")
+    _check_pictures(trajectory, tokens)
+
+
+def _check_pictures(trajectory: Trajectory, tokens: TokenIds) -> None:
+    check_places(trajectory.pictures, tokens)
+    mask = trajectory.loss_mask
+    for number, one in enumerate(trajectory.pictures):
+        if mask is None or mask[one.start : one.stop].any():
+            raise InputError(
+                f"tokens {one.start} to {one.stop - 1} are picture {number}, and the loss would train them: a model is "
+                "never trained to write pictures; give a loss_mask that is False there"
+            )

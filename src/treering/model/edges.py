@@ -82,7 +82,7 @@ def scored_on_head(
 
 
 def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeTable:
-    """The edges of a forest (all but the roots), or those of the tokens that are `wanted` (bool [N]).
+    """The edges of a forest (all but the roots and pictures), or those of the tokens that are `wanted` (bool [N]).
 
     Example:
         >>> table = edge_table(Forest.from_sequences([[5, 6, 7], [5, 8]]))
@@ -90,6 +90,8 @@ def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeT
         ([0, 1], [1, 3, 2], [0, 0, 1])
     """
     scored = forest.parent >= 0
+    if forest.pictures:
+        scored &= forest.tokens >= 0
     if wanted is not None:
         scored &= wanted
     edges = np.flatnonzero(scored)

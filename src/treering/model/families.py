@@ -11,9 +11,15 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from treering.errors import UnsupportedError
+from treering.model.pictures import PictureFeatures, VisionPart, find_vision
 from treering.model.wrappers import unwrap
 from treering.ranks.refusals import check_parallel
 from treering.ranks.shards import Shards, find_shards
@@ -31,6 +37,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe"),
     *("phi3", "granite", "olmo2", "smollm3", "glm4"),
     *_MIXERS,
+    *("qwen2_5_vl_text", "qwen3_vl_text"),
 )
 """`config.model_type` of the supported families: full and sliding attention, Gated DeltaNet and Mamba-2 layers, RoPE, a
 head that is one matrix."""
@@ -61,6 +68,8 @@ class ModelParts:
         num_logits: rows of the head, unused ones at its end included.
         device: where the model computes.
         shards: the units of `fully_shard`; None for a model that is not sharded.
+        vision: the part that takes pictures; None for a model of text.
+        features: of the pictures of a step, computed before; None computes them in each pass.
     """
 
     decoder: nn.Module
@@ -76,6 +85,13 @@ class ModelParts:
     num_logits: int
     device: torch.device
     shards: Shards | None = None
+    vision: VisionPart | None = None
+    features: PictureFeatures | None = None
+
+    @property
+    def sees_whole_pictures(self) -> bool:
+        """Whether a picture's tokens see all of that picture."""
+        return self.vision is not None and self.vision.sees_whole_pictures
 
     def on_head(self, run: Callable[[nn.Module, Tensor], Any], hidden: Tensor) -> Any:
         """`run(head, hidden)`, with the head's weights gathered if they are sharded; see `Shards.on_head`."""
@@ -91,19 +107,21 @@ def find_parts(model: nn.Module) -> ModelParts:
     check_parallel(model, units_of(model))
     compile_part, inner = unwrap(model)
     causal_lm = _as_causal_lm(inner)
-    config = causal_lm.config
+    vision = find_vision(causal_lm)
+    decoder = causal_lm.get_decoder()
+    config = causal_lm.config if vision is None else decoder.config
     _check_family(config)
     _check_attention(config)
     _check_positions(config)
     _check_output(causal_lm)
     head = causal_lm.get_output_embeddings()
     _check_head(head, config)
-    decoder = causal_lm.get_decoder()
     embedding = causal_lm.get_input_embeddings()
     run = compile_part(decoder)
     shards = find_shards(model, decoder=decoder, head=head, run=run)
     if shards is not None:
         _check_tied(config, embedding, head)
+        _check_whole_vision(vision)
         run = shards.run_decoder
     return ModelParts(
         decoder=decoder,
@@ -112,13 +130,14 @@ def find_parts(model: nn.Module) -> ModelParts:
         mixers=tuple(_mixers(decoder.layers, config)),
         embedding=embedding,
         head=head,
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=getattr(config, "final_logit_softcapping", None) if vision is None else None,
         logit_divisor=float(getattr(config, "logits_scaling", 1.0)),
         config=config,
         vocab_size=min(_num_rows(embedding), _num_rows(head)),
         num_logits=_num_rows(head),
         device=next(embedding.parameters()).device if shards is None else shards.device,
         shards=shards,
+        vision=vision,
     )
 
 
@@ -146,12 +165,6 @@ def _holds_module(model: nn.Module) -> bool:
 
 
 def _check_family(config: PreTrainedConfig) -> None:
-    if getattr(config, "vision_config", None) is not None:
-        raise UnsupportedError(
-            f"model type {config.model_type!r} takes images, which have no place in a forest of tokens: take its "
-            "language model out, for Gemma 3 by text = Gemma3ForCausalLM(model.config.text_config); text.model = "
-            "model.model.language_model; text.lm_head = model.lm_head (the class alone finds no weight under its names)"
-        )
     if config.model_type not in FAMILIES:
         raise UnsupportedError(
             f"model type {config.model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
@@ -216,14 +229,16 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
 def _check_output(causal_lm: PreTrainedModel) -> None:
     """Refuses a `forward` that changes logits: logits are computed from hidden states, without calling it."""
     name = type(causal_lm).__name__
-    known = (kind for kind in type(causal_lm.config).__mro__ if kind in MODEL_FOR_CAUSAL_LM_MAPPING)
+    takes_pictures = getattr(causal_lm.config, "vision_config", None) is not None
+    stock_models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_pictures else MODEL_FOR_CAUSAL_LM_MAPPING
+    known = (kind for kind in type(causal_lm.config).__mro__ if kind in stock_models)
     kind = next(known, None)
     if kind is None:
         raise UnsupportedError(
             f"{name} has a configuration of its own, {type(causal_lm.config).__name__}, whose output transform is not "
             "known: use a model class of transformers"
         )
-    stock = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    stock = stock_models[kind]
     if type(causal_lm).forward is not stock.forward:
         raise UnsupportedError(
             f"{name} has a forward of its own, whose output transform would be left out: use {stock.__name__}"
@@ -246,6 +261,14 @@ def _check_tied(config: PreTrainedConfig, embedding: nn.Module, head: nn.Module)
             "tied embeddings are one weight, and fully_shard has made two of them in different units: shard the layers "
             "and then the whole model, `for layer in model.model.layers: fully_shard(layer)`, `fully_shard(model)`, "
             "with no unit for the decoder or the head, or untie them before"
+        )
+
+
+def _check_whole_vision(vision: VisionPart | None) -> None:
+    if vision is not None:
+        raise UnsupportedError(
+            f"fully_shard has sharded a model of type {vision.family!r}, whose vision part runs outside of the "
+            "decoder's units: train it on one rank, or whole on every rank (DDP)"
         )
 
 

@@ -3,10 +3,11 @@
 N tokens
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from treering.model.context import is_active, tree_attention
 from treering.model.edges import EdgeScores, edge_table, score_edges, scored_on_head
 from treering.model.families import ModelParts, find_parts
 from treering.model.logits import EntropyOf
+from treering.model.pictures import PICTURE_FAMILIES, PictureFeatures, distinct_pictures, embedded
 from treering.tree.forest import Forest
+from treering.tree.pictures import rotary_positions
 
 ONE_TOKEN = Forest.from_sequences([[0]])
 """What a rank runs that has nothing to run, so that it gathers weights when the others do."""
@@ -119,26 +122,56 @@ def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden:
     return everywhere.index_copy(0, to_device(edges, scores.device), scores)
 
 
-def hidden_states(parts: ModelParts, forest: Forest, layout: TreeLayout | None = None) -> Float[Tensor, "N C"]:
+def hidden_states(
+    parts: ModelParts,
+    forest: Forest,
+    layout: TreeLayout | None = None,
+    positions: NDArray[np.integer[Any]] | None = None,
+) -> Float[Tensor, "N C"]:
     """The decoder's last hidden state of every token; inside `tree_attention`.
 
     Args:
         parts: of the model.
         forest: N tokens.
         layout: of a partition with its ancestors; None builds the layout of the forest.
+        positions: of a partition, see `rotary_positions`; None takes those of the forest.
     """
     if forest.num_tokens == 0:
         weight = next(parts.embedding.parameters())
         return torch.zeros(0, weight.shape[1], dtype=weight.dtype, device=parts.device)
-    tokens, positions = (to_device(a, parts.device)[None] for a in (forest.tokens, forest.position))
+    if layout is None:
+        layout = TreeLayout(forest, parts.device, sees_whole_pictures=parts.sees_whole_pictures)
     output = parts.run(
-        input_ids=tokens.long(),
-        position_ids=positions.long(),
-        use_cache=False,
-        return_dict=True,
-        tree_layout=layout or TreeLayout(forest, parts.device),
+        **decoder_inputs(parts, forest, positions), use_cache=False, return_dict=True, tree_layout=layout
     )
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+def with_features(parts: ModelParts, forests: Sequence[Forest]) -> ModelParts:
+    """The parts with the features of all pictures of some forests, so that each is computed once for all passes.
+
+    The caller calls `parts.features.backward()` after the last backward; without pictures there are no features.
+    """
+    pictures = distinct_pictures(forests)
+    if parts.vision is None or not pictures:
+        return parts
+    return replace(parts, features=PictureFeatures(parts.vision, pictures, is_apart=True))
+
+
+def decoder_inputs(
+    parts: ModelParts, forest: Forest, positions: NDArray[np.integer[Any]] | None = None
+) -> dict[str, Any]:
+    """Token ids and positions of a forest as a decoder takes them, embeddings in place of ids where pictures are."""
+    if positions is None:
+        positions = rotary_positions(forest)
+    at = to_device(positions, parts.device).long()[..., None, :]
+    if not forest.pictures:
+        return {"input_ids": to_device(forest.tokens, parts.device)[None].long(), "position_ids": at}
+    features = parts.features
+    if features is None:
+        assert parts.vision is not None, "check_forest refuses pictures of a model of text"
+        features = PictureFeatures(parts.vision, forest.pictures, is_apart=False)
+    return embedded(parts.embedding, forest, features, parts.device) | {"position_ids": at}
 
 
 def check_forest(forest: Forest, parts: ModelParts) -> None:
@@ -149,6 +182,13 @@ def check_forest(forest: Forest, parts: ModelParts) -> None:
     """
     if not isinstance(forest, Forest):
         raise InputError(f"expected a Forest, got {type(forest).__name__}: make one with Forest.from_sequences")
+    if parts.vision is not None:
+        parts.vision.check(forest)
+    elif forest.pictures:
+        raise InputError(
+            f"the forest has {len(forest.pictures)} pictures, and model type {parts.config.model_type!r} takes text "
+            f"alone: load a model that takes pictures ({', '.join(PICTURE_FAMILIES)})"
+        )
     if forest.num_tokens and int(forest.tokens.max()) >= parts.vocab_size:
         at = int(forest.tokens.argmax())
         raise InputError(

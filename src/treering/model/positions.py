@@ -1,5 +1,7 @@
 """How many positions a model reads, and the refusal of what goes beyond them."""
 
+from typing import Any
+
 from torch import nn
 
 from treering.errors import InputError
@@ -12,7 +14,10 @@ def max_positions(model: nn.Module) -> int | None:
     Example: 32768 for Qwen3-0.6B's original configuration, also inside torch.compile or an adapter.
     """
     _, inner = unwrap(model)
-    return getattr(getattr(inner, "config", None), "max_position_embeddings", None) or None
+    config: Any = getattr(inner, "config", None)
+    # Of a model that takes pictures, its text model says it.
+    config = config.get_text_config() if getattr(config, "vision_config", None) is not None else config
+    return getattr(config, "max_position_embeddings", None) or None
 
 
 def check_positions(num_positions: int, limit: int | None, *, what: str, fix: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
 from treering.report.page import shell
 
@@ -9,10 +10,20 @@ CLASSES = {"trained": "o", "context": "g", "shared": "p", "special": "n"}
 """Of the style sheet, by what is true of a span."""
 
 
-def as_html(trajectories: Sequence[tuple[str, Sequence[tuple[str, Sequence[str]]]]]) -> str:
-    """The page of headings, each with spans of text and what is true of them: names of `CLASSES`.
+class PageSpan(NamedTuple):
+    """A stretch of text."""
 
-    Example: `as_html([("row 1", [("Hi", ["context", "shared"]), (" there", ["trained"])])])` marks " there".
+    text: str
+    facts: Sequence[str]
+    """What is true of it, names of `CLASSES`."""
+    picture: str | None = None
+    """A data URI of what stands there."""
+
+
+def as_html(trajectories: Sequence[tuple[str, Sequence[PageSpan]]]) -> str:
+    """The page of headings, each with its spans.
+
+    Example: `as_html([("row 1", [PageSpan("Hi", ["context"]), PageSpan(" there", ["trained"])])])` marks " there".
     """
     keys = "".join(f'<i class="key {CLASSES[name]}">{name}</i> ' for name in CLASSES)
     cards = "".join(
@@ -25,6 +36,8 @@ def as_html(trajectories: Sequence[tuple[str, Sequence[tuple[str, Sequence[str]]
     return shell("What is trained", count, body, command="treering inspect --html")
 
 
-def _span(span: tuple[str, Sequence[str]]) -> str:
-    text, facts = span
-    return f'<i class="{" ".join(CLASSES[fact] for fact in facts)}">{escape(text)}</i>'
+def _span(span: PageSpan) -> str:
+    classes = " ".join(CLASSES[fact] for fact in span.facts)
+    name = escape(span.text)
+    shown = name if span.picture is None else f'<img src="{escape(span.picture)}" alt="{name}" title="{name}">'
+    return f'<i class="{classes}">{shown}</i>'

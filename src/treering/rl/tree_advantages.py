@@ -195,7 +195,7 @@ def _groups(forest: Forest, groups: Ids | None) -> Iterator[tuple[Int64Array, Fo
         yield from zip(forest.branches_by_tree(), forest.trees(), strict=True)
         return
     for branches in _members(_as_ids("groups", groups, forest.num_branches)).values():
-        yield branches, Forest.from_sequences(forest.tokens[forest.path(branch)] for branch in branches.tolist())
+        yield branches, forest.take_branches(branches.tolist())
 
 
 def _members(ids: Sequence[int | str]) -> dict[int | str, Int64Array]:

@@ -123,7 +123,8 @@ def _slot(keys: Int64Array, key: np.int64) -> np.int64:
 
 @lean
 def _key(node: np.int64, token: np.int64) -> np.int64:
-    return ((node + 1) << 32) | token
+    # Pictures are negative tokens, and keys are positive.
+    return ((node + 1) << 32) | (token & 0xFFFFFFFF)
 
 
 @kernel

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treering.arrays import Int32Array, Int64Array
+from treering.data.picture import Picture, PlacedPicture
 from treering.errors import InputError
 from treering.tree import build
 from treering.tree.padded import places_of, split_padded
+from treering.tree.pictures import PictureTable, join_pictures
 from treering.types import MAX_TOKEN_ID
 
 
@@ -27,13 +29,14 @@ class Forest:
     Siblings are in the order of their first appearance in the input.
 
     Attributes:
-        tokens: [N] token ids.
+        tokens: [N] token ids; -(1 + n) at the placeholders of picture n.
         parent: [N] packed index of the previous token on the path, always smaller than the token's own; -1 at a root.
         position: [N] depth, 0 at a root; the RoPE position.
         subtree_end: [N] one past the last descendant.
         branch_end: [K] packed index of each branch's last token; equal for duplicates, inside a path for prefixes.
         segment_start: [S] packed index of each segment's first token, ascending.
         segment_parent: [S] segment above, -1 at a root.
+        pictures: distinct pictures, empty for text; a part of a forest keeps those of the whole.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
@@ -52,33 +55,49 @@ class Forest:
     branch_end: Int32Array
     segment_start: Int32Array
     segment_parent: Int32Array
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {self.tokens.size, self.parent.size, self.position.size, self.subtree_end.size}
         assert len(lengths) == 1, f"ragged forest: {lengths}"
         assert self.segment_start.size == self.segment_parent.size
-        for field in fields(self):
-            getattr(self, field.name).flags.writeable = False
+        for name in _ARRAYS:
+            getattr(self, name).flags.writeable = False
 
     @classmethod
-    def from_sequences(cls, sequences: Iterable[Sequence[int] | NDArray[np.integer[Any]]]) -> "Forest":
+    def from_sequences(
+        cls,
+        sequences: Iterable[Sequence[int] | NDArray[np.integer[Any]]],
+        pictures: Sequence[Sequence[PlacedPicture]] | None = None,
+    ) -> "Forest":
         """Merges sequences of token ids into a forest.
 
         Duplicates, strict prefixes of others, single tokens and an empty iterable are all allowed.
 
         Args:
             sequences: K non-empty one-dimensional sequences of integers in [0, 2**31).
+            pictures: of each sequence, in order; prefixes with different pictures do not merge. None for text.
 
         Raises:
-            InputError: an empty or ragged sequence, an entry that is not an integer, an id out of range.
+            InputError: an empty or ragged sequence, an entry that is not an integer, an id out of range; pictures of
+                another number of sequences, or that do not stand where they should.
         """
         _check_iterable(sequences)
         parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
+        table = PictureTable()
+        if pictures is not None:
+            if len(pictures) != len(parts):
+                raise InputError(f"pictures has one entry per sequence ({len(parts)}), got {len(pictures)}")
+            parts = [table.tokens(part, placed) for part, placed in zip(parts, pictures, strict=True)]
+        return cls._merged(parts, table.pictures)
+
+    @classmethod
+    def _merged(cls, parts: Sequence[Int32Array], pictures: tuple[Picture, ...]) -> "Forest":
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([part.size for part in parts], out=offsets[1:])
         flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
         arrays = build.lay_out(flat, offsets, build.insert_sequences(flat, offsets))
-        return cls(**arrays._asdict())
+        return cls(**arrays._asdict(), pictures=pictures)
 
     @classmethod
     def from_padded(
@@ -117,17 +136,19 @@ class Forest:
             return np.where(flat < 0, flat, flat + shift).astype(np.int32)
 
         zeros = np.zeros(len(forests) + 1, np.int64)
+        tokens, pictures = join_pictures(forests)
         return cls(
-            tokens=joined("tokens", zeros),
+            tokens=tokens,
             parent=joined("parent", token_offsets),
             position=joined("position", zeros),
             subtree_end=joined("subtree_end", token_offsets),
             branch_end=joined("branch_end", token_offsets),
             segment_start=joined("segment_start", token_offsets),
             segment_parent=joined("segment_parent", segment_offsets),
+            pictures=pictures,
         )
 
-    def __reduce__(self) -> tuple[Any, tuple[Int32Array, ...]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         # Rebuilt by the constructor, so that copies are read-only too.
         return _rebuild, tuple(getattr(self, field.name) for field in fields(self))
 
@@ -200,6 +221,15 @@ class Forest:
         np.cumsum(self.branch_length, out=offsets[1:])
         return build.branch_indices(self.parent, self.branch_end, offsets), offsets
 
+    def take_branches(self, branches: Iterable[int]) -> "Forest":
+        """A forest of some branches, in the given order.
+
+        Example:
+            >>> Forest.from_sequences([[5, 6], [9], [5, 7]]).take_branches([2, 1]).tokens.tolist()
+            [5, 7, 9]
+        """
+        return self._merged([self.tokens[self.path(branch)] for branch in branches], self.pictures)
+
     def trees(self) -> list["Forest"]:
         """Each tree as its own forest; the branches of a tree keep their order."""
         if self.num_trees == 1:
@@ -237,11 +267,15 @@ class Forest:
             branch_end=self.branch_end[branches] - start,
             segment_start=self.segment_start[segments] - start,
             segment_parent=np.maximum(self.segment_parent[segments] - first_segment, np.int32(-1)),
+            pictures=self.pictures,
         )
 
 
-def _rebuild(*arrays: Int32Array) -> Forest:
-    return Forest(**{field.name: array for field, array in zip(fields(Forest), arrays, strict=True)})
+_ARRAYS = tuple(field.name for field in fields(Forest) if field.name != "pictures")
+
+
+def _rebuild(*values: Any) -> Forest:
+    return Forest(**{field.name: value for field, value in zip(fields(Forest), values, strict=True)})
 
 
 def _check_iterable(sequences: object) -> None:

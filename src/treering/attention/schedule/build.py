@@ -48,7 +48,8 @@ def build_schedule(sight: Sight, segment_start: Int32Array, window: int | None =
     """Cuts a forest into calls in O(N + calls); with a window, in O(descendant rows of each block).
 
     Args:
-        sight: of the forest's own tokens: each is seen by itself and its descendants.
+        sight: of the forest's own tokens: each is seen by itself and its descendants, in a picture that is seen whole
+            also by the tokens before it there.
         segment_start: int32 [S], first token of each segment, ascending.
         window: a query sees keys less than this many positions before it; None sees all.
 
@@ -58,17 +59,34 @@ def build_schedule(sight: Sight, segment_start: Int32Array, window: int | None =
     subtree_end = sight.stop
     if window is not None:
         segment_start = split_segments(segment_start, subtree_end.size, window, MIN_CAUSAL_TOKENS_OF_SMALL)
+    segment_start, wholes = _apart(segment_start, sight)
     within: list[Call] = []
     across: list[Call] = []
     for start, stop, visibility in _blocks(segment_start, subtree_end):
+        if start in wholes and visibility is Visibility.CAUSAL:
+            is_near = window is None or stop - start <= window
+            visibility = Visibility.FULL if is_near else Visibility.MASKED
         within.append(_own_call(start, stop, visibility, window))
         for call in _later_calls(start, stop, subtree_end):
             across.extend([call] if window is None else narrowed(call, sight, sight.position, window))
     return CallSchedule(within=tuple(within), across=tuple(across))
 
 
+def _apart(segment_start: Int32Array, sight: Sight) -> tuple[Int32Array, frozenset[int]]:
+    """Segment starts with every picture that is seen whole as a segment of its own, and the starts of these."""
+    later = np.flatnonzero(sight.first < np.arange(sight.first.size))
+    if later.size == 0:
+        return segment_start, frozenset()
+    starts, last = np.unique(sight.first[later][::-1], return_index=True)
+    stops = later[::-1][last] + 1
+    before = np.searchsorted(starts, segment_start, side="right") - 1
+    is_inside = (before >= 0) & (segment_start > starts[before]) & (segment_start < stops[before])
+    bounds = np.concatenate([segment_start[~is_inside].astype(np.int64), starts, stops[stops < sight.first.size]])
+    return np.unique(bounds).astype(np.int32), frozenset(starts.tolist())
+
+
 def _own_call(start: int, stop: int, visibility: Visibility, window: int | None) -> Call:
-    """A block against itself. A causal block is shorter than the window, so it needs none."""
+    """A block against itself. A causal or full block is shorter than the window, so it needs none."""
     return Call(
         query_start=start,
         query_stop=stop,

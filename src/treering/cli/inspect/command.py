@@ -9,11 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from treering.analysis.tower import read_tower
 from treering.cli.data_files import expanded, read_file, show_build
 from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.inspect.file_report import FileReport, measure
 from treering.cli.inspect.tables import cause_tables, detail_tables, summary_table
-from treering.cli.inspect.verdict import next_command, verdict
+from treering.cli.inspect.verdict import next_command, picture_line, verdict
 from treering.data import FormatName, Renderer, Template
 from treering.data.cache.build import ReadOptions
 from treering.tree.build import fill_forest
@@ -42,6 +43,8 @@ def inspect_files(
     Example: a file with `[5, 6, 7]` and `[5, 6, 8]` of one task reports 6 flat tokens, 4 unique ones and sharing 0.33.
     """
     shape = find_shape(model_shape)
+    # Of the same model where a folder is named, else of the one that reads the pictures.
+    tower = read_tower(Path(model_shape)) or (None if tokenizer_dir is None else read_tower(tokenizer_dir))
     renderer = Renderer(tokenizer=tokenizer_dir, template=template)
     reports: list[FileReport] = []
     form: str | None = None
@@ -61,7 +64,7 @@ def inspect_files(
             progress.show(f"{path.name}: merging")
             if number == 0:
                 note_compiling(progress.console, fill_forest, *([find_repeats] if num_causes else []))
-            reports.append(measure(dataset, shape, tokenizer_dir, num_causes))
+            reports.append(measure(dataset, shape, tokenizer_dir, num_causes, tower))
     if form:
         console.print(form, soft_wrap=True, markup=False)
     return reports
@@ -97,5 +100,6 @@ def run(
     for table in [summary_table(reports), *details, *cause_tables(reports)]:
         console.print(table)
     following = next_command(reports, tokenizer_name, has_causes=num_causes > 0)
-    for line in [*(verdict(report, model_shape) for report in reports), f"Next: {following}"]:
+    pictures = [picture_line(report, model_shape) for report in reports if report.pictures]
+    for line in [*(verdict(report, model_shape) for report in reports), *pictures, f"Next: {following}"]:
         console.print(line, markup=False, soft_wrap=not sys.stdout.isatty() or line.startswith("Next"))

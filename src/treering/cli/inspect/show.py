@@ -14,8 +14,10 @@ from treering.cli.inspect.trained import ShownTrajectory, Span, as_json, shown_t
 from treering.data import FormatName, Renderer, Template
 from treering.data.cache.build import ReadOptions
 from treering.errors import InputError
-from treering.report.trained_page import as_html
+from treering.report.trained_page import PageSpan, as_html
 
+MAX_THUMBNAILS = 100
+"""Pictures of a file that a page shows; others are named."""
 OPEN, CLOSE = "\u27e6", "\u27e7"
 """Around what is trained, where there are no colours."""
 _STYLES = {"trained": "green", "context": "dim", "special": "bold"}
@@ -51,7 +53,10 @@ def run(
             options = ReadOptions(format=format)
             dataset = read_file(file, renderer, options, keeps_cache=keeps_cache, on_progress=on_progress)
             form = form or dataset.facts.form
-            shown += shown_trajectories(dataset, tokenizer, num_shown=num_shown, task=task)
+            max_thumbnails = 0 if page is None else MAX_THUMBNAILS
+            shown += shown_trajectories(
+                dataset, tokenizer, num_shown=num_shown, task=task, max_thumbnails=max_thumbnails
+            )
     if form:
         print(form, file=sys.stderr)
     if page is not None:
@@ -111,8 +116,11 @@ def printable(text: str) -> str:
     return text.translate(_PICTURES)
 
 
-def _facts(one: ShownTrajectory) -> list[tuple[str, list[str]]]:
-    return [(printable(span.text), _facts_of(span)) for span in one.spans]
+def _facts(one: ShownTrajectory) -> list[PageSpan]:
+    return [
+        PageSpan(printable(span.text), _facts_of(span), None if span.picture is None else span.picture.thumbnail)
+        for span in one.spans
+    ]
 
 
 def _facts_of(span: Span) -> list[str]:

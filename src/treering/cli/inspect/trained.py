@@ -12,8 +12,11 @@ import numpy.typing as npt
 
 from treering.data import RenderedTrajectory, TaskId
 from treering.data.cache.dataset import TokenDataset
+from treering.data.pictures.stored import StoredPicture
+from treering.data.pictures.thumbnail import thumbnail_uri
 from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import InputError
+from treering.tree.pictures import PictureTable
 from treering.types import TokenIds
 
 NUM_SHOWN = 3
@@ -23,11 +26,26 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpanPicture:
+    """The picture of a span."""
+
+    number: int
+    """In its trajectory, from 1."""
+    width: int
+    """Pixels of the file, upright."""
+    height: int
+    digest: str
+    """Hexadecimal; equal pictures have equal ones."""
+    thumbnail: str | None
+    """A small copy as a data URI, for a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """Successive tokens of one fate."""
 
     text: str
-    """What they decode to, special tokens too; the ids without a tokenizer."""
+    """What they decode to, special tokens too; the ids without a tokenizer; of a picture, what it is in brackets."""
     num_tokens: int
     trained: bool
     """Whether the loss covers them."""
@@ -35,6 +53,7 @@ class Span:
     """Whether another trajectory of the task begins with them too, so that they are computed once for both."""
     special: bool
     """Whether they are tokens that no text makes, such as the markers of turns."""
+    picture: SpanPicture | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +76,12 @@ class ShownTrajectory:
 
 
 def shown_trajectories(
-    dataset: TokenDataset, tokenizer: Path | None, *, num_shown: int | None = None, task: str | None = None
+    dataset: TokenDataset,
+    tokenizer: Path | None,
+    *,
+    num_shown: int | None = None,
+    task: str | None = None,
+    max_thumbnails: int = 0,
 ) -> list[ShownTrajectory]:
     """The first trajectories of a file, or of one of its tasks, as they will be trained.
 
@@ -66,6 +90,7 @@ def shown_trajectories(
         tokenizer: decodes them; None shows ids.
         num_shown: how many trajectories; None is `NUM_SHOWN`, or all of the task.
         task: its id as text; None is any.
+        max_thumbnails: how many pictures have a small copy, the first ones.
 
     Raises:
         InputError: no such task.
@@ -82,13 +107,13 @@ def shown_trajectories(
     chosen = indices[: num_shown or (NUM_SHOWN if task is None else None)]
     rows = np.flatnonzero(np.isin(dataset.rows["index"], chosen)).tolist()
     groups = {number: dataset.task(number) for number in set(dataset.rows["task"][rows].tolist())}
-    texts = _Texts(tokenizer)
+    texts, thumbnails = _Texts(tokenizer), _Thumbnails(max_thumbnails)
     shown = []
     for row in rows:
         number = int(dataset.rows["task"][row])
         place = int(np.searchsorted(dataset.rows_of(number), row))
         one = groups[number][place]
-        shown.append(_shown(one, groups[number], texts, file=file, row=one.index + 1))
+        shown.append(_shown(one, groups[number], texts, thumbnails, file=file, row=one.index + 1))
     return shown
 
 
@@ -118,12 +143,35 @@ class _Texts:
         return f" {text}" if begins_word and not is_first and not text.startswith(" ") else text
 
 
+class _Thumbnails:
+    """Small copies of the first distinct pictures."""
+
+    def __init__(self, max_count: int) -> None:
+        self._made: dict[bytes, str] = {}
+        self._max_count = max_count
+
+    def of(self, picture: StoredPicture) -> str | None:
+        if picture.digest not in self._made and len(self._made) < self._max_count:
+            self._made[picture.digest] = thumbnail_uri(picture.source)
+        return self._made.get(picture.digest)
+
+
 def _shown(
-    one: RenderedTrajectory, task: Sequence[RenderedTrajectory], texts: _Texts, *, file: str, row: int
+    one: RenderedTrajectory,
+    task: Sequence[RenderedTrajectory],
+    texts: _Texts,
+    thumbnails: _Thumbnails,
+    *,
+    file: str,
+    row: int,
 ) -> ShownTrajectory:
-    num_shared = max((_num_common(one.tokens, other.tokens) for other in task if other is not one), default=0)
+    table = PictureTable()
+    keys = table.tokens(one.tokens, one.pictures)
+    others = (table.tokens(other.tokens, other.pictures) for other in task if other is not one)
+    num_shared = max((_num_common(keys, other) for other in others), default=0)
     is_shared = np.arange(one.tokens.size) < num_shared
-    fates = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens)], axis=1)
+    places = _places(one)
+    fates = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens), places], axis=1)
     cuts = [0, *(np.flatnonzero((fates[1:] != fates[:-1]).any(axis=1)) + 1).tolist(), one.tokens.size]
     return ShownTrajectory(
         file=file,
@@ -135,7 +183,9 @@ def _shown(
         num_shared=num_shared,
         num_in_task=len(task),
         spans=tuple(
-            Span(
+            _picture_span(one, int(places[begin]), thumbnails, shared=bool(fates[begin, 1]))
+            if places[begin]
+            else Span(
                 text=texts.decode(one.tokens[begin:end], is_first=begin == 0),
                 num_tokens=end - begin,
                 trained=bool(fates[begin, 0]),
@@ -144,6 +194,28 @@ def _shown(
             )
             for begin, end in pairwise(cuts)
         ),
+    )
+
+
+def _places(one: RenderedTrajectory) -> npt.NDArray[np.int64]:
+    """The number of the picture at each token, from 1; 0 at text."""
+    places = np.zeros(one.tokens.size, np.int64)
+    for number, placed in enumerate(one.pictures, start=1):
+        places[placed.start : placed.stop] = number
+    return places
+
+
+def _picture_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *, shared: bool) -> Span:
+    picture = one.pictures[number - 1].picture
+    assert isinstance(picture, StoredPicture), "a file has encoded pictures"
+    (width, height), digest = picture.size, picture.digest.hex()
+    return Span(
+        text=f"[picture {number}: {width}x{height}, {picture.num_tokens} tokens, digest {digest[:8]}…]",
+        num_tokens=picture.num_tokens,
+        trained=False,
+        shared=shared,
+        special=True,
+        picture=SpanPicture(number=number, width=width, height=height, digest=digest, thumbnail=thumbnails.of(picture)),
     )
 
 

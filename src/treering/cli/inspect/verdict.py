@@ -22,6 +22,24 @@ def verdict(report: FileReport, model_shape: str) -> str:
     return " ".join([gain, because, *_about_rewards(report)])
 
 
+def picture_line(report: FileReport, model_shape: str) -> str:
+    """How many pictures a file has, and what trees gain with the vision tower counted.
+
+    Example: 16 rows after the same picture of 256 tokens are 16 pictures, 1 computed.
+    """
+    found = report.pictures
+    assert found is not None, "the file has pictures"
+    counts = (
+        f"{stem_of(report)}: {found.pictures:,} pictures of {found.distinct_in_file:,} kinds, of which trees compute "
+        f"{found.distinct:,}; they are {found.tokens:,} of its tokens, {found.unique_tokens:,} with sharing"
+    )
+    if found.flop_bound is None:
+        return f"{counts}; the vision tower is not counted, as no config.json beside the tokenizer says its sizes."
+    return (
+        f"{counts}. With the vision tower trees can train it at most {found.flop_bound:.2f}x as fast ({model_shape})."
+    )
+
+
 def next_command(reports: Sequence[FileReport], tokenizer: str | None, *, has_causes: bool) -> str:
     """What to run after the reports: a configuration where it pays, else the search for what keeps sharing away.
 

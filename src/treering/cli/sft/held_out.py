@@ -1,7 +1,9 @@
 """The [eval] section of `treering sft`: which tasks are held out."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from treering.cli.corpus import Corpus, load_corpus
 from treering.config import SftConfig
 from treering.data.held_out import is_held_out
 from treering.errors import InputError
-from treering.types import TokenIds
+from treering.train.loop.batches import TrainingTask
 
 
 def split_corpus(
@@ -64,9 +66,9 @@ def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
 
 def _notes(held: Corpus, trained: Corpus) -> list[str]:
     """What a user should know of the two parts."""
-    known = {_digest(sequence) for task in trained.tasks for sequence in task.sequences}
+    known = {digest for task in trained.tasks for digest in _digests(task)}
     trained.release()
-    common = [task for task in held.tasks if any(_digest(sequence) in known for sequence in task.sequences)]
+    common = [task for task in held.tasks if not known.isdisjoint(_digests(task))]
     notes = [*held.notes, f"{len(held.tasks)} held-out tasks are evaluated"]
     if common:
         notes.append(
@@ -75,5 +77,10 @@ def _notes(held: Corpus, trained: Corpus) -> list[str]:
     return notes
 
 
-def _digest(sequence: TokenIds) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(sequence).data, digest_size=16).digest()
+def _digests(task: TrainingTask) -> Iterator[bytes]:
+    """Of each sequence, by its tokens and pictures."""
+    for sequence, pictures in zip_longest(task.sequences, task.pictures, fillvalue=()):
+        digest = hashlib.blake2b(np.ascontiguousarray(sequence).data, digest_size=16)
+        for placed in pictures:
+            digest.update(placed.picture.digest)
+        yield digest.digest()

@@ -76,7 +76,14 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
     num_steps = length.total
     seed = config.train.seed
     note_doing(console, "loading the model")
-    model = build_model(config.model, num_ids=corpus.num_ids, seed=seed, folder=folder, lora=config.lora)
+    model = build_model(
+        config.model,
+        num_ids=corpus.num_ids,
+        seed=seed,
+        folder=folder,
+        lora=config.lora,
+        takes_pictures=corpus.has_pictures or (held is not None and held.has_pictures),
+    )
     note_doing(console, "preparing the first step")
     note_compiling(console, fill_forest)
     compute = compute_options(config.model, config.train, num_steps)

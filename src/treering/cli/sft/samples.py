@@ -10,7 +10,9 @@ from treering.writing import writing
 
 
 def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
-    """Writes the first tasks as `samples.jsonl`, as many as a page draws, at least one.
+    """Writes the first tasks without pictures as `samples.jsonl`, as many as a page draws, at least one.
+
+    Without such a task there is no file.
 
     Raises:
         StateError: the disk is full.
@@ -18,7 +20,8 @@ def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
     Example: of tasks with 30,000 tokens each, it is the first one.
     """
     num_tokens, chosen = 0, list[Trajectory]()
-    for task in tasks[:MAX_DRAWN_PROMPTS]:
+    # A file of tokens has no form for pictures; `treering inspect --html` shows them.
+    for task in [task for task in tasks if not task.pictures][:MAX_DRAWN_PROMPTS]:
         num_tokens += sum(sequence.size for sequence in task.sequences)
         if chosen and num_tokens > MAX_DRAWN_TOKENS:
             break
@@ -26,5 +29,7 @@ def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
             Trajectory(task_id=task.task_id, tokens=tokens, loss_mask=mask, epoch=0)
             for tokens, mask in zip(task.sequences, task.loss_masks, strict=True)
         ]
+    if not chosen:
+        return
     with writing(folder / SAMPLES_FILE):
         write_trajectories(folder / SAMPLES_FILE, chosen)

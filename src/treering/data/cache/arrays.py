@@ -1,11 +1,12 @@
 """The arrays of rendered trajectories in a folder: written part by part, and mapped into memory.
 
-R rendered trajectories   F their tokens
+R rendered trajectories   F their tokens   P distinct pictures
 """
 
+import hashlib
 import json
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -14,6 +15,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from treering.data.picture import DIGEST_BYTES, Picture
+from treering.data.pictures.stored import StoredPicture
 from treering.data.rendering.renderer import RenderedTrajectory
 from treering.data.trajectory import TaskId, Trajectory
 
@@ -26,20 +29,35 @@ FLAT = MappingProxyType(
         "turn_ends": np.dtype("<i4"),
         "logprobs": np.dtype("<f8"),
         "advantages": np.dtype("<f8"),
+        "picture_starts": np.dtype("<i4"),
+        "picture_numbers": np.dtype("<i4"),
     }
 )
-"""Arrays of all rows one after another, each in a file of its name; rows without log-probs or advantages have no part
-in theirs."""
+"""Arrays of all rows one after another, each in a file of its name; rows without log-probs, advantages or pictures have
+no part in theirs."""
+CONTENTS = "picture_contents"
+"""The encoded bytes of all distinct pictures one after another, uint8, in a file of that name."""
+PICTURES_FILE = "pictures.npy"
 
 ROW = np.dtype(
     [
-        *((name, "<i8") for name in ("num_tokens", "num_turns", "task", "index", "epoch", "step")),
+        *((name, "<i8") for name in ("num_tokens", "num_turns", "num_pictures", "task", "index", "epoch", "step")),
         *((name, "<i8") for name in ("num_sampled", "largest_id")),
         *((name, "<f8") for name in ("reward", "advantage")),
         *((name, "?") for name in ("has_logprobs", "has_advantages")),
     ]
 )
 """What is known of a row; -1 and NaN stand for None."""
+PICTURE = np.dtype(
+    [
+        ("size", "<i8", 2),
+        ("grid", "<i8", 3),
+        ("num_tokens", "<i8"),
+        ("num_bytes", "<i8"),
+        ("digest", "u1", DIGEST_BYTES),
+    ]
+)
+"""What is known of a distinct picture; a grid of -1 stands for None."""
 
 
 class ArrayWriter:
@@ -53,13 +71,14 @@ class ArrayWriter:
         self._folder = folder
         self._streams: dict[str, BinaryIO] = {}
         self._open = ExitStack()
-        self._sizes = dict.fromkeys(FLAT, 0)
+        self._sizes = dict.fromkeys((*FLAT, CONTENTS), 0)
         self._rows: list[npt.NDArray[np.void]] = []
+        self._pictures = PictureWriter()
         self._tasks: dict[TaskId, int] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for name, dtype in FLAT.items():
+            for name, dtype in {**FLAT, CONTENTS: np.dtype("u1")}.items():
                 self._streams[name] = stack.enter_context(open(self._folder / f"{name}.npy", "wb"))
                 _write_header(self._streams[name], dtype, 0)
             self._open = stack.pop_all()
@@ -76,13 +95,27 @@ class ArrayWriter:
         """Adds the rows of trajectories, of which the first one has the index `first_index`."""
         rows = []
         for one in rendered:
+            numbers = [self._pictures.number_of(placed.picture, self._add_content) for placed in one.pictures]
+            starts = [placed.start for placed in one.pictures]
+            values = {"picture_starts": np.array(starts), "picture_numbers": np.array(numbers)}
             for name in FLAT:
-                values = getattr(one, name)
-                if values is not None:
-                    self._streams[name].write(np.ascontiguousarray(values, FLAT[name]).data)
-                    self._sizes[name] += values.size
+                self._add(name, values[name] if name in values else getattr(one, name))
             rows.append(self._row(trajectories[one.index - first_index], one))
         self._rows.append(np.array(rows, ROW))
+
+    @property
+    def picture_files(self) -> dict[str, str]:
+        """SHA-256 of each local file of a picture, by the name that the records give it."""
+        return self._pictures.files
+
+    def _add_content(self, content: bytes) -> None:
+        self._add(CONTENTS, np.frombuffer(content, np.uint8))
+
+    def _add(self, name: str, values: npt.NDArray[Any] | None) -> None:
+        if values is not None:
+            dtype = FLAT.get(name, np.dtype("u1"))
+            self._streams[name].write(np.ascontiguousarray(values, dtype).data)
+            self._sizes[name] += values.size
 
     def _row(self, trajectory: Trajectory, one: RenderedTrajectory) -> tuple[Any, ...]:
         counts = (trajectory.epoch, trajectory.step)
@@ -90,6 +123,7 @@ class ArrayWriter:
         return (
             one.tokens.size,
             one.turn_ends.size,
+            len(one.pictures),
             self._tasks.setdefault(one.task_id, len(self._tasks)),
             one.index,
             *(-1 if count is None else count for count in counts),
@@ -103,9 +137,40 @@ class ArrayWriter:
     def _finish(self) -> None:
         for name, stream in self._streams.items():
             stream.seek(0)
-            _write_header(stream, FLAT[name], self._sizes[name])
+            _write_header(stream, FLAT.get(name, np.dtype("u1")), self._sizes[name])
+        np.save(self._folder / PICTURES_FILE, self._pictures.records)
         np.save(self._folder / ROWS_FILE, np.concatenate([np.empty(0, ROW), *self._rows]))
         (self._folder / TASKS_FILE).write_text(json.dumps(list(self._tasks)), encoding="utf-8")
+
+
+class PictureWriter:
+    """Numbers distinct pictures, each of which is written once."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._records: list[tuple[Any, ...]] = []
+
+    @property
+    def records(self) -> npt.NDArray[np.void]:
+        """[P] records of `PICTURE`."""
+        return np.array(self._records, PICTURE)
+
+    def number_of(self, picture: Picture, write: Callable[[bytes], None]) -> int:
+        """The number of a picture; the bytes of a new one go to `write`."""
+        assert isinstance(picture, StoredPicture), "a file has encoded pictures"
+        source = picture.source
+        is_new, is_new_file = picture.digest not in self._numbers, source.file not in (None, *self.files)
+        content = source.read() if is_new or is_new_file else b""
+        if source.file is not None and is_new_file:
+            self.files[source.file] = hashlib.sha256(content).hexdigest()
+        if is_new:
+            self._numbers[picture.digest] = len(self._records)
+            digest = np.frombuffer(picture.digest, np.uint8)
+            grid = picture.grid or (-1, -1, -1)
+            self._records.append((picture.size, grid, picture.num_tokens, len(content), digest))
+            write(content)
+        return self._numbers[picture.digest]
 
 
 class MappedArray:

@@ -20,7 +20,8 @@ from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 
 PART_SIZE = 1 << 20
-"""Characters of messages, or token ids, of a part; a template that rewrites history makes a multiple of it."""
+"""Characters of messages, bytes of their pictures, or token ids, of a part; a template that rewrites history makes a
+multiple of it."""
 _LARGE = 8_000_000
 """Bytes of a file from which starting processes pays."""
 _SAY_EVERY_S = 0.1
@@ -92,6 +93,7 @@ def build(
         notes=tuple(notes.sentences()),
         tokenizer=None if renderer.tokenizer is None else str(renderer.tokenizer),
         form=renderer.form_in_words if renderer.counts.num_chats > num_chats else None,
+        picture_files=writer.picture_files,
     )
 
 
@@ -173,7 +175,10 @@ def _size(trajectory: Trajectory) -> int:
     if trajectory.messages is None:
         assert trajectory.tokens is not None, "a trajectory has messages or tokens"
         return int(trajectory.tokens.size)
-    return sum(len(message.content or "") + len(message.reasoning or "") for message in trajectory.messages) + 1
+    texts = sum(len(message.content or "") + len(message.reasoning or "") for message in trajectory.messages)
+    return (
+        1 + texts + sum(len(one.source.content or b"") for message in trajectory.messages for one in message.pictures)
+    )
 
 
 def _num_bytes(path: Path) -> int:

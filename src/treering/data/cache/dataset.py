@@ -1,17 +1,21 @@
 """The rendered trajectories of a file or folder, task by task, out of arrays that are mapped into memory."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.cache.arrays import FLAT, ROWS_FILE, TASKS_FILE, MappedArray
+from treering.data.cache.arrays import CONTENTS, FLAT, PICTURES_FILE, ROWS_FILE, TASKS_FILE, MappedArray
+from treering.data.picture import PlacedPicture
+from treering.data.pictures.source import PictureSource
+from treering.data.pictures.stored import OpenPicture, StoredPicture
 from treering.data.rendering.renderer import RenderedTrajectory
 from treering.data.trajectory import TaskId
+from treering.errors import InputError
 from treering.types import TokenIds
 
 _RELEASE_TOKENS = 1 << 24
@@ -34,6 +38,8 @@ class DatasetFacts:
     """How chats have become text; see `Renderer.form_in_words`."""
     tokenizer: str | None
     """Its folder, as it was named."""
+    picture_files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each local file of a picture, by the name that the records give it."""
 
     def named(self, source: str, tokenizer: str | None) -> "DatasetFacts":
         """The same facts of an equal file that has another name, and of an equal tokenizer."""
@@ -45,6 +51,17 @@ class DatasetFacts:
         return replace(self, source=source, tokenizer=tokenizer, form=form, warnings=warnings, notes=notes)
 
 
+def no_processor(picture: StoredPicture) -> npt.NDArray[np.float32]:
+    """Refuses to make values.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(
+        "the values of a picture are made by the model's processor, got no folder of one; pass tokenizer=DIR"
+    )
+
+
 class TokenDataset:
     """R rendered trajectories, the rows, in file order, and the tasks that they belong to.
 
@@ -53,8 +70,11 @@ class TokenDataset:
     Example: of rows of the tasks a, b, a there are two tasks, and `task(0)` is the first and the third row.
     """
 
-    def __init__(self, folder: Path, facts: DatasetFacts) -> None:
-        """Maps the files of a folder that `ArrayWriter` has written; they may be deleted then."""
+    def __init__(self, folder: Path, facts: DatasetFacts, open_picture: OpenPicture = no_processor) -> None:
+        """Maps the files of a folder that `ArrayWriter` has written; they may be deleted then.
+
+        `open_picture` makes the values of pictures, see `StoredPicture`.
+        """
         self.facts = facts
         """What is known of the whole."""
         self.rows: npt.NDArray[np.void] = np.load(folder / ROWS_FILE)
@@ -64,6 +84,9 @@ class TokenDataset:
         self._arrays = {name: MappedArray(folder / f"{name}.npy") for name in FLAT}
         rows = self.rows
         sizes = dict.fromkeys(FLAT, rows["num_tokens"]) | {"turn_ends": rows["num_turns"]}
+        sizes |= dict.fromkeys(("picture_starts", "picture_numbers"), rows["num_pictures"])
+        self.pictures = _pictures(folder, open_picture)
+        """The distinct pictures of all rows."""
         for name in ("logprobs", "advantages"):
             sizes[name] = np.where(rows[f"has_{name}"], rows["num_tokens"], 0)
         self._offsets = {name: _offsets(size) for name, size in sizes.items()}
@@ -90,6 +113,21 @@ class TokenDataset:
     def flat_tokens(self) -> tuple[TokenIds, npt.NDArray[np.int64]]:
         """The tokens of all rows one after another, int32 [F], and where each row begins, int64 [R + 1]."""
         return self._arrays["tokens"].values, self._offsets["tokens"]
+
+    @property
+    def flat_keys(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """As `flat_tokens`, with -(1 + n) for each token of the picture `pictures[n]`: equal keys are equal inputs.
+
+        A copy where there are pictures.
+        """
+        tokens, offsets = self.flat_tokens
+        if not self.pictures:
+            return tokens, offsets
+        keys = tokens.copy()
+        for row in np.flatnonzero(self.rows["num_pictures"]).tolist():
+            for number, placed in zip(self._part("picture_numbers", row), self._placed(row), strict=True):
+                keys[offsets[row] + placed.start : offsets[row] + placed.stop] = -1 - number
+        return keys, offsets
 
     def rows_of(self, task: int) -> npt.NDArray[np.int64]:
         """The numbers of a task's rows, ascending."""
@@ -121,7 +159,12 @@ class TokenDataset:
             advantage=_known(record["advantage"]),
             advantages=self._part("advantages", row) if record["has_advantages"] else None,
             logprobs=self._part("logprobs", row) if record["has_logprobs"] else None,
+            pictures=self._placed(row) if record["num_pictures"] else (),
         )
+
+    def _placed(self, row: int) -> tuple[PlacedPicture, ...]:
+        places = zip(self._part("picture_starts", row), self._part("picture_numbers", row), strict=True)
+        return tuple(PlacedPicture(start=int(start), picture=self.pictures[number]) for start, number in places)
 
     def release(self) -> None:
         """Gives the memory of what was read back to the system; views stay valid and read it again."""
@@ -137,6 +180,29 @@ class TokenDataset:
     def _part(self, name: str, row: int) -> npt.NDArray[Any]:
         offsets = self._offsets[name]
         return self._arrays[name].values[offsets[row] : offsets[row + 1]]
+
+
+def _pictures(folder: Path, open_picture: OpenPicture) -> tuple[StoredPicture, ...]:
+    records = np.load(folder / PICTURES_FILE)
+    if not records.size:
+        return ()
+    contents, ends = MappedArray(folder / f"{CONTENTS}.npy").values, np.cumsum(records["num_bytes"]).tolist()
+    return tuple(
+        StoredPicture(
+            source=PictureSource(content=contents[start:stop].data, where=f"picture {number}"),
+            open_picture=open_picture,
+            size=(int(record["size"][0]), int(record["size"][1])),
+            grid=None if record["grid"][0] < 0 else _triple(record["grid"]),
+            num_tokens=int(record["num_tokens"]),
+            digest=record["digest"].tobytes(),
+        )
+        for number, (record, start, stop) in enumerate(zip(records, [0, *ends[:-1]], ends, strict=True))
+    )
+
+
+def _triple(grid: npt.NDArray[np.int64]) -> tuple[int, int, int]:
+    time, height, width = (int(count) for count in grid)
+    return time, height, width
 
 
 def _renamed(text: str, old: str, new: str) -> str:

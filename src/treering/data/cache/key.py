@@ -16,13 +16,13 @@ from treering.data.formats.parts import missing_parts
 from treering.data.formats.tables import is_dataset_folder
 from treering.data.rendering.renderer import Renderer
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Of the arrays and their files."""
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 _WRITES_DATE = b"strftime_now"
 _CODE = Path(__file__).parents[1]
-_PACKAGES = ("tokenizers", "jinja2", "pyarrow")
+_PACKAGES = ("tokenizers", "jinja2", "pyarrow", "pillow", "transformers")
 
 
 def cache_key(path: Path, renderer: Renderer, options: Mapping[str, Any]) -> str:

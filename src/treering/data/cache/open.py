@@ -1,17 +1,20 @@
 """Opens a trajectory file as arrays of tokens: out of the cache, or built and kept there for the next start."""
 
+import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from treering.atomic import read_facts
 from treering.data.cache.build import OnBuild, ReadOptions, build, check_no_pairs
-from treering.data.cache.dataset import DatasetFacts, TokenDataset
-from treering.data.cache.folder import drafted, publish
+from treering.data.cache.dataset import DatasetFacts, TokenDataset, no_processor
+from treering.data.cache.folder import drafted, publish, remove
 from treering.data.cache.key import cache_key
+from treering.data.pictures.source import PictureSource
+from treering.data.pictures.stored import OpenPicture
 from treering.data.rendering.renderer import Renderer
 from treering.errors import DataWarning, InputError, StateError
 
@@ -60,17 +63,17 @@ def open_dataset(
         return facts
 
     if folder is None or not (file.is_file() or file.is_dir()):
-        return _said(_in_passing(make), file, renderer)
+        return _said(_in_passing(renderer, make), file, renderer)
     try:
         target = folder / cache_key(file, renderer, asdict(replace(options, refuses_pairs=False)))
     except OSError:
         # Reading says what is wrong with the file.
-        return _said(_in_passing(make), file, renderer)
-    dataset = _kept(target, file)
+        return _said(_in_passing(renderer, make), file, renderer)
+    dataset = _kept(target, file, renderer)
     if dataset is not None and options.refuses_pairs:
         check_no_pairs(file, dataset.facts.num_rejected)
     if dataset is None:
-        dataset = _built(target, file, make)
+        dataset = _built(target, file, renderer, make)
     return _said(dataset, file, renderer)
 
 
@@ -81,37 +84,56 @@ def _stamps(path: Path) -> list[tuple[str, int, int, int]]:
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
-def _kept(target: Path, file: Path) -> TokenDataset | None:
+def _kept(target: Path, file: Path, renderer: Renderer) -> TokenDataset | None:
     if not os.path.lexists(target):
         return None
     try:
         facts = read_facts(target)
-        return TokenDataset(target, DatasetFacts(**facts))
+        known = DatasetFacts(**facts)
+        if not _has_pictures(file, known.picture_files):
+            remove(target)
+            return None
+        return TokenDataset(target, known, _opener(renderer))
     except (StateError, OSError, ValueError, TypeError) as error:
         warnings.warn(f"{file}: its cache cannot be used and is made again ({error})", DataWarning, stacklevel=3)
         return None
 
 
-def _built(target: Path, file: Path, make: Callable[[Path], DatasetFacts]) -> TokenDataset:
+def _has_pictures(file: Path, digests: Mapping[str, str]) -> bool:
+    """Whether local pictures are those that the arrays were made of; the key knows the data file alone."""
+    folder = file if file.is_dir() else file.parent
+    try:
+        sources = {name: PictureSource(folder=folder, file=name) for name in digests}
+        return all(hashlib.sha256(sources[name].read()).hexdigest() == digest for name, digest in digests.items())
+    except InputError:
+        # Building says what is wrong with it.
+        return False
+
+
+def _opener(renderer: Renderer) -> OpenPicture:
+    return no_processor if renderer.tokenizer is None else renderer.processor.values
+
+
+def _built(target: Path, file: Path, renderer: Renderer, make: Callable[[Path], DatasetFacts]) -> TokenDataset:
     try:
         with drafted(target.parent) as draft:
             facts = make(draft)
             # Mapped before others can find it, who may replace or clear it.
-            dataset = TokenDataset(draft, facts)
+            dataset = TokenDataset(draft, facts, _opener(renderer))
             publish(draft, target, asdict(facts))
             return dataset
     except OSError as error:
         # What the file itself raises is an InputError.
         reason = error.strerror or error
         warnings.warn(f"{file}: {target.parent} keeps no cache of it ({reason})", DataWarning, stacklevel=3)
-        return _in_passing(make)
+        return _in_passing(renderer, make)
 
 
-def _in_passing(make: Callable[[Path], DatasetFacts]) -> TokenDataset:
+def _in_passing(renderer: Renderer, make: Callable[[Path], DatasetFacts]) -> TokenDataset:
     try:
         # What is mapped stays readable.
         with tempfile.TemporaryDirectory(prefix="treering-", ignore_cleanup_errors=True) as draft:
-            return TokenDataset(Path(draft), make(Path(draft)))
+            return TokenDataset(Path(draft), make(Path(draft)), _opener(renderer))
     except OSError as error:
         raise StateError(
             f"tokens are kept in the folder of temporary files while they are used, and it cannot be written "

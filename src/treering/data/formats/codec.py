@@ -17,6 +17,7 @@ from treering.data.formats.token_arrays import (
     decode_tokens,
 )
 from treering.data.formats.tool_calls import decode_tools
+from treering.data.pictures.source import MessagePicture
 from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
 from treering.errors import InputError
 from treering.types import LossMask, TokenIds
@@ -25,8 +26,14 @@ SCALARS = ("trial", "reward", "advantage", "step", "epoch", "version", "preferen
 UNREADABLE = MappingProxyType(
     {
         **dict.fromkeys(
-            ("images", "image", "videos", "video", "audio", "audios"),
-            "Treering trains on text; keep trajectories without it, or remove the key if the text stands by itself",
+            ("images", "image"),
+            'pictures stand beside messages with a part {"type": "image"} for each, in formats treering, chat and trl; '
+            "write them so, or remove the key if the text stands by itself",
+        ),
+        **dict.fromkeys(
+            ("videos", "video", "audio", "audios"),
+            "Treering trains on text and pictures; keep trajectories without it, or remove the key if the text stands "
+            "by itself",
         ),
         "label": "a label of good or bad is for KTO, which Treering lacks; keep the good ones and remove the key",
         **dict.fromkeys(
@@ -159,7 +166,14 @@ def first_prompt_id(messages: tuple[Message, ...] | None, tokens: TokenIds | Non
         return _digest(tokens[: num_prompt or None].astype("<i4").tobytes())
     roles = [message.role for message in messages]
     prompt = messages[: roles.index("assistant")] if "assistant" in roles else messages
-    return _digest(json.dumps([(message.role, message.content) for message in prompt]).encode())
+    pictures = b"".join(_picture_digest(one) for message in prompt for one in message.pictures)
+    return _digest(json.dumps([(message.role, message.content) for message in prompt]).encode() + pictures)
+
+
+def _picture_digest(picture: MessagePicture) -> bytes:
+    """Of its place and its bytes as they are stored, so that equal questions on two pictures are two tasks."""
+    content = picture.source.read()
+    return picture.at.to_bytes(8, "little") + hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _digest(content: bytes) -> str:
@@ -169,8 +183,13 @@ def _digest(content: bytes) -> str:
 def encode(trajectory: Trajectory) -> dict[str, Any]:
     """The JSON value of a trajectory, without fields that are None; `decode` reads it back.
 
+    Raises:
+        InputError: it has pictures.
+
     Example: a trajectory of task 3 with tokens 5 and 6 becomes `{"task_id": 3, "format": "chat", "tokens": [5, 6]}`.
     """
+    if trajectory.pictures or any(message.pictures for message in trajectory.messages or ()):
+        raise InputError("a trajectory with pictures is not written to a file; keep the file that it was read from")
     record: dict[str, Any] = {"task_id": trajectory.task_id, "format": trajectory.format}
     for key in SCALARS:
         record[key] = getattr(trajectory, key)

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treering.data.formats.fields import is_blank, show, text_field
+from treering.data.formats.pictures import PICTURE_PART
 from treering.data.formats.tool_calls import decode_call
+from treering.data.pictures.source import MessagePicture, PictureSource
 from treering.data.trajectory import ToolCall
 from treering.errors import InputError
 
@@ -25,6 +27,7 @@ class Content:
     """What the parts of one content say, in the order in which a message is rendered."""
 
     text: str | None = None
+    pictures: list[MessagePicture] = field(default_factory=list)
     reasoning: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)
@@ -62,8 +65,8 @@ def _add(content: Content, part: object, where: str) -> None:
     add = _KINDS.get(kind) if isinstance(kind, str) else None
     if add is None:
         raise InputError(
-            f"{where} is a part of type {show(kind)}, and Treering trains on text: {', '.join(_KINDS)}; remove the "
-            "part or the trajectory"
+            f"{where} is a part of type {show(kind)}, and Treering trains on text, and on pictures in the formats "
+            f"treering, chat and trl: {', '.join(_KINDS)}; remove the part or the trajectory"
         )
     add(content, part, where)
 
@@ -73,6 +76,16 @@ def _add_text(content: Content, part: Mapping[str, Any], where: str) -> None:
     if text and content.tool_calls:
         raise InputError(f"{where} is text after a tool call, and a message has its text first; split the message")
     content.text = (content.text or "") + text
+
+
+def _add_picture(content: Content, part: Mapping[str, Any], where: str) -> None:
+    source = part.get(PICTURE_PART)
+    if not isinstance(source, PictureSource):
+        raise InputError(f'{where} is a picture as {{"type": "image_url", ...}}, got {show(part)}; write it so')
+    if content.tool_calls:
+        raise InputError(f"{where} is a picture after a tool call, and a message has its calls last; split the message")
+    content.text = content.text or ""
+    content.pictures.append(MessagePicture(at=len(content.text), source=source))
 
 
 def _add_reasoning(content: Content, part: Mapping[str, Any], where: str) -> None:
@@ -94,11 +107,11 @@ def _add_call(content: Content, part: Mapping[str, Any], where: str) -> None:
 
 def _add_result(content: Content, part: Mapping[str, Any], where: str) -> None:
     inner = decode_content(part.get("content"), f"{where}.content")
-    if content.text:
+    if content.text or content.pictures:
         raise InputError(
             f"{where} is a tool's result after text, and a message has its results first; split the message"
         )
-    if inner.reasoning or inner.tool_calls or inner.results:
+    if inner.reasoning or inner.tool_calls or inner.results or inner.pictures:
         raise InputError(f"{where} is a tool's result and holds text only, got {show(part)}; remove the other parts")
     content.results.append(
         ToolResult(content=inner.text or "", tool_call_id=text_field(part, "tool_use_id", f"{where}.tool_use_id"))
@@ -117,6 +130,7 @@ _Adder = Callable[[Content, Mapping[str, Any], str], None]
 _KINDS: Mapping[str, _Adder] = {
     **dict.fromkeys(("text", "input_text", "output_text", "refusal"), _add_text),
     **dict.fromkeys(("reasoning", "thinking", "reasoning_text", "summary_text"), _add_reasoning),
+    PICTURE_PART: _add_picture,
     "tool_use": _add_call,
     "tool_result": _add_result,
 }

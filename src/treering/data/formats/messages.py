@@ -42,7 +42,8 @@ ABOUT_TRAINING = ("train", "loss", "mask", "learn", "ignore", "skip", "supervise
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 UNREADABLE = MappingProxyType(
     {
-        **dict.fromkeys(("images", "image", "videos", "video", "audio", "audios"), "Treering trains on text"),
+        **dict.fromkeys(("images", "image"), 'a picture is a part of the content, such as {"type": "image_url", ...}'),
+        **dict.fromkeys(("videos", "video", "audio", "audios"), "Treering trains on text and pictures"),
         **dict.fromkeys(("training_detail", "train_detail"), "a message is trained whole or not at all"),
         **dict.fromkeys(("mask", "masked", "prefix", "partial"), "its meaning differs between tools"),
         "reasoning_details": "the thought is read from reasoning_content",
@@ -124,7 +125,7 @@ def _decode(record: object, where: str) -> Iterator[Message]:
         yield Message(role="tool", content=result.content, tool_call_id=result.tool_call_id)
     calls = (*content.tool_calls, *_calls(record, where))
     text = content.text if content.text is not None else text_field(record, "refusal", f"{where}.refusal")
-    if content.results and not (text or calls):
+    if content.results and not (text or calls or content.pictures):
         return
     reasoning = _reasoning(record, content, where)
     if reasoning and role != "assistant":
@@ -132,6 +133,7 @@ def _decode(record: object, where: str) -> Iterator[Message]:
     yield Message(
         role=role,
         content=text,
+        pictures=tuple(content.pictures),
         reasoning=reasoning,
         tool_calls=calls,
         name=text_field(record, "name", f"{where}.name"),

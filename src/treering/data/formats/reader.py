@@ -28,6 +28,7 @@ from treering.data.formats.containers import read_records
 from treering.data.formats.detect import FormatName, check_format, detect
 from treering.data.formats.endings import CUT_TURN, FAILED_RUN, has_cut_turn, has_failed
 from treering.data.formats.fields import show
+from treering.data.formats.pictures import with_pictures
 from treering.data.formats.tasks import Note
 from treering.data.formats.traces import TraceTally, decode_traces, looks_like_trace
 from treering.data.trajectory import Trajectory
@@ -56,6 +57,8 @@ _DECODERS: Mapping[str, _Decode] = MappingProxyType(
         "rllm": decode_rllm,
     }
 )
+
+_WITH_PICTURES = ("treering", "chat", "trl")
 
 
 def read_trajectories(
@@ -106,6 +109,8 @@ class RecordReader:
         """Takes the file's name, which begins the warnings; the other arguments are those of `read_trajectories`."""
         self._failed = failed
         self._source = source
+        # Local pictures lie beside the file, or in the folder that is read as one set.
+        self._folder = Path(source) if Path(source).is_dir() else Path(source).parent
         self._named = None if format == "auto" else format
         self._found: FormatName | None = None
         self._notes: Counter[str] = Counter()
@@ -127,8 +132,11 @@ class RecordReader:
         try:
             if not isinstance(record, dict):
                 raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
-            found = self._decode(record, self._format_of(record), note)
+            found = self._decode(record, self._format_of(record), note, where)
         except InputError as error:
+            # A picture names its place itself.
+            if str(error).startswith(f"{where}: "):
+                raise
             raise InputError(f"{where}: {error}") from error
         except (RecursionError, OverflowError) as error:
             raise InputError(f"{where}: a record that cannot be read ({error}); repair it") from error
@@ -161,7 +169,9 @@ class RecordReader:
         self._found = found
         return found
 
-    def _decode(self, record: Mapping[str, Any], name: FormatName, note: Note) -> list[Trajectory]:
+    def _decode(self, record: Mapping[str, Any], name: FormatName, note: Note, where: str) -> list[Trajectory]:
+        if name in _WITH_PICTURES:
+            record = with_pictures(record, self._folder, where, note)
         if name != "verifiers" or not looks_like_trace(record):
             found = _DECODERS[name](record, note)
             if found and self._failed == "left_out" and has_failed(record):

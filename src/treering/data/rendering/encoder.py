@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from treering.data.picture import PlacedPicture
 from treering.data.rendering.script import TURN_END, TURN_START, Script, Span, join_scripts
 from treering.errors import ConfigError, InputError
 from treering.extras import require
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedScript:
-    """Token ids int32 [T], their mask bool [T], and int32 [turns], one past each turn's last token."""
+    """Token ids int32 [T], their mask bool [T], int32 [turns], one past each turn's last token, and pictures."""
 
     tokens: TokenIds
     loss_mask: LossMask
     turn_ends: npt.NDArray[np.int32]
+    pictures: tuple[PlacedPicture, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
@@ -133,6 +135,11 @@ class Encoder:
         found = [(one.encode(text, add_special_tokens=False), offset) for one, text, offset in parts]
         starts = [start + offset for each, offset in found for start, _ in each.offsets]
         return np.array([i for each, _ in found for i in each.ids], np.int32), np.array(starts, np.int64)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None if the tokenizer has no such token."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
 
     def has_special_text(self, text: str) -> bool:
         """Whether a text holds the text of a special token."""

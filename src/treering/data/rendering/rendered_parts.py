@@ -20,7 +20,7 @@ def missing_part(message: Message, text: str) -> str | None:
     Example: of a message "Looking." that calls track, the text `{"name": "track", "arguments": {}}` lacks "Looking.".
     """
     start, at = len(text), 0
-    for stretch in THOUGHT_TAG.split(message.content or ""):
+    for stretch in (part for text in message.stretches for part in THOUGHT_TAG.split(text)):
         found = _find_text(stretch.strip(), text, at)
         if found is None:
             return f"the text {stretch.strip()!r:.60}"

@@ -11,8 +11,16 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from treering.data.picture import PlacedPicture
+from treering.data.rendering.chat_pictures import (
+    check_pictures,
+    expanded_script,
+    num_pictures,
+    with_picture_tokens,
+)
 from treering.data.rendering.continuation import chat_continuation, plain_continuation
 from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
+from treering.data.rendering.picture_processor import PictureProcessor
 from treering.data.rendering.rendered_chat import RenderedChat, Tools
 from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
 from treering.data.rendering.template import ChatTemplate
@@ -52,6 +60,8 @@ class RenderedTrajectory:
     """float64 [T], the advantage of each token; None if unknown."""
     logprobs: npt.NDArray[np.float64] | None = None
     """float64 [T] under the policy that sampled; None if unknown."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Pictures in order, at the model's image tokens."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
@@ -135,7 +145,7 @@ class Renderer:
         of_messages: dict[int, list[EncodedScript]] = {}
         for (i, _), sequence in zip(sequences, encoded, strict=True):
             begun = self._begun(sequence) if self._template_of(trajectories[i]) is None else sequence
-            of_messages.setdefault(i, []).append(begun)
+            of_messages.setdefault(i, []).append(self._with_pictures(trajectories[i], begun))
         self._count_contents([trajectories[i] for i in written])
         return [
             _rendered(trajectory, sequence, first_index + i)
@@ -171,6 +181,7 @@ class Renderer:
 
         Example: in the plain form, user "Hi" is `<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n`.
         """
+        _check_text_alone(messages)
         trajectory = Trajectory(
             task_id=0, messages=tuple(messages), tools=tuple(tools), format=RAW_FORMAT if is_raw else "chat"
         )
@@ -202,6 +213,7 @@ class Renderer:
         Example: in the plain form, after an answer and before its result "4",
         `<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n`.
         """
+        _check_text_alone(messages)
         if self.chat_template is None:
             if self._encoder.missing_markers:
                 return None
@@ -246,6 +258,15 @@ class Renderer:
         why = f": {self.tokenizer} has no chat template" if self.template == "auto" else ""
         return f"chats are rendered in the plain form{f', {missing} as ordinary tokens' if missing else why}"
 
+    @cached_property
+    def processor(self) -> PictureProcessor:
+        """The picture half of the model's processor, in the folder of the tokenizer.
+
+        Raises:
+            InputError: no tokenizer.
+        """
+        return PictureProcessor(self._checked_folder)
+
     @property
     def _checked_folder(self) -> Path:
         if self.tokenizer is None:
@@ -268,9 +289,31 @@ class Renderer:
         self.counts.num_chats += trajectory.format != RAW_FORMAT
         template = self._template_of(trajectory)
         if template is None:
+            if num_pictures(trajectory.messages):
+                raise InputError(
+                    "pictures need the chat template of the model, and the plain form has none; use the tokenizer "
+                    "of the model"
+                )
             return [plain_scripts(trajectory)]
         chat = RenderedChat(template, trajectory.messages, trajectory.tools)
-        return [[script] for script in chat_scripts(chat)]
+        if not num_pictures(chat.messages):
+            return [[script] for script in chat_scripts(chat)]
+        placeholder = self.processor.placeholder
+        check_pictures(chat, placeholder.written)
+        return [[expanded_script(script, placeholder)] for script in chat_scripts(chat)]
+
+    def _with_pictures(self, trajectory: Trajectory, encoded: EncodedScript) -> EncodedScript:
+        """The sequence with the tokens of its pictures."""
+        sources = [one.source for message in trajectory.messages or () for one in message.pictures]
+        if not sources:
+            return encoded
+        token = self._encoder.id_of(self.processor.placeholder.token)
+        if token is None:
+            raise ConfigError(
+                f"pictures stand at the token {self.processor.placeholder.token}, which {self.tokenizer} lacks; give "
+                "the tokenizer of the model"
+            )
+        return with_picture_tokens(encoded, [self.processor.picture(source) for source in sources], token)
 
     def _begun(self, encoded: EncodedScript) -> EncodedScript:
         """The sequence after what the tokenizer writes before a text; a chat template writes that itself."""
@@ -289,6 +332,14 @@ class Renderer:
         contents = [message.content or "" for one in read for message in one.messages or ()]
         counts.num_contents += len(contents)
         counts.num_special += sum(self._encoder.has_special_text(content) for content in contents)
+
+
+def cut_pictures(pictures: Sequence[PlacedPicture], num_tokens: int) -> tuple[PlacedPicture, ...]:
+    """The pictures among the first tokens of a sequence.
+
+    Example: of pictures at the tokens 2 to 5 and 8 to 11 the first one is among the first 8 tokens.
+    """
+    return tuple(placed for placed in pictures if placed.stop <= num_tokens)
 
 
 def render(
@@ -319,7 +370,7 @@ def _given(trajectory: Trajectory) -> EncodedScript:
         mask = np.ones(tokens.size, dtype=np.bool_)
     # With tokens alone, a turn is a maximal trained run.
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
-    return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32))
+    return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32), pictures=trajectory.pictures)
 
 
 def _rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> RenderedTrajectory:
@@ -335,7 +386,15 @@ def _rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> Ren
         advantage=trajectory.advantage,
         advantages=trajectory.advantages,
         logprobs=trajectory.logprobs,
+        pictures=encoded.pictures,
     )
+
+
+def _check_text_alone(messages: Sequence[Message]) -> None:
+    if num_pictures(messages):
+        raise InputError(
+            "a prompt that is sampled from is text, and this one has pictures; sample it by an engine that sees"
+        )
 
 
 def _warn(sentence: str) -> None:

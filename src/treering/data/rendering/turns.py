@@ -130,7 +130,9 @@ def _check_marks(chat: RenderedChat, indices: Sequence[int], *, is_open: bool) -
     """Refuses a template that does not write a mark in the place of the text of each of these messages."""
     messages = chat.messages[: chat.num_seen if is_open else max(indices, default=-1) + 1]
     marks = {index: f"mark-{index}-{len(messages)}-kram" for index in indices if messages[index].content}
-    marked = [replace(message, content=marks.get(i, message.content)) for i, message in enumerate(messages)]
+    marked = [
+        replace(message, content=marks[i], pictures=()) if i in marks else message for i, message in enumerate(messages)
+    ]
     if not marks:
         return
     try:

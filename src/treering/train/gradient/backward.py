@@ -18,6 +18,7 @@ from torch import nn
 from treering.errors import InputError
 from treering.model.context import is_active, tree_attention
 from treering.model.families import find_parts
+from treering.model.forward import with_features
 from treering.model.routers import router_hooks
 from treering.ranks.agreement import agreeing
 from treering.ranks.setup import RanksOption, ranks_of, without_ddp
@@ -242,6 +243,8 @@ def _backward(
     inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
     reducing = reduced_over_ranks(team, parts, model, value_head)
     with inside, teaching(objective.distillation, of_teacher, backend), router_hooks(routers), reducing:
+        parts = with_features(parts, forests)
+        scorer = replace(scorer, parts=parts)
         batch = flatten_batch(entries, objective, sum_over_ranks)
         routing = None
         if router_losses is not None and routers is not None:
@@ -266,6 +269,8 @@ def _backward(
             on_progress=on_progress,
         )
         run.backward()
+        if parts.features is not None:
+            parts.features.backward()
         # Values of the device are read from here on.
         if routing is not None and not routing.has_load:
             routing.share_load()

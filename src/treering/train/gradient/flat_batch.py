@@ -136,6 +136,7 @@ def read_entries(forests: Sequence[Forest], objective: Objective) -> BatchEntrie
     branch_tree = [forest.branch_tree + first for forest, first in zip(forests, tree_offsets, strict=False)]
     _check_pairs(objective, branch_length.size)
     counts = entry_counts(forests, objective.masks(branch_length), objective.weighting.shared)
+    _check_pictures(forests, counts)
     return BatchEntries(
         branch_length=branch_length,
         branch_tree=np.concatenate([empty, *branch_tree]),
@@ -162,6 +163,24 @@ def flatten_batch(entries: BatchEntries, objective: Objective, sum_over_ranks: S
         pairs=objective.pairs,
         pair_weight=1.0 / max(num_pairs, 1.0),
     )
+
+
+def _check_pictures(forests: Sequence[Forest], counts: Float64Array) -> None:
+    """Refuses masks that train placeholders of pictures."""
+    start = 0
+    for forest in forests:
+        stop = start + forest.num_branch_tokens
+        if forest.pictures:
+            indices, offsets = forest.paths()
+            wrong = np.flatnonzero((forest.tokens[indices] < 0) & (counts[start:stop] > 0))
+            if wrong.size:
+                branch = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
+                raise InputError(
+                    f"token {int(wrong[0] - offsets[branch])} of sequence {branch} of its forest stands for a picture, "
+                    "and the loss would train it: a model is never trained to write pictures; give loss_masks that are "
+                    "False there"
+                )
+        start = stop
 
 
 def _check_pairs(objective: Objective, num_branches: int) -> None:

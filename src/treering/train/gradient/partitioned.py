@@ -11,9 +11,11 @@ logits are held.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.arrays import BoolArray, Int64Array
@@ -31,6 +33,7 @@ from treering.train.gradient.router_losses import Routing, branches_through, rec
 from treering.train.gradient.scoring import Scorer
 from treering.train.progress import PhaseProgress
 from treering.tree.forest import Forest
+from treering.tree.pictures import rotary_positions
 from treering.tree.plan.fragment import sight_of, take_fragment
 from treering.tree.plan.partition import PartitionedTree
 
@@ -45,6 +48,7 @@ class _OpenPartition:
     fragment: Forest
     layout: TreeLayout
     branches: Int64Array
+    positions: NDArray[np.integer[Any]]
     hidden: Tensor | None = None
     router_loss: Tensor | None = None
 
@@ -91,6 +95,7 @@ class PartitionedStep:
         for i, part in enumerate(self.tables):
             self.owner_of_edge[part.edges], self.place_of_edge[part.edges] = i, np.arange(part.edges.size)
         self._routing = routing
+        self._positions = rotary_positions(tree.forest)
         self._branches = branches_through(tree.forest)
         self._children = self._needed_children()
         self._live: dict[int, _OpenPartition] = {}
@@ -173,7 +178,7 @@ class PartitionedStep:
             live.router_loss = self._routing.loss(routes, live.branches)
 
     def _hidden(self, live: _OpenPartition) -> Tensor:
-        return hidden_states(self._scorer.parts, live.fragment, live.layout)
+        return hidden_states(self._scorer.parts, live.fragment, live.layout, live.positions)
 
     def _open(self, number: int) -> _OpenPartition:
         """Prepares a partition: its tokens, and the gateways of the ancestors that they see."""
@@ -199,9 +204,19 @@ class PartitionedStep:
             above=self._live[parent].layout.boundary if parent >= 0 else None,
         )
         layout = TreeLayout(
-            fragment, self._scorer.device, ancestors=tuple(ancestors), gateway=gateway, boundary=boundary
+            fragment,
+            self._scorer.device,
+            ancestors=tuple(ancestors),
+            gateway=gateway,
+            boundary=boundary,
+            sees_whole_pictures=self._scorer.parts.sees_whole_pictures,
         )
-        return _OpenPartition(fragment=fragment, layout=layout, branches=self._branches[tokens])
+        return _OpenPartition(
+            fragment=fragment,
+            layout=layout,
+            branches=self._branches[tokens],
+            positions=self._positions[..., tokens],
+        )
 
     def _needed_children(self) -> list[list[int]]:
         """The children of each partition with scored edges in or below them; all children if none is skipped."""

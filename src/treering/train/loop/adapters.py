@@ -30,7 +30,8 @@ class LoraOptions:
     Attributes:
         rank: of both matrices of an adapter.
         alpha: their product counts alpha / rank times.
-        target_modules: last parts of the names of linear modules; None takes all but the output head.
+        target_modules: last parts of the names of linear modules; None takes all but the output head, and of a model
+            that takes pictures those of its language model.
         base: folder or hub id of the base model, for whoever loads the adapters.
         revision: commit of a hub id.
     """
@@ -137,4 +138,12 @@ def _targets(model: PreTrainedModel, named: tuple[str, ...] | None) -> list[str]
             f"lora.target_modules names linear modules, {type(model).__name__} has {', '.join(sorted(linear))}, and "
             f"{unknown[0]!r} is none of them; correct it"
         )
+    if named is None and getattr(model.config, "vision_config", None) is not None:
+        return _in_language_model(model)
     return sorted(linear if named is None else named)
+
+
+def _in_language_model(model: PreTrainedModel) -> list[str]:
+    """Whole names: parts of a vision tower have the same last ones, or mere numbers."""
+    modules = ((name, each) for name, each in model.named_modules() if "language_model" in name.split("."))
+    return sorted(name for name, each in modules if isinstance(each, nn.Linear))

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.data.picture import PlacedPicture
 from treering.data.rendering.renderer import RenderedTrajectory, by_task
 from treering.data.trajectory import TaskId
 from treering.errors import ConfigError, InputError
@@ -29,14 +30,21 @@ class TrainingTask:
         task_id: of the trajectories that it groups.
         sequences: K token sequences, int32 [T] each.
         loss_masks: K masks, bool [T] each, True where a token is trained.
+        pictures: of each sequence; empty for text.
     """
 
     task_id: TaskId
     sequences: tuple[TokenIds, ...]
     loss_masks: tuple[LossMask, ...]
+    pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
 
     def __post_init__(self) -> None:
         shapes = [sequence.shape for sequence in self.sequences], [mask.shape for mask in self.loss_masks]
+        if self.pictures and len(self.pictures) != len(self.sequences):
+            raise InputError(
+                f"task {self.task_id!r} has pictures for {len(self.pictures)} of {len(self.sequences)} sequences; give "
+                "each sequence its own, () for none"
+            )
         if not self.sequences or shapes[0] != shapes[1]:
             raise InputError(
                 f"task {self.task_id!r} needs at least one sequence and one mask entry per token, got sequences of "
@@ -68,6 +76,7 @@ def group_by_task(trajectories: Iterable[RenderedTrajectory]) -> list[TrainingTa
             task_id=group[0].task_id,
             sequences=tuple(member.tokens for member in group),
             loss_masks=tuple(member.loss_mask for member in group),
+            pictures=tuple(member.pictures for member in group) if any(member.pictures for member in group) else (),
         )
         for group in by_task(trajectories)
     ]
@@ -128,12 +137,14 @@ def make_batch(tasks: Sequence[TrainingTask], layout: Layout) -> StepBatch:
 
     Example: a task with [5, 6, 7] and [5, 6, 8] is one forest of 4 tokens as "tree", and two of 3 as "packed".
     """
-    groups = [task.sequences for task in tasks]
+    groups = [(task.sequences, task.pictures or None) for task in tasks]
     if layout == "packed":
-        groups = [(sequence,) for group in groups for sequence in group]
+        groups = [
+            ((sequence,), pictures and (pictures[i],)) for group, pictures in groups for i, sequence in enumerate(group)
+        ]
     return StepBatch(
         num_tasks=len(tasks),
-        forests=[Forest.from_sequences(group) for group in groups],
+        forests=[Forest.from_sequences(group, pictures=pictures) for group, pictures in groups],
         loss_masks=[mask for task in tasks for mask in task.loss_masks],
     )
 

@@ -38,7 +38,11 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
+"""Of a tokenizer, and of the processor of pictures beside it."""
 _PREFIX = "step-"
 # Anything else in the folder belongs to the user, such as a copy named step-000123-best.
 CHECKPOINT_NAME = re.compile(rf"{_PREFIX}\d{{6,}}")

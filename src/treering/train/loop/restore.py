@@ -53,9 +53,10 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
     own = model.state_dict()
     if has_adapter(model):
         own = adapter_tensors(model, own)
+    by_name = _by_stored_name(model, own)
     loaded: set[int] = set()
     for name, tensor in _stored_tensors(checkpoint):
-        target = own.get(name)
+        target = by_name.get(name)
         if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
             expected = "nothing" if target is None else f"{target.dtype} {tuple(target.shape)}"
             raise StateError(
@@ -69,6 +70,17 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
         raise StateError(
             f"{checkpoint} has no {missing[0]!r}, which the model has; resume with the model that was saved"
         )
+
+
+def _by_stored_name(model: Any, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors by the names under which transformers stores them, which differ where it takes pictures."""
+    if has_adapter(model) or getattr(getattr(model, "config", None), "vision_config", None) is None:
+        return own
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # The same tensors under other names; where a conversion made new ones, those of the model would not be loaded.
+    stored: dict[str, Tensor] = revert_weight_conversion(model, own)
+    return stored
 
 
 def _place(tensor: Tensor) -> int:

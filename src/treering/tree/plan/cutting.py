@@ -7,6 +7,7 @@ thousands at most.
     S segments   R runs (parts of one segment, without a gap)
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -31,6 +32,7 @@ def cut_runs(
     budget: int,
     policy: Policy,
     is_cut: Sequence[bool],
+    wholes: Sequence[tuple[int, int]] = (),
 ) -> list[Run]:
     """Cuts a tree into labelled parts of at most `budget` tokens; the runs are all of its tokens, in packed order.
 
@@ -41,10 +43,11 @@ def cut_runs(
         budget: at least 1.
         policy: see `Policy`.
         is_cut: [S] segments that are cut off at their upper end even if they fit.
+        wholes: ranges of packed indices that stay together, ascending, of at most the budget each: pictures.
 
     Example: one segment of 10 tokens and budget 4 gives runs of 2, 4 and 4 tokens.
     """
-    return _Cutter(start, parent, num_tokens, budget).runs(policy, is_cut)
+    return _Cutter(start, parent, num_tokens, budget, wholes).runs(policy, is_cut)
 
 
 class _Cutter:
@@ -59,8 +62,16 @@ class _Cutter:
         num_labels: used so far.
     """
 
-    def __init__(self, start: Sequence[int], parent: Sequence[int], num_tokens: int, budget: int) -> None:
+    def __init__(
+        self,
+        start: Sequence[int],
+        parent: Sequence[int],
+        num_tokens: int,
+        budget: int,
+        wholes: Sequence[tuple[int, int]],
+    ) -> None:
         num_segments = len(start)
+        self.whole_starts, self.whole_stops = [first for first, _ in wholes], [stop for _, stop in wholes]
         self.start, self.parent, self.budget = start, parent, budget
         self.live = [stop - first for first, stop in zip(start, [*start[1:], num_tokens], strict=True)]
         self.size = list(self.live)
@@ -92,6 +103,13 @@ class _Cutter:
         self._cut_range(0, self.tail[0])
         return self._sorted_runs()
 
+    def _beside_wholes(self, segment: int, first: int) -> int:
+        """Token number `first` of a segment, or of one inside of what stays together the number after that."""
+        at = self.start[segment] + first
+        number = bisect_right(self.whole_starts, at) - 1
+        is_inside = number >= 0 and self.whole_starts[number] < at < self.whole_stops[number]
+        return self.whole_stops[number] - self.start[segment] if is_inside else first
+
     def _emit(self, segment: int, first: int) -> None:
         """Cuts off the live tokens of a segment from number `first` on."""
         if first == self.live[segment]:
@@ -114,17 +132,24 @@ class _Cutter:
             segment = self.after[segment]
         self._unlink(first, last)
 
-    def _trim(self, top: int, num_tokens: int) -> None:
-        """Cuts off the last `num_tokens` live tokens below `top`; at least one token must stay."""
-        self.size[top] -= num_tokens
+    def _trim(self, top: int, num_tokens: int) -> int:
+        """Cuts off the last `num_tokens` live tokens below `top`; at least one token must stay.
+
+        Returns how many it could not cut off because they stay together with others.
+        """
         while num_tokens > 0:
             tail = self.tail[top]
-            taken = min(num_tokens, self.live[tail])
+            first = self._beside_wholes(tail, max(0, self.live[tail] - num_tokens))
+            taken = self.live[tail] - first
+            if taken == 0:
+                break
             num_tokens -= taken
-            self._emit(tail, self.live[tail] - taken)
+            self.size[top] -= taken
+            self._emit(tail, first)
             if self.live[tail] == 0:
                 self.tail[top] = self.before[tail]
                 self._unlink(tail, tail)
+        return num_tokens
 
     def _cut_largest(self, children: Sequence[int]) -> None:
         """Cuts off children, largest first, until the rest fits. `children` are sorted by falling size."""
@@ -155,23 +180,22 @@ class _Cutter:
                 self._cut_range(children[smallest], self.tail[children[smallest]])
                 smallest -= 1
             if room > 0 and largest <= smallest:
-                self._trim(children[smallest], room)
+                room = self._trim(children[smallest], room)
                 smallest -= 1
-                room = 0
             self.num_labels += 1
             total -= self.budget - room
 
     def _cut_segment(self, segment: int, below: int) -> None:
         """Cuts full parts off the lower end of a segment; the first includes the `below` tokens that hang off it."""
         if below + self.live[segment] > self.budget:
-            self._emit(segment, self.live[segment] - (self.budget - below))
+            self._emit(segment, self._beside_wholes(segment, self.live[segment] - (self.budget - below)))
             if below > 0:
                 self._cut_range(self.after[segment], self.tail[segment])
                 self.tail[segment] = segment
             self.num_labels += 1
             below = 0
         while self.live[segment] > self.budget:
-            self._emit(segment, self.live[segment] - self.budget)
+            self._emit(segment, self._beside_wholes(segment, self.live[segment] - self.budget))
             self.num_labels += 1
         self.size[segment] = below + self.live[segment]
 

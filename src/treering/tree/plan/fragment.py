@@ -9,6 +9,7 @@ import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
 from treering.tree.forest import Forest
+from treering.tree.pictures import picture_tokens
 
 
 class Sight(NamedTuple):
@@ -22,13 +23,19 @@ class Sight(NamedTuple):
     position: Int64Array
 
     @classmethod
-    def within(cls, forest: Forest) -> "Sight":
+    def within(cls, forest: Forest, *, sees_whole_pictures: bool = False) -> "Sight":
         """The ranges of a forest's own tokens: each is seen by itself and its descendants.
+
+        With `sees_whole_pictures` a picture's tokens are seen by all of that picture, the earlier ones too.
 
         Example: in a forest of the branches 5, 6 and 5, 7 the rows that see the three tokens are 0:3, 1:2 and 2:3.
         """
+        first = np.arange(forest.num_tokens)
+        if sees_whole_pictures and forest.pictures:
+            pictured = picture_tokens(forest)
+            first[pictured.at] -= pictured.offset
         return cls(
-            first=np.arange(forest.num_tokens),
+            first=first,
             stop=forest.subtree_end.astype(np.int64),
             position=forest.position.astype(np.int64),
         )
@@ -59,6 +66,7 @@ def take_fragment(tree: Forest, tokens: Int32Array) -> Forest:
         branch_end=np.empty(0, np.int32),
         segment_start=segment_start.astype(np.int32),
         segment_parent=np.where(first_parent < 0, -1, segment_of[first_parent]).astype(np.int32),
+        pictures=tree.pictures,
     )
 
 

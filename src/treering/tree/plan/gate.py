@@ -5,8 +5,6 @@ Only time and memory depend on this decision; the gradient does not.
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
 
@@ -56,5 +54,4 @@ def why_unshared(number: int, tree: Forest, costs: CostModel) -> Unshared | None
 
 def chains_of(tree: Forest) -> list[Forest]:
     """Each branch of a tree as a separate tree, in order."""
-    indices, offsets = tree.paths()
-    return [Forest.from_sequences([tokens]) for tokens in np.split(tree.tokens[indices], offsets[1:-1])]
+    return [tree.take_branches([branch]) for branch in range(tree.num_branches)]

@@ -92,12 +92,17 @@ def _put_together(
 
 
 def search_cuts(
-    start: Sequence[int], parent: Sequence[int], num_tokens: int, budget: int, num_choices: int
+    start: Sequence[int],
+    parent: Sequence[int],
+    num_tokens: int,
+    budget: int,
+    num_choices: int,
+    wholes: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[Run], Grouping]:
     """The best grouping over both policies and every set of forced cuts: none, small trees' choices, `_beside_trunk`.
 
     Small trees try all sets among the segments 1 to `num_choices`. Best means the fewest partitions, then the shortest
-    longest chain of them, then the first set.
+    longest chain of them, then the first set. `wholes` are never cut; see `cut_runs`.
     """
     rest = [False] * (len(start) - 1 - num_choices)
     # The first of the chosen segments changes fastest.
@@ -105,7 +110,7 @@ def search_cuts(
     best: tuple[list[Run], Grouping] | None = None
     for is_cut in (*choices, _beside_trunk(start, parent, num_tokens, budget)):
         for policy in get_args(Policy):
-            runs = cut_runs(start, parent, num_tokens, budget, policy, is_cut)
+            runs = cut_runs(start, parent, num_tokens, budget, policy, is_cut, wholes)
             found = group_runs(runs, budget)
             if best is None or found.cost < best[1].cost:
                 best = runs, found

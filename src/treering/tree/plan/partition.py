@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from treering.errors import InputError
 from treering.tree.forest import Forest
+from treering.tree.pictures import picture_spans
 from treering.tree.plan.grouping import search_cuts
 from treering.types import is_count
 
@@ -70,11 +71,12 @@ class PartitionedTree:
 def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
     """Cuts one tree into the fewest partitions of at most `max_tokens` tokens that it finds, in short chains.
 
-    A cut may fall anywhere. Trees of up to `SMALL` segments try every set of forks to cut at; larger ones two, and take
-    O(n log n) time. Either way two policies compete: cuts at forks, and full parts that end inside segments.
+    A cut may fall anywhere but inside a picture. Trees of up to `SMALL` segments try every set of forks to cut at;
+    larger ones two, and take O(n log n) time. Either way two policies compete: cuts at forks, and full parts that end
+    inside segments.
 
     Raises:
-        InputError: a forest that is not one tree, or a budget below 1.
+        InputError: a forest that is not one tree, a budget below 1, or below the tokens of a picture.
 
     Example: one sequence of 10 tokens and a budget of 4 give partitions of 2, 4 and 4 tokens, each under the last.
     """
@@ -82,9 +84,16 @@ def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
         raise InputError(f"partitions cut one tree, got a forest of {tree.num_trees}: cut each of forest.trees()")
     if not is_count(max_tokens, least=1):
         raise InputError(f"max_tokens of a partition must be an integer of at least 1, got {max_tokens!r}")
+    wholes = picture_spans(tree)
+    largest = max((stop - first for first, stop in wholes), default=0)
+    if largest > max_tokens:
+        raise InputError(
+            f"a picture is never cut, and one of {largest} tokens does not fit max_tokens={max_tokens} of a partition: "
+            f"raise max_tokens to {largest} at least, or make pictures smaller"
+        )
     start, parent = tree.segment_start.tolist(), tree.segment_parent.tolist()
     num_choices = len(start) - 1 if len(start) <= SMALL else 0
-    runs, grouping = search_cuts(start, parent, tree.num_tokens, max_tokens, num_choices)
+    runs, grouping = search_cuts(start, parent, tree.num_tokens, max_tokens, num_choices, wholes)
     number, partition_parent = _depth_first(grouping.parent)
     of_token = np.repeat(number[grouping.partition], [run.stop - run.start for run in runs])
     order = np.argsort(of_token, kind="stable").astype(np.int32)

@@ -125,6 +125,9 @@ def plan_batch(
     """
     _check_limits(max_tokens=max_tokens, fill_tokens=fill_tokens, cut_tokens=cut_tokens)
     _check_options(costs, min_micro_batches)
+    if cut_tokens is not None:
+        # Smaller partitions are only faster, and a picture is never cut.
+        cut_tokens = max([cut_tokens, *(picture.num_tokens for forest in forests for picture in forest.pictures)])
     max_tokens = _least(max_tokens, cut_tokens)
     trees, branches = _trees(forests)
     unshared: tuple[Unshared, ...] = ()

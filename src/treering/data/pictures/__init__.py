@@ -1,0 +1,1 @@
+"""Pictures of records: where their bytes are, how they are decoded, and what is kept of them."""

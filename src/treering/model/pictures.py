@@ -1,0 +1,207 @@
+"""The vision part of a model: which pictures it takes, and their features, computed once for each distinct picture.
+
+N tokens   M tokens of all distinct pictures   C hidden size
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from treering.attention.to_device import to_device
+from treering.data.picture import Picture
+from treering.errors import InputError, UnsupportedError
+from treering.tree.forest import Forest
+from treering.tree.pictures import picture_tokens
+
+PICTURE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
+"""`config.model_type` of the supported models that take pictures."""
+
+_TOKENS_PER_CROP = MappingProxyType({"gemma3": "mm_tokens_per_image", "internvl": "image_seq_length"})
+"""Where the configuration of a family without grids says how many tokens a crop of a picture has."""
+
+_SEES_WHOLE_PICTURES = frozenset({"gemma3"})
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VisionPart:
+    """The vision tower of a model with what projects its outputs to the text.
+
+    Attributes:
+        model: the model without its head, whose `get_image_features` runs them.
+        family: of `PICTURE_FAMILIES`.
+        placeholders: token ids that stand for pictures, and for videos and sounds, which are refused.
+        sees_whole_pictures: whether a picture's tokens see all of that picture.
+        merge: patches along each side of a token's square, of a family with grids; None for one without.
+        tokens_per_crop: of a family without grids.
+        device: of the features.
+    """
+
+    model: Any
+    family: str
+    placeholders: tuple[int, ...]
+    sees_whole_pictures: bool
+    merge: int | None
+    tokens_per_crop: int | None
+    device: torch.device
+
+    def check(self, forest: Forest) -> None:
+        """Refuses pictures that the model does not take, and placeholders without a picture.
+
+        Raises:
+            InputError: names the picture or the token.
+        """
+        bare = np.flatnonzero(np.isin(forest.tokens, self.placeholders))
+        if bare.size:
+            raise InputError(
+                f"token id {int(forest.tokens[bare[0]])} at packed index {int(bare[0])} is a placeholder of model type "
+                f"{self.family!r}, and no picture stands there: give pictures with their places; video and sound are "
+                "not supported"
+            )
+        for number, picture in enumerate(forest.pictures):
+            self._check_picture(picture, f"picture {number} of {picture.num_tokens} tokens")
+        if self.sees_whole_pictures:
+            _check_apart(forest)
+
+    def _check_picture(self, picture: Picture, name: str) -> None:
+        if self.merge is not None and (picture.grid is None or picture.merge != self.merge):
+            raise InputError(
+                f"{name} has grid {picture.grid}, and model type {self.family!r} has a token for each square of "
+                f"{self.merge} x {self.merge} patches: make pictures with the processor of this model"
+            )
+        if self.tokens_per_crop is None:
+            return
+        if picture.grid is not None or len(picture.values) * self.tokens_per_crop != picture.num_tokens:
+            raise InputError(
+                f"{name} has values {picture.values.shape} and grid {picture.grid}, and model type {self.family!r} has "
+                f"no grid and {self.tokens_per_crop} tokens for each crop: make pictures with the processor of this "
+                "model"
+            )
+
+    def features(self, pictures: Sequence[Picture]) -> list[Float[Tensor, "M C"]]:
+        """Features of some pictures one after another: those that stand for their tokens, then those of deeper layers.
+
+        One call of the tower; differentiable.
+        """
+        values = torch.cat([torch.from_numpy(np.array(picture.values)) for picture in pictures]).to(self.device)
+        grids = {}
+        if self.merge is not None:
+            grids["image_grid_thw"] = torch.tensor([picture.grid for picture in pictures], device=self.device)
+        output = self.model.get_image_features(values, **grids, return_dict=True)
+        deeper = getattr(output, "deepstack_features", None) or ()
+        return [_one_after_another(level) for level in (output.pooler_output, *deeper)]
+
+
+def find_vision(causal_lm: Any) -> VisionPart | None:
+    """The vision part of a model; None of a model of text.
+
+    Raises:
+        UnsupportedError: a model whose pictures have no place in a forest yet.
+    """
+    config = causal_lm.config
+    if getattr(config, "vision_config", None) is None:
+        return None
+    family = config.model_type
+    if family not in PICTURE_FAMILIES:
+        raise UnsupportedError(
+            f"model type {family!r} takes images and is not supported; supported are {', '.join(PICTURE_FAMILIES)}; to "
+            "train on text alone, take its language model out as a causal language model of its own"
+        )
+    per_crop = _TOKENS_PER_CROP.get(family)
+    ids = (getattr(config, name, None) for name in _PLACEHOLDERS)
+    return VisionPart(
+        model=causal_lm.model,
+        family=family,
+        placeholders=tuple(token for token in ids if token is not None),
+        sees_whole_pictures=family in _SEES_WHOLE_PICTURES,
+        merge=None if per_crop else config.vision_config.spatial_merge_size,
+        tokens_per_crop=getattr(config, per_crop) if per_crop else None,
+        device=next(causal_lm.model.parameters()).device,
+    )
+
+
+class PictureFeatures:
+    """Features of distinct pictures, computed once and read by every pass of a step.
+
+    Passes read leaves, in which gradients are summed in float32 or wider; `backward` takes the sums through the vision
+    part once.
+    """
+
+    def __init__(self, vision: VisionPart, pictures: Sequence[Picture], *, is_apart: bool) -> None:
+        """With `is_apart` passes read leaves; else gradients of a pass go through the vision part at once."""
+        self._first = dict(zip((one.digest for one in pictures), _starts(pictures), strict=True))
+        self._outputs = vision.features(pictures) if pictures else []
+        self.levels = [_leaf(output) for output in self._outputs] if is_apart else self._outputs
+
+    def rows(self, forest: Forest) -> Int[np.ndarray, " P"]:
+        """Row of the features of each picture token of a forest, int64, in packed order."""
+        pictured = picture_tokens(forest)
+        first = np.array([self._first[picture.digest] for picture in forest.pictures], np.int64)
+        return first[pictured.number] + pictured.offset
+
+    def backward(self) -> None:
+        """Adds the gradients of the vision part to `.grad`."""
+        pairs = [(output, leaf.grad) for output, leaf in zip(self._outputs, self.levels, strict=True)]
+        wanted = [(output, grad.to(output.dtype)) for output, grad in pairs if grad is not None]
+        if wanted:
+            torch.autograd.backward([output for output, _ in wanted], [grad for _, grad in wanted])
+
+
+def distinct_pictures(forests: Sequence[Forest]) -> list[Picture]:
+    """Each picture of some forests once, in the order of first appearance.
+
+    Example: two forests with the same picture have one.
+    """
+    return list({picture.digest: picture for forest in forests for picture in forest.pictures}.values())
+
+
+def embedded(embedding: nn.Module, forest: Forest, features: PictureFeatures, device: torch.device) -> dict[str, Any]:
+    """What the decoder gets in place of token ids: embeddings with the features of pictures at their places.
+
+    Also the features of deeper layers, where the vision part has them.
+    """
+    at = to_device(picture_tokens(forest).at, device)
+    rows = to_device(features.rows(forest), device)
+    tokens = to_device(np.maximum(forest.tokens, 0), device)[None]
+    embeddings: Tensor = embedding(tokens.long())
+    own, *deeper = [level[rows].to(embeddings.dtype) for level in features.levels]
+    inputs: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(1, at, own[None])}
+    if deeper:
+        is_picture = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
+        is_picture[0, at] = True
+        inputs |= {"visual_pos_masks": is_picture, "deepstack_visual_embeds": deeper}
+    return inputs
+
+
+def _leaf(output: Tensor) -> Tensor:
+    wide = torch.promote_types(output.dtype, torch.float32)
+    return output.detach().to(wide).requires_grad_(output.requires_grad)
+
+
+def _starts(pictures: Sequence[Picture]) -> list[int]:
+    sizes = [picture.num_tokens for picture in pictures]
+    return (np.cumsum(sizes) - sizes).tolist() if sizes else []
+
+
+def _one_after_another(level: Any) -> Tensor:
+    """[M, C] of one tensor per picture, or of [crops, tokens, C]."""
+    return torch.cat(list(level)) if isinstance(level, tuple | list) else level.flatten(0, -2)
+
+
+def _check_apart(forest: Forest) -> None:
+    """Refuses pictures side by side, whose tokens stock models let see each other."""
+    pictured = picture_tokens(forest)
+    starts = pictured.at[pictured.offset == 0]
+    above = forest.parent[starts]
+    beside = starts[(above >= 0) & (forest.tokens[above] < 0)]
+    if beside.size:
+        raise InputError(
+            f"a picture follows another one without a token between at packed index {int(beside[0])}, and the model "
+            "would see them as one: put its begin and end tokens around each, as its processor does"
+        )

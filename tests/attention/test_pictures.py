@@ -1,0 +1,81 @@
+"""Attention both ways within pictures: every backend's pairs are those of the rule, under windows and in partitions."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tree.plan.test_cutting_pictures import random_tree
+from treering.attention import Form, TreeLayout
+from treering.attention.api import attend
+from treering.attention.schedule.build import build_schedule
+from treering.data.picture import Picture, PlacedPicture
+from treering.tree.forest import Forest
+from treering.tree.pictures import picture_spans
+
+LARGE = [Picture(values=np.full((1, 2), n, np.float32), num_tokens=n) for n in (150, 50, 33)]
+
+
+def large_tree() -> Forest:
+    """Pictures that take calls of their own, longer and shorter than the windows."""
+    ids = [1, *[9] * 150, 2, *[9] * 50, 3, *[9] * 33]
+    starts = (1, 152, 203)
+    placed = [PlacedPicture(start=at, picture=one) for at, one in zip(starts, LARGE, strict=True)]
+    sequences = [[*ids, *range(4, 60)], [*ids, 5, 6], [*ids[:202], *range(10, 80)], [1, *range(4, 50)]]
+    return Forest.from_sequences(sequences, pictures=[placed, placed, placed[:2], []])
+
+
+def expected_mask(forest: Forest, window: int | None) -> np.ndarray:
+    """The rule, token by token: ancestors, and all of a token's own picture, within the window."""
+    visible = np.zeros((forest.num_tokens, forest.num_tokens), bool)
+    span_of = {token: span for span in picture_spans(forest) for token in range(*span)}
+    for query in range(forest.num_tokens):
+        at = query
+        while at >= 0:
+            visible[query, at] = True
+            at = int(forest.parent[at])
+        visible[query, slice(*span_of.get(query, (0, 0)))] = True
+    if window is None:
+        return visible
+    return visible & (forest.position[:, None] - forest.position[None, :] < window)
+
+
+TREES = [*(random_tree(seed) for seed in range(8)), large_tree()]
+
+
+@pytest.mark.parametrize("window", [None, 4, 20, 60, 200])
+@pytest.mark.parametrize("number", range(len(TREES)))
+def test_calls_cover_the_visible_pairs_once(number: int, window: int | None) -> None:
+    forest = TREES[number]
+    layout = TreeLayout(forest, torch.device("cpu"), sees_whole_pictures=True)
+    expected = expected_mask(forest, window)
+    assert (layout.visible(window).numpy() == expected).all()
+    schedule = build_schedule(layout.sight, forest.segment_start, window)
+    count = np.zeros(expected.shape, int)
+    for call in (*schedule.within, *schedule.across):
+        rows = np.arange(call.query_start, call.query_stop)
+        keys = call.key_indices()
+        pairs = np.ones((rows.size, keys.size), bool)
+        if call.visibility.value == "causal":
+            pairs = np.tril(pairs)
+        elif call.visibility.value == "masked":
+            pairs = call.mask(layout.sight, layout.sight.position)
+        count[np.ix_(rows, keys)] += pairs
+    assert (count == expected).all()
+
+
+@pytest.mark.parametrize("backend", ["segments", "triton", "flex"])
+@pytest.mark.parametrize("window", [None, 60])
+def test_backends_agree_with_the_reference(backend: str, window: int | None) -> None:
+    forest = TREES[-1]
+    torch.manual_seed(0)
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    given = [torch.randn(1, heads, forest.num_tokens, 8, dtype=dtype) for heads in (2, 1, 1)]
+
+    def run(name: str) -> list[torch.Tensor]:
+        leaves = [one.clone().requires_grad_(backend != "flex") for one in given]
+        layout = TreeLayout(forest, torch.device("cpu"), sees_whole_pictures=True)
+        out = attend(*leaves, layout=layout, form=Form(scale=0.3, window=window), backend=name)
+        return [out] if backend == "flex" else [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for mine, wanted in zip(run(backend), run("reference"), strict=True):
+        assert torch.allclose(mine, wanted, rtol=0, atol=(1e-9 if dtype == torch.float64 else 1e-4))

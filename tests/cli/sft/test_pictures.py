@@ -1,0 +1,170 @@
+"""`treering sft` on chats with pictures: a model that sees trains on them, shared or not, to the same losses."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
+from treering.cli.corpus import load_corpus
+from treering.cli.sft.held_out import split_corpus
+from treering.cli.training import run_sft
+from treering.config import SftConfig, load
+from treering.errors import ConfigError
+
+_TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 16,
+    "window_size": 112,
+    "fullatt_block_indexes": [0],
+}
+CONFIG = """
+[model]
+path = "{model}"
+[data]
+files = ["set.jsonl"]
+cache = "off"
+[train]
+num_steps = 3
+trees_per_step = 2
+learning_rate = 1e-2
+layout = "{layout}"
+max_batch_tokens = 4000
+[run]
+dir = "{layout}"
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a small Qwen2.5-VL that reads the tokenizer of the tests."""
+    folder = make_folder(tmp_path_factory.mktemp("vlm"), "qwen")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = {f"{name}_token_id": tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
+    edges = {f"vision_{name}_token_id": tokenizer.token_to_id(f"<|vision_{name}|>") for name in ("start", "end")}
+    text = {**_TEXT, "vocab_size": tokenizer.get_vocab_size()}
+    torch.manual_seed(0)
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=_VISION, **ids, **edges)
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def write_rows(folder, name="set.jsonl", seeds=range(3)):
+    """Two answers each to one question on some pictures, so that equal ids stand for other pixels."""
+    with open(folder / name, "w") as stream:
+        for number, seed in enumerate(seeds):
+            part = {"type": "image", "image": as_uri(as_bytes(picture(seed, (56, 56))))}
+            for answer in ("the agent calls", "the agent answers"):
+                asked = {"role": "user", "content": [part, {"type": "text", "text": "the tool"}]}
+                # All of one task: what keeps the branches apart is the pictures alone.
+                row = {"task_id": number // 2, "messages": [asked, {"role": "assistant", "content": answer}]}
+                stream.write(json.dumps(row) + "\n")
+
+
+def losses(folder, capsys, model, layout, *overrides):
+    (folder / f"{layout}.toml").write_text(CONFIG.format(model=model, layout=layout))
+    run_sft(config_path=folder / f"{layout}.toml", overrides=list(overrides), json_output=True)
+    summary = json.loads(capsys.readouterr().out)
+    rows = [json.loads(line) for line in (folder / layout / "metrics.jsonl").read_text().splitlines()]
+    return summary, [row["train/loss"] for row in rows]
+
+
+def test_trees_and_separate_sequences_train_alike(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    shared, of_trees = losses(tmp_path, capsys, model, "tree")
+    plain, of_rows = losses(tmp_path, capsys, model, "packed")
+    assert shared["unique_tokens"] < plain["unique_tokens"] == shared["flat_tokens"]
+    # Rounding of float32, which steps of Adam make larger.
+    assert of_trees == pytest.approx(of_rows, rel=1e-4)
+    assert of_trees[-1] < of_trees[0]
+    weights = transformers.AutoModelForImageTextToText.from_pretrained(shared["checkpoint"])
+    first = transformers.AutoModelForImageTextToText.from_pretrained(model)
+    moved = dict(first.named_parameters())
+    assert all(not torch.equal(weight, moved[name]) for name, weight in weights.named_parameters() if "visual" in name)
+    assert (tmp_path / shared["checkpoint"] / "preprocessor_config.json").is_file()
+
+
+def test_a_frozen_vision_part_stays_and_the_rest_is_trained(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    summary, _ = losses(tmp_path, capsys, model, "tree", "model.vision=frozen", "train.num_steps=1")
+    weights = transformers.AutoModelForImageTextToText.from_pretrained(summary["checkpoint"])
+    first = dict(transformers.AutoModelForImageTextToText.from_pretrained(model).named_parameters())
+    stays = {name: torch.equal(weight, first[name]) for name, weight in weights.named_parameters()}
+    assert {name for name, same in stays.items() if same} == {name for name in stays if "visual" in name}
+
+
+def weights_of(checkpoint, name="model.safetensors"):
+    return load_file(checkpoint / name)
+
+
+def test_a_resumed_run_has_the_weights_of_one_that_was_not_stopped(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    losses(tmp_path, capsys, model, "tree", "train.num_steps=1", "train.schedule=constant")
+    resumed, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=2", "train.schedule=constant")
+    assert resumed["resumed_from_step"] == 1
+    found = weights_of(tmp_path / resumed["checkpoint"])
+    (tmp_path / "tree").rename(tmp_path / "first")
+    whole, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=2", "train.schedule=constant")
+    expected = weights_of(tmp_path / whole["checkpoint"])
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_adapters_are_of_the_language_model_and_resume(tmp_path, monkeypatch, capsys, model):
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    options = ("lora.rank=2", "train.schedule=constant")
+    losses(tmp_path, capsys, model, "tree", "train.num_steps=1", *options)
+    summary, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=2", *options)
+    adapters = weights_of(tmp_path / summary["checkpoint"], "adapter_model.safetensors")
+    assert len(adapters) == 2 * 2 * 7
+    assert all("language_model" in name for name in adapters)
+    assert any(weight.any() for name, weight in adapters.items() if "lora_B" in name)
+
+
+def test_a_model_that_does_not_see_is_refused(tmp_path, monkeypatch, capsys, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG.format(model=model, layout="tree"))
+    text = (tmp_path / "run.toml").read_text().replace(f'path = "{model}"', "hidden_size = 16")
+    (tmp_path / "run.toml").write_text(text.replace("[data]", f'[data]\ntokenizer = "{model}"'))
+    with pytest.raises(ConfigError, match=r"takes none; set model\.path"):
+        run_sft(config_path=tmp_path / "run.toml", overrides=[], json_output=True)
+
+
+def test_equal_ids_on_other_pixels_are_other_data(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    write_rows(tmp_path, "other.jsonl", range(3, 6))
+    (tmp_path / "run.toml").write_text(CONFIG.format(model=model, layout="tree"))
+    digests, said = set(), []
+    for name in ("set.jsonl", "other.jsonl"):
+        config = load(SftConfig, tmp_path / "run.toml", [f'eval.files=["{name}"]'])
+        corpus = load_corpus(config.data, config_dir=tmp_path, vocab_size=None, model=model)
+        trained, held = split_corpus(config, corpus, config_dir=tmp_path, model=model)
+        digests.add(held.digest)
+        said.append(any("trained on too" in note for note in trained.notes))
+    assert len(digests) == 2
+    assert said == [True, False]

@@ -1,0 +1,130 @@
+"""Pictures of a dataset: kept once as their bytes, made when they are asked for, and the same out of the cache."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import treering.data.cache.open as opening
+from tests.data.pictures.vlm_folder import as_bytes, as_uri, picture
+from treering.data import Renderer, read_trajectories
+from treering.data.cache.arrays import CONTENTS
+from treering.data.cache.open import open_dataset
+from treering.data.rendering import picture_processor
+from treering.errors import InputError
+from treering.tree.forest import Forest
+
+RED, BLUE = as_bytes(picture(0)), as_bytes(picture(1, (56, 56)))
+SAID = {"role": "assistant", "content": "the tool answers"}
+
+
+def line(task, *images, text="the agent"):
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"task_id": task, "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}, SAID]}
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "blue.png").write_bytes(BLUE)
+    lines = [
+        line("a", as_uri(RED)),
+        line("b", "blue.png", as_uri(RED)),
+        line("a", as_uri(RED), text="the tool"),
+        line("c"),
+    ]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return tmp_path / "set.jsonl"
+
+
+def facts(rows):
+    return [
+        (
+            one.tokens.tolist(),
+            one.loss_mask.tolist(),
+            [(p.start, p.picture.digest, p.picture.size) for p in one.pictures],
+        )
+        for one in rows
+    ]
+
+
+def test_a_dataset_has_the_pictures_of_its_trajectories_cold_and_warm(qwen_dir, file, monkeypatch):
+    renderer = Renderer(tokenizer=qwen_dir)
+    expected = renderer.render(read_trajectories(file))
+    for folder in (None, file.parent / "cache", file.parent / "cache"):
+        dataset = open_dataset(file, Renderer(tokenizer=qwen_dir), folder=folder)
+        rows = [dataset.row(i) for i in range(4)]
+        assert facts(rows) == facts(expected)
+        assert len(dataset.pictures) == 2
+        for row, one in zip(rows, expected, strict=True):
+            for placed, wanted in zip(row.pictures, one.pictures, strict=True):
+                assert placed.picture.values.tobytes() == wanted.picture.values.tobytes()
+        if folder is not None:
+            # From now on nothing is built.
+            monkeypatch.setattr(opening, "build", None)
+    contents = next((file.parent / "cache").glob(f"*/{CONTENTS}.npy"))
+    assert np.load(contents).tobytes() == RED + BLUE
+
+
+def test_a_local_picture_that_has_changed_is_read_again(qwen_dir, file):
+    cache = file.parent / "cache"
+    before = open_dataset(file, Renderer(tokenizer=qwen_dir), folder=cache).row(1).pictures[0].picture.digest
+    (file.parent / "blue.png").write_bytes(as_bytes(picture(2, (56, 56))))
+    after = open_dataset(file, Renderer(tokenizer=qwen_dir), folder=cache).row(1).pictures[0].picture.digest
+    assert after != before
+    (file.parent / "blue.png").unlink()
+    with pytest.raises(InputError, match=r"set.jsonl:2: .*blue.png: a picture cannot be read"):
+        open_dataset(file, Renderer(tokenizer=qwen_dir), folder=cache)
+
+
+def test_few_values_are_held_and_a_changed_file_is_refused(qwen_dir, file, monkeypatch):
+    renderer = Renderer(tokenizer=qwen_dir)
+    one = renderer.render(read_trajectories(file))[1]
+    blue, red = (placed.picture for placed in one.pictures)
+    num_held, num_red, num_blue = red.values.nbytes, red.values.nbytes, blue.values.nbytes
+    monkeypatch.setattr(picture_processor, "MAX_HELD_BYTES", num_held)
+    renderer.processor._held.clear()
+    assert num_red + num_blue > num_held
+    assert red.values is red.values
+    assert blue.values is blue.values
+    assert list(renderer.processor._held) == [blue.digest]
+    (file.parent / "blue.png").write_bytes(RED)
+    assert red.values is not None
+    with pytest.raises(InputError, match=r"set.jsonl:2: .*has changed"):
+        blue.values  # noqa: B018
+
+
+def test_a_picture_travels_as_its_source(qwen_dir, file):
+    one = Renderer(tokenizer=qwen_dir).render(read_trajectories(file))[0]
+    sent = pickle.dumps(one)
+    # Its own bytes and some tokens, not the values.
+    assert len(sent) < len(RED) + 4_000 < one.pictures[0].picture.values.nbytes
+    assert pickle.loads(sent).pictures[0].picture.values.tobytes() == one.pictures[0].picture.values.tobytes()
+
+
+def test_equal_text_with_other_pixels_is_another_prefix(qwen_dir, tmp_path):
+    """Both have the same ids: what keeps them apart is the digest alone."""
+    lines = [line("a", as_uri(RED)), line("a", as_uri(as_bytes(picture(3)))), line("a", as_uri(RED))]
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    rows = Renderer(tokenizer=qwen_dir).render(read_trajectories(tmp_path / "set.jsonl"))
+    assert rows[0].tokens.tolist() == rows[1].tokens.tolist()
+    forest = Forest.from_sequences([one.tokens for one in rows], pictures=[one.pictures for one in rows])
+    before = rows[0].pictures[0].start
+    assert forest.num_tokens == 2 * rows[0].tokens.size - before
+    assert len(forest.pictures) == 2
+
+
+def test_text_loads_nothing_of_pictures(tokenizer_dir, tmp_path):
+    (tmp_path / "set.jsonl").write_text(
+        json.dumps({**line("a"), "messages": [{"role": "user", "content": "the"}, SAID]})
+    )
+    code = (
+        "import sys, pathlib\nfrom treering.data import Renderer\nfrom treering.data.cache.open import open_dataset\n"
+        f"renderer = Renderer(tokenizer=pathlib.Path({str(tokenizer_dir)!r}))\n"
+        f"dataset = open_dataset({str(tmp_path / 'set.jsonl')!r}, renderer, folder=None)\n"
+        "assert dataset.row(0).tokens.size\nprint(sorted({'PIL', 'transformers', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "[]"
