@@ -7,6 +7,7 @@ from torch import nn
 from treering.errors import StateError, UnsupportedError
 from treering.model.checks import dropout_of
 from treering.model.layers import LIGER_ACTIVATIONS
+from treering.ranks.refusals import is_of_deepspeed
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """Trainers of TRL whose padded batches run on trees; their subclasses too."""
@@ -54,11 +55,8 @@ def check_trainer(trainer: Any) -> None:
             f"{name} has neftune_noise_alpha={trainer.args.neftune_noise_alpha}, which draws other noise for a shared "
             "token in each of its rows, where it is computed once; leave neftune_noise_alpha out"
         )
-    if getattr(trainer, "is_deepspeed_enabled", False):
-        raise UnsupportedError(
-            f"{name} runs under deepspeed, which is not tested on trees; use DDP, or FSDP2 (fsdp_version: 2)"
-        )
     _check_fsdp(trainer)
+    _check_deepspeed(trainer)
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; leave it out, or use DDP")
     if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
@@ -86,6 +84,20 @@ def _check_fsdp(trainer: Any) -> None:
         )
 
 
+def _check_deepspeed(trainer: Any) -> None:
+    if is_zero3(trainer) and trainer.args.torch_compile:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} has torch_compile=True under DeepSpeed ZeRO-3, whose hooks gather weights between "
+            "layers, and the two are not tested together; set torch_compile=False, or use stage 2"
+        )
+
+
+def is_zero3(trainer: Any) -> bool:
+    """Whether DeepSpeed partitions the weights of a trainer's models."""
+    plugin = trainer.accelerator.state.deepspeed_plugin if getattr(trainer, "is_deepspeed_enabled", False) else None
+    return plugin is not None and plugin.zero_stage == 3
+
+
 def models_of(trainer: Any) -> dict[str, nn.Module]:
     """The models that a trainer calls, by what they are: policy, and reference or teacher where it has one."""
     found: dict[str, nn.Module] = {"policy": trainer.model}
@@ -96,8 +108,10 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     return found
 
 
-def without_compiler(model: nn.Module) -> nn.Module:
-    """The model inside the wrapper of `torch.compile`, which Accelerate puts around a reference beforehand."""
+def without_host(model: nn.Module) -> nn.Module:
+    """The model inside the wrapper of `torch.compile` or DeepSpeed, which a reference has before training begins."""
+    if is_of_deepspeed(type(model)):
+        model = model._modules["module"]  # type: ignore[assignment]
     inner: nn.Module = model._modules.get("_orig_mod") or model
     return inner
 

@@ -15,7 +15,7 @@ from treering.integrations.trl.requirements import (
     compiler_options,
     kind_of,
     models_of,
-    without_compiler,
+    without_host,
 )
 from treering.integrations.trl.verification import Difference, FirstMicroBatch
 from treering.model.context import tree_attention
@@ -42,7 +42,7 @@ class SharedPrefixes:
             on_error.callback(self.undo)
             self._patches: list[TreePatch] = []
             for model in models.values():
-                patched = patch(without_compiler(model), backend=backend, mode_of=trainer.model)
+                patched = patch(without_host(model), backend=backend, mode_of=trainer.model)
                 self._patches.append(patched)
                 if trainer.args.torch_compile:
                     patched.compile_layers(**compiler_options(trainer))
