@@ -48,7 +48,8 @@ def dropout_of(module: nn.Module) -> tuple[str, float]:
 def check_embedding_hooks(model: nn.Module) -> None:
     """Refuses forward hooks on the input embedding, such as the noise of NEFTune: a shared token would get it once.
 
-    Hooks of FSDP2 and DeepSpeed, and the one that makes the embedding's output require gradients, change no value and stay.
+    Hooks of FSDP2 and DeepSpeed, and the one that makes the embedding's output require gradients, change no value and
+    stay.
 
     Raises:
         UnsupportedError: a hook, by its name.

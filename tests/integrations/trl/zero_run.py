@@ -39,10 +39,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "kto 2": (runs.kto, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, {}),
     "sft 3": (runs.sft, {"stage": 3, **OFFLOADED}, {"gradient_accumulation_steps": 2}),
     "sft tied 3": (runs.sft, {"stage": 3}, {"model": {"tie_word_embeddings": True}}),
-    "sft experts 3": (runs.sft, {"stage": 3}, {"model": {"family": "qwen3_moe"}, **ROUTED}),
+    "sft experts 3": (runs.sft, {"stage": 3}, {"model": {"family": "qwen3_moe"}, "verify_first": False, **ROUTED}),
     "grpo sampled 3": (sampled, {"stage": 3}, {"beta": 0.1, "gradient_checkpointing": True}),
-    "dpo lora 3": (runs.dpo, {"stage": 3}, {"lora": True}),
-    "distillation 3": (runs.distillation, {"stage": 3}, {"gradient_accumulation_steps": 1}),
+    "dpo lora 3": (runs.dpo, {"stage": 3}, {"lora": True, "gradient_checkpointing": True, "verify_first": False}),
+    "distillation 2": (runs.distillation, {"stage": 2}, {"gradient_accumulation_steps": 1}),
 }
 
 
@@ -75,6 +75,10 @@ def options_of(name: str) -> tuple[Any, str, dict[str, Any]]:
 def trained(
     make: Any, model: str, options: dict[str, Any], *, folder: Path, shared: dict[str, Any] | None
 ) -> dict[str, Any]:
+    options = dict(options)
+    verify_first = options.pop("verify_first", True)
+    if shared is not None:
+        shared = {**shared, "verify_first": verify_first}
     gradients: list[dict[str, torch.Tensor]] = []
     stock = deepspeed.DeepSpeedEngine.step
 

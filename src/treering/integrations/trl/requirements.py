@@ -85,17 +85,47 @@ def _check_fsdp(trainer: Any) -> None:
 
 
 def _check_deepspeed(trainer: Any) -> None:
-    if is_zero3(trainer) and trainer.args.torch_compile:
+    if _zero_stage(trainer) < 3:
+        return
+    name = type(trainer).__name__
+    if trainer.args.torch_compile:
         raise UnsupportedError(
-            f"{type(trainer).__name__} has torch_compile=True under DeepSpeed ZeRO-3, whose hooks gather weights between "
-            "layers, and the two are not tested together; set torch_compile=False, or use stage 2"
+            f"{name} has torch_compile=True under DeepSpeed ZeRO-3, whose hooks gather weights between layers, and the "
+            "two are not tested together; set torch_compile=False, or use stage 2"
+        )
+    if kind_of(trainer) == "DistillationTrainer":
+        raise UnsupportedError(
+            f"{name} calls its teacher's decoder alone, whose weights DeepSpeed ZeRO-3 gathers in the order of "
+            "the first calls, and comparing the first micro-batch changes that; use stage 2"
         )
 
 
-def is_zero3(trainer: Any) -> bool:
-    """Whether DeepSpeed partitions the weights of a trainer's models."""
+def check_comparable(trainer: Any) -> None:
+    """Refuses `verify_first` where gradients cannot be taken beside those that DeepSpeed takes.
+
+    Raises:
+        UnsupportedError: names the setting, and the ones that work.
+    """
+    name, stage = type(trainer).__name__, _zero_stage(trainer)
+    kwargs = trainer.args.gradient_checkpointing_kwargs or {}
+    if stage and trainer.args.gradient_checkpointing and kwargs.get("use_reentrant", False):
+        raise UnsupportedError(
+            f"{name} recomputes by reentrant checkpointing under DeepSpeed, where torch takes no gradients but for a "
+            "step; set gradient_checkpointing_kwargs={'use_reentrant': False}, or, with LoRA under ZeRO-3, where TRL "
+            "sets it to True, verify_first=False"
+        )
+    config = trainer.model.config
+    if stage == 3 and (getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)):
+        raise UnsupportedError(
+            f"{name} trains experts, whose gradients DeepSpeed ZeRO-3 takes together, in a step only; set "
+            "verify_first=False"
+        )
+
+
+def _zero_stage(trainer: Any) -> int:
+    """0 without DeepSpeed."""
     plugin = trainer.accelerator.state.deepspeed_plugin if getattr(trainer, "is_deepspeed_enabled", False) else None
-    return plugin is not None and plugin.zero_stage == 3
+    return 0 if plugin is None else int(plugin.zero_stage)
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:

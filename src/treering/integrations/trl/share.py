@@ -10,6 +10,7 @@ from torch import Tensor
 from treering.integrations.trl.batches import Batching, keep_together
 from treering.integrations.trl.overrides import Overrides
 from treering.integrations.trl.requirements import (
+    check_comparable,
     check_no_dropout,
     check_trainer,
     compiler_options,
@@ -31,6 +32,8 @@ class SharedPrefixes:
         """Patches; see `share_prefixes`."""
         kind = kind_of(trainer)
         check_trainer(trainer)
+        if verify_first:
+            check_comparable(trainer)
         check_no_dropout(trainer.model, "policy")
         models = models_of(trainer)
         with tree_attention(trainer.model, backend) as chosen:
