@@ -114,8 +114,8 @@ def check_comparable(trainer: Any) -> None:
             "step; set gradient_checkpointing_kwargs={'use_reentrant': False}, or, with LoRA under ZeRO-3, where TRL "
             "sets it to True, verify_first=False"
         )
-    config = trainer.model.config
-    if stage == 3 and (getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)):
+    config: Any = trainer.model.config
+    if stage == 3 and (getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)):
         raise UnsupportedError(
             f"{name} trains experts, whose gradients DeepSpeed ZeRO-3 takes together, in a step only; set "
             "verify_first=False"

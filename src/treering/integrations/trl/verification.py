@@ -139,7 +139,7 @@ def _gradients(loss: Tensor, model: nn.Module, *, is_left_alone: bool) -> dict[s
     """
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not is_left_alone:
-        loss.backward()
+        torch.autograd.backward(loss)
         return {name: _own_part(weight.grad) for name, weight in weights.items() if weight.grad is not None}
     found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     return {name: grad for name, grad in zip(weights, found, strict=True) if grad is not None}
