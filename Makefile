@@ -57,7 +57,7 @@ trl-test: $(TRL)/.installed
 $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
 	$(PYTHON) -m venv --clear $(TRL)
 	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-trl.txt \
-	  -e '.[dev,liger,trl]'
+	  -e '.[dev,liger,trl]' deepspeed
 	touch $@
 
 # Inside vLLM's build for CPUs, in an environment of its own: vLLM pins torch and much else exactly. One process, because

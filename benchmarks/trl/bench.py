@@ -9,6 +9,7 @@ bound leaves out: real rows of unequal length gain more than it says.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ from treering.types import ModelShape
 SETS = ("toolbench", "hotpotqa")
 SAMPLE_TOKENS = 8_000
 SYNTHETIC = {
-    "group_260": lambda: group(260, is_shared=True),
-    "group_32000": lambda: group(32_000, is_shared=True),
+    **{f"group_{size}": partial(group, size, is_shared=True) for size in (260, 2_000, 32_000, 152_000)},
+    **{f"sft_{size}": partial(group, size, is_shared=True, trains_prompts=True) for size in (2_000, 32_000, 152_000)},
     "nothing_shared_260": lambda: group(260, is_shared=False),
     "nothing_shared_32000": lambda: group(32_000, is_shared=False),
 }

@@ -41,8 +41,15 @@ class Case:
         return [row for rows, _ in self.batches for row in rows]
 
 
-def group(vocab_size: int, *, is_shared: bool, seed: int = 0) -> Case:
-    """Eight completions of 64 to 128 tokens after a prompt of 512, or after eight different ones."""
+def group(vocab_size: int, *, is_shared: bool, trains_prompts: bool = False, seed: int = 0) -> Case:
+    """Eight completions of 64 to 128 tokens after a prompt of 512, or after eight different ones.
+
+    Args:
+        vocab_size: tokens are drawn from it.
+        is_shared: one prompt for all.
+        trains_prompts: prompts have labels too, as in SFT on whole conversations.
+        seed: of the draw.
+    """
     drawn = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -53,9 +60,9 @@ def group(vocab_size: int, *, is_shared: bool, seed: int = 0) -> Case:
     for _ in range(NUM_ROWS):
         completion = tokens(drawn.randint(*COMPLETION_TOKENS))
         rows.append([*(prompt if is_shared else tokens(NUM_PROMPT_TOKENS)), *completion])
-        masks.append([0] * NUM_PROMPT_TOKENS + [1] * len(completion))
-    name = f"{'group' if is_shared else 'nothing_shared'}_{vocab_size}"
-    return Case(name=name, vocab_size=vocab_size, batches=((rows, masks),))
+        masks.append([int(trains_prompts)] * NUM_PROMPT_TOKENS + [1] * len(completion))
+    kind = "sft" if trains_prompts else "group" if is_shared else "nothing_shared"
+    return Case(name=f"{kind}_{vocab_size}", vocab_size=vocab_size, batches=((rows, masks),))
 
 
 def real(source: TaskSource, name: str, num_tokens: int) -> Case:

@@ -7,6 +7,7 @@ from torch import nn
 from treering.errors import UnsupportedError
 from treering.model.families import ModelParts
 from treering.model.wrappers import unwrap
+from treering.ranks.refusals import is_of_deepspeed
 from treering.ranks.units import own_hooks
 
 
@@ -47,7 +48,8 @@ def dropout_of(module: nn.Module) -> tuple[str, float]:
 def check_embedding_hooks(model: nn.Module) -> None:
     """Refuses forward hooks on the input embedding, such as the noise of NEFTune: a shared token would get it once.
 
-    Hooks of FSDP2, and the one that makes the embedding's output require gradients, change no value and stay.
+    Hooks of FSDP2 and DeepSpeed, and the one that makes the embedding's output require gradients, change no value and
+    stay.
 
     Raises:
         UnsupportedError: a hook, by its name.
@@ -59,7 +61,8 @@ def check_embedding_hooks(model: nn.Module) -> None:
     own = own_hooks(embedding)
     for key, hook in embedding._forward_hooks.items():
         name = getattr(hook, "__qualname__", type(hook).__name__)
-        if key not in own and not name.endswith("make_inputs_require_grads"):
+        is_known = name.endswith("make_inputs_require_grads") or is_of_deepspeed(hook)
+        if key not in own and not is_known:
             raise UnsupportedError(
                 f"the input embedding has the forward hook {name}, which would run once on a shared token, where its "
                 "branches, trained apart, get it several times (NEFTune draws other noise for each): remove the hook, "

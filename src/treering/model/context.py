@@ -68,7 +68,7 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         >>> active.backend                              # doctest: +SKIP
         'segments'
     """
-    parts = find_parts(model)
+    parts = find_parts(model, calls_modules=True)
     check_no_dropout(model)
     check_embedding_hooks(model)
     weight = next(parts.decoder.parameters())

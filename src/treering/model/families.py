@@ -98,13 +98,17 @@ class ModelParts:
         return run(self.head, hidden) if self.shards is None else self.shards.on_head(run, hidden)
 
 
-def find_parts(model: nn.Module) -> ModelParts:
+def find_parts(model: nn.Module, *, calls_modules: bool = False) -> ModelParts:
     """The parts of a supported model, PEFT adapters included.
+
+    Args:
+        model: with its adapters and its compiler's wrapper.
+        calls_modules: see `check_parallel`.
 
     Raises:
         UnsupportedError: a model, layer, position encoding or head that would not be exact, with the reason.
     """
-    check_parallel(model, units_of(model))
+    check_parallel(model, units_of(model), calls_modules=calls_modules)
     compile_part, inner = unwrap(model)
     causal_lm = _as_causal_lm(inner)
     vision = find_vision(causal_lm)
@@ -246,7 +250,9 @@ def _check_output(causal_lm: PreTrainedModel) -> None:
 
 
 def _num_rows(table: nn.Module) -> int:
-    return int(_inner(table).weight.shape[0])
+    weight = _inner(table).weight
+    # What ZeRO-3 has partitioned has this shape only while it is gathered.
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
 def _inner(module: nn.Module) -> Any:

@@ -78,7 +78,7 @@ class TreePatch:
         self, model: nn.Module, *, backend: str = "auto", when: When = "training", mode_of: nn.Module | None = None
     ) -> None:
         """Patches a model; see `patch`."""
-        parts = find_parts(model)
+        parts = find_parts(model, calls_modules=True)
         check_no_dropout(model)
         check_embedding_hooks(model)
         self._compile, self._causal_lm = unwrap(model)
@@ -115,7 +115,7 @@ class TreePatch:
         Args:
             options: of `torch.compile`, such as its backend and mode.
         """
-        self._layers = compiled_layers(find_parts(self._causal_lm).layers, **options)
+        self._layers = compiled_layers(find_parts(self._causal_lm, calls_modules=True).layers, **options)
 
     @contextmanager
     def flat(self) -> Iterator[None]:

@@ -15,12 +15,13 @@ _USE = "use torch's fully_shard (FSDP2) with treering.ranks.prepare"
 _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
-def check_parallel(model: nn.Module, units: Sequence[Any]) -> None:
+def check_parallel(model: nn.Module, units: Sequence[Any], *, calls_modules: bool = False) -> None:
     """Refuses tensor and context parallelism, FSDP1 and DeepSpeed.
 
     Args:
         model: with all its wrappers.
         units: its units of `fully_shard`.
+        calls_modules: every weight is used in the call of its own module, whose hooks gather it under ZeRO-3.
 
     Raises:
         UnsupportedError: names what it is, and what to use.
@@ -28,6 +29,8 @@ def check_parallel(model: nn.Module, units: Sequence[Any]) -> None:
     if not is_running():
         return
     _check_wrappers(model)
+    if not calls_modules:
+        _check_gathered(model)
     _check_tensor_parallel(model, units)
     replaced = getattr(sys.modules.get(_CONTEXT_PARALLEL), "_replaced_functions", {})
     if F.scaled_dot_product_attention in replaced:
@@ -35,6 +38,11 @@ def check_parallel(model: nn.Module, units: Sequence[Any]) -> None:
             "context parallelism cuts sequences across ranks, and a forest's tokens see tokens anywhere: leave "
             f"context_parallel, set max_tokens for partitions, and {_USE}"
         )
+
+
+def is_of_deepspeed(made: Any) -> bool:
+    """Whether DeepSpeed's code defines a class or a function."""
+    return str(getattr(made, "__module__", "")).partition(".")[0] == "deepspeed"
 
 
 def _check_wrappers(model: nn.Module) -> None:
@@ -45,10 +53,16 @@ def _check_wrappers(model: nn.Module) -> None:
                 "FullyShardedDataParallel (FSDP1) flattens weights of several layers, so parts cannot be called alone: "
                 f"{_USE}"
             )
-        if type(module).__module__.partition(".")[0] == "deepspeed":
+        if is_of_deepspeed(type(module)):
             raise UnsupportedError(f"DeepSpeed's {type(module).__name__} reduces gradients in its own backward: {_USE}")
+
+
+def _check_gathered(model: nn.Module) -> None:
     if any(hasattr(weight, "ds_id") for weight in model.parameters()):
-        raise UnsupportedError(f"DeepSpeed ZeRO-3 has partitioned the weights: {_USE}")
+        raise UnsupportedError(
+            f"DeepSpeed ZeRO-3 has partitioned the weights, and gathers them where the model itself is called, as "
+            f"treering.patch(model) leaves it to a trainer: do that, or {_USE}"
+        )
 
 
 def _check_tensor_parallel(model: nn.Module, units: Sequence[Any]) -> None:

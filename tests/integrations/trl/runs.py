@@ -171,7 +171,7 @@ def made_up(prompt_ids: Any, *_: Any, **__: Any) -> tuple[Any, None]:
 def grpo(model: str, out: Path, trainer: Any = GRPOTrainer, config: Any = GRPOConfig, **options: Any) -> Any:
     extra = options.pop("trainer_options", {})
     args = config(**{"output_dir": str(out), **COMMON, **ROLLOUTS, "generation_batch_size": None, **options})
-    made = trainer(model, reward_funcs=reward, args=args, train_dataset=prompts(), **extra)
+    made = trainer(model, args=args, **{"reward_funcs": reward, "train_dataset": prompts(), **extra})
     made._generate_single_turn = made_up
     return made
 

@@ -41,13 +41,34 @@ def test_what_would_not_be_exact_is_refused_before_training(options: Any, rule: 
     assert not hasattr(trainer, "_treering_shared_prefixes")
 
 
-def test_images_and_hosts_that_shard_are_refused_by_name(tmp_path: Path) -> None:
+def test_images_are_refused_by_name(tmp_path: Path) -> None:
     trainer = runs.sft(runs.saved(), tmp_path)
-    for attribute, rule in (("_is_vlm", "images"), ("is_deepspeed_enabled", r"deepspeed.*FSDP2 \(fsdp_version: 2\)")):
-        setattr(trainer, attribute, True)
-        with pytest.raises(UnsupportedError, match=rule):
-            share_prefixes(trainer)
-        setattr(trainer, attribute, False)
+    trainer._is_vlm = True
+    with pytest.raises(UnsupportedError, match="images"):
+        share_prefixes(trainer)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "rule"),
+    [
+        (runs.sft, {"torch_compile": True}, "set torch_compile=False, or use stage 2"),
+        (runs.distillation, {}, "teacher's decoder alone.*use stage 2"),
+        (
+            runs.sft,
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "use_reentrant.*verify_first=False",
+        ),
+        (runs.sft, {"model": {"family": "qwen3_moe"}}, "trains experts.*verify_first=False"),
+    ],
+)
+def test_what_deepspeed_cannot_do_on_trees_is_refused_by_name(
+    make: Any, options: Any, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(runs.saved(**options.pop("model", {})), tmp_path, **options)
+    trainer.is_deepspeed_enabled = True
+    monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", SimpleNamespace(zero_stage=3))
+    with pytest.raises(UnsupportedError, match=rule):
+        share_prefixes(trainer)
 
 
 def test_fsdp_of_the_first_version_is_refused_and_the_second_named(

@@ -7,6 +7,7 @@ from torch import nn
 from treering.errors import StateError, UnsupportedError
 from treering.model.checks import dropout_of
 from treering.model.layers import LIGER_ACTIVATIONS
+from treering.ranks.refusals import is_of_deepspeed
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """Trainers of TRL whose padded batches run on trees; their subclasses too."""
@@ -54,11 +55,8 @@ def check_trainer(trainer: Any) -> None:
             f"{name} has neftune_noise_alpha={trainer.args.neftune_noise_alpha}, which draws other noise for a shared "
             "token in each of its rows, where it is computed once; leave neftune_noise_alpha out"
         )
-    if getattr(trainer, "is_deepspeed_enabled", False):
-        raise UnsupportedError(
-            f"{name} runs under deepspeed, which is not tested on trees; use DDP, or FSDP2 (fsdp_version: 2)"
-        )
     _check_fsdp(trainer)
+    _check_deepspeed(trainer)
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; leave it out, or use DDP")
     if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
@@ -86,6 +84,50 @@ def _check_fsdp(trainer: Any) -> None:
         )
 
 
+def _check_deepspeed(trainer: Any) -> None:
+    if _zero_stage(trainer) < 3:
+        return
+    name = type(trainer).__name__
+    if trainer.args.torch_compile:
+        raise UnsupportedError(
+            f"{name} has torch_compile=True under DeepSpeed ZeRO-3, whose hooks gather weights between layers, and the "
+            "two are not tested together; set torch_compile=False, or use stage 2"
+        )
+    if kind_of(trainer) == "DistillationTrainer":
+        raise UnsupportedError(
+            f"{name} calls its teacher's decoder alone, whose weights DeepSpeed ZeRO-3 gathers in the order of "
+            "the first calls, and comparing the first micro-batch changes that; use stage 2"
+        )
+
+
+def check_comparable(trainer: Any) -> None:
+    """Refuses `verify_first` where gradients cannot be taken beside those that DeepSpeed takes.
+
+    Raises:
+        UnsupportedError: names the setting, and the ones that work.
+    """
+    name, stage = type(trainer).__name__, _zero_stage(trainer)
+    kwargs = trainer.args.gradient_checkpointing_kwargs or {}
+    if stage and trainer.args.gradient_checkpointing and kwargs.get("use_reentrant", False):
+        raise UnsupportedError(
+            f"{name} recomputes by reentrant checkpointing under DeepSpeed, where torch takes no gradients but for a "
+            "step; set gradient_checkpointing_kwargs={'use_reentrant': False}, or, with LoRA under ZeRO-3, where TRL "
+            "sets it to True, verify_first=False"
+        )
+    config: Any = trainer.model.config
+    if stage == 3 and (getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)):
+        raise UnsupportedError(
+            f"{name} trains experts, whose gradients DeepSpeed ZeRO-3 takes together, in a step only; set "
+            "verify_first=False"
+        )
+
+
+def _zero_stage(trainer: Any) -> int:
+    """0 without DeepSpeed."""
+    plugin = trainer.accelerator.state.deepspeed_plugin if getattr(trainer, "is_deepspeed_enabled", False) else None
+    return 0 if plugin is None else int(plugin.zero_stage)
+
+
 def models_of(trainer: Any) -> dict[str, nn.Module]:
     """The models that a trainer calls, by what they are: policy, and reference or teacher where it has one."""
     found: dict[str, nn.Module] = {"policy": trainer.model}
@@ -96,8 +138,10 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     return found
 
 
-def without_compiler(model: nn.Module) -> nn.Module:
-    """The model inside the wrapper of `torch.compile`, which Accelerate puts around a reference beforehand."""
+def without_host(model: nn.Module) -> nn.Module:
+    """The model inside the wrapper of `torch.compile` or DeepSpeed, which a reference has before training begins."""
+    if is_of_deepspeed(type(model)):
+        model = model._modules["module"]  # type: ignore[assignment]
     inner: nn.Module = model._modules.get("_orig_mod") or model
     return inner
 

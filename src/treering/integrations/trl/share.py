@@ -10,12 +10,13 @@ from torch import Tensor
 from treering.integrations.trl.batches import Batching, keep_together
 from treering.integrations.trl.overrides import Overrides
 from treering.integrations.trl.requirements import (
+    check_comparable,
     check_no_dropout,
     check_trainer,
     compiler_options,
     kind_of,
     models_of,
-    without_compiler,
+    without_host,
 )
 from treering.integrations.trl.verification import Difference, FirstMicroBatch
 from treering.model.context import tree_attention
@@ -31,6 +32,8 @@ class SharedPrefixes:
         """Patches; see `share_prefixes`."""
         kind = kind_of(trainer)
         check_trainer(trainer)
+        if verify_first:
+            check_comparable(trainer)
         check_no_dropout(trainer.model, "policy")
         models = models_of(trainer)
         with tree_attention(trainer.model, backend) as chosen:
@@ -42,7 +45,7 @@ class SharedPrefixes:
             on_error.callback(self.undo)
             self._patches: list[TreePatch] = []
             for model in models.values():
-                patched = patch(without_compiler(model), backend=backend, mode_of=trainer.model)
+                patched = patch(without_host(model), backend=backend, mode_of=trainer.model)
                 self._patches.append(patched)
                 if trainer.args.torch_compile:
                     patched.compile_layers(**compiler_options(trainer))

@@ -73,8 +73,7 @@ class FirstMicroBatch:
         def gradients() -> dict[str, Tensor]:
             loss: Any = compute_loss(model, dict(inputs), num_items_in_batch=num_items)
             with torch.autocast(loss.device.type, enabled=False):
-                loss.backward()
-            return {name: _own_part(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+                return _gradients(loss, model, is_left_alone=getattr(self._trainer, "is_deepspeed_enabled", False))
 
         units = units_of(model)
         with ExitStack() as stack:
@@ -128,6 +127,22 @@ def square_apart(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> floa
         ours, theirs = (side[name].detach().cpu().double() if name in side else 0.0 for side in (gradients, stock))
         total += float(torch.as_tensor(ours - theirs).square().sum())
     return total
+
+
+def _gradients(loss: Tensor, model: nn.Module, *, is_left_alone: bool) -> dict[str, Tensor]:
+    """Those of the parameters that have one, by name.
+
+    Args:
+        loss: of `model`.
+        model: trained.
+        is_left_alone: the parameters get none, as DeepSpeed takes what one gets for its own step.
+    """
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if not is_left_alone:
+        torch.autograd.backward(loss)
+        return {name: _own_part(weight.grad) for name, weight in weights.items() if weight.grad is not None}
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(weights, found, strict=True) if grad is not None}
 
 
 def _own_part(gradient: Any) -> Tensor:

@@ -1,0 +1,138 @@
+"""Agents of several turns: TRL's own loop of tools, its environments, and episodes that come as a row a turn.
+
+Answers are made up, and what they call is read off their place in the episode: only TRL's loop is its own.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.trl import runs
+from tests.integrations.trl.test_exactness import GRADIENTS
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+NUM_TURNS = 8
+_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}w5 {{ m['content'] }} {% else %}w2 {{ m['content'] }} "
+    "{% for call in m.get('tool_calls') or [] %}w6 {{ call['function']['name'] }} "
+    "{% for key, value in call['function']['arguments'].items() %}{{ key }} {{ value }} {% endfor %}{% endfor %}"
+    "{% if m['role'] == 'assistant' %}<eos> {% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}w2 {% endif %}"
+)
+RESULT = 5
+"""The token that a tool's result begins with."""
+
+
+def w9(w4: str) -> str:
+    """Repeats a word.
+
+    Args:
+        w4: a word.
+
+    Returns:
+        The word twice.
+    """
+    return f"{w4} {w4} w7"
+
+
+class Room:
+    """An environment whose only tool tells how often it was called."""
+
+    def reset(self, **_: Any) -> None:
+        self._num_calls, self._heard = 0, 0
+
+    def w9(self, w4: str) -> str:
+        """Counts a call.
+
+        Args:
+            w4: a word.
+
+        Returns:
+            The word and the count.
+        """
+        self._num_calls += 1
+        self._heard += int(w4[1:])
+        return f"{w4} w{10 + self._num_calls}"
+
+    def get_reward(self) -> float:
+        return self._heard % 7 / 7
+
+
+def call_of(tokenizer: Any, ids: list[int], prefix: list[int] | None = None, tools: Any = None) -> dict[str, Any]:
+    """The message of an answer: a call of the tool in all turns but the last, which some episodes reach early."""
+    turn = 1 + list(prefix or []).count(RESULT)
+    message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    if turn < NUM_TURNS - ids[0] % 2:
+        function = {"name": "w9", "arguments": {"w4": f"w{ids[0]}"}}
+        message["tool_calls"] = [{"type": "function", "function": function}]
+    return message
+
+
+def answers(prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+    made = []
+    for place, ids in enumerate(prompt_ids):
+        rng = random.Random(hash((tuple(ids), place % 2)))
+        made.append([*(rng.randrange(10, 30) for _ in range(3)), runs.EOS])
+    return made, None
+
+
+def agent(model: str, out: Path, **options: Any) -> Any:
+    tokenizer = runs.tokenizer()
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.response_template = {}
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in runs.prompts()]
+    given = {"processing_class": tokenizer, "train_dataset": runs.Dataset.from_list(rows)}
+    given |= options.pop("trainer_options")
+    made = runs.grpo(model, out, trainer_options=given, max_completion_length=120, **options)
+    made._generate_single_turn = answers
+    return made
+
+
+@pytest.mark.parametrize("kind", ["tools", "environment"])
+def test_episodes_of_eight_turns_have_the_gradients_of_the_stock_trainer(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", call_of)
+    stock, ours = (
+        runs.train(
+            agent,
+            runs.saved(),
+            tmp_path / str(shared),
+            shared=shared,
+            trainer_options={"tools": [w9]} if kind == "tools" else {"environment_factory": Room, "reward_funcs": []},
+        )
+        for shared in (None, {"group_batches": False})
+    )
+    assert len(stock.gradients) == 3
+    assert runs.apart(ours.gradients, stock.gradients) <= GRADIENTS
+    assert max(runs.metrics_apart(ours.logs, stock.logs).values()) <= 1e-5
+    for log in ours.logs[:-1]:
+        assert 6 <= log["tools/call_frequency"] <= 7
+        assert log["tools/failure_frequency"] == 0
+        assert log["tree/token_ratio"] > 1
+
+
+def test_an_episode_that_comes_as_a_row_a_turn_is_computed_once(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    rows = []
+    for _ in range(4):
+        turns = [runs.words(rng, 6) for _ in range(2 * NUM_TURNS)]
+        for turn in range(NUM_TURNS):
+            said = " ".join(turns[: 2 * turn + 1])
+            rows.append({"prompt": said, "completion": f" {turns[2 * turn + 1]}"})
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": NUM_TURNS,
+        "max_length": None,
+        "trainer_options": {"train_dataset": runs.Dataset.from_list(rows)},
+        "train_sampling_strategy": "sequential",
+    }
+    stock, ours = (
+        runs.train(runs.sft, runs.saved(), tmp_path / str(shared), shared=shared, **options)
+        for shared in (None, {"group_batches": False})
+    )
+    assert runs.apart(ours.gradients, stock.gradients) <= GRADIENTS
+    # Turn t repeats t turns before it: 12, 24, ... 96 tokens and one EOS each, of which 96 and 8 are distinct.
+    assert ours.logs[0]["tree/token_ratio"] == pytest.approx((12 * 36 + NUM_TURNS) / (96 + NUM_TURNS), abs=1e-9)
