@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.__main__ import SUBJECTS, main
+from benchmarks.__main__ import main
 from rich.console import Console
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -63,10 +63,3 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert "absent.jsonl" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(SystemExit, match="2"):
         main(["engine", "--only", "star"])
-
-
-def test_help_says_what_each_subject_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    assert all(f"{name} {text}" in out for name, text in SUBJECTS.items())

@@ -3,12 +3,9 @@
 import json
 from pathlib import Path
 
-import numpy as np
-import pytest
 from benchmarks.draft.ablation import VARIANTS, main
 
 from tests.benchmarks.draft.drafting import write
-from treering.data import Trajectory, write_trajectories
 
 
 def test_every_policy_and_shape_drafts_no_more_than_the_tree_by_frequency_does(tmp_path: Path) -> None:
@@ -27,10 +24,3 @@ def test_every_policy_and_shape_drafts_no_more_than_the_tree_by_frequency_does(t
             assert row["ratio_to_frequency"] == row["tokens_per_step"] / reference["tokens_per_step"]
     tree, chain = (rows["treering", shape, "shipped"] for shape in ("tree", "chain"))
     assert tree["drafted_per_step"] > chain["drafted_per_step"]
-
-
-def test_a_recording_without_history_is_refused(tmp_path: Path) -> None:
-    single = tmp_path / "single.jsonl"
-    write_trajectories(single, [Trajectory(task_id="a", tokens=np.array([1, 2], np.int32))])
-    with pytest.raises(SystemExit, match="single: an ablation needs history, and no task has a second rollout"):
-        main([str(single)])

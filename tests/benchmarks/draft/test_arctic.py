@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.draft.drafters.arctic import PYTHON, ArcticConfig, grid, is_installed, replay_arctic
+from benchmarks.draft.drafters.arctic import PYTHON, ArcticConfig, is_installed, replay_arctic
 from benchmarks.draft.histories import Plan, plans
 
 from tests.benchmarks.draft.recordings import recording
 from treering.analysis.recording import Recorded
-from treering.errors import StateError
 
 STAND_IN = '''
 import json, os
@@ -180,34 +179,6 @@ def test_rollouts_may_begin_without_a_prompt(python: Path) -> None:
     (row,) = replay(found, plans(found)["siblings"], [config()], python)
     # Only the second rollout has history. Nothing stands before its first token; its second and last one is drafted.
     assert (row["tokens_per_step"], row["drafted_per_step"], row["precision"]) == (1.0, 0.25, 1.0)
-
-
-def test_the_grid_is_whole_where_history_is_and_its_ends_elsewhere() -> None:
-    all_plans = plans(samples())
-    whole = grid(all_plans["siblings"])
-    assert len(set(whole)) == 16
-    assert {(c.scope, c.draft) for c in whole} == {(s, d) for s in ("per_prompt", "global") for d in ("path", "tree")}
-    assert {(c.depth, c.max_spec_tokens) for c in whole} == {(24, 16), (64, 32)}
-    for history in ("none", "wrong_task"):
-        ends = grid(all_plans[history])  # type: ignore[index]
-        assert {c.scope for c in ends} == {"per_prompt"}
-        assert {(c.depth, c.max_spec_factor) for c in ends} == {(24, 1.0), (64, 4.0)}
-        assert set(ends) <= set(whole)
-    assert config(draft="tree").arguments()["use_tree_spec"] is True
-
-
-def test_a_process_that_fails_says_why(python: Path, tmp_path: Path) -> None:
-    (tmp_path / "site" / "arctic_inference" / "suffix_decoding" / "__init__.py").write_text("raise OSError('no disk')")
-    found = samples()
-    with pytest.raises(StateError, match=r"(?s)must run in env.*make peers.*no disk"):
-        replay(found, plans(found)["siblings"], [config()], python)
-
-
-def test_it_is_installed_where_make_peers_puts_it(tmp_path: Path) -> None:
-    python = tmp_path / "bin" / "python"
-    assert not is_installed(python)
-    (tmp_path / "lib" / "python3.11" / "site-packages" / "arctic_inference" / "suffix_decoding").mkdir(parents=True)
-    assert is_installed(python)
 
 
 def test_the_real_one_finds_what_a_sibling_wrote() -> None:

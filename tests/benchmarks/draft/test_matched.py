@@ -30,32 +30,6 @@ def test_as_much_is_drafted_as_the_rival_does_and_no_more(drafted: float) -> Non
     assert len(tried) == len(set(tried)) <= NUM_REPLAYS == 9
 
 
-@pytest.mark.parametrize(("drafted", "num_tried"), [(8.0, 0), (7.98, 0), (7.97, 8)])
-def test_nothing_is_tried_beyond_a_row_that_drafts_as_much_as_it_may_within_three_thousandths(
-    drafted: float, num_tried: int
-) -> None:
-    tried: list[float] = []
-    replay = drafter(drafted)
-    # Nothing else ever fits, so that the search ends by its number of tries.
-    found = at_most(8.0, 0.018, replay(0.018), lambda value: tried.append(value) or drafter(99.0)(value))
-    assert found == replay(0.018)
-    assert len(tried) == num_tried
-
-
-def test_a_search_ends_with_the_first_row_that_is_close_enough() -> None:
-    tried: list[float] = []
-    # The middle of 0.018 and 0.3 by the ratio drafts 7.99 tokens a step.
-    replay = drafter(7.99 * 0.07348 / 0.018)
-    found = at_most(8.0, 0.018, replay(0.018), lambda value: tried.append(value) or replay(value))
-    assert tried == [0.3, 0.07348]
-    assert found == replay(0.07348) | {"config": {"min_acceptance": 0.07348}}
-
-
-def test_the_shipped_row_stands_as_it_is_where_nothing_better_was_found() -> None:
-    shipped = {"tokens_per_step": 5.0, "drafted_per_step": 4.0}
-    assert at_most(8.0, 0.018, shipped, drafter(1.0)) == shipped
-
-
 def test_a_drafter_that_always_drafts_more_has_no_row() -> None:
     assert at_most(8.0, 0.018, drafter(1e4)(0.018), drafter(1e4)) is None
 

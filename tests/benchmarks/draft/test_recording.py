@@ -2,10 +2,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.draft.recording import read_recording, record
+from benchmarks.draft.recording import read_recording
 
 from tests.benchmarks.draft.recordings import recording
-from treering.data import Message, Trajectory, render, write_trajectories
+from treering.data import Trajectory, write_trajectories
 from treering.errors import InputError
 
 
@@ -21,27 +21,6 @@ def test_a_generation_is_the_epoch_where_all_have_one() -> None:
     rollouts = [("a", [1], "1"), ("a", [2], "1")]
     assert recording(rollouts, epochs=[3, 5]).epochs.tolist() == [3, 5]
     assert recording(rollouts).epochs.tolist() == [0, 0]
-
-
-def test_what_only_some_rollouts_have_is_said_and_tells_no_generations_apart() -> None:
-    epochs, steps = (0, None, 1, 1), (5, 6, None, None)
-    for given, generations, missing in (
-        ({}, [0] * 4, []),
-        ({"epoch": epochs}, [0] * 4, ["1 of 4 rollouts have no epoch"]),
-        ({"step": steps}, [0] * 4, ["2 of 4 rollouts have no step"]),
-        ({"epoch": epochs, "step": steps}, [0] * 4, ["1 of 4 rollouts have no epoch", "2 of 4 rollouts have no step"]),
-        ({"epoch": epochs, "step": (5, 6, 7, 8)}, [5, 6, 7, 8], ["1 of 4 rollouts have no epoch"]),
-        # With an epoch each, nobody asks for steps.
-        ({"epoch": (0, 0, 1, 1), "step": steps}, [0, 0, 1, 1], []),
-    ):
-        rollouts = [
-            Trajectory(task_id="a", tokens=np.array([i], np.int32), **{name: own[i] for name, own in given.items()})  # type: ignore[arg-type]
-            for i in range(4)
-        ]
-        found, gaps = record(rollouts, render(rollouts))
-        assert found.epochs.tolist() == generations
-        assert [gap.split(", so ")[0] for gap in gaps] == missing
-        assert all(gap.endswith(": give all of them one") for gap in gaps)
 
 
 def test_a_file_of_steps_has_steps_as_generations_and_unknown_rewards(tmp_path: Path) -> None:
@@ -77,10 +56,3 @@ def test_a_limit_takes_whole_tasks_by_a_seed_until_it_is_reached(tmp_path: Path)
     assert rollouts[1] < rollouts[40] < rollouts[80] < rollouts[1000]
     assert {tasks[i] for i in rollouts[1]} != {tasks[0]}
     assert {tasks[i] for i in rollouts[40]} != set(tasks[: len({tasks[i] for i in rollouts[40]})])
-
-
-def test_messages_need_a_tokenizer(tmp_path: Path) -> None:
-    file = tmp_path / "rollouts.jsonl"
-    write_trajectories(file, [Trajectory(task_id="a", messages=(Message(role="assistant", content="x"),))])
-    with pytest.raises(InputError, match="tokenizer=DIR"):
-        read_recording(file, None)

@@ -1,7 +1,6 @@
 """The engine benchmark: its baseline is what it says, every side samples what it is timed for, its report adds up."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,20 +10,19 @@ from benchmarks.engine import drafting as engine_drafting
 from benchmarks.engine import flips as engine_flips
 from benchmarks.engine import runs as engine_runs
 from benchmarks.engine import speed as engine_speed
-from benchmarks.engine.cases import SHAPE, Policy, random_prompts
-from benchmarks.engine.controls import measure_controls, paired_ratios
+from benchmarks.engine.cases import SHAPE, Policy
+from benchmarks.engine.controls import measure_controls
 from benchmarks.engine.drafting import DraftingSide, measure_drafting, remember
 from benchmarks.engine.flips import compare, measure_flips
 from benchmarks.engine.generate import CACHES, generate
-from benchmarks.engine.runs import count_differing, fastest, first_difference, run_all
+from benchmarks.engine.runs import count_differing, first_difference, run_all
 from benchmarks.engine.speed import measure_speed
 from benchmarks.tree.cases import build_model
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 from tests.benchmarks.tree.trajectories import TINY
 from treering.engine.request import Request
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.rl.tasks.sums import ChainedSums
 
@@ -70,10 +68,6 @@ def tokens_of(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_the_compared_model_has_one_to_two_million_parameters() -> None:
-    assert 1e6 < build_model(shape=SHAPE).num_parameters() < 2e6
-
-
 @pytest.mark.parametrize("cache", CACHES)
 def test_generate_samples_from_the_model_at_temperature_one_and_from_all_tokens(cache: str) -> None:
     model = tiny_model(certainty=10.0)
@@ -104,16 +98,6 @@ def test_generate_gives_each_prompt_its_rollout_whatever_batch_it_is_padded_in(c
             sequence.append(token)
 
 
-@pytest.mark.parametrize(("cache", "kind"), [("dynamic", DynamicCache), ("static", StaticCache)])
-def test_generate_keeps_keys_and_values_in_the_cache_that_is_named(cache: str, kind: type) -> None:
-    model, kinds = tiny_model(), []
-    model.register_forward_pre_hook(
-        lambda _, arguments, given: kinds.append(type(given["past_key_values"])), with_kwargs=True
-    )
-    generate(model, [tokens_of(1, 2)], batch_size=1, max_tokens=3, cache=cache)
-    assert kinds == [kind] * 3
-
-
 def test_generate_ends_rollouts_with_their_first_stop_token_and_counts_no_padding() -> None:
     model, prompts = tiny_model(certainty=3.0), [tokens_of(1, 2, 3)] * 30
     free = generate(model, prompts, batch_size=30, max_tokens=8)
@@ -123,18 +107,6 @@ def test_generate_ends_rollouts_with_their_first_stop_token_and_counts_no_paddin
         assert not np.isin(tokens[:-1], [4, 5, 6]).any()
         assert tokens.size == 8 or tokens[-1] in (4, 5, 6)
     assert len({tokens.size for tokens in stopped}) > 2
-
-
-def test_generate_draws_the_same_in_every_call_and_leaves_the_random_state_alone() -> None:
-    model, prompts = tiny_model(), list(random_prompts(3, 4) % 16)
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    first = generate(model, prompts, batch_size=3, max_tokens=5)
-    assert torch.rand(1) == expected
-    assert [tokens.tolist() for tokens in generate(model, prompts, batch_size=3, max_tokens=5)] == [
-        tokens.tolist() for tokens in first
-    ]
 
 
 def test_speeds_belong_to_the_fastest_setting_of_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,22 +128,6 @@ def test_speeds_belong_to_the_fastest_setting_of_each_side(monkeypatch: pytest.M
         "engine": {"setting": {"side": "engine", "num_threads": 1, "cache": None}, "tokens_per_s": 16.0},
         "ratio": 4.0,
     }
-
-
-def test_ways_take_turns_each_on_its_own_threads() -> None:
-    ran: list[tuple[str, int]] = []
-
-    def way(name: str) -> None:
-        ran.append((name, torch.get_num_threads()))
-
-    before, told = torch.get_num_threads(), list[tuple[int, int]]()
-    ways = {(name, count): partial(way, name) for name in "ab" for count in (1, 3)}
-    best = fastest(ways, 2, lambda *numbers: told.append(numbers))
-    assert (ran, told) == ([*ways] * 2, [(1, 2), (2, 2)])
-    assert {name: len(found.seconds) for name, found in best.items()} == {"a": 2, "b": 2}
-    assert torch.get_num_threads() == before
-    with pytest.raises(InputError, match="at least one run, got 0"):
-        fastest(ways, 0, lambda *numbers: None)
 
 
 def test_drafting_adds_up_and_counts_what_the_rollouts_say() -> None:
@@ -222,28 +178,11 @@ def test_every_run_of_a_drafting_side_starts_from_the_same_knowledge() -> None:
     assert first.num_drafted > 0
 
 
-def test_a_draw_is_a_group_for_each_prompt_with_the_tasks_stops() -> None:
-    policy = tiny_policy()
-    requests = policy.requests(draw=4)
-    assert [request.key for request in requests] == [
-        (prompt.prompt_id, 4, sample) for prompt in policy.task.prompts for sample in range(GROUP_SIZE)
-    ]
-    assert {(request.sampling.stop_tokens, request.sampling.max_tokens) for request in requests} == {
-        (policy.task.stop_tokens, MAX_TOKENS)
-    }
-
-
 def test_flips_are_reported_for_each_type_and_change() -> None:
     policy = tiny_policy(certainty=1.0)
-    results = measure_flips(policy, on_progress=lambda _: None, batch_size=4)
-    assert [(result.dtype, result.backend, result.change) for result in results] == [
-        (dtype, backend, change)
-        for dtype, backend in (
-            ("float64", "fused on cpu"),
-            ("float32", "fused on cpu"),
-            ("bfloat16", "plain on cpu"),
-        )
-        for change in ("batch", "batch and drafts")
+    results = measure_flips(policy, on_progress=lambda _: None, dtypes=[torch.float64], batch_size=4)
+    assert [(result.dtype, result.change) for result in results] == [
+        ("float64", change) for change in ("batch", "batch and drafts")
     ]
     assert next(policy.model.parameters()).dtype == torch.float32
     for result in results:
@@ -251,7 +190,7 @@ def test_flips_are_reported_for_each_type_and_change() -> None:
         assert result.differing_share == pytest.approx(result.num_differing / result.num_rollouts)
         assert result.flip_rate == pytest.approx(result.num_differing / result.num_compared)
         assert result.num_rollouts <= result.num_compared <= result.num_rollouts * MAX_TOKENS
-    assert [result.num_differing for result in results[:2]] == [0, 0]
+    assert [result.num_differing for result in results] == [0, 0]
 
 
 def test_flips_are_found_where_an_engine_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,15 +230,6 @@ def test_what_stands_behind_a_difference_is_not_compared() -> None:
     assert compare(rollouts, {"a": tokens_of(5, 8, 9), "b": tokens_of(1, 2, 3, 4)}) == (1, 2 + 4)
     assert compare(rollouts, rollouts) == (0, 3 + 4)
     assert count_differing(rollouts, {"a": tokens_of(5), "b": tokens_of(0)}) == 2
-
-
-def test_pairs_stand_next_to_each_other_and_change_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    # The machine is slower and slower, run by run.
-    monkeypatch.setattr(engine_controls, "process_seconds", lambda step: [step(), float(len(ran))][1])
-    ratios = paired_ratios(lambda: ran.append("drafted"), lambda: ran.append("plain"), 3)
-    assert ran == ["drafted", "plain", "plain", "drafted", "drafted", "plain"]
-    assert ratios == [2 / 1, 3 / 4, 6 / 5]
 
 
 def test_each_control_has_the_history_that_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from benchmarks.tree.cases import star
 from benchmarks.tree.steps import BASELINES
 
 from tests.benchmarks.gpu.clocks import Clock
-from treering.errors import ConfigError, UnsupportedError
 
 SMALL = star(prompt=9, response=4, group=3)
 
@@ -35,16 +34,6 @@ def test_small_trees_are_compared_in_both_dtypes_with_float32() -> None:
     assert all(1e-4 < error < 0.1 for error in half.grad_errors_to_float32.values())
 
 
-def test_what_one_part_leaves_of_the_budget_the_next_ones_have() -> None:
-    clock = Clock()
-    budget = Budget(100, clock)
-    assert budget.share_s(0.2) == pytest.approx(20)
-    clock.now += 5
-    assert budget.share_s(0.5) == pytest.approx(47.5)
-    clock.now += 200
-    assert budget.share_s(1.0) == 0
-
-
 def test_a_case_that_would_not_fit_is_skipped_by_name_and_a_shorter_wait_would_not_do() -> None:
     clock = Clock()
     report = part(10, clock)
@@ -54,37 +43,6 @@ def test_a_case_that_would_not_fit_is_skipped_by_name_and_a_shorter_wait_would_n
     assert [case["case"] for case in report.cases] == ["a", "b"]
     (skipped,) = report.skipped
     assert skipped == {"case": "c", "reason": "2 s left of 10 s, a case takes about 4 s"}
-
-
-def test_a_part_without_any_time_runs_nothing() -> None:
-    clock = Clock()
-    report = part(0, clock)
-    assert report.run("a", clock.taking(1)) is None
-    assert [skipped["case"] for skipped in report.skipped] == ["a"]
-
-
-def test_a_case_that_is_known_to_take_long_starts_only_where_it_fits_and_says_nothing_of_the_others() -> None:
-    clock = Clock()
-    report = part(100, clock)
-    report.run("short", clock.taking(5))
-    report.run("long", clock.taking(60), expected_s=60)
-    # 35 s are left: too few for another long one, and enough for one of 5 s.
-    report.run("longer", clock.taking(60), expected_s=60)
-    report.run("short again", clock.taking(5))
-    assert [case["case"] for case in report.cases] == ["short", "long", "short again"]
-    assert report.skipped == [{"case": "longer", "reason": "35 s left of 100 s, a case takes about 60 s"}]
-
-
-def test_the_last_part_of_a_run_has_all_that_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for part_name in gpu.PARTS:
-        monkeypatch.setitem(gpu.MEASURE, part_name, lambda *_: None)
-        monkeypatch.setitem(gpu.TABLES, part_name, lambda _: None)
-    for parts in (["engine"], ["exactness", "engine"]):
-        gpu.run(gpu.Settings(device="cpu", size="tiny", parts=parts, budget_s=1000.0, data=tmp_path))
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert last == "engine: at most about 1000 s"
 
 
 def test_every_case_is_on_file_at_once_and_an_error_loses_none(tmp_path: Path) -> None:
@@ -103,32 +61,6 @@ def test_every_case_is_on_file_at_once_and_an_error_loses_none(tmp_path: Path) -
     assert [(case["case"], case["took"], case["case_s"]) for case in on_file["cases"]] == [("a", 1, 1), ("c", 2, 2)]
     assert on_file["errors"] == [{"case": "b", "error": "RuntimeError: out of luck"}]
     assert [*tmp_path.iterdir()] == [file]
-
-
-def test_a_figure_that_is_not_a_number_is_an_error_of_its_case_alone(tmp_path: Path) -> None:
-    clock, file = Clock(), tmp_path / "part.json"
-    report = part(100, clock, file)
-    assert report.run("a", lambda: {"error": float("nan")}) is None
-    report.run("b", clock.taking(1))
-    on_file = json.loads(file.read_text())
-    assert [case["case"] for case in on_file["cases"]] == ["b"]
-    assert [error["case"] for error in on_file["errors"]] == ["a"]
-
-
-def test_a_device_that_an_error_has_made_unusable_loses_no_case_that_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails() -> dict[str, Any]:
-        raise RuntimeError("illegal memory access")
-
-    clock, file = Clock(), tmp_path / "part.json"
-    report = part(100, clock, file)
-    report.run("a", clock.taking(1))
-    monkeypatch.setattr(torch.cuda, "empty_cache", fails)
-    report.run("b", fails)
-    on_file = json.loads(file.read_text())
-    assert [case["case"] for case in on_file["cases"]] == ["a"]
-    assert on_file["errors"] == [{"case": "b", "error": "RuntimeError: illegal memory access"}]
 
 
 def test_on_a_device_every_part_has_a_process_and_what_ends_one_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,17 +83,6 @@ def test_on_a_device_every_part_has_a_process_and_what_ends_one_ends_no_other(mo
     assert all(arguments == ["--size", "full"] for _, arguments, _ in seen)
     # What the hanging one took beyond its share the others do without.
     assert clock.now - start == pytest.approx(300, abs=1)
-
-
-def test_a_machine_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match="torch finds none"):
-        gpu.Settings()
-
-
-def test_figures_of_a_cpu_do_not_go_where_devices_figures_are() -> None:
-    with pytest.raises(ConfigError, match="what devices have measured"):
-        gpu.Settings(device="cpu", out=gpu.RESULTS)
 
 
 def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(

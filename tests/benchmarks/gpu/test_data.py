@@ -4,14 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu.data import FILE, SETS, Workload, read_workloads, sample_workloads, write_workloads
 from benchmarks.gpu.workloads import GENERATED, deep_tree, forest_of, set_workloads, star
 from benchmarks.tree.sets import FILES, NO_SHARING
 
 from tests.benchmarks.tree.trajectories import write_folder
 from treering.data import DATA_VARIABLE, AgentSpec
-from treering.errors import InputError
 from treering.tree.forest import Forest
 
 
@@ -39,19 +37,6 @@ def test_what_is_written_is_read_back_in_order(tmp_path: Path) -> None:
     assert {branch.dtype for some in read for branch in some.sequences} == {np.dtype(np.int32)}
 
 
-def test_ids_and_files_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="fold ids"):
-        write_workloads([workload("a", [[70_000]])], tmp_path)
-    monkeypatch.setattr(gpu_data, "MAX_FILE_BYTES", 100)
-    with pytest.raises(InputError, match="write smaller samples"):
-        write_workloads([workload("a", [[1]])], tmp_path)
-
-
-def test_masks_that_do_not_fit_their_branches_are_refused() -> None:
-    with pytest.raises(InputError, match="mask entry for every token"):
-        Workload(name="a", groups=((np.arange(3, dtype=np.int32),),), masks=(np.ones(2, np.int8),))
-
-
 def test_samples_are_taken_of_the_real_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(SETS) <= {*FILES, NO_SHARING}
     monkeypatch.setenv(DATA_VARIABLE, str(write_folder(tmp_path)))
@@ -61,12 +46,6 @@ def test_samples_are_taken_of_the_real_data_folder(tmp_path: Path, monkeypatch: 
     assert [read.num_flat_tokens for read in read_workloads(tmp_path / "out")] == [
         sample.num_flat_tokens for sample in samples
     ]
-
-
-def test_without_real_data_sampling_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match=DATA_VARIABLE):
-        sample_workloads()
 
 
 def test_without_carried_sets_trees_are_generated(tmp_path: Path) -> None:

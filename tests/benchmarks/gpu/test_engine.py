@@ -1,17 +1,14 @@
 """The engine on a device: bytes counted by hand, drafts whose acceptance is as set, and every case run small."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from benchmarks.gpu.budget import PartReport
 from benchmarks.gpu.clock import Stopwatch
 from benchmarks.gpu.engine import bench as gpu_engine
 from benchmarks.gpu.engine.cases import build, full_plans, requests_of, tiny_plans
 from benchmarks.gpu.engine.drafts import ReplayDrafter
-from benchmarks.gpu.engine.generate import forget_compiled, seconds_per_token
 
 from treering.engine.backends import make_backend
 from treering.engine.decoder.weights import read_weights
@@ -111,18 +108,6 @@ def test_a_pass_for_timing_is_one_that_an_engine_makes() -> None:
     assert backend.decoder.run(batch).shape == (6, PLAN.shape.vocab_size)
 
 
-def test_the_kernels_of_products_are_told_by_tokens_of_a_pass_where_passes_are_captured() -> None:
-    pytest.importorskip("triton")
-    if not pytest.importorskip("treering.attention.triton.ops").INTERPRETED:
-        pytest.skip("the kernels are compiled here")
-    weights = read_weights(find_parts(build(PLAN, "cpu")), num_positions=40)
-    assert gpu_engine.products_of(make_backend(weights, 100, "plain")) == {}
-    backend = make_backend(weights, 100, "cuda")
-    backend.decoder.run(gpu_engine.rows_of_tokens(backend, 3, 4, 1))
-    by_torch = dict.fromkeys(("qkv", "out", "gate_up", "down", "head"), "torch")
-    assert gpu_engine.products_of(backend) == {"4": by_torch}
-
-
 def test_every_case_is_measured_and_acceptance_is_what_it_is_set_to() -> None:
     found = report()
     gpu_engine.measure_engine(found, [PLAN], "cpu", ONCE)
@@ -141,43 +126,8 @@ def test_every_case_is_measured_and_acceptance_is_what_it_is_set_to() -> None:
     gpu_engine.print_table(found.as_json())
 
 
-def test_a_model_that_does_not_fit_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = report()
-    monkeypatch.setattr(gpu_engine, "free_bytes", lambda device: PLAN.needed_bytes - 1)
-    gpu_engine.measure_engine(found, [PLAN], "cpu", ONCE)
-    assert [case["kind"] for case in found.cases] == ["memory"]
-    assert [skipped["case"] for skipped in found.skipped] == ["tiny 2"]
-
-
-def test_without_the_rate_of_memory_there_is_no_floor() -> None:
-    plan = replace(PLAN, tokens_per_row=(1,))
-    case = gpu_engine.measure_verify(build(plan, "cpu"), plan, 2, ONCE, None)
-    assert (case["floor_s"], case["over_floor"]) == (None, None)
-
-
 def test_only_steps_without_prompts_are_timed() -> None:
     engine = TorchEngine(build(PLAN, "cpu"), max_batch=2, max_tokens=200, max_prefill=3)
     seconds, step_s, rollouts = gpu_engine.timed_rollouts(engine, requests_of(PLAN, 2))
     assert {name: tokens.size for name, tokens in rollouts.items()} == {"r0": 5, "r1": 5}
     assert 0 < step_s < seconds
-
-
-def test_nothing_that_was_compiled_for_other_rows_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(PLAN, "cpu")
-    resets: list[object] = []
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(model.__dict__.get("_compiled_call")))
-    model._compiled_call = lambda: None
-    kept: list[bool] = []
-    generate = model.generate
-
-    def noting(*args: Any, **options: Any) -> Any:
-        kept.append(hasattr(model, "_compiled_call"))
-        return generate(*args, **options)
-
-    monkeypatch.setattr(model, "generate", noting)
-    assert seconds_per_token(model, 2, 3, 3) > 0
-    assert kept == [False, False]
-    # Before the first call and behind the last one, and each time with no compiled call left.
-    assert resets == [None, None]
-    # Where nothing was compiled nothing happens.
-    forget_compiled(model)

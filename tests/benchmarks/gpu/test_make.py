@@ -33,26 +33,3 @@ def test_the_tests_of_all_files_that_need_a_device_run_and_then_the_benchmarks(t
     assert measured[:2] == ["-m", "benchmarks.gpu.bench"]
     # Nothing took any time.
     assert measured[measured.index("--budget-s") + 1] in ("1199", "1200")
-
-
-def test_every_test_has_a_line_as_soon_as_it_has_run_and_no_warning_is_an_error(tmp_path: Path) -> None:
-    _, (call, _) = make_gpu(tmp_path, "exit 0")
-    assert call[:3] == ["-u", "-m", "pytest"]
-    assert "-v" in call
-    assert call[call.index("-W") + 1] == "default"
-    assert call[call.index("-m", 2) + 1] == "gpu"
-
-
-@pytest.mark.parametrize("failing", ["tests/attention", "benchmarks.gpu.bench"])
-def test_a_part_that_fails_stops_no_other_and_is_told_by_the_exit_status(tmp_path: Path, failing: str) -> None:
-    status, calls = make_gpu(tmp_path, f'[[ "$*" != *{failing}* ]]')
-    assert len(calls) == 2
-    assert status != 0
-
-
-def test_tests_that_take_too_long_are_stopped_and_leave_the_benchmarks_their_time(tmp_path: Path) -> None:
-    # `exec`, so that the signal meets what waits.
-    script = '[[ "$*" == *tests/* ]] && exec sleep 30; exit 0'
-    status, calls = make_gpu(tmp_path, script, "GPU_TEST_S=1")
-    assert len(calls) == 2
-    assert status != 0

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.loop import curves
 
 from tests.benchmarks.loop.loops import TINY, random_start
-from treering.errors import InputError
 
 RISING = [0.0, 0.0, 0.0, 0.0, 0.5, 0.7, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0]
 SLOWER = [0.0, 0.0, 0.0, 0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.8, 0.9, 0.9]
@@ -43,12 +42,3 @@ def test_every_side_has_a_curve_of_every_seed_and_the_report_is_json(tmp_path: P
     assert [[len(curve) for curve in rewards] for rewards in sides.values()] == [[8], [8], [8]]
     assert [side["side"]["staleness"] for side in report["sides"]] == [0, 0, 1]
     assert report["environment"]["seeds"] == [5]
-
-
-def test_curves_without_seeds_or_with_too_few_steps_are_refused() -> None:
-    with pytest.raises(InputError, match="one or more different seeds, got \\[\\]"):
-        curves.measure([])
-    with pytest.raises(InputError, match="got \\[1, 1\\]"):
-        curves.measure([1, 1])
-    with pytest.raises(InputError, match="got 7 steps"):
-        curves.measure([0], size=curves.RunSize(num_steps=7))

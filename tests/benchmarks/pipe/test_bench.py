@@ -20,10 +20,8 @@ from treering.config import RlConfig
 from treering.config.model import ModelConfig
 from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import InputError
 from treering.schedule.latency import Latency, linear_latency
-from treering.schedule.policies import make_policy
-from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
+from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.simulator.run import simulate
 from treering.schedule.simulator.timeline import Timeline
 
@@ -166,19 +164,6 @@ def test_a_run_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [[261 / 3, 261 / 3, 56 / 3], [128, 263 / 4, 56 / 3], [264 / 2, 263 / 4, 8]]
 
 
-def test_all_runs_draft_by_fixed_costs(tmp_path: Path) -> None:
-    start = random_start(tmp_path / "start")
-    for variant in (variant for group in pipe.variants() for variant in group):
-        config = configuration(start, TINY, variant, seed=0, run_dir=tmp_path / "run")
-        assert config.history.verify_costs == "fixed", variant.name
-
-
-def test_a_machine_with_passes_of_one_size_is_refused() -> None:
-    run = observed(records((PASS, 0.0, 1.0, 4, 0, 4, 0), (PASS, 2.0, 1.0, 4, 0, 4, 0)), [(5.0, 6.0)])
-    with pytest.raises(InputError, match="two numbers of rows"):
-        fit_machine(run, [run])
-
-
 def test_time_spent_at_half_the_speed_counts_by_the_clock() -> None:
     alone = linear_latency(step_s=1.0, row_s=0.5, prefill_s=2.0, training_s=3.0)
     machine = Machine(alone=alone, factors=np.array([1.0, 1.5, 2.0]), update_s=0.25)
@@ -247,14 +232,6 @@ def test_a_prediction_of_equal_rollouts_is_what_one_calculates(tmp_path: Path) -
     )
 
 
-def test_nothing_moves_in_a_prediction(tmp_path: Path) -> None:
-    forecast = Forecast(lengths=np.array([50.0, 1.0, 1.0, 1.0]), prompts=np.zeros(4))
-    config = config_of(tmp_path, "histopipe", 1)
-    cluster = cluster_of(config)
-    assert cluster.rebalancing == "queued"
-    assert make_policy("histopipe").assign(PlanRequest(step=1, cluster=cluster, forecasts=(forecast,))).moving == "off"
-
-
 class Listening(Policy):
     """Notes the time of a decode step with one row in each request."""
 
@@ -312,8 +289,3 @@ def test_every_policy_samples_the_same_and_has_a_prediction(tmp_path: Path) -> N
     assert set(found["latency"]) == {f"{row['policy']}-{row['staleness']}-{row['drafts']}" for row in rows}
     assert found["latency"]["fifo-0-off"]["tokens_per_step"] is None
     assert any(note.startswith("predicted within 15%") for note in found["notes"])
-
-
-def test_no_run_at_all_is_refused_before_anything_is_trained() -> None:
-    with pytest.raises(InputError, match="at least one run, got 0"):
-        pipe.measure(num_runs=0, on_progress=lambda words: pytest.fail("measured"))

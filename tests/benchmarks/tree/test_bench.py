@@ -1,17 +1,15 @@
 """The tree benchmark: its cases are the published ones, all that it times computes one gradient, its report adds up."""
 
 import json
-from collections.abc import Iterator
 
 import benchmarks.tree.bench
 import pytest
 import torch
-from benchmarks.common.timing import interleaved_medians, one_thread
+from benchmarks.common.timing import interleaved_medians
 from benchmarks.peers.peer import PYTHON, find_peers
 from benchmarks.tree.cases import SHAPE, Case, build_model, caterpillar, published_cases, star, two_level
 from benchmarks.tree.steps import build_steps, gradient_after, relative_error
 
-from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import bounds
 
@@ -52,12 +50,6 @@ def test_the_published_cases_have_the_published_sizes(case: Case, flat: int, uni
 )
 def test_chance_never_merges_siblings(case: Case, unique: int) -> None:
     assert Forest.from_sequences(case.sequences).num_tokens == unique
-
-
-def test_a_case_without_context_before_its_trained_tokens_is_refused() -> None:
-    sequences = star(prompt=2, response=4, group=2).sequences
-    with pytest.raises(InputError, match="last 6 tokens of branches as short as 6"):
-        Case(name="bad", sequences=sequences, num_trained=6)
 
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=lambda case: case.name)
@@ -108,33 +100,6 @@ def test_steps_alternate_and_one_slow_run_does_not_move_a_median() -> None:
 
     assert interleaved_medians(steps, 3, clock) == {"a": 3.0, "b": 5.0}
     assert ran == ["a", "b"] * 3
-
-
-def test_no_run_at_all_is_refused() -> None:
-    with pytest.raises(InputError, match="at least one run, got 0"):
-        interleaved_medians({}, 0, lambda step: 0.0)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_one_thread_is_given_back_after_an_error() -> None:
-    inside: list[int] = []
-
-    @one_thread()
-    def fail() -> None:
-        inside.append(torch.get_num_threads())
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert (inside, torch.get_num_threads()) == ([1], 2)
 
 
 @pytest.mark.slow

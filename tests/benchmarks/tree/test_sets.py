@@ -9,11 +9,9 @@ from benchmarks.tree.real import count, tokens_at_peak
 from benchmarks.tree.sets import (
     FILES,
     NO_SHARING,
-    SET_NAMES,
     SHAPE,
     TaskSample,
     TaskSource,
-    find_source,
     fold_tasks,
     lone_branch,
     num_flat_tokens,
@@ -23,8 +21,8 @@ from benchmarks.tree.sets import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.benchmarks.tree.trajectories import trajectories, write_folder
-from treering.data import DATA_VARIABLE, Message, Trajectory
+from tests.benchmarks.tree.trajectories import write_folder
+from treering.data import Message, Trajectory
 from treering.errors import InputError
 from treering.train.loop.batches import TrainingTask, task_order
 
@@ -36,11 +34,6 @@ GENERATED = [name for name in FILES if name != "tau_tools"]
 @pytest.fixture
 def source(tmp_path: Path) -> TaskSource:
     return TaskSource(write_folder(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def real_source(real_data: Path) -> TaskSource:
-    return TaskSource(real_data)
 
 
 def task_of(*lengths: int, task_id: int = 0) -> TrainingTask:
@@ -84,11 +77,6 @@ def test_a_sample_is_whole_tasks_in_order_each_of_which_brought_it_closer(
     assert taken == (sorted(expected) if expected else order[:1])
 
 
-def test_without_a_budget_a_sample_is_the_set() -> None:
-    all_tasks = [task_of(5, task_id=i) for i in range(30)]
-    assert sample_tasks(all_tasks, None, seed=0) == all_tasks
-
-
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_sample_of_a_set_keeps_every_branch_and_mask_of_its_tasks(name: str, source: TaskSource) -> None:
     whole = {task.task_id: task for task in source.tasks(name)}
@@ -103,13 +91,6 @@ def test_a_sample_of_a_set_keeps_every_branch_and_mask_of_its_tasks(name: str, s
             # These few ids all fit, so folding renames them one to one.
             assert all(folding.setdefault(a, b) == b for a, b in zip(ids.tolist(), folded.tolist(), strict=True))
     assert len(set(folding.values())) == len(folding)
-
-
-def test_sets_of_one_source_are_the_same_every_time(source: TaskSource, tmp_path: Path) -> None:
-    first, again = source.sample("math", num_tokens=200), TaskSource(tmp_path).sample("math", num_tokens=200)
-    assert [task.task_id for task in first.tasks] == [task.task_id for task in again.tasks]
-    for group, other in zip(first.groups, again.groups, strict=True):
-        assert [ids.tolist() for ids in group] == [ids.tolist() for ids in other]
 
 
 def test_folded_ids_lie_in_range_whatever_they_were() -> None:
@@ -156,31 +137,6 @@ def test_tool_schemas_end_the_system_prompt_and_touch_nothing_else(tmp_path: Pat
     assert (extended.task_id, extended.reward) == (1, 0.5)
 
 
-def test_tool_schemas_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "broken.json").write_text("[1", encoding="utf-8")
-    for name in ("broken.json", "absent.json"):
-        with pytest.raises(InputError, match=f"{name}: tool schemas are a JSON list"):
-            with_tools([], tmp_path / name)
-    (tmp_path / "tools.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(InputError, match="has tokens"):
-        with_tools(trajectories(), tmp_path / "tools.json")
-
-
-def test_a_set_whose_file_is_missing_names_it(source: TaskSource, tmp_path: Path) -> None:
-    (tmp_path / "bench" / "qwen25math_maj8.jsonl.gz").unlink()
-    with pytest.raises(InputError, match="qwen25math_maj8"):
-        source.tasks("math")
-
-
-def test_without_the_folder_of_real_data_there_is_no_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "absent"))
-    assert find_source() is None
-    monkeypatch.setenv(DATA_VARIABLE, str(write_folder(tmp_path)))
-    found = find_source()
-    assert found is not None
-    assert len(found.tasks("text")) == NUM_TASKS
-
-
 def test_counts_by_hand() -> None:
     counts = count(sample_of([[5, 6, 7], [5, 6, 8]], [[9, 9]], masks=[[1, 1, 0], [0, 1, 1], [1, 1]]))
     assert (counts.num_tasks, counts.num_branches, counts.flat_tokens, counts.unique_tokens) == (2, 3, 8, 6)
@@ -213,19 +169,3 @@ def test_tokens_at_the_peak_are_those_of_the_largest_micro_batch_or_chain_of_par
     assert [tokens_at_peak(groups, budget) for budget in (6, 5, 4)] == [6, 4, 4]
     # A chain of ten in partitions of three: all of them are alive when the last one is computed.
     assert tokens_at_peak(sample_of([list(range(10))]).groups, 3) == 10
-
-
-@pytest.mark.parametrize("name", SET_NAMES)
-def test_every_real_set_gives_a_sample(name: str, real_source: TaskSource) -> None:
-    sample = real_source.sample(name, num_tokens=3000)
-    assert all(ids.max() < SHAPE.vocab_size and ids.min() >= 0 for group in sample.groups for ids in group)
-    assert sample.num_trained_tokens > 0
-
-
-def test_tool_schemas_lengthen_what_real_agents_share(real_source: TaskSource) -> None:
-    plain, tools = (count(real_source.sample(name, num_tokens=None)) for name in ("tau", "tau_tools"))
-    assert plain.num_branches == tools.num_branches
-    assert plain.trained_tokens == tools.trained_tokens
-    assert tools.sharing > plain.sharing + 0.1
-    added = (tools.flat_tokens - plain.flat_tokens) / plain.num_branches
-    assert added == int(added) > 1000
