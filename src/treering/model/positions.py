@@ -1,5 +1,7 @@
 """How many positions a model reads, and the refusal of what goes beyond them."""
 
+from typing import Any
+
 from torch import nn
 
 from treering.errors import InputError
@@ -12,7 +14,9 @@ def max_positions(model: nn.Module) -> int | None:
     Example: 32768 for Qwen3-0.6B's original configuration, also inside torch.compile or an adapter.
     """
     _, inner = unwrap(model)
-    return getattr(getattr(inner, "config", None), "max_position_embeddings", None) or None
+    config: Any = getattr(inner, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None) or None
 
 
 def check_positions(num_positions: int, limit: int | None, *, what: str, fix: str) -> None:
