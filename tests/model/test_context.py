@@ -268,7 +268,9 @@ def with_images() -> nn.Module:
     )
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = Gemma3Config(text_config=text.to_dict(), vision_config={**vision, "image_size": 28, "patch_size": 14})
-    return Gemma3ForConditionalGeneration(config)
+    model = Gemma3ForConditionalGeneration(config)
+    model.config.model_type = "paligemma"
+    return model
 
 
 def dynamic_in_one_type() -> nn.Module:
@@ -356,7 +358,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another family": (gemma, "model type 'gemma' is not supported; supported are llama, mistral, qwen2, qwen3"),
     "images": (
         with_images,
-        "model type 'gemma3' takes images, which have no place.*model.model.language_model",
+        "model type 'paligemma' takes images and is not supported; supported are qwen2_5_vl, .* its language model out",
     ),
     "attention to what follows": (lambda: build("gemma3", use_bidirectional_attention=True), "what follows it"),
     "noisy routers": (lambda: build("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 would give"),

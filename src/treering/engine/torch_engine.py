@@ -29,7 +29,7 @@ from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.engine.speculation.speculation import Speculation
 from treering.engine.speculation.verify_costs import Costs
 from treering.engine.stop_strings import Decode
-from treering.errors import InputError
+from treering.errors import InputError, UnsupportedError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.model.families import find_parts
@@ -104,6 +104,11 @@ class TorchEngine(Engine):
             continuation=continuation,
         )
         self._parts = find_parts(model)
+        if self._parts.vision is not None:
+            raise UnsupportedError(
+                f"the embedded engine samples from text alone, and model type {self._parts.vision.family!r} takes "
+                "pictures: sample with vLLM, or take the language model out as a causal language model of its own"
+            )
         vocab_size = self._parts.vocab_size
         max_context = min(max_positions(model) or max_tokens, max_tokens + 1)
         self._weights = read_weights(self._parts, num_positions=max_context)

@@ -158,20 +158,34 @@ def with_features(parts: ModelParts, forests: Sequence[Forest]) -> ModelParts:
     return replace(parts, features=PictureFeatures(parts.vision, pictures, is_apart=True))
 
 
+def without_gradients(parts: ModelParts, forests: Sequence[Forest]) -> ModelParts:
+    """`with_features` for passes that need no gradients."""
+    with torch.no_grad():
+        return with_features(parts, forests)
+
+
 def decoder_inputs(
-    parts: ModelParts, forest: Forest, positions: NDArray[np.integer[Any]] | None = None
+    parts: ModelParts,
+    forest: Forest,
+    positions: NDArray[np.integer[Any]] | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Token ids and positions of a forest as a decoder takes them, embeddings in place of ids where pictures are."""
+    """Token ids and positions of a forest as a decoder takes them, embeddings in place of ids where pictures are.
+
+    `device` is that of the tokens; None for where the model computes.
+    """
+    device = parts.device if device is None else device
     if positions is None:
         positions = rotary_positions(forest)
-    at = to_device(positions, parts.device).long()[..., None, :]
+    at = to_device(positions, device).long()[..., None, :]
     if not forest.pictures:
-        return {"input_ids": to_device(forest.tokens, parts.device)[None].long(), "position_ids": at}
+        return {"input_ids": to_device(forest.tokens, device)[None].long(), "position_ids": at}
     features = parts.features
     if features is None:
         assert parts.vision is not None, "check_forest refuses pictures of a model of text"
         features = PictureFeatures(parts.vision, forest.pictures, is_apart=False)
-    return embedded(parts.embedding, forest, features, parts.device) | {"position_ids": at}
+    return embedded(parts.embedding, forest, features, device) | {"position_ids": at}
 
 
 def check_forest(forest: Forest, parts: ModelParts) -> None:

@@ -142,6 +142,11 @@ def _apply_liger(model: nn.Module) -> Callable[[], None]:
 def _check_liger(parts: ModelParts) -> None:
     require('layers = "liger"', "liger_kernel")
     config: Any = parts.config
+    if parts.vision is not None:
+        raise UnsupportedError(
+            f"Liger's kernels are exact for models of text, and model type {parts.vision.family!r} takes pictures: set "
+            'layers to "compiled" or "stock"'
+        )
     if config.model_type not in LIGER_ACTIVATIONS:
         raise UnsupportedError(
             f"Liger's kernels are exact for {', '.join(LIGER_ACTIVATIONS)}, and model type {config.model_type!r} is "

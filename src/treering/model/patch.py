@@ -26,12 +26,15 @@ from treering.errors import InputError, StateError, UnsupportedError
 from treering.model.checks import check_embedding_hooks, check_no_dropout
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
+from treering.model.forward import check_forest, decoder_inputs
 from treering.model.fused_head import as_batch, label_pairs, parts_of
 from treering.model.layers import compiled_layers
+from treering.model.picture_batch import OF_PICTURES, pictures_of_batch
 from treering.model.replaced_forward import is_replaced, replace_forward
 from treering.model.tree_counts import TreeCounts
 from treering.model.wrappers import unwrap
 from treering.tree.forest import Forest
+from treering.tree.padded import split_padded
 
 When = Literal["training", "always"]
 """Which calls run on trees: those of a model in training mode, or all. Generation with a cache never does."""
@@ -82,7 +85,9 @@ class TreePatch:
         check_no_dropout(model)
         check_embedding_hooks(model)
         self._compile, self._causal_lm = unwrap(model)
-        self._decoder: Any = parts.decoder
+        self._vision = parts.vision
+        # A model of pictures embeds them in a module around its decoder, which the batch comes into.
+        self._decoder: Any = parts.decoder if parts.vision is None else parts.vision.model
         self._vocab_size = parts.vocab_size
         for module in (self._causal_lm, self._decoder):
             if is_replaced(module):
@@ -157,20 +162,25 @@ class TreePatch:
     def _on_forest(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
         """The decoder's output with states [1, N, C], and router logits in the shape of the batch."""
         forest = batch.forest
+        parts = find_parts(self._causal_lm)
+        if self._vision is not None:
+            check_forest(forest, parts)
+            original = parts.decoder
+        own = _OWN | _PACKING | _REFUSED.keys() | OF_PICTURES
+        options = {name: value for name, value in kwargs.items() if name not in own}
         device = next(self._decoder.parameters()).device
-        tokens, positions = (to_device(a, device)[None].long() for a in (forest.tokens, forest.position))
-        options = {name: value for name, value in kwargs.items() if name not in _OWN | _PACKING | _REFUSED.keys()}
-        layout = TreeLayout(forest, device)
+        layout = TreeLayout(forest, device, sees_whole_pictures=parts.sees_whole_pictures)
         with self._layers(), tree_attention(self._causal_lm, self._backend) as active:
             active.prepare(layout)
             output = self._compile(original)(
-                input_ids=tokens,
-                position_ids=positions,
+                **decoder_inputs(parts, forest, device=device),
                 tree_layout=layout,
                 use_cache=False,
                 return_dict=True,
                 **options,
             )
+        if self._vision is not None:
+            output.image_hidden_states = None
         if getattr(output, "router_logits", None) is not None:
             layers: Any = output.router_logits
             output["router_logits"] = tuple(_spread(layer, batch.places).flatten(0, 1) for layer in layers)
@@ -215,6 +225,8 @@ class TreePatch:
         if self._stays_flat(kwargs):
             return None
         for name, why in _REFUSED.items():
+            if self._vision is not None and name == "token_type_ids":
+                continue
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise UnsupportedError(f"a model that runs on trees takes no {name}: {why}; leave it out")
         if len(args) > 1 or ids is None:
@@ -225,7 +237,11 @@ class TreePatch:
                 "a model that runs on trees makes its own attention mask and takes one of padding only, [rows, "
                 "columns]; leave attention_mask out, or give 1 for tokens and 0 for padding"
             )
-        forest, places = Forest.from_padded(ids.cpu(), *(None if x is None else x.cpu() for x in (mask, positions)))
+        given: list[Any] = [None if x is None else x.cpu() for x in (ids, mask, positions)]
+        pictures = None
+        if self._vision is not None:
+            pictures = pictures_of_batch(self._vision, split_padded(given[0], given[1], None).sequences, kwargs)
+        forest, places = Forest.from_padded(given[0], given[1], given[2], pictures)
         return _Batch(forest=forest, places=places)
 
 

@@ -15,9 +15,8 @@ def max_positions(model: nn.Module) -> int | None:
     """
     _, inner = unwrap(model)
     config: Any = getattr(inner, "config", None)
-    # Of a model that takes pictures, its text model says it.
-    config = config.get_text_config() if getattr(config, "vision_config", None) is not None else config
-    return getattr(config, "max_position_embeddings", None) or None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None) or None
 
 
 def check_positions(num_positions: int, limit: int | None, *, what: str, fix: str) -> None:

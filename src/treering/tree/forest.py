@@ -101,9 +101,15 @@ class Forest:
 
     @classmethod
     def from_padded(
-        cls, ids: ArrayLike, mask: ArrayLike | None = None, position_ids: ArrayLike | None = None
+        cls,
+        ids: ArrayLike,
+        mask: ArrayLike | None = None,
+        position_ids: ArrayLike | None = None,
+        pictures: Sequence[Sequence[PlacedPicture]] | None = None,
     ) -> tuple["Forest", Int64Array]:
         """Merges the sequences of a padded batch [B, T], as trainers make them; see `split_padded`.
+
+        `pictures` are those of each sequence, at their places without padding; see `from_sequences`.
 
         Returns:
             The forest, and places, int64 [B, T]: the packed index of each token, -1 at padding. Values per token of
@@ -118,7 +124,7 @@ class Forest:
             (3, [[-1, 0, 1], [0, 2, -1]])
         """
         sequences, real = split_padded(ids, mask, position_ids)
-        forest = cls.from_sequences(sequences)
+        forest = cls.from_sequences(sequences, pictures)
         return forest, places_of(real, forest.paths()[0])
 
     @classmethod

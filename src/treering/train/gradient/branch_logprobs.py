@@ -14,7 +14,7 @@ from treering.model.checks import check_whole
 from treering.model.context import tree_attention
 from treering.model.edges import EdgeScores, edge_table
 from treering.model.families import find_parts
-from treering.model.forward import check_forest, hidden_states
+from treering.model.forward import check_forest, hidden_states, without_gradients
 from treering.train.gradient.edge_vectors import put_scores
 from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.gradient.scoring import Scorer
@@ -56,7 +56,9 @@ def branch_logprobs(
     check_whole(parts, "a reference")
     for forest in forests:
         check_forest(forest, parts)
-    scorer = Scorer(parts=parts, temperature=temperature, entropy_of="none", value_head=None)
+    scorer = Scorer(
+        parts=without_gradients(parts, forests), temperature=temperature, entropy_of="none", value_head=None
+    )
     plan = plan_batch(forests, max_tokens)
     found = [np.zeros(mask.size) for mask in loss_masks]
     units: tuple[Unit, ...] = (*plan.micro_batches, *plan.partitioned)

@@ -8,7 +8,7 @@ from torch import nn
 from treering.model.checks import check_no_hooks
 from treering.model.context import is_active, tree_attention
 from treering.model.families import find_parts
-from treering.model.forward import check_forest
+from treering.model.forward import check_forest, without_gradients
 from treering.ranks.group import RankGroup
 from treering.train.gradient.backward import plan_step
 from treering.train.gradient.flat_batch import flatten_batch, read_entries
@@ -66,7 +66,7 @@ def mean_loss(
             plan,
             objective,
             batch,
-            Scorer(parts=parts, temperature=1.0, entropy_of="none", value_head=None),
+            Scorer(parts=without_gradients(parts, forests), temperature=1.0, entropy_of="none", value_head=None),
             parents="keep",
             max_bytes=None,
             min_micro_batches=max(group.gather(sum(map(num_forwards, units)))),

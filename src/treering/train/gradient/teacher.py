@@ -19,7 +19,7 @@ from treering.model.distillation.divergence import Divergence
 from treering.model.distillation.teacher import check_top_k, states_of
 from treering.model.edges import EdgeTable, edge_table
 from treering.model.families import ModelParts, find_parts
-from treering.model.forward import check_forest, hidden_states
+from treering.model.forward import check_forest, hidden_states, without_gradients
 from treering.train.distillation import Distillation
 from treering.train.gradient.flat_batch import Selection
 from treering.train.gradient.partitioned import PartitionedStep
@@ -54,7 +54,7 @@ def teacher_parts(
     for forest in forests:
         check_forest(forest, parts)
     check_top_k(distillation.top_k, parts)
-    return parts
+    return without_gradients(parts, forests)
 
 
 @contextmanager
