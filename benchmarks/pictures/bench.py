@@ -4,8 +4,6 @@ Both compute the gradient of the mean negative log-probability of the completion
 stock batch is that of a careful user: no padding is needed, and the head runs only on rows with loss.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.common.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
 from treering.data.picture import Picture, PlacedPicture
 from treering.objectives import sft
 from treering.train.gradient.backward import backward
@@ -44,27 +43,28 @@ class Case:
 def measure(
     *, num_runs: int = 5, case: Case = Case(), on_progress: Callable[..., None] | None = None
 ) -> dict[str, Any]:
-    """Times both ways in turn; the report has the medians, the bound, and the difference of the gradients."""
-    torch.set_num_threads(1)
+    """Times both ways in turn, in CPU time of this process: medians, the bound, the difference of the gradients."""
     model, inputs, forest = _model(case), _stock_inputs(case), _forest(case)
     masks = [np.arange(length) >= length - case.completion_tokens for length in forest.branch_length.tolist()]
-    ways: dict[str, Callable[[], object]] = {
-        "padded_batch": lambda: _stock_step(model, inputs, case),
-        "tree": lambda: backward(model, forest, sft(masks)),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    grads = {}
-    for _ in range(num_runs + 1):
-        for name, step in ways.items():
+    grads: dict[str, dict[str, Tensor]] = {}
+
+    def timed(name: str, compute: Callable[[], object]) -> Callable[[], None]:
+        def step() -> None:
             model.zero_grad(set_to_none=True)
-            started = time.perf_counter()
+            compute()
+            own = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+            grads[name] = own
+
+        return step
+
+    steps = {
+        "padded_batch": timed("padded_batch", lambda: _stock_step(model, inputs, case)),
+        "tree": timed("tree", lambda: backward(model, forest, sft(masks))),
+    }
+    with one_thread():
+        for step in steps.values():
             step()
-            seconds[name].append(time.perf_counter() - started)
-            grads[name] = {
-                key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None
-            }
-    # The first round compiles and allocates.
-    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+        medians = interleaved_medians(steps, num_runs, process_seconds)
     flat, tree = _flops(case, model, forest)
     speedup, bound = medians["padded_batch"] / medians["tree"], flat / tree
     return {
@@ -77,6 +77,7 @@ def measure(
         "num_branch_tokens": forest.num_branch_tokens,
         "gradient_difference": _difference(grads["tree"], grads["padded_batch"]),
         "num_runs": num_runs,
+        "environment": {"cpu": cpu_name(), **versions()},
     }
 
 
@@ -96,7 +97,8 @@ def _model(case: Case) -> nn.Module:
         video_token_id=VIDEO,
     )
     torch.manual_seed(0)
-    return transformers.AutoModelForImageTextToText.from_config(config).train()
+    model: nn.Module = transformers.AutoModelForImageTextToText.from_config(config)
+    return model.train()
 
 
 def _pictures(case: Case) -> list[Picture]:
@@ -144,7 +146,7 @@ def _stock_inputs(case: Case) -> dict[str, Tensor]:
 def _stock_step(model: nn.Module, inputs: dict[str, Tensor], case: Case) -> None:
     num = case.completion_tokens
     logits = model(**inputs, logits_to_keep=num + 1, use_cache=False).logits[:, :-1]
-    F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"][:, -num:].flatten()).backward()
+    torch.autograd.backward(F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"][:, -num:].flatten()))
 
 
 def _flops(case: Case, model: Any, forest: Forest) -> tuple[float, float]:
@@ -154,7 +156,7 @@ def _flops(case: Case, model: Any, forest: Forest) -> tuple[float, float]:
     head = 2 * model.lm_head.weight.numel() * case.num_completions * case.completion_tokens
 
     def text(num_tokens: float, num_pairs: float) -> float:
-        return 2 * weights * num_tokens + 4 * case.num_layers * case.hidden_size * num_pairs
+        return float(2 * weights * num_tokens + 4 * case.num_layers * case.hidden_size * num_pairs)
 
     tower = case.num_pictures * _tower_flops(case, model.model.visual)
     flat = text(lengths.sum(), (lengths * (lengths + 1) / 2).sum()) + case.num_completions * tower
@@ -164,10 +166,10 @@ def _flops(case: Case, model: Any, forest: Forest) -> tuple[float, float]:
 def _tower_flops(case: Case, tower: Any) -> float:
     """FLOPs of one picture: windows of 8 x 8 patches in all blocks but the last, which sees all."""
     num_patches = (2 * case.picture_side) ** 2
-    blocks = sum(weight.numel() for part in (tower.blocks, tower.patch_embed) for weight in part.parameters())
-    merger = sum(weight.numel() for weight in tower.merger.parameters())
+    blocks: int = sum(weight.numel() for part in (tower.blocks, tower.patch_embed) for weight in part.parameters())
+    merger: int = sum(weight.numel() for weight in tower.merger.parameters())
     pairs = num_patches * (64 * (case.tower_layers - 1) + num_patches)
-    return 2 * blocks * num_patches + 2 * merger * num_patches / 4 + 4 * case.tower_size * pairs
+    return float(2 * blocks * num_patches) + 2 * merger * num_patches / 4 + 4 * case.tower_size * pairs
 
 
 def _difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
