@@ -183,3 +183,24 @@ def test_a_cancelled_call_says_so() -> None:
         engine.may_step.set()
         with pytest.raises(CancelledError):
             call.result()
+
+
+def test_where_calls_queue_the_lowest_rank_goes_first_and_one_that_leaves_is_gone() -> None:
+    engine, ended = CountedEngine(max_batch=4), []
+    engine.may_step.clear()
+    with EngineHost(engine, max_rows=1) as host:
+        first = host.submit(request_of(3, call=0))
+        # The engine has this one now, and waits before its step.
+        wait_for(lambda: engine.num_unfinished == 1)
+        answers = {rank: host.submit(request_of(2, call=rank), rank=rank) for rank in (3, 1, 4, 2)}
+        for rank, answer in answers.items():
+            answer.add_done_callback(lambda _, rank=rank: ended.append(rank))
+        answers[4].cancel()
+        again = host.submit(request_of(2, call=3), rank=9)
+        engine.may_step.set()
+        assert first.result().num_tokens == 3
+        assert [answers[rank].result().num_tokens for rank in (1, 2, 3)] == [2, 2, 2]
+        with pytest.raises(InputError, match="names one call"):
+            again.result()
+    assert ended == [4, 1, 2, 3]
+    assert engine.num_unfinished == 0

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -13,13 +14,14 @@ from typing import Self
 from treering.engine.protocol import Engine
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
-from treering.errors import StateError
+from treering.errors import InputError, StateError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     request: Request
     answer: "Future[Rollout]"
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,16 @@ class EngineHost:
         ...     host.submit(request).result().tokens
     """
 
-    def __init__(self, engine: Engine, *, settle: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, *, settle: Callable[[], None] | None = None, max_rows: int | None = None
+    ) -> None:
         """Starts the thread.
 
         Args:
             engine: idle.
             settle: called in the thread before a step, if calls came or answers went out since. One that returns once
                 all callers have asked what they ask next makes the batches of deterministic callers deterministic.
+            max_rows: calls that the engine gets at one time; the others queue here by rank. None: it gets all at once.
 
         Raises:
             StateError: the engine has unfinished requests.
@@ -59,7 +64,10 @@ class EngineHost:
         self._engine = engine
         self._settle = settle
         self._inbox: SimpleQueue[_Call | _Left | _Run | None] = SimpleQueue()
+        self._max_rows = max_rows
         self._open: dict[RolloutKey, Future[Rollout]] = {}
+        self._queue: list[tuple[int, int, Request]] = []
+        self._num_queued = 0
         self._error: BaseException | None = None
         self._busy_s = 0.0
         self._is_closed = False
@@ -84,14 +92,16 @@ class EngineHost:
         """The error that ended the service; None while there is none."""
         return self._error
 
-    def submit(self, request: Request) -> "Future[Rollout]":
+    def submit(self, request: Request, *, rank: int = 0) -> "Future[Rollout]":
         """Asks for a call, from any thread; the future gets its rollout, or the engine's error.
+
+        Where calls queue, the lowest rank is first, and of one rank the earliest.
 
         Raises:
             StateError: the host is closed.
         """
         answer: Future[Rollout] = Future()
-        self._put(_Call(request, answer))
+        self._put(_Call(request, answer, rank))
 
         def note_leaving(future: "Future[Rollout]") -> None:
             if future.cancelled():
@@ -162,23 +172,45 @@ class EngineHost:
             self._attempt(message.function)
         elif isinstance(message, _Left):
             if self._open.pop(message.key, None) is not None:
-                self._engine.abort([message.key])
+                self._withdraw([message.key])
         elif self._error is not None:
             _fail(message.answer, self._error)
         elif not message.answer.cancelled():
-            self._begin(message.request, message.answer)
+            self._begin(message)
 
-    def _begin(self, request: Request, answer: "Future[Rollout]") -> None:
-        try:
-            self._engine.submit([request])
-        except Exception as error:
-            # Of this request alone: none is queued.
-            _fail(answer, error)
+    def _begin(self, call: _Call) -> None:
+        key = call.request.key
+        if key in self._open:
+            _fail(call.answer, InputError(f"a key names one call, and {key} is open; count the samples of a group"))
             return
-        self._open[request.key] = answer
-        self._is_settled = False
+        self._open[key] = call.answer
+        self._num_queued += 1
+        heappush(self._queue, (call.rank, self._num_queued, call.request))
+        if self._max_rows is None:
+            self._fill()
+        self._is_settled = self._is_settled and key not in self._open
+
+    def _fill(self) -> None:
+        """Gives the engine calls of the queue, the first ones first."""
+        while self._queue and (self._max_rows is None or self._engine.num_unfinished < self._max_rows):
+            request = heappop(self._queue)[2]
+            try:
+                self._engine.submit([request])
+            except Exception as error:
+                # Of this request alone: none is queued in the engine.
+                _fail(self._open.pop(request.key), error)
+
+    def _withdraw(self, keys: list[RolloutKey]) -> None:
+        queued = {request.key for _, _, request in self._queue}.intersection(keys)
+        if queued:
+            self._queue = [each for each in self._queue if each[2].key not in queued]
+            heapify(self._queue)
+        self._engine.abort([key for key in keys if key not in queued])
 
     def _step(self) -> None:
+        self._fill()
+        if not self._engine.num_unfinished:
+            return
         finished: list[Rollout] = []
         started_s = time.perf_counter()
         self._attempt(lambda: finished.extend(self._engine.step()))
@@ -200,7 +232,7 @@ class EngineHost:
     def _fail_all(self, error: BaseException) -> None:
         keys, answers = list(self._open), list(self._open.values())
         self._open.clear()
-        self._engine.abort(keys)
+        self._withdraw(keys)
         for answer in answers:
             _fail(answer, error)
 

@@ -81,7 +81,10 @@ class Episodes:
         self._ended: SimpleQueue[Run] = SimpleQueue()
         self._started: list[Future[None]] = []
         self._loop = EpisodeLoop()
-        self._host = EngineHost(engine, settle=self._loop.settle)
+        self._is_ordered = task.options.episode_order == "longest_first"
+        max_rows = task.options.max_rows if self._is_ordered else None
+        self._host = EngineHost(engine, settle=self._loop.settle, max_rows=max_rows)
+        self._num_started = 0
         self._slots = asyncio.Semaphore(task.options.limit)
 
     @property
@@ -90,9 +93,11 @@ class Episodes:
         return self._host.busy_s
 
     def start(self, episodes: Iterable[Episode]) -> None:
-        """Runs episodes after those that were started before."""
+        """Runs episodes after those that were started before, whose calls come first where they queue."""
         self._started = [each for each in self._started if not each.done() or each.exception() is not None]
-        self._started.append(self._loop.start(self._all(list(episodes))))
+        ranked = list(enumerate(episodes, self._num_started))
+        self._num_started += len(ranked)
+        self._started.append(self._loop.start(self._all(ranked)))
 
     def take(self, timeout_s: float) -> list[Run]:
         """The runs that have ended; waits for one, but not longer than `timeout_s`.
@@ -148,18 +153,18 @@ class Episodes:
                 f"{'' if place is None else f' at {place}'}; await what waits there, or call it by asyncio.to_thread"
             )
 
-    async def _all(self, episodes: Sequence[Episode]) -> None:
-        await asyncio.gather(*map(self._one, episodes))
+    async def _all(self, ranked: Sequence[tuple[int, Episode]]) -> None:
+        await asyncio.gather(*(self._one(rank, episode) for rank, episode in ranked))
 
-    async def _one(self, episode: Episode) -> None:
+    async def _one(self, rank: int, episode: Episode) -> None:
         async with self._slots:
-            run = await self._run(episode)
+            run = await self._run(rank, episode)
         if self._on_finished is not None:
             for rollout in run.rollouts:
                 self._host.run(lambda rollout=rollout: self._on_finished(rollout))  # type: ignore[misc]
         self._ended.put(run)
 
-    async def _run(self, episode: Episode) -> Run:
+    async def _run(self, rank: int, episode: Episode) -> Run:
         options = self._task.options
         session = Session(
             host=self._host,
@@ -170,6 +175,7 @@ class Episodes:
             limits=CallLimits(max_context=episode.sampling.max_tokens, max_turn_tokens=options.max_turn_tokens),
             chat=self._task.chat,
             clock=TurnClock(self._loop.num_pauses),
+            rank=rank if self._is_ordered else 0,
         )
         running = asyncio.ensure_future(self._outcome(session))
         done, _ = await asyncio.wait({running}, timeout=options.episode_timeout_s)

@@ -109,6 +109,8 @@ class Session:
     calls: dict[int, Call] = field(default_factory=dict)
     clock: TurnClock = field(default_factory=lambda: TurnClock(lambda: 0))
     """Of the run's turns and waits."""
+    rank: int = 0
+    """Of the run's calls, where calls queue; the lowest is first."""
     trainable: dict[str, bool] = field(default_factory=dict)
     _num_asked: int = 0
     _times: Counter[tuple[str, bytes]] = field(default_factory=Counter)
@@ -155,7 +157,7 @@ class Session:
             sample=self.sample,
             call=noise_id,
         )
-        answer = self.host.submit(request)
+        answer = self.host.submit(request, rank=self.rank)
         self._open.add(answer)
         self.clock.note_asked()
         num_tokens = 0
