@@ -3,7 +3,10 @@
 import asyncio
 import copy
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +36,7 @@ from treering.rl.loop import RlLoop
 from treering.rl.options import RlOptions
 from treering.rl.trainer import Trainer
 from treering.runtime.pipeline import PipelineLoop
+from treering.runtime.workers.episode_worker import end_group_with_this_process
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, PlanRequest, Policy
@@ -222,3 +226,28 @@ def test_lengths_of_runs_are_planned_with() -> None:
         # Four turns of at most eight tokens.
         assert lengths.numel() == 6
         assert 4 <= int(lengths.min()) <= int(lengths.max()) <= 32
+
+
+def test_a_killed_worker_leaves_no_process_of_its_group() -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        guard = end_group_with_this_process()
+        os.write(write, b"%d" % subprocess.Popen(["sleep", "60"]).pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+        guard.wait()
+    started = int(os.read(read, 20))
+    os.waitpid(child, 0)
+    end_s = time.monotonic() + 30.0
+    while runs(started) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert not runs(started)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended may still wait for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

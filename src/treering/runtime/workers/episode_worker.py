@@ -5,6 +5,8 @@ reads no clock.
 """
 
 import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -28,20 +30,28 @@ from treering.runtime.workers.step_engine import StepEngine
 _TICK_S = 0.05
 """How often a worker looks for messages while its episodes run."""
 
+_WATCH = """
+import os, signal, sys
+sys.stdin.buffer.read()
+os.killpg(int(sys.argv[1]), signal.SIGKILL)
+"""
+"""Reads until the pipe's other end is gone, then kills the group."""
+
 _ALIVE_S = 10.0
 """Most seconds without a message while episodes run."""
 
 
 def run_episode_worker(port: Port, access: WeightAccess, settings: WorkerSettings) -> None:
     """The role of a rollout worker that runs episodes."""
-    # With its process group end the processes that an environment has started.
+    # With its process group end the processes that an environment has started, also where all others are killed.
     os.setpgid(0, 0)
+    guard = end_group_with_this_process()
     model = settings.recipe.make_model()
     task = settings.recipe.make_task()
     assert isinstance(task, EnvironmentTask), "the controller checks it"
     worker = _Worker(task, StepEngine(settings, model, access.open(model, port)))
     port.send(Ready())
-    while True:
+    while guard.stdin is not None:
         for message in port.take_ready() if worker.is_busy else [port.take()]:
             worker.do(message)
         ended = worker.advance()
@@ -119,3 +129,11 @@ class _Worker:
         if isinstance(self._task.environment, Environment):
             self._task.environment.close()
         os._exit(0)
+
+
+def end_group_with_this_process() -> "subprocess.Popen[bytes]":
+    """Starts a small process that kills this one's group when this one has ended, however it did; keep the result."""
+    command = [sys.executable, "-S", "-c", _WATCH, str(os.getpgrp())]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
