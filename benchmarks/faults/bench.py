@@ -1,10 +1,11 @@
 """Claim: whatever happens to a run's process, files and disk, nothing is lost in silence.
 
 `python -m benchmarks faults` kills runs of `treering train`, damages their folders between two starts, fills and locks
-their disks, starts two in one folder, and gives them bad inputs: a model folder that brings code, a record
-of a cut turn, a dataset with a missing part, files that are huge or change while they are read. Each case ends with the
-weights of an undisturbed run, or the figures of the whole file, with these and a warning that counts what was lost or left out, or with one clear line and an exit code that is not 0. All else
-is a failure, listed with the seed that repeats it. Every process is real, forked from one that has imported everything.
+their disks, starts two in one folder, and gives them bad inputs: a model folder that brings code, a record of a cut
+turn, a dataset with a missing part, files that are huge or change while they are read. Each case ends with the weights
+of an undisturbed run, or the figures of the whole file, with these and a warning that counts what was lost or left out,
+or with one clear line and an exit code that is not 0. All else is a failure, listed with the seed that repeats it.
+Every process is real; runs are forked from one that has imported everything.
 """
 
 import shutil
