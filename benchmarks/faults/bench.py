@@ -5,7 +5,7 @@ their disks, starts two in one folder, kills the processes of an environment, an
 that brings code, a record of a cut turn, a dataset with a missing part, files that are huge or change while they are
 read. Each case ends with the weights of an undisturbed run or the figures of the whole file, with these and a warning
 that counts what was lost or left out, or with one clear line and an exit code that is not 0. All else is a failure,
-listed with the seed that repeats it. Every process is real, forked from one that has imported everything.
+listed with the seed that repeats it. Every process is real; runs are forked from one that has imported everything.
 """
 
 import shutil

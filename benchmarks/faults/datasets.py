@@ -23,7 +23,7 @@ from benchmarks.faults.runs import ROOT, Ended
 _ENOUGH = 8_500_000
 """Bytes from which processes render."""
 _MEMORY = 4 << 30
-_LIMIT_S = 900.0
+_LIMIT_S = 3600.0
 
 
 def _on_a_full_disk(case: Case, variable: str) -> Verdict:
@@ -84,8 +84,8 @@ def _long_line(case: Case) -> Verdict:
         record: dict[str, object] = {"task_id": 1, "tokens": [1, 23] * (num_bytes // 7)}
     else:
         _tokenizer(case.folder)
-        turns = {"role": "user", "content": "a b " * 25_000}, {"role": "assistant", "content": "b"}
-        record = {"task_id": 1, "messages": [*turns] * (num_bytes // 100_000), "format": "raw"}
+        asked = [{"role": "user", "content": f"{n} " + "a b " * 25_000} for n in range(num_bytes // 100_000)]
+        record = {"task_id": 1, "messages": [*asked, {"role": "assistant", "content": "b"}]}
     file = _write(case.folder / "set.jsonl", [json.dumps(record) + "\n"])
     return _read(case, file, {}, num_tasks=1)
 
@@ -117,6 +117,7 @@ def _tokenizer(folder: Path) -> None:
 
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", "a", "b", "c"])}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 

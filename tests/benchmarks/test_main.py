@@ -25,6 +25,7 @@ def published(name: str) -> dict[str, Any]:
         ("tree", "tree_sets.json", "toolbench"),
         ("tree", "tree_partitions.json", "recompute"),
         ("distill", "distill.json", "TRL's kernel"),
+        ("data", "data.json", "inspect again"),
         ("draft", "draft_toolbench_dfsdt.json", "history: siblings"),
         ("engine", "engine.json", "flips per token"),
         ("pipe", "pipe.json", "histopipe"),

@@ -27,6 +27,8 @@ from treering.errors import InputError
 from treering.train.loop.batches import TrainingTask, group_by_task
 from treering.train.loop.folding import fold_ids
 
+_RELEASE_TOKENS = 1 << 24
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
@@ -58,14 +60,18 @@ class Corpus:
     @property
     def digest(self) -> str:
         """SHA-256 over every token, mask and picture in order: equal for equal training data only."""
-        total = hashlib.sha256()
+        total, num_read = hashlib.sha256(), 0
         for task in self.tasks:
             for tokens, mask in zip(task.sequences, task.loss_masks, strict=True):
                 total.update(f"{task.task_id!r} {tokens.size}\n".encode())
                 total.update(np.ascontiguousarray(tokens, "<i4").data)
                 total.update(mask.view(np.uint8).data)
+                num_read += tokens.size
             for placed in (one for sequence in task.pictures for one in sequence):
                 total.update(f"{placed.start} ".encode() + placed.picture.digest)
+            if num_read > _RELEASE_TOKENS:
+                self.release()
+                num_read = 0
         self.release()
         return total.hexdigest()
 

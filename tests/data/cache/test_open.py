@@ -331,16 +331,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(tmp_path: 
             return super().render_batch(part, first_index)
 
     with pytest.raises(InputError, match="changed while it was read"):
-        open_dataset(file, Rewriting(), folder=folder if keeps else None)
+        open_dataset(file, Rewriting(tokenizer=None), folder=folder if keeps else None)
     file.write_bytes(text)
-    assert open_dataset(file, Renderer(), folder=folder).row(0).tokens.tolist() == [1, 2]
+    assert open_dataset(file, Renderer(tokenizer=None), folder=folder).row(0).tokens.tolist() == [1, 2]
 
 
 def test_without_room_for_temporary_files_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, tokens=np.array([1, 2], np.int32))])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(StateError, match=r"cannot be written \(No such file or directory\).*TMPDIR"):
-        open_dataset(tmp_path / "set.jsonl", Renderer(), folder=None)
+        open_dataset(tmp_path / "set.jsonl", Renderer(tokenizer=None), folder=None)
 
 
 def test_errors_are_those_of_reading_and_leave_nothing(tmp_path: Path) -> None:

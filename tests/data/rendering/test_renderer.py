@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, processors
 
 from treering.data import Message, Renderer, ToolCall, Trajectory
 from treering.data import render as render_as
+from treering.data.rendering import encoder
 from treering.data.rendering.script import join_scripts, message_script, tool_calls_text
 from treering.errors import ConfigError, DataWarning, InputError
 
@@ -46,6 +47,15 @@ def test_a_chat_has_the_tokens_of_its_whole_text(request, folder, messages):
     text = "".join(f"<|im_start|>{m.role}\n{m.content or ''}<|im_end|>\n" for m in messages)
     [rendered] = render([chat(*messages)], directory)
     assert rendered.tokens.tolist() == load(directory).encode(text, add_special_tokens=False).ids
+
+
+def test_long_records_are_tokenized_in_batches_to_the_same_tokens(tokenizer_dir, monkeypatch):
+    chats = [chat(*(message("user", f"{n} {i} " + "ab " * i) for i in range(5))) for n in range(3)]
+    whole = render(chats, tokenizer_dir)
+    monkeypatch.setattr(encoder, "_BATCH_CHARS", 9)
+    for one, other in zip(whole, render(chats, tokenizer_dir), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.loss_mask.tolist() == other.loss_mask.tolist()
 
 
 @shares_fixture

@@ -6,10 +6,10 @@ Uses the small `tokenizers` package, no model library.
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,12 @@ def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
         loss_mask=np.concatenate([part.loss_mask for part in parts]),
         turn_ends=np.concatenate(turn_ends).astype(np.int32),
     )
+
+
+_Piece: TypeAlias = tuple[Script, str | None]
+"""A stretch of text, and the special token before it; see `Encoder._pieces`."""
+_BATCH_CHARS = 1 << 22
+"""Characters that are tokenized at one time: an encoding takes a hundred bytes a token."""
 
 
 class Encoder:
@@ -93,15 +99,15 @@ class Encoder:
         joined = conversations if self._isolates_turns else [[join_scripts(scripts)] for scripts in conversations]
         parts = [[piece for script in scripts for piece in self._pieces(script)] for scripts in joined]
         unique = list(dict.fromkeys(piece for pieces in parts for piece in pieces))
-        texts = [(before or "") + script.text for script, before in unique]
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        encoded = {
-            piece: self._align(piece[0], *self._of_text(encoding, *piece))
-            for piece, encoding in zip(unique, encodings, strict=True)
-        }
+        encoded = {}
+        for batch in _batches(unique):
+            texts = [(before or "") + script.text for script, before in batch]
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            for piece, encoding in zip(batch, encodings, strict=True):
+                encoded[piece] = self._align(piece[0], *self._of_text(encoding, *piece))
         return [join_encoded([encoded[piece] for piece in pieces]) for pieces in parts]
 
-    def _pieces(self, script: Script) -> list[tuple[Script, str | None]]:
+    def _pieces(self, script: Script) -> "list[_Piece]":
         """The script cut at its cuts, each piece with the special token before it, "" if it goes on from other text.
 
         None stands for the text's begin, and for all pieces where the tokenizer writes no space before a text.
@@ -109,7 +115,7 @@ class Encoder:
         pieces = self._with_cuts(script).pieces()
         if self._inside is None:
             return [(piece, None) for piece in pieces]
-        found: list[tuple[Script, str | None]] = []
+        found: list[_Piece] = []
         for i, piece in enumerate(pieces):
             before = self._ends_in_marker.search(pieces[i - 1].text) if i else None
             is_begin = i == 0 or self._boundary.match(piece.text) is not None
@@ -254,6 +260,17 @@ def _without_space(step: dict[str, Any] | None) -> tuple[dict[str, Any] | None, 
     if kind == "ByteLevel" and step.get("add_prefix_space"):
         return {**step, "add_prefix_space": False}, True
     return step, False
+
+
+def _batches(pieces: "Sequence[_Piece]") -> "Iterator[Sequence[_Piece]]":
+    """The pieces in order, as many together as have `_BATCH_CHARS` characters."""
+    first = num_chars = 0
+    for number, (script, _) in enumerate(pieces):
+        num_chars += len(script.text)
+        if num_chars > _BATCH_CHARS and number > first:
+            yield pieces[first:number]
+            first, num_chars = number, len(script.text)
+    yield pieces[first:]
 
 
 def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:
