@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -140,7 +141,7 @@ def test_processes_of_a_run_listen_to_loopback_only_and_write_their_environment_
         assert len(addresses) >= 2
         assert [address for address in addresses if not is_loopback(address)] == []
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert b"hidden-" not in told.read_bytes()
     assert len(files_of(run)) > 8
