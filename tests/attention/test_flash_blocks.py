@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -73,6 +73,7 @@ def test_blocks_of_the_kernels_sizes_are_attention(head_size: int, monkeypatch: 
 
 
 @given(sequences=sequence_sets(), window=st.none() | st.integers(1, 12))
+@settings(max_examples=25)
 def test_random_forests_are_attention(sequences: list[list[int]], window: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fake_flash.install(patch, (5, 3))
@@ -143,14 +144,13 @@ def test_a_compiled_layer_holds_both_passes_in_one_graph(monkeypatch: pytest.Mon
 
     # Fullgraph: a break raises.
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for name in ("long segments", "reversed comb"):
-        layout = layout_of(SHAPES[name])
-        hidden = torch.randn(1, layout.forest.num_tokens, 16, dtype=torch.float64, requires_grad=True)
-        sinks = SINKS.clone().requires_grad_()
-        results = []
-        for run in (layer, compiled):
-            out = run(hidden, sinks, FlatTables.of(layout, 9, SMALL))
-            results.append([out, *torch.autograd.grad(out.sin().sum(), [hidden, sinks, project.weight])])
-        for mine, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+    layout = layout_of(SHAPES["long segments"])
+    hidden = torch.randn(1, layout.forest.num_tokens, 16, dtype=torch.float64, requires_grad=True)
+    sinks = SINKS.clone().requires_grad_()
+    results = []
+    for run in (layer, compiled):
+        out = run(hidden, sinks, FlatTables.of(layout, 9, SMALL))
+        results.append([out, *torch.autograd.grad(out.sin().sum(), [hidden, sinks, project.weight])])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
     torch._dynamo.reset()

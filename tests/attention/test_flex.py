@@ -181,10 +181,5 @@ def test_a_gradient_on_cpu_is_refused() -> None:
 def test_compiled_flex_visits_the_listed_blocks_only_and_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled it looks at the mask alone; compiled kernels follow the lists of blocks."""
     monkeypatch.setattr(flex, "_dense", flex._compiled())
-    for name, form in {
-        "prompt and responses": Form(scale=0.3),
-        "star": Form(scale=0.3, window=30),
-        "comb": Form(scale=0.3, softcap=0.7),
-    }.items():
-        layout = layout_of(LONG[name])
-        assert_flex_equals_the_reference(layout, random_inputs(layout.forest.num_tokens), form)
+    layout = layout_of(LONG["star"])
+    assert_flex_equals_the_reference(layout, random_inputs(layout.forest.num_tokens), Form(scale=0.3, window=30))

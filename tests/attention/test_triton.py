@@ -39,7 +39,7 @@ FORMS = {
 FORESTS: dict[str, list[list[int]]] = {
     "one token": [[1]],
     "one block and a token": [[1] * 17],
-    "prompt and responses": [[0] * 35 + [1 + i] * 20 for i in range(3)],
+    "prompt and responses": [[0] * 35 + [1 + i] * 17 for i in range(2)],
     "bushy": bushy(4),
     "comb": comb(24),
     "star": star(20, prompt=20, response=2),
@@ -84,7 +84,7 @@ def assert_equal_with_gradients(
 
 
 @given(sequences=sequence_sets(max_sequences=6), form=st.sampled_from(sorted(FORMS)), with_sinks=st.booleans())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_random_forests_equal_the_reference(sequences: list[list[int]], form: str, with_sinks: bool) -> None:
     assert_equal_with_gradients(sequences, FORMS[form], with_sinks=with_sinks)
 
@@ -94,30 +94,31 @@ def test_every_shape_equals_the_reference(name: str) -> None:
     assert_equal_with_gradients(FORESTS[name], FORMS["plain"])
 
 
-@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_equals_the_reference_with_and_without_sinks(form: str, with_sinks: bool) -> None:
-    assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], with_sinks=with_sinks)
+def test_every_form_equals_the_reference_with_sinks(form: str) -> None:
+    assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], with_sinks=True)
 
 
-@pytest.mark.parametrize("tiles", [UNEVEN, SHARED, None], ids=["uneven", "shared", "chosen"])
-@pytest.mark.parametrize("name", ["prompt and responses", "star"])
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [("prompt and responses", UNEVEN), ("star", UNEVEN), ("star", SHARED), ("prompt and responses", None)],
+)
 def test_however_the_work_is_cut_the_result_is_the_same(name: str, tiles: Tiles | None) -> None:
     assert_equal_with_gradients(FORESTS[name], FORMS["window of 20"], tiles=tiles, with_sinks=True)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
 def test_query_heads_share_key_heads(heads: tuple[int, int]) -> None:
     assert_equal_with_gradients([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9], FORMS["plain"], tiles=SHARED, heads=heads)
 
 
-@pytest.mark.parametrize("size", [1, 8, 16, 20, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("size", [1, 20, 96, 256])
 def test_any_head_size_is_padded(size: int) -> None:
     assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], FORMS["plain"], tiles=SHARED, size=size)
 
 
 @given(sequences=sequence_sets(max_sequences=5), seed=st.integers(0, 10**6), window=st.sampled_from([None, 7]))
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_gradients_through_gateways_equal_those_of_the_whole_tree(
     sequences: list[list[int]], seed: int, window: int | None
 ) -> None:
@@ -127,7 +128,7 @@ def test_gradients_through_gateways_equal_those_of_the_whole_tree(
 
 @pytest.mark.parametrize("window", [None, 25])
 def test_ancestors_of_several_blocks_equal_the_whole_tree(window: int | None) -> None:
-    tree = Forest.from_sequences([[0] * 37 + [1 + i] * 18 for i in range(2)]).trees()[0]
+    tree = Forest.from_sequences([[0] * 34 + [1 + i] * 4 for i in range(2)]).trees()[0]
     assert_partitions_equal_the_tree(tree, 1, 30, Form(scale=0.3, window=window), cut=0.02)
 
 

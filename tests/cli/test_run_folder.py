@@ -179,12 +179,18 @@ class Disk:
 DISK = Disk()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
 @pytest.mark.parametrize(
-    "text",
+    ("text", "number"),
     [
-        *("/run.lock", "/.run.json", "/.config.json", "metrics.jsonl", "rollouts/epoch", "unfinished-step-000002"),
-        *("history/.unfinished", "tensorboard/events", "/.costs.json"),
+        ("/run.lock", errno.EROFS),
+        ("/.run.json", errno.ENOSPC),
+        ("/.config.json", errno.EROFS),
+        ("metrics.jsonl", errno.ENOSPC),
+        ("rollouts/epoch", errno.EDQUOT),
+        ("unfinished-step-000002", errno.ENOSPC),
+        ("history/.unfinished", errno.EDQUOT),
+        ("tensorboard/events", errno.ENOSPC),
+        ("/.costs.json", errno.EDQUOT),
     ],
 )
 def test_a_disk_that_fails_anywhere_is_one_line_and_the_run_can_go_on(
@@ -200,7 +206,7 @@ def test_a_disk_that_fails_anywhere_is_one_line_and_the_run_can_go_on(
     commands.done("train", f"run.dir={commands.folder / 'out'}", *settings)
 
 
-@pytest.mark.parametrize("num_bytes", [500, 2000, 5000, 20_000])
+@pytest.mark.parametrize("num_bytes", [500, 5000, 20_000])
 def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_it_goes_on_without_the_limit(
     commands: Commands, num_bytes: int
 ) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -113,28 +114,22 @@ def test_files_and_folders_have_the_modes_that_the_umask_leaves(commands: Comman
     assert modes == expected
 
 
-def test_the_environment_lands_in_no_file(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "ANYTHING"):
-        monkeypatch.setenv(name, f"hidden-{name}")
-    err = commands.done("train", "runtime.workers=1", 'metrics.sinks=["jsonl", "tensorboard"]')
-    assert "hidden-" not in err
-    for name in files_of(commands.folder / "out"):
-        assert b"hidden-" not in (commands.folder / "out" / name).read_bytes(), name
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net")
-def test_no_process_of_a_run_listens_beyond_loopback(commands: Commands) -> None:
-    environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+def test_processes_of_a_run_listen_to_loopback_only_and_write_their_environment_nowhere(commands: Commands) -> None:
+    hidden = {name: f"hidden-{name}" for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "ANYTHING")}
+    environment = os.environ | hidden | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     code = "from treering.cli.main import main; main()"
     command = [sys.executable, "-c", code, "train", "train.toml", "runtime.workers=2", "runtime.trainer_ranks=2"]
-    command += ["rl.num_steps=2000"]
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    command += ["rl.num_steps=2000", "run.save_every=1", 'metrics.sinks=["jsonl", "tensorboard"]']
+    run, told = commands.folder / "out", commands.folder / "told"
+    with told.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, cwd=commands.folder, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + 400
-        while time.monotonic() < deadline and not has_begun(commands.folder / "out" / "metrics.jsonl"):
+        while time.monotonic() < deadline and not list(run.glob("checkpoints/step-*")):
             assert process.poll() is None
             time.sleep(0.05)
         members = [
@@ -146,12 +141,12 @@ def test_no_process_of_a_run_listens_beyond_loopback(commands: Commands) -> None
         assert len(addresses) >= 2
         assert [address for address in addresses if not is_loopback(address)] == []
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def has_begun(metrics: Path) -> bool:
-    return metrics.exists() and metrics.stat().st_size > 0
+    assert b"hidden-" not in told.read_bytes()
+    assert len(files_of(run)) > 8
+    for name in files_of(run):
+        assert b"hidden-" not in (run / name).read_bytes(), name
 
 
 def session_of(pid: int) -> int | None:

@@ -30,11 +30,6 @@ CLEANS_UP = """
     finally:
         print("cleaned up", flush=True)
 """
-ADVISES = """
-    with signals.advising("the same command goes on"):
-        ready()
-        time.sleep(600)
-"""
 WRAPS = """
     import pydantic
 
@@ -174,11 +169,6 @@ def ended(process: subprocess.Popen[str], *signals: signal.Signals) -> tuple[int
 def test_a_signal_ends_a_command_with_one_line_after_its_cleanup(number: signal.Signals, code: int) -> None:
     done = ended(started(CLEANS_UP), number)
     assert done == (code, "cleaned up\n", f"treering: interrupted by {number.name}; start the same command again\n")
-
-
-def test_the_line_says_how_to_go_on() -> None:
-    _, _, err = ended(started(ADVISES), signal.SIGTERM)
-    assert err == "treering: interrupted by SIGTERM; the same command goes on\n"
 
 
 def test_a_library_that_wraps_the_interruption_does_not_hide_it() -> None:

@@ -7,7 +7,6 @@ import pytest
 
 import treering
 from treering.cli.hub import locate
-from treering.cli.wording import in_words_of
 from treering.config import SftConfig, load
 from treering.data import read_trajectories
 from treering.errors import ConfigError, InputError
@@ -21,19 +20,6 @@ def test_the_library_knows_no_options_of_commands():
     found = [file.name for file in files if re.search(r"--(tokenizer|template|format|model-shape)", file.read_text())]
     assert len(files) > 100
     assert found == []
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("inspect", "set --template plain, or pass --tokenizer DIR"),
-        ("sft", 'set data.template = "plain", or pass data.tokenizer = "DIR"'),
-        ("train", 'set task.template = "plain", or pass task.tokenizer = "DIR"'),
-        ("doctor", 'set template="plain", or pass tokenizer=DIR'),
-    ],
-)
-def test_a_setting_has_the_name_that_the_command_gives_it(command, words):
-    assert in_words_of(command, 'set template="plain", or pass tokenizer=DIR') == words
 
 
 def test_a_command_speaks_of_its_own_settings(commands):

@@ -1,6 +1,5 @@
 """The demo trains one policy twice from the same start and reports what it measured; the policy learns."""
 
-import io
 import json
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from tests.models import build_float64
 from treering.cli.demo import command as demo
 from treering.cli.demo.policy import demo_task, measure_accuracy, warm_start
-from treering.cli.demo.report import DemoReport, as_table
+from treering.cli.demo.report import DemoReport
 from treering.cli.demo.run import SIDES, DemoSize, write_config
 from treering.cli.demo.threads import best_threads, fastest
 from treering.cli.train.run import open_training
@@ -101,15 +100,6 @@ def test_ratios_are_those_of_the_seconds(report: DemoReport) -> None:
     assert report.share_of_flop_bound == pytest.approx(plain.train_s / ours.train_s / report.flop_bound)
     assert report.step_ratio == pytest.approx(plain.seconds / ours.seconds)
     assert plain.seconds >= plain.rollout_s + plain.train_s
-
-
-def test_the_table_names_all_that_was_measured(report: DemoReport) -> None:
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(as_table(report))
-    shown = console.export_text()
-    for words in ("rollout, seconds", "whole step", "tokens per forward", "sharing", "counted FLOPs", "reward, first"):
-        assert words in shown
-    assert "none" in shown
 
 
 def test_both_run_folders_hold_all_that_a_run_leaves(report: DemoReport, folder: Path) -> None:

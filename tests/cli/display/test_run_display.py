@@ -24,13 +24,6 @@ def test_off_a_terminal_each_step_is_its_plain_line() -> None:
     assert shown(is_terminal=False).splitlines() == ["step 2/4 reward 2", "step 3/4 reward 3", "step 4/4 reward 4"]
 
 
-@pytest.mark.parametrize("part", ["runs/a", "step 4/4", "reward 0.250", "tokens/forward 5.00", "beside it"])
-def test_on_a_terminal_the_panel_has_the_newest_step(part: str) -> None:
-    text = shown(is_terminal=True)
-    assert part in text
-    assert "step 4/4 reward 4" not in text
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_an_evaluation_is_shown_at_once(*, is_terminal: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None)
@@ -64,12 +57,6 @@ def test_off_a_terminal_a_long_step_is_a_line_each_half_minute(monkeypatch: pyte
     assert done == "step 2/4 loss 2"
     # A line of a step counts too: the next one comes 30 s after it.
     assert following == "step 3/4: training 1,450 of 50,000 tokens, 16 min 11 s left"
-
-
-def test_on_a_terminal_the_panel_follows_a_step_before_any_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = shown_of_a_step(monkeypatch, is_terminal=True)
-    assert "training 1,450 of 50,000 tokens, 16 min 11 s left" in text
-    assert "step 2/4:" not in text
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tests.cli.train.test_command import prompts
-from treering.cli.commands import app
 from treering.cli.doctor.command import EXIT_FAULT
 from treering.cli.doctor.command import run as doctor
 from treering.cli.doctor.mismatch import bins_of, measure_mismatch
@@ -158,9 +156,3 @@ def test_the_command_exits_with_1_if_a_file_is_damaged(folder: Path, capsys: pyt
     (folder / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(b"")
     assert doctor(folder, json_output=False) == EXIT_FAULT
     assert "damaged" in capsys.readouterr().out
-
-
-def test_help_says_what_it_checks() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--help"])
-    assert result.exit_code == 0
-    assert "says what the next start would do" in " ".join(result.output.split()).replace("│ ", "")

@@ -88,21 +88,6 @@ def test_the_speedup_counts_steps_and_verified_tokens(tmp_path: Path, capsys: py
     assert as_json(capsys, file)["verify_cost"] == signature(Drafter).parameters["min_acceptance"].default
 
 
-def test_the_table_has_the_figures_and_the_assumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("b", 200), ("a", 100))
-    report = as_json(capsys, file, cost=0.05)
-    run([file], None, "plain", None, 0.05, json_output=False)
-    out = capsys.readouterr().out
-    found = report["drafted"]["all"]
-    [row] = [line.split() for line in out.splitlines() if line.startswith(" all sources")]
-    assert row[2:] == [
-        "3", "63", f"{found['tokens_per_step']:.2f}", str(found["num_accepted"]), "/", str(found["num_drafted"]),
-        f"{found['acceptance']:.0%}", f"{found['speedup']:.2f}x",
-    ]  # fmt: skip
-    assert "1 have history, which is the prompt's rollouts in the lines before" in out
-    assert "a drafted token costs 0.05 of a row's decoding step" in " ".join(out.split())
-
-
 def test_a_run_shows_its_epochs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run([folder], None, "plain", None, None, json_output=False)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -1,6 +1,5 @@
 """`treering inspect --show`: what is marked is what is trained, on the terminal, in JSON and on the page."""
 
-import io
 import json
 import re
 from html import unescape
@@ -9,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from tests.cli.inspect.runs import call
-from treering.cli.inspect.show import CLOSE, OPEN, as_text, printable, show
+from treering.cli.inspect.show import CLOSE, OPEN, as_text, printable
 from treering.cli.inspect.trained import shown_trajectories
 from treering.data import Message, Renderer, Trajectory, read_trajectories, render, write_trajectories
 from treering.data.cache.dataset import TokenDataset
@@ -146,16 +144,3 @@ def test_an_unknown_task_is_refused_with_known_ones(tmp_path, monkeypatch, capsy
     write_trajectories(file, [Trajectory(task_id=task, tokens=np.array([5], np.int32)) for task in range(7)])
     assert call(monkeypatch, str(file), "--task", "x") == 2
     assert "has no task 'x'; its first ones are '0', '1', '2', '3', '4' of 7" in capsys.readouterr().err
-
-
-def test_colours_are_left_out_where_the_terminal_wants_none(chats, real_data):
-    tokenizer = real_data / "tokenizer"
-    shown = shown_trajectories(dataset_in(chats, tokenizer), tokenizer, num_shown=1)
-    outputs = {}
-    for no_color in (True, False):
-        stream = io.StringIO()
-        show(shown, Console(file=stream, force_terminal=True, no_color=no_color, color_system="standard", _environ={}))
-        outputs[no_color] = stream.getvalue()
-    assert f"{OPEN}On the Rhine." in outputs[True]
-    assert OPEN not in outputs[False]
-    assert "\x1b[32mOn the Rhine." in outputs[False]

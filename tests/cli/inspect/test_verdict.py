@@ -5,7 +5,6 @@ import pytest
 
 from tests.data.cache.datasets import dataset_of
 from treering.cli.inspect.file_report import measure
-from treering.cli.inspect.tables import summary_table
 from treering.cli.inspect.verdict import next_command, verdict
 from treering.data import RenderedTrajectory
 from treering.types import find_shape
@@ -77,14 +76,3 @@ def test_rewards_are_counted_by_trajectory_and_groups_of_one_reward_by_task():
     assert rewards.spread == pytest.approx((sum((one - 0.5) ** 2 for one in values) / 5) ** 0.5)
     assert (rewards.groups, rewards.equal_groups) == (2, 1)
     assert "In 1 of 2 tasks all rewards are the same" in verdict(report_of(*trajectories), "qwen3-8b")
-
-
-def test_the_first_table_has_rewards_only_where_there_are_some():
-    plain = report_of(rendered("a", [1, 2], 1))
-    assert [column.header for column in summary_table([plain]).columns][1:] == [
-        *("rows", "tokens", "with sharing", "most speedup"),
-    ]
-    paid = report_of(rendered("a", [1, 2], 1, 0, reward=2.0), rendered("a", [1, 3], 1, 1, reward=2.0))
-    table = summary_table([plain, paid])
-    cells = {column.header: list(column.cells) for column in table.columns}
-    assert (cells["reward"], cells["one reward"]) == (["-", "2"], ["-", "1 of 1"])

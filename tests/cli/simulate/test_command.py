@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from treering.cli.simulate.cases import SimulateOptions, make_cases
-from treering.cli.simulate.report import about_predictions, answer, as_table
+from treering.cli.simulate.report import about_predictions, answer
 from treering.cli.simulate.run import run
 from treering.errors import ConfigError, InputError
 from treering.schedule.compare import ONE_STEP_OFF, Result
@@ -153,16 +153,6 @@ def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
         assert not np.array_equal(other.steps[4].forecast.lengths, later.forecast.lengths)
 
 
-def test_a_reader_sees_a_table_and_an_answer(capsys):
-    run(SMALL, policies=f"histopipe,{ONE_STEP_OFF}", timeline=None, out=None, json_output=False)
-    text = " ".join(capsys.readouterr().out.split())
-    assert "256 rollouts in 4 steps, 4 workers of 8 slots" in text
-    assert "histopipe ends the run" in text
-    assert "as fast as the synchronous loop and" in text
-    assert "No schedule of staleness 1 ends before" in text
-    assert "Predictions: sigma 0.2" in text
-
-
 def result(policy: str, **figures) -> Result:
     given = {
         "policy": policy,
@@ -194,17 +184,6 @@ def test_the_answer_compares_ours_with_both_plain_loops():
     # Without ours it is about the fastest.
     assert answer([sync, plain, result("longest_first")]).startswith("longest_first ends the run 1.50x")
     assert answer([sync]) == ""
-
-
-def test_a_table_shows_the_worst_seed_where_there_are_several():
-    rows = [result("sync", speedup_over_sync=1.0), result("histopipe")]
-    assert "worst" not in [column.header for column in as_table(rows, title="t", num_seeds=1).columns]
-    table = as_table(rows, title="t", num_seeds=2)
-    cells = {column.header: list(column.cells) for column in table.columns}
-    assert cells["worst"] == ["1.40x", "1.40x"]
-    assert cells["speedup"] == ["1.00x", "1.50x"]
-    # Bars are as long as speedups: two thirds, and all.
-    assert [len(bar.strip()) for bar in cells[""]] == [8, 12]
 
 
 def test_files_hold_what_was_asked_for(tmp_path, capsys):

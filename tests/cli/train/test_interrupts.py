@@ -15,12 +15,17 @@ from safetensors.torch import load_file
 
 from tests.cli.train.test_command import folder, prompts
 from tests.killing import ROOT
+from treering.cli.training import run_train
 
 __all__ = ["folder"]
 
 MARK = "TREERING_TEST_OF_SIGNALS"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NUM_STEPS = 6
+INTERRUPTIONS = {
+    0: (("metrics.jsonl", 2, signal.SIGINT),),
+    2: (("run.lock", 1, signal.SIGTERM), ("metrics.jsonl", 3, signal.SIGHUP)),
+}
+"""By the number of workers: a file of the run, from how many lines on a signal comes, and which one."""
 
 
 def take_signals() -> None:
@@ -29,15 +34,19 @@ def take_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def start(path: Path, run_dir: str, workers: int) -> subprocess.Popen[str]:
-    """`treering train` with no clock in its decisions."""
+def settings(run_dir: str, workers: int) -> list[str]:
+    """No clock in any decision."""
     overrides = [f"run.dir={run_dir}", f"runtime.workers={workers}", f"rl.num_steps={NUM_STEPS}", "run.save_every=1h"]
-    free_of_clocks = ["runtime.rebalance=none", "history.drafts=off"]
+    return [*overrides, "runtime.rebalance=none", "history.drafts=off"]
+
+
+def start(path: Path, run_dir: str, workers: int) -> subprocess.Popen[str]:
+    """`treering train` in a process."""
     command = [sys.executable, "-c", "from treering.cli.start import main; main()", "train", str(path), "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), MARK: run_dir}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
-        [*command, *overrides, *free_of_clocks], env=environment, text=True, preexec_fn=take_signals, **pipes
+        [*command, *settings(run_dir, workers)], env=environment, text=True, preexec_fn=take_signals, **pipes
     )
 
 
@@ -59,51 +68,51 @@ def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def wait_for_lines(file: Path, num_lines: int, process: subprocess.Popen[str]) -> None:
-    while num_lines and process.poll() is None:
+    while process.poll() is None:
         if file.is_file() and file.read_bytes().count(b"\n") >= num_lines:
             return
         time.sleep(0.01)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", INTERRUPTIONS)
 def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: Path, workers: int) -> None:
     path, generator = prompts(folder, "tests.cli.train.test_command:length_of"), random.Random(workers)
-    began_s = time.monotonic()
-    whole = start(path, "whole", workers)
-    _, err = whole.communicate(timeout=300)
-    assert whole.returncode == 0, err
-    length_s = time.monotonic() - began_s
+    run_train(config_path=path, overrides=settings("whole", workers), json_output=True)
     num_interrupted = 0
-    for num_lines, number in [*enumerate(generator.choice(SIGNALS) for _ in range(4)), (NUM_STEPS, None)]:
+    for name, num_lines, number in INTERRUPTIONS[workers]:
         process = start(path, "often", workers)
-        if number is not None:
-            wait_for_lines(folder / "often" / "metrics.jsonl", num_lines, process)
-            # The first comes after the first imports, during which Python itself handles signals.
-            time.sleep(generator.uniform(0.15, 0.4) * (length_s if num_lines == 0 else 1.0))
-            process.send_signal(number)
-        _, err = process.communicate(timeout=300)
-        assert "Traceback" not in err
-        if number is not None and process.returncode == 128 + number:
-            num_interrupted += 1
-            # Before its settings are read a run has no folder to name.
-            done = "(no step is done; |step [0-9]+ is saved and [0-9]+ is next; |)"
-            how = f"{done}the same command (begins|resumes) the run in often|start the same command again"
-            assert re.fullmatch(f"treering: interrupted by {number.name}; ({how})", err.splitlines()[-1])
-            # What is logged is saved: nothing else would save within the hour.
-            rows = folder / "often" / "metrics.jsonl"
-            num_done = rows.read_bytes().count(b"\n") if rows.exists() else 0
-            assert not num_done or (folder / "often" / "checkpoints" / f"step-{num_done:06d}").is_dir()
-        elif process.returncode:
-            # Before the program, or after its result, the signal has its usual effect.
-            assert (process.returncode, "interrupted" in err) == (-(number or 0), False)
-            assert err == "" or weights_of(folder / "often")
-        deadline = time.monotonic() + 60
-        while marked("often") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert marked("often") == []
-    assert process.returncode == 0, err
+        # Not before the run has a file: until the command is imported Python itself handles signals.
+        wait_for_lines(folder / "often" / name, num_lines, process)
+        time.sleep(generator.uniform(0.0, 0.3))
+        process.send_signal(number)
+        num_interrupted += check_end(folder, number, process)
+    run_train(config_path=path, overrides=settings("often", workers), json_output=True)
     assert num_interrupted > 0
     expected, actual = weights_of(folder / "whole"), weights_of(folder / "often")
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def check_end(folder: Path, number: signal.Signals, process: subprocess.Popen[str]) -> bool:
+    """Whether the run was interrupted; it said so, saved what is logged, and left no process behind."""
+    _, err = process.communicate(timeout=300)
+    assert "Traceback" not in err
+    is_interrupted = process.returncode == 128 + number
+    if is_interrupted:
+        done = "(no step is done; |step [0-9]+ is saved and [0-9]+ is next; |)"
+        how = f"{done}the same command (begins|resumes) the run in often|start the same command again"
+        assert re.fullmatch(f"treering: interrupted by {number.name}; ({how})", err.splitlines()[-1])
+        # What is logged is saved: nothing else would save within the hour.
+        rows = folder / "often" / "metrics.jsonl"
+        num_done = rows.read_bytes().count(b"\n") if rows.exists() else 0
+        assert not num_done or (folder / "often" / "checkpoints" / f"step-{num_done:06d}").is_dir()
+    elif process.returncode:
+        # After its result the signal has its usual effect.
+        assert (process.returncode, "interrupted" in err) == (-number, False)
+        assert weights_of(folder / "often")
+    deadline = time.monotonic() + 60
+    while marked("often") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert marked("often") == []
+    return is_interrupted

@@ -52,15 +52,14 @@ def with_plain(model: PreTrainedModel, requests: list[Request], **options: objec
     return run(TorchEngine(model, backend="plain", **options), requests)
 
 
-@pytest.mark.parametrize("drafting", ["none", "trees"])
-def test_tokens_and_logprobs_are_those_of_the_plain_engine(model: PreTrainedModel, drafting: str) -> None:
-    requests = group_requests(3, 2, max_tokens=6)
+def test_tokens_and_logprobs_are_those_of_the_plain_engine(model: PreTrainedModel) -> None:
+    requests = group_requests(2, 2, max_tokens=6)
     expected = with_plain(model, requests)
-    drafter = None if drafting == "none" else ScriptedDrafter(script_of(right_second, Truth(expected)))
-    engine = TorchEngine(model, drafter, max_batch=4, backend="cuda")
+    drafter = ScriptedDrafter(script_of(right_second, Truth(expected)))
+    engine = TorchEngine(model, drafter, max_batch=3, backend="cuda", costs="none")
     assert engine.backend == "cuda on cpu"
     assert_same(run(engine, requests), expected, 1e-4)
-    assert (engine.stats.num_accepted > 0) == (drafting == "trees")
+    assert engine.stats.num_accepted > 0
 
 
 def test_prompts_with_a_common_beginning_compute_its_full_pages_once(model: PreTrainedModel) -> None:
@@ -87,8 +86,8 @@ def test_a_repeated_prompt_finds_its_pages_until_the_weights_change(model: PreTr
 
 
 def test_a_request_may_leave_while_it_computes_a_shared_beginning(model: PreTrainedModel) -> None:
-    requests = requests_with(36, [3, 9])
-    engine = TorchEngine(model, max_batch=2, max_prefill=8, backend="cuda")
+    requests = requests_with(36, [3, 9], max_tokens=2)
+    engine = TorchEngine(model, max_batch=2, max_prefill=20, backend="cuda")
     engine.submit(requests)
     engine.step()
     engine.abort([requests[0].key])
@@ -110,12 +109,12 @@ def test_running_rollouts_read_shared_pages_again_under_new_weights(model: PreTr
 
 
 def test_branches_copy_keys_and_values_across_pages(model: PreTrainedModel) -> None:
-    """A span of 18 + 24 tokens has three pages, of which a finished rollout keeps those that it filled."""
-    (first,) = requests_with(18, [2], max_tokens=24)
+    """A span of 20 + 16 tokens has three pages, of which a finished rollout keeps those that it filled."""
+    (first,) = requests_with(18, [2], max_tokens=16)
     engine = TorchEngine(model, max_batch=3, max_tokens=200, backend="cuda")
     (parent,) = run(engine, [first]).values()
     before = engine.stats
-    branches = [replace(first, sample=at, so_far=parent.branch(at, sample=at)) for at in (3, 19, 23)]
+    branches = [replace(first, sample=at, so_far=parent.branch(at, sample=at)) for at in (3, 13, 15)]
     found = run(engine, branches)
     # Of the prompt, only full pages stay cached.
     assert engine.stats.since(before).num_prefilled == 3
