@@ -17,6 +17,9 @@ from treering.cli.compile.parts import parts
 Row = dict[str, Any]
 OnProgress = Callable[[str, float], None]
 
+MOST_S = 3.0
+"""Seconds of a processor for a function of one type, without those that it calls; slower ones are failures."""
+
 
 class Timer(event.Listener):  # type: ignore[misc]
     """Seconds of this process that numba takes for each function, without those that it calls."""
@@ -41,13 +44,24 @@ class Timer(event.Listener):  # type: ignore[misc]
 
 
 def measure(*, on_progress: OnProgress | None = None) -> dict[str, Any]:
-    """Compiles each part in a new process with an empty cache, so parts count alone what others need too."""
+    """Compiles each part in a new process with an empty cache, so parts count alone what others need too.
+
+    Failures are the functions that take more than `MOST_S` in every part that compiles them.
+    """
     names, found = list(parts()), []
     for number, name in enumerate(names):
         if on_progress is not None:
             on_progress(f"compiling {name}", number / len(names))
         found.append(_measure(name))
-    return {"parts": found}
+    return {"parts": found, "failures": _slow(found)}
+
+
+def _slow(found: list[dict[str, Any]]) -> list[str]:
+    fastest: dict[str, float] = {}
+    for row in (row for part in found for row in part["functions"]):
+        seconds = row["seconds"] / row["num_types"]
+        fastest[row["function"]] = min(seconds, fastest.get(row["function"], seconds))
+    return [f"{name}: {seconds:.1f} s" for name, seconds in fastest.items() if seconds > MOST_S]
 
 
 def _measure(name: str) -> dict[str, Any]:

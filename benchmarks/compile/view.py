@@ -39,3 +39,5 @@ def show(report: dict[str, Any], console: Console) -> None:
             ],
         )
     )
+    for failure in report["failures"]:
+        console.print(f"too slow to compile: {failure}")
