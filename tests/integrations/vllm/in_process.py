@@ -80,9 +80,10 @@ def prompts(num: int, size: int = 36, seed: int = 0) -> list[list[int]]:
     return [rng.integers(0, VOCAB, size).tolist() for _ in range(num // 2)] * 2
 
 
-def generate(llm: Any, contexts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+def generate(llm: Any, contexts: Sequence[Sequence[int]], params: Any, **more: Any) -> list[Any]:
     """vLLM's outputs for prompts of token ids."""
-    outputs: list[Any] = llm.generate([{"prompt_token_ids": list(ids)} for ids in contexts], params, use_tqdm=False)
+    asked = [{"prompt_token_ids": list(ids)} for ids in contexts]
+    outputs: list[Any] = llm.generate(asked, params, use_tqdm=False, **more)
     return outputs
 
 

@@ -140,7 +140,7 @@ def test_requests_of_a_draw_are_one_group_and_forgotten_at_their_end(helpers: An
 
 
 def test_greedy_tokens_are_the_same_with_preemptions_chunked_prefill_and_prefix_hits(
-    helpers: Any, tight_llm: Any, expected: list[list[int]]
+    helpers: Any, tight_llm: Any, plain_llm: Any, history_folder: Path, expected: list[list[int]]
 ) -> None:
     llm = tight_llm
     assert greedy(helpers, llm) == expected
@@ -152,6 +152,35 @@ def test_greedy_tokens_are_the_same_with_preemptions_chunked_prefill_and_prefix_
     stats = helpers.stats_of(llm)
     assert stats["num_failures"] == 0
     assert stats["num_accepted"] > 100
+    with HistoryStore(history_folder) as store:
+        record(store, helpers.generate(plain_llm, helpers.prompts(24), helpers.sampling(60)), version=2)
+        store.publish()
+    llm.collective_rpc("treering_refresh")
+    assert greedy(helpers, llm) == expected
+    assert helpers.stats_of(llm)["num_accepted"] - stats["num_accepted"] > 0.7 * 24 * 60
+
+
+def test_new_weights_give_their_own_tokens_whatever_the_old_ones_left_in_history(
+    helpers: Any, drafting_llm: Any, plain_llm: Any, history_folder: Path, expected: list[list[int]]
+) -> None:
+    from tests.integrations.vllm.llms import build, disturb
+
+    def load(weights: Any) -> None:
+        for llm in (plain_llm, drafting_llm):
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(weights.items()))})
+            llm.reset_prefix_cache()
+
+    model = build(tied=False)
+    first = {name: weight.clone() for name, weight in model.state_dict().items()}
+    disturb(model)
+    try:
+        load(model.state_dict())
+        new = greedy(helpers, plain_llm)
+        assert sum(one != other for one, other in zip(new, expected, strict=True)) > 12
+        assert greedy(helpers, drafting_llm) == new
+    finally:
+        load(first)
+    assert greedy(helpers, drafting_llm) == expected
 
 
 def z_of(model: torch.nn.Module, contexts: list[list[int]], rollouts: list[list[int]], cut: Any) -> float:

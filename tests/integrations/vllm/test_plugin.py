@@ -244,9 +244,9 @@ def test_rows_of_the_runner_end_by_their_own_limit_and_are_known_by_their_args()
     requests, prompts = RequestDrafter(Drafter(store_of({}), shape="chain")), PromptTable()
     rows = RunnerRows(requests, prompts)
     params = [
-        SimpleNamespace(extra_args=request_args("q", 2, num_prompt_tokens=2), max_tokens=10),
-        SimpleNamespace(extra_args={"treering": "garbage"}, max_tokens=None),
-        SimpleNamespace(extra_args=request_args("q", 2, num_prompt_tokens=0), max_tokens=10),
+        SimpleNamespace(extra_args=request_args("q", 2, num_prompt_tokens=2), max_tokens=10, min_tokens=4),
+        SimpleNamespace(extra_args={"treering": "garbage"}, max_tokens=None, min_tokens=0),
+        SimpleNamespace(extra_args=request_args("q", 2, num_prompt_tokens=0), max_tokens=10, min_tokens=0),
     ]
     tokens = np.array([[5, 6, 1], [5, 6, 2], [7, 8, 9]], np.int32)
     batch = SimpleNamespace(req_ids=["a", "b", "c"], token_ids_cpu=tokens, num_prompt_tokens=np.array([3, 3, 3]))
@@ -260,6 +260,7 @@ def test_rows_of_the_runner_end_by_their_own_limit_and_are_known_by_their_args()
     assert names == ["a", "b", "c"]
     assert rows.ends[0] == 13
     assert rows.ends[1] > 1 << 40
+    assert rows.first_ends.tolist() == [7, 0, 0]
     # The second request tells nothing, and begins with the first one's original prompt; the third is an episode's.
     assert [requests._requests[name].prompt_id for name in names] == ["q", "q", "q"]
     assert [requests._requests[name].num_prompt_tokens for name in names] == [2, 2, 0]

@@ -21,6 +21,7 @@ class RunnerRows:
 
     Attributes:
         ends: int64 [B], the number of tokens at which each row of the latest step ends at the latest.
+        first_ends: int64 [B], the number at which its stop tokens may end it at the earliest, by its `min_tokens`.
     """
 
     def __init__(self, requests: RequestDrafter, prompts: PromptTable) -> None:
@@ -28,6 +29,7 @@ class RunnerRows:
         self._requests, self._prompts = requests, prompts
         self._names: list[str] = []
         self.ends: Int64Array = np.zeros(0, np.int64)
+        self.first_ends: Int64Array = np.zeros(0, np.int64)
 
     def names(self, runner: Any, scheduler_output: Any, history: Container[PromptId]) -> list[str]:
         """Names of the B rows of a step.
@@ -44,7 +46,9 @@ class RunnerRows:
             for line, name in enumerate(names):
                 if name not in self._requests:
                     self._add(name, batch.token_ids_cpu[line, : batch.num_prompt_tokens[line]], runner, history)
-            self.ends = np.array([_end_of(runner.requests[name]) for name in names], np.int64)
+            requests = [runner.requests[name] for name in names]
+            self.ends = np.array([_end_of(request) for request in requests], np.int64)
+            self.first_ends = np.array([_first_end_of(request) for request in requests], np.int64)
             self._names = list(names)
         return names
 
@@ -67,3 +71,9 @@ def _end_of(request: Any) -> int:
     """Tokens at which a request ends by its `max_tokens`."""
     most = None if request.sampling_params is None else request.sampling_params.max_tokens
     return _NO_END if most is None else int(request.num_prompt_tokens + most)
+
+
+def _first_end_of(request: Any) -> int:
+    """Tokens from which on a request may stop by its `min_tokens`."""
+    least = None if request.sampling_params is None else request.sampling_params.min_tokens
+    return int(request.num_prompt_tokens + least) if least else 0

@@ -94,7 +94,7 @@ class DraftSession:
         if step is None:
             names, ends = self._by_content.names(sampled, tokens, num_tokens, history), None
         else:
-            names, ends = self._by_runner.names(*step, history), self._by_runner.ends
+            names, ends = self._by_runner.names(*step, history), self._next_ends(num_tokens)
         self._note_pass(names, sampled)
         lists = self.requests.propose(names, tokens, num_tokens, self._limits(sampled, num_tokens, ends))
         self.num_steps += 1
@@ -117,6 +117,15 @@ class DraftSession:
     def _forget_rows(self) -> None:
         self._by_content = ContentRows(self.requests, self.prompts)
         self._by_runner = RunnerRows(self.requests, self.prompts)
+
+    def _next_ends(self, num_tokens: NDArray[np.integer[Any]]) -> Int64Array:
+        """Tokens up to which each row's drafts may go: where it ends, or where its `min_tokens` first let it stop.
+
+        vLLM masks stop tokens of the token after a draft by the row's length before the draft, so a draft that passed
+        `min_tokens` would keep the row from stopping there.
+        """
+        first, ends = self._by_runner.first_ends, self._by_runner.ends
+        return np.where(num_tokens[: first.size] < first, np.minimum(first, ends), ends)
 
     def _limits(
         self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.integer[Any]], ends: Int64Array | None

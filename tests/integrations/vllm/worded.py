@@ -1,0 +1,30 @@
+"""A tiny model with a tokenizer of its own, for requests that are about text: grammars, choices, stop strings."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tests.integrations.vllm.llms import build
+
+END = "<|end|>"
+VOCAB = 128
+_OBJECT = {"name": "ada", "kind": "sum", "age": 36, "of": ["loop"]}
+_TEXTS = [json.dumps(_OBJECT), "the sum of the tags", "none of them"] * 9
+
+
+def save_worded_model(folder: Path) -> None:
+    """Saves a model and a tokenizer whose tokens are printable characters and some longer pieces."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # Ġ is how a byte-level tokenizer writes a space.
+    letters = [chr(code) for code in range(33, 127)] + ["Ġ"]
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=letters, special_tokens=[END], show_progress=False)
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    fast.save_pretrained(folder)
+    model = build(tied=False, vocab_size=VOCAB)
+    model.config.eos_token_id = model.generation_config.eos_token_id = fast.eos_token_id
+    model.save_pretrained(folder)
