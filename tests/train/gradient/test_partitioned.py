@@ -173,9 +173,9 @@ def test_partitions_above_nothing_that_is_trained_do_not_run(monkeypatch: pytest
     lengths = []
     honest = partitioned.hidden_states
 
-    def counted(parts: object, fragment: Forest, layout: object) -> Tensor:
+    def counted(parts: object, fragment: Forest, *more: object) -> Tensor:
         lengths.append(fragment.num_tokens)
-        return honest(parts, fragment, layout)  # type: ignore[arg-type]
+        return honest(parts, fragment, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(partitioned, "hidden_states", counted)
     forest = Forest.from_sequences([[1] * 40])
