@@ -330,7 +330,7 @@ def test_a_run_with_a_warm_up_goes_on_from_its_policy_and_not_from_the_warm_up(
 ) -> None:
     # Easy enough that some answers are right, so that rewards vary and the policy moves.
     easy = config(folder, "num_prompts = 3\nmin_terms = 2\nmax_terms = 2\nmax_number = 3")
-    start = ["warmup.num_steps=40", "warmup.num_prompts=6", "warmup.learning_rate=2e-2", "model.hidden_size=32"]
+    start = ["warmup.num_steps=80", "warmup.num_prompts=6", "warmup.learning_rate=2e-2", "model.hidden_size=32"]
     whole, _ = train(capsys, easy, "run.dir=whole", "rl.num_steps=5", *start)
     train(capsys, easy, "run.dir=parts", *start)
     rest, _ = train(capsys, easy, "run.dir=parts", "rl.num_steps=5", *start)
