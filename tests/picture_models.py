@@ -117,6 +117,23 @@ def sequence(*parts: int | Picture, trained: Sequence[int] = ()) -> Sequenced:
     return Sequenced(tokens=[*tokens, *trained], placed=placed, mask=mask)
 
 
+def sequences_of(family: str) -> list[Sequenced]:
+    """Branches before, between and after pictures; two sizes in one prefix; equal placeholders with other pixels."""
+    first, second, other = (picture(family, i, wide=i == 1) for i in range(3))
+    start = (5, 6, 92, first, 93)
+    both = (*start, 7, 92, second, 93, 8)
+    return [
+        sequence(*both, trained=[10, 11, 12]),
+        sequence(*both, trained=[10, 11, 13, 14]),
+        sequence(*both, trained=[15]),
+        sequence(*start, 7, 92, other, 93, 8, trained=[10, 16]),
+        sequence(*start, 17, trained=[18, 19, 20]),
+        sequence(*start, 7, 92, first, 93, trained=[21, 22]),
+        sequence(5, 6, 23, trained=[24, 25]),
+        sequence(5, 6, 92, other, 93, 7, 92, second, 93, 8, trained=[10, 11]),
+    ]
+
+
 def forest_of(sequences: Sequence[Sequenced]) -> Forest:
     return Forest.from_sequences([one.tokens for one in sequences], pictures=[one.placed for one in sequences])
 

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.models import build as build_stock
 from tests.models import global_norm
+from tests.picture_models import build as build_with_pictures
+from tests.picture_models import forest_of, sequences_of
 from tests.ranks.batches import RankBatch, batches, tree
 from tests.ranks.wraps import SHARDED, WHOLE, build, shard_layers
 from treering import ranks
@@ -80,6 +82,23 @@ def run_in_bfloat16(num_ranks: int, rank: int) -> dict[str, float]:
         ranks.prepare(model)
         backward(model, Forest.from_sequences(groups[rank]), sft(normalizer="sum"), ranks=mode)
         errors[mode] = error_of(gradients(model), expected)
+    return errors
+
+
+def run_pictures(num_ranks: int, rank: int) -> dict[str, float]:
+    """A model that takes pictures, whole on every rank; the last rank has a sequence of text alone."""
+    errors = {}
+    for family in ("qwen3_vl", "gemma3"):
+        sequences = sequences_of(family)
+        text = [one for one in sequences if not one.placed]
+        pictured = [one for one in sequences if one.placed]
+        own = text if rank == num_ranks - 1 else pictured[rank :: num_ranks - 1]
+        single = build_with_pictures(family).double()
+        backward(single, forest_of(sequences), sft([one.mask for one in sequences]), ranks="alone")
+        model = build_with_pictures(family).double()
+        ranks.prepare(model)
+        backward(model, forest_of(own), sft([one.mask for one in own]), max_tokens=40)
+        errors[family] = error_of(gradients(model), gradients(single))
     return errors
 
 

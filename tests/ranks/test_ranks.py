@@ -132,6 +132,12 @@ def test_a_bfloat16_policy_sums_in_float32(mode: str, size: int, found: Found) -
     assert found[size][0]["bfloat16"][mode] <= size * 2**-23
 
 
+@pytest.mark.parametrize("size", NUM_RANKS)
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_ranks_that_hold_a_model_whole_share_its_pictures(family: str, size: int, found: Found) -> None:
+    assert all(rank["pictures"][family] <= 1e-6 for rank in found[size])
+
+
 GUARDS = {
     "not prepared": ("StateError", "call treering.ranks.prepare"),
     "DDP not prepared": ("StateError", "call treering.ranks.prepare"),

@@ -16,7 +16,12 @@ import torch.distributed as dist
 from tests.ranks import exact, guards, loops, rl_loops
 
 TIMEOUT_S = 60
-PARTS = {"guards": guards.run_guards, "bfloat16": exact.run_in_bfloat16, "exact": exact.run_cases}
+PARTS = {
+    "guards": guards.run_guards,
+    "bfloat16": exact.run_in_bfloat16,
+    "pictures": exact.run_pictures,
+    "exact": exact.run_cases,
+}
 
 
 def main(folder: Path, before: Path | None) -> None:

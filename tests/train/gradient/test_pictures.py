@@ -7,30 +7,24 @@ from torch import nn
 
 from tests.models import build as build_text
 from tests.models import take_gradients
-from tests.picture_models import FAMILIES, IMAGE, VIDEO, Sequenced, build, flat_loss, forest_of, picture, sequence
+from tests.picture_models import (
+    FAMILIES,
+    IMAGE,
+    VIDEO,
+    Sequenced,
+    build,
+    flat_loss,
+    forest_of,
+    picture,
+    sequence,
+    sequences_of,
+)
 from treering.data.picture import Picture
 from treering.errors import InputError
 from treering.model.forward import forward
 from treering.objectives import sft
 from treering.train.gradient.backward import BackwardResult, backward
 from treering.tree.pictures import PictureTable, picture_spans
-
-
-def sequences_of(family: str) -> list[Sequenced]:
-    """Branches before, between and after pictures; two sizes in one prefix; equal placeholders with other pixels."""
-    first, second, other = (picture(family, i, wide=i == 1) for i in range(3))
-    start = (5, 6, 92, first, 93)
-    both = (*start, 7, 92, second, 93, 8)
-    return [
-        sequence(*both, trained=[10, 11, 12]),
-        sequence(*both, trained=[10, 11, 13, 14]),
-        sequence(*both, trained=[15]),
-        sequence(*start, 7, 92, other, 93, 8, trained=[10, 16]),
-        sequence(*start, 17, trained=[18, 19, 20]),
-        sequence(*start, 7, 92, first, 93, trained=[21, 22]),
-        sequence(5, 6, 23, trained=[24, 25]),
-        sequence(5, 6, 92, other, 93, 7, 92, second, 93, 8, trained=[10, 11]),
-    ]
 
 
 def count_calls(model: nn.Module) -> list[int]:
