@@ -163,3 +163,11 @@ def test_a_context_with_numbers_that_are_no_tokens_agrees_no_further_than_the_te
     # Before the text's first entry a careless read would find its last one, which is what the context has there.
     length, _ = measured(np.array([-1, 5], np.int32), 1, np.array([7, 5, -1, 5], np.int32), 0)
     assert length == 2
+
+
+def test_a_match_ends_where_the_rollout_begins_even_if_the_prompt_agrees_too() -> None:
+    text, context = np.array([-1, 5, 1, 2], np.int32), np.array([5, 1, 2], np.int32)
+    # Two tokens of the rollout; past the text's 5, which is skipped, both have a beginning.
+    assert measured(text, 3, context, 1) == (2, 1)
+    # The 5 is the rollout's own: all of it agrees, with its beginning.
+    assert measured(text, 3, context, 0) == (4 + 8, 0)
