@@ -25,6 +25,7 @@ from benchmarks.faults.inputs import INPUTS
 from benchmarks.faults.judge import ENDINGS, Verdict, failure
 from benchmarks.faults.processes import IN_ONE_PROCESS, SIGNALLED, WITH_WORKERS
 from benchmarks.faults.runs import Server
+from benchmarks.faults.serving import SERVERS
 from benchmarks.faults.task import Task, arguments, make_task
 from treering.errors import InputError
 
@@ -33,12 +34,12 @@ NUM_CASES = 300
 _SHARES: Sequence[tuple[Sequence[Kind], float]] = (
     *((KILLS, 0.12), (SIGNALLED, 0.08), (IN_ONE_PROCESS, 0.03), (WITH_WORKERS, 0.06)),
     *((EPISODES, 0.03), (LIMITS, 0.05), (DISKS, 0.08), (OTHERS, 0.02), (INPUTS, 0.03)),
-    *((DATASETS, 0.02), (SET_DISKS, 0.01)),
+    *((DATASETS, 0.02), (SET_DISKS, 0.01), (SERVERS, 0.01)),
 )
 """Share of the cases that each list has; the rest are damaged files."""
 _ROWS = (
     *(KILLS, SIGNALLED, IN_ONE_PROCESS, WITH_WORKERS, EPISODES, DAMAGED, LIMITS, DISKS, OTHERS, INPUTS, DATASETS),
-    SET_DISKS,
+    *(SET_DISKS, SERVERS),
 )
 """The order of the report."""
 
