@@ -146,6 +146,16 @@ def test_a_packed_row_is_split_where_its_positions_begin_anew():
     assert patched.take_counts().num_tokens == 10
 
 
+@pytest.mark.parametrize("positions", [None, torch.arange(8)[None]])
+def test_bounds_of_packed_sequences_that_positions_do_not_repeat_are_refused(positions):
+    model = build_float64("llama").train()
+    treering.patch(model)
+    packed = {"input_ids": torch.tensor([PROMPT + PROMPT]), "cu_seq_lens_q": torch.tensor([0, 4, 8, 8])}
+    model(**packed, position_ids=torch.arange(4).repeat(2)[None])
+    with pytest.raises(InputError, match="cu_seq_lens_q has 2 sequences, and position_ids 1"):
+        model(**packed, position_ids=positions)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_recomputes_on_the_forest(reentrant):
     model = build_float64("qwen3").train()

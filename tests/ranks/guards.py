@@ -19,6 +19,7 @@ from treering import ranks
 from treering.engine.torch_engine import TorchEngine
 from treering.model.distillation.teacher import score
 from treering.model.forward import forward
+from treering.model.patch import patch
 from treering.train.gradient.backward import backward
 from treering.train.objectives import Objective, dapo, distill, ppo, sft
 from treering.tree.forest import Forest
@@ -69,6 +70,8 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "scored by a sharded teacher", lambda: score(prepared(), FOREST)
     yield "sharded engine", lambda: TorchEngine(prepared(), max_batch=2, max_tokens=64, seed=0)
     yield "forward of DDP", lambda: forward(DistributedDataParallel(build_float64()), FOREST)
+    yield "forward under ZeRO-3", lambda: forward(partitioned(build_float64()), FOREST)
+    yield "patch under ZeRO-3", lambda: patch(partitioned(build_float64()))
     yield "alone", lambda: step(build_float64(), ranks="alone")
     yield "own sums", lambda: step(build_float64(), sum_over_ranks=lambda values: values)
     yield "forward", lambda: forward_is_that_of_one(num_ranks, rank)
@@ -117,6 +120,13 @@ def deepspeed_engine(model: nn.Module) -> nn.Module:
     engine = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})()
     engine.module = model
     return engine  # type: ignore[no-any-return]
+
+
+def partitioned(model: nn.Module) -> nn.Module:
+    """A model whose weights have the marks of ZeRO-3, which are what is left of them where they are not gathered."""
+    for number, weight in enumerate(model.parameters()):
+        weight.ds_id, weight.ds_shape = number, weight.shape  # type: ignore[attr-defined]
+    return model
 
 
 def submesh(num_ranks: int) -> Any:

@@ -165,8 +165,9 @@ GUARDS = {
     "scored by a sharded teacher": ("UnsupportedError", "a teacher reads whole weights"),
     "sharded engine": ("UnsupportedError", "the engine reads whole weights"),
     "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
+    "forward under ZeRO-3": ("UnsupportedError", "ZeRO-3 has partitioned the weights.*treering.patch"),
 }
-WORKS = ("alone", "own sums", "forward", "a large tree in step", "goes on after an error")
+WORKS = ("patch under ZeRO-3", "alone", "own sums", "forward", "a large tree in step", "goes on after an error")
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)

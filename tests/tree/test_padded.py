@@ -48,8 +48,13 @@ def test_without_a_mask_every_token_is_real():
         ([[1, 2]], [[1]], None, "mask has the shape of ids"),
         ([[1, 2, 3]], [[1, 0, 1]], None, "row 0 skips before column 2"),
         ([[1, 2, 3]], None, [[0, 1, 5]], "row 0 skips before column 2"),
+        ([[1, 2], [3, 4]], None, [[0, 1], [2, 3]], "row 1 begins at 2"),
     ],
 )
 def test_a_batch_that_has_no_sequences_is_refused(ids, mask, positions, rule):
     with pytest.raises(InputError, match=rule):
         Forest.from_padded(ids, mask, positions)
+
+
+def test_a_row_behind_padding_may_count_its_positions_from_the_padding():
+    assert Forest.from_padded([[9, 1, 2], [1, 2, 3]], [[0, 1, 1], [1, 1, 1]], [0, 1, 2])[0].num_tokens == 3

@@ -242,6 +242,7 @@ class TreePatch:
         if self._vision is not None:
             pictures = pictures_of_batch(self._vision, split_padded(given[0], given[1], None).sequences, kwargs)
         forest, places = Forest.from_padded(given[0], given[1], given[2], pictures)
+        _check_bounds(kwargs.get("cu_seq_lens_q"), forest)
         return _Batch(forest=forest, places=places)
 
 
@@ -274,6 +275,16 @@ def patch(
         3.2
     """
     return TreePatch(model, backend=backend, when=when, mode_of=mode_of)
+
+
+def _check_bounds(bounds: Tensor | None, forest: Forest) -> None:
+    """Refuses bounds of packed sequences that position ids do not repeat: sequences would see each other."""
+    num_sequences = forest.num_branches if bounds is None else int((bounds.diff() > 0).sum())
+    if num_sequences != forest.num_branches:
+        raise InputError(
+            f"cu_seq_lens_q has {num_sequences} sequences, and position_ids {forest.num_branches}: give position_ids "
+            "that begin at 0 with each sequence"
+        )
 
 
 def _check_labels(labels: Tensor, mask: Any) -> None:

@@ -31,7 +31,8 @@ def split_padded(ids: ArrayLike, mask: ArrayLike | None, position_ids: ArrayLike
             sequence a row.
 
     Raises:
-        InputError: other shapes or types, padding between tokens, or positions that skip.
+        InputError: other shapes or types, padding between tokens, positions that skip, or a row that begins inside of a
+            sequence.
 
     Example: the row [0, 5, 6] with the mask [0, 1, 1] is the sequence [5, 6]; [5, 6, 5, 7] with the positions
     [0, 1, 0, 1] are [5, 6] and [5, 7].
@@ -46,6 +47,7 @@ def split_padded(ids: ArrayLike, mask: ArrayLike | None, position_ids: ArrayLike
     steps = np.diff(columns, prepend=0)
     if position_ids is not None:
         positions = np.broadcast_to(_integers("position_ids", position_ids), tokens.shape)[real]
+        _check_whole(rows, columns, positions)
         steps = np.diff(positions, prepend=0)
         begins |= steps < 1
     skipped = np.flatnonzero(~begins & (steps != 1))
@@ -64,6 +66,17 @@ def places_of(real: BoolArray, indices: Int32Array) -> Int64Array:
     places = np.full(real.shape, -1, np.int64)
     places[real] = indices
     return places
+
+
+def _check_whole(rows: NDArray[np.int64], columns: NDArray[np.int64], positions: NDArray[Any]) -> None:
+    """Refuses a part of a sequence, as sequence parallelism deals it: what it attends to stands on another rank."""
+    wrong = np.flatnonzero((columns == 0) & (positions != 0))
+    if wrong.size:
+        raise InputError(
+            f"a sequence begins at position 0, and row {int(rows[wrong[0]])} begins at {int(positions[wrong[0]])}: "
+            "the tokens before it are missing, as with sequence or context parallelism; give whole sequences, by "
+            "setting its size to 1, or count positions from 0"
+        )
 
 
 def _integers(name: str, values: ArrayLike) -> NDArray[Any]:
