@@ -18,6 +18,7 @@ from treering.errors import InputError, TreeringError
 
 SUBJECTS = {
     "tree": "the tree step against separate flat sequences: time, memory, gradients",
+    "pictures": "completions after pictures against stock padded batches: time, bound, gradients",
     "distill": "distilling a teacher on trees against flat sequences: time, memory, gradients",
     "compile": "what numba compiles on a new installation: seconds by function",
     "draft": "recorded rollouts replayed with every drafter: tokens per verification step",
@@ -81,7 +82,19 @@ def _parser() -> argparse.ArgumentParser:
     for each in parsers.values():
         each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
         each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in ("tree", "distill", "engine", "pipe", "trl", "loop", "trl_rollouts", "vllm", "ranks", "weights"):
+    for name in (
+        "tree",
+        "pictures",
+        "distill",
+        "engine",
+        "pipe",
+        "trl",
+        "loop",
+        "trl_rollouts",
+        "vllm",
+        "ranks",
+        "weights",
+    ):
         parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
     tree, draft, faults = parsers["tree"], parsers["draft"], parsers["faults"]
     faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")

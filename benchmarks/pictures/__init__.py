@@ -1,0 +1,1 @@
+"""Training on pictures that branches share, against stock padded batches."""
