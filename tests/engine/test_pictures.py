@@ -130,8 +130,8 @@ def test_what_an_engine_cannot_sample_is_refused() -> None:
     [first, *_] = requests("qwen2_5_vl")
     with pytest.raises(InputError, match="no picture stands there"):
         engine.submit([replace(first, pictures=())])
+    other = sequence(5, picture("internvl", 0), 6)
     with pytest.raises(InputError, match="make pictures with the processor of this model"):
-        other = sequence(5, picture("internvl", 0), 6)
         engine.submit([replace(first, prompt=np.array(other.tokens), pictures=tuple(other.placed))])
     with pytest.raises(InputError, match="goes on behind its pictures"):
         replace(first, prompt=first.prompt[:-2])

@@ -221,8 +221,8 @@ def check_pictures(prompt_id: PromptId, pictures: Sequence[PlacedPicture], promp
     check_places(pictures, prompt)
     if pictures and pictures[-1].stop == prompt.size:
         raise InputError(
-            f"a prompt goes on behind its pictures, and {prompt_id!r} ends with one at token {prompt.size - 1}; put the "
-            "token that ends a picture behind it, or open the policy's turn"
+            f"a prompt goes on behind its pictures, and {prompt_id!r} ends with one; put the token that ends a "
+            "picture behind it, or open the policy's turn"
         )
 
 

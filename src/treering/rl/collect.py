@@ -340,4 +340,5 @@ class Collection:
             draw=draw,
             sample=sample,
             so_far=so_far,
+            pictures=self._prompts[prompt_id].pictures,
         )

@@ -54,8 +54,8 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
 
 def held_out_notes(held: TaskSource, trained: TaskSource) -> list[str]:
     """What a user should know of the two parts."""
-    known = {prompt.tokens.tobytes() for prompt in trained.task.prompts}
-    num_common = sum(prompt.tokens.tobytes() in known for prompt in held.task.prompts)
+    known = {prompt.content for prompt in trained.task.prompts}
+    num_common = sum(prompt.content in known for prompt in held.task.prompts)
     notes = [f"{len(held.task.prompts)} held-out prompts are evaluated"]
     return [*notes, f"{num_common} of them are trained on too, with the same tokens"] if num_common else notes
 
