@@ -16,6 +16,7 @@ from treering.engine.batch.commit import NOT_FINISHED, STOPPED, CommittedTokens,
 from treering.engine.batch.duplicate_rows import DuplicateRows, leaders_of, resolve
 from treering.engine.batch.pictures import with_pictures
 from treering.engine.batch.prefill import join, plan_chunks
+from treering.engine.batch.sampler import never_sampling
 from treering.engine.batch.state import StepInputs, plan_pass
 from treering.engine.batch.table import Table
 from treering.engine.decoder.self_check import check_decoder
@@ -116,6 +117,9 @@ class TorchEngine(Engine):
             self._weights, max_tokens, backend, timing, takes_pictures=self._vision is not None
         )
         self._decoder, self._sampler, self._backend = backend_parts.decoder, backend_parts.sampler, backend_parts.name
+        if vision is not None:
+            # No picture would stand there, so that nothing could train such a rollout.
+            self._sampler = never_sampling(vision.placeholders, self._sampler)
         check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
         self._admission = Admission(
             vocab_size=vocab_size,

@@ -4,11 +4,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date as Date
-from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
-
-import numpy as np
 
 from treering.data.formats.codec import CONTEXT_KEYS, decode
 from treering.data.formats.containers import read_records
@@ -16,7 +13,6 @@ from treering.data.formats.fields import is_blank
 from treering.data.formats.pictures import BEFORE_TEXT, with_pictures
 from treering.data.rendering.renderer import Renderer
 from treering.data.rendering.script import TURN_END
-from treering.data.rendering.template_files import read_settings
 from treering.data.trajectory import Message
 from treering.data.unicode import valid_text
 from treering.engine.rollout import Rollout
@@ -111,7 +107,6 @@ class PromptsFile(Task):
         self.num_unplaced = 0
         """Prompts whose pictures have no part in the messages, and stand before the first user's text."""
         self._prompts = self._read(path, max_prompts, max_prompt_tokens)
-        self._placeholders = _placeholders(model) if any(prompt.pictures for prompt in self._prompts) else []
         self.text_reward.bind(dict.fromkeys(name for prompt in self._prompts for name in prompt.columns))
 
     @property
@@ -158,14 +153,8 @@ class PromptsFile(Task):
         return score
 
     def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Score | Exception]:
-        """As `reward`, of the rollouts of a group; coroutines run at the same time.
-
-        A rollout that holds a placeholder of pictures gets an error: there is nothing that training could put there.
-        """
-        readable = [not np.isin(rollout.tokens, self._placeholders).any() for rollout in rollouts]
-        texts = [self._text(rollout) for rollout in compress(rollouts, readable)]
-        scores = iter(self.text_reward.scores(prompt, texts) if texts else ())
-        return [next(scores) if is_readable else _bare_placeholder() for is_readable in readable]
+        """As `reward`, of the rollouts of a group; coroutines run at the same time."""
+        return self.text_reward.scores(prompt, [self._text(rollout) for rollout in rollouts])
 
     def _text(self, rollout: Rollout) -> str:
         ends = rollout.tokens[-1:].tolist()
@@ -331,18 +320,3 @@ def _prompt_id(record: Mapping[str, Any]) -> PromptId | None:
     if value is None or (isinstance(value, str | int) and not isinstance(value, bool) and value != ""):
         return valid_text(value, str(key)) if isinstance(value, str) else value
     raise InputError(f"{key} is text or an integer, got {value!r}; correct it or drop it")
-
-
-def _placeholders(model: Path | None) -> list[int]:
-    """The tokens that stand for pictures, videos and sounds of a model."""
-    if model is None:
-        return []
-    settings = read_settings(model / "config.json")
-    ids = (settings.get(f"{kind}_token_id") for kind in ("image", "video", "audio"))
-    return [token for token in ids if isinstance(token, int)]
-
-
-def _bare_placeholder() -> InputError:
-    return InputError(
-        "the policy has sampled a placeholder of pictures, for which there is no picture; the rollout is left out"
-    )
