@@ -42,7 +42,7 @@ def read(path: Path, folder: Path, *records: object) -> PromptsFile:
 def test_a_prompt_is_what_stands_before_an_answer(tmp_path: Path, folder: Path) -> None:
     [prompt] = read(tmp_path, folder, {"prompt": asked(0), "answer": "1"}).prompts
     answer = {"role": "assistant", "content": "the agent"}
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [*asked(0), answer]}))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"task_id": 0, "messages": [*asked(0), answer]}))
     [chat] = Renderer(tokenizer=folder).render(read_trajectories(tmp_path / "chat.jsonl"))
     num_prompt = int(chat.loss_mask.argmax())
     assert prompt.tokens.tolist() == chat.tokens[:num_prompt].tolist()

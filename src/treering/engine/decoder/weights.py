@@ -204,8 +204,9 @@ def _rotations(parts: ModelParts, num_positions: int) -> tuple[Tensor, Tensor]:
 def _axes(parts: ModelParts) -> Tensor:
     """The axis of each entry of a head, from what the model's own module makes of a step along each; 0 without axes."""
     table = source_of(parts.embedding).weight
+    layer: Any = parts.layers[0]
     if parts.vision is None or parts.vision.merge is None:
-        return torch.zeros(int(parts.layers[0].self_attn.head_dim), dtype=torch.int64, device=table.device)
+        return torch.zeros(int(layer.self_attn.head_dim), dtype=torch.int64, device=table.device)
     decoder: Any = parts.decoder
     steps = torch.eye(3, dtype=torch.int64, device=table.device)
     sines = [decoder.rotary_emb(table[:1, None].float(), step[:, None, None])[1][0, 0] for step in steps]
