@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from treering.engine.request import Request
 from treering.engine.rollout import RolloutKey
 from treering.errors import InputError
+from treering.model.pictures import VisionPart
 from treering.model.positions import check_positions
+from treering.tree.forest import Forest
 from treering.types import TokenIds
 
 
@@ -25,6 +27,8 @@ class Admission:
     """Tokens whose keys and values fit."""
     has_decode: bool
     """Whether the engine can decode tokens to text."""
+    vision: VisionPart | None = None
+    """Of a model that takes pictures."""
 
     def check(self, requests: Sequence[Request], taken: Set[RolloutKey]) -> None:
         """Checks that every request can run and that its key is unique and not in `taken`.
@@ -42,6 +46,7 @@ class Admission:
             seen.add(request.key)
             self._check_tokens(request)
             self._check_length(request)
+            self._check_pictures(request)
             if request.sampling.stop_strings and not self.has_decode:
                 raise InputError(
                     f"stop strings need tokens as text, got {request.sampling.stop_strings} without; give the engine "
@@ -69,6 +74,15 @@ class Admission:
                 f"and the engine has {self.num_slots}; raise the engine's max_tokens, or shorten either"
             )
         check_context(request.prompt, max_tokens, self.max_context)
+
+    def _check_pictures(self, request: Request) -> None:
+        if self.vision is not None:
+            self.vision.check(Forest.from_sequences([request.prompt], pictures=[request.pictures]))
+        elif request.pictures:
+            raise InputError(
+                f"prompt {request.prompt_id!r} has {len(request.pictures)} pictures, and this engine and "
+                "its model read text alone; use the embedded engine, with a model that takes pictures"
+            )
 
 
 def check_context(prompt: TokenIds, max_tokens: int, max_context: int | None) -> None:

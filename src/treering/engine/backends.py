@@ -35,21 +35,30 @@ class BackendParts(NamedTuple):
     sampler: SampleAndVerify
     """See `treering.engine.batch.sampler.sample_and_verify`."""
     name: str
-    """The backend and the device; for "auto" on CUDA also why it is not "cuda"."""
+    """The backend and the device; for "auto" also why it is not another one."""
 
 
-def make_backend(weights: DecoderWeights, num_slots: int, backend: Backend, timing: Timing = "allowed") -> BackendParts:
+def make_backend(
+    weights: DecoderWeights,
+    num_slots: int,
+    backend: Backend,
+    timing: Timing = "allowed",
+    *,
+    takes_pictures: bool = False,
+) -> BackendParts:
     """Makes a decoder with an arena of `num_slots`, and its sampler.
 
     Raises:
         ConfigError: an unknown backend.
-        UnsupportedError: "fused" or "cuda" for weights that it does not support.
+        UnsupportedError: "fused" or "cuda" for weights that it does not support, or for a model that takes pictures.
 
     Example: bfloat16 weights on CPU get the plain decoder from "auto", and "fused" and "cuda" refuse them.
     """
     if backend not in get_args(Backend):
         raise ConfigError(f"backend is one of {', '.join(get_args(Backend))}, got {backend!r}; choose one")
     device = weights.device.type
+    if takes_pictures:
+        return _for_pictures(weights, num_slots, backend)
     if backend == "fused" or (backend == "auto" and supports(weights)):
         if not supports(weights):
             raise UnsupportedError(
@@ -68,6 +77,16 @@ def make_backend(weights: DecoderWeights, num_slots: int, backend: Backend, timi
     return BackendParts(
         TorchDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, f"plain on {device}{reason}"
     )
+
+
+def _for_pictures(weights: DecoderWeights, num_slots: int, backend: Backend) -> BackendParts:
+    if backend in ("fused", "cuda"):
+        raise UnsupportedError(
+            f'the {backend} backend computes models of text, and this model takes pictures; use backend="auto"'
+        )
+    reason = " (the model takes pictures)" if backend == "auto" else ""
+    name = f"plain on {weights.device.type}{reason}"
+    return BackendParts(TorchDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, name)
 
 
 def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:

@@ -1,10 +1,11 @@
 """An engine's request: a prompt, its key, the sampling parameters, and optionally a rollout to continue."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from treering.data.picture import PlacedPicture, check_places
 from treering.data.unicode import valid_text
 from treering.engine.rollout import Rollout, RolloutKey, key_of
 from treering.errors import ConfigError, InputError
@@ -106,6 +107,8 @@ class Request:
     """Index of the rollout within its group."""
     so_far: Rollout | None = None
     """The rollout of this key to continue: after an observation, an abort or a migration, or a `Rollout.branch`."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """In order, at the model's own placeholders in the prompt, which goes on behind the last one."""
     call: int | None = None
     """Of an episode, which sample then names, the id of this call (`noise.call_id`); None for a rollout by itself."""
 
@@ -116,6 +119,7 @@ class Request:
         prompt = self.prompt.astype(np.int32)
         prompt.flags.writeable = False
         object.__setattr__(self, "prompt", prompt)
+        check_pictures(self.prompt_id, self.pictures, prompt)
         if not all(_is_integer(number) and number >= 0 for number in (self.draw, self.sample)):
             raise InputError(f"draw and sample count from 0, got {self.draw!r} and {self.sample!r}; correct them")
         if self.call is not None and not _is_integer(self.call):
@@ -203,6 +207,22 @@ def check_prompt(prompt_id: object, prompt: object) -> None:
         raise InputError(
             f"token ids lie in [0, {MAX_TOKEN_ID}], got {prompt.min()}..{prompt.max()}; correct the prompt of "
             f"{prompt_id!r}"
+        )
+
+
+def check_pictures(prompt_id: PromptId, pictures: Sequence[PlacedPicture], prompt: TokenIds) -> None:
+    """Checks that pictures stand in order inside a prompt, and that it goes on behind them.
+
+    Raises:
+        InputError: see `check_places`; or the last token, which every rollout computes itself, is of a picture.
+
+    Example: a picture at the last tokens of a prompt is refused.
+    """
+    check_places(pictures, prompt)
+    if pictures and pictures[-1].stop == prompt.size:
+        raise InputError(
+            f"a prompt goes on behind its pictures, and {prompt_id!r} ends with one; put the token that ends a "
+            "picture behind it, or open the policy's turn"
         )
 
 

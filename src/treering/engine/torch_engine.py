@@ -14,10 +14,13 @@ from treering.engine.admission import Admission
 from treering.engine.backends import Backend, Timing, make_backend
 from treering.engine.batch.commit import NOT_FINISHED, STOPPED, CommittedTokens, commit_tokens, counts_of
 from treering.engine.batch.duplicate_rows import DuplicateRows, leaders_of, resolve
+from treering.engine.batch.pictures import with_pictures
 from treering.engine.batch.prefill import join, plan_chunks
+from treering.engine.batch.sampler import never_sampling
 from treering.engine.batch.state import StepInputs, plan_pass
 from treering.engine.batch.table import Table
 from treering.engine.decoder.self_check import check_decoder
+from treering.engine.decoder.vision import VisionSnapshot
 from treering.engine.decoder.weights import read_weights
 from treering.engine.kv_cache.rollout_cache import Continuation
 from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning, check_update
@@ -29,7 +32,7 @@ from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.engine.speculation.speculation import Speculation
 from treering.engine.speculation.verify_costs import Costs
 from treering.engine.stop_strings import Decode
-from treering.errors import InputError, UnsupportedError
+from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.model.families import find_parts
@@ -104,20 +107,26 @@ class TorchEngine(Engine):
             continuation=continuation,
         )
         self._parts = find_parts(model)
-        if self._parts.vision is not None:
-            raise UnsupportedError(
-                f"the embedded engine samples from text alone, and model type {self._parts.vision.family!r} takes "
-                "pictures: sample with vLLM, or take the language model out as a causal language model of its own"
-            )
         vocab_size = self._parts.vocab_size
         max_context = min(max_positions(model) or max_tokens, max_tokens + 1)
         self._weights = read_weights(self._parts, num_positions=max_context)
         timing: Timing = "allowed" if costs == "measured" or isinstance(costs, ObservedCosts) else "never"
-        backend_parts = make_backend(self._weights, max_tokens, backend, timing)
+        vision = self._parts.vision
+        self._vision = None if vision is None else VisionSnapshot(self._parts, vision, max_tokens=max_tokens)
+        backend_parts = make_backend(
+            self._weights, max_tokens, backend, timing, takes_pictures=self._vision is not None
+        )
         self._decoder, self._sampler, self._backend = backend_parts.decoder, backend_parts.sampler, backend_parts.name
+        if vision is not None:
+            # No picture would stand there, so that nothing could train such a rollout.
+            self._sampler = never_sampling(vision.placeholders, self._sampler)
         check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
         self._admission = Admission(
-            vocab_size=vocab_size, max_context=max_context, num_slots=max_tokens, has_decode=decode is not None
+            vocab_size=vocab_size,
+            max_context=max_context,
+            num_slots=max_tokens,
+            has_decode=decode is not None,
+            vision=vision,
         )
         self._table = Table(
             max_rows=max_batch,
@@ -176,7 +185,7 @@ class TorchEngine(Engine):
         self._admission.check(requests, self._unfinished | {rollout.key for rollout in self._undelivered})
         for request in requests:
             self._unfinished.add(request.key)
-            self._table.prefixes.register(request.prompt)
+            self._table.prefixes.register(self._table.keys.of(request), request.pictures)
             self._waiting.append(request)
 
     def step(self) -> list[Rollout]:
@@ -219,11 +228,15 @@ class TorchEngine(Engine):
             rows = reversed(range(self._table.num_rows))
             self._undelivered += [self._remove_row(row, "abort") for row in rows]
         self._weights.read(self._parts)
+        if self._vision is not None and self._parts.vision is not None:
+            self._vision.read(self._parts.vision)
         self._table.invalidate()
         self._version = version
 
     def _check_unchanged(self) -> None:
-        if not self._weights.is_current(self._parts):
+        vision = self._parts.vision
+        sees_same = self._vision is None or vision is None or self._vision.is_current(vision)
+        if not sees_same or not self._weights.is_current(self._parts):
             raise InputError(
                 f"the weights have changed since version {self._version}, and a version names one set of weights; call "
                 f"update_weights({self._version + 1})"
@@ -280,7 +293,10 @@ class TorchEngine(Engine):
         )
         inputs = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
         start = self._clock()
-        logits = self._decoder.run(join(inputs, chunks))
+        batch = join(inputs, chunks)
+        if self._vision is not None:
+            batch = with_pictures(batch, chunks, table, self._vision)
+        logits = self._decoder.run(batch)
         verified = self._sampler(logits, inputs, table.columns, drafts)
         if not chunks:
             self._speculation.note_pass(inputs.tokens.size, self._clock() - start)
@@ -315,4 +331,4 @@ class TorchEngine(Engine):
 
     def _unregister(self, request: Request) -> None:
         self._unfinished.remove(request.key)
-        self._table.prefixes.unregister(request.prompt)
+        self._table.prefixes.unregister(self._table.keys.of(request))

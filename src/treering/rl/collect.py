@@ -328,4 +328,5 @@ class Collection:
             sampling=self._sampling,
             draw=draw,
             sample=sample,
+            pictures=self._prompts[prompt_id].pictures,
         )

@@ -25,6 +25,8 @@ def as_trajectories(
 ) -> list[Trajectory]:
     """One trajectory per rollout, groups in order and rollouts within them.
 
+    Of pictures they hold the placeholders alone.
+
     `task_id` is the prompt's id, `trial` the sample number, `version` that of the last token. `logprobs` are those of
     the distribution sampled from, 0.0 on the prompt and on what an environment wrote.
 

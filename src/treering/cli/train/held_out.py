@@ -60,8 +60,8 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
 def held_out_notes(held: TaskSource, trained: TaskSource) -> list[str]:
     """What a user should know of the two parts."""
     # Tasks of an environment have no tokens of their own.
-    known = {prompt_id_of(prompt.tokens) for prompt in trained.task.prompts if prompt.tokens.size}
-    num_common = sum(prompt_id_of(prompt.tokens) in known for prompt in held.task.prompts)
+    known = {prompt_id_of(prompt.tokens, prompt.pictures) for prompt in trained.task.prompts if prompt.tokens.size}
+    num_common = sum(prompt_id_of(prompt.tokens, prompt.pictures) in known for prompt in held.task.prompts)
     notes = [f"{len(held.task.prompts)} held-out {'tasks' if held.runs_episodes else 'prompts'} are evaluated"]
     return [*notes, f"{num_common} of them are trained on too, with the same tokens"] if num_common else notes
 

@@ -83,7 +83,14 @@ def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTra
     """The configured model, with a vocabulary for the task's ids."""
     folder = _model_folder(config, config_dir)
     num_ids = source.task.vocab_size
-    return build_model(config.model, num_ids=num_ids, seed=config.rl.seed, folder=folder, lora=config.lora)
+    return build_model(
+        config.model,
+        num_ids=num_ids,
+        seed=config.rl.seed,
+        folder=folder,
+        lora=config.lora,
+        takes_pictures=source.has_pictures,
+    )
 
 
 def make_loop(
@@ -108,7 +115,7 @@ def make_loop(
         shard_model(model)
     # Other processes may run in another folder.
     folders = config_dir.absolute(), config.run.dir.absolute()
-    reference = partial(make_reference, config, *folders, source.task.vocab_size)
+    reference = partial(make_reference, config, *folders, source.task.vocab_size, takes_pictures=source.has_pictures)
     optim, options = optim_options(config.optim, num_steps), rl_options(config, source, compute)
     if config.runtime.workers == 0:
         make_engine = engine_factory(config, model if whole is None else whole, source)
@@ -151,7 +158,9 @@ def make_loop(
     )
 
 
-def make_reference(config: RlConfig, config_dir: Path, run_dir: Path, num_ids: int) -> PreTrainedModel:
+def make_reference(
+    config: RlConfig, config_dir: Path, run_dir: Path, num_ids: int, *, takes_pictures: bool = False
+) -> PreTrainedModel:
     """The weights that a run begins with, those of its warm-up where it has one, also once it was resumed.
 
     Leaves torch's random state as it is.
@@ -160,7 +169,13 @@ def make_reference(config: RlConfig, config_dir: Path, run_dir: Path, num_ids: i
         StateError: the checkpoint of the warm-up is gone.
     """
     before = random_state()
-    model = build_model(config.model, num_ids=num_ids, seed=config.rl.seed, folder=_model_folder(config, config_dir))
+    model = build_model(
+        config.model,
+        num_ids=num_ids,
+        seed=config.rl.seed,
+        folder=_model_folder(config, config_dir),
+        takes_pictures=takes_pictures,
+    )
     set_random_state(before)
     num_steps = config.warmup.num_steps
     if num_steps > 0:

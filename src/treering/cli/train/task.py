@@ -5,11 +5,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from treering.cli.hub import find_folder, locate, search_places
 from treering.config.judge import JudgeConfig
 from treering.config.rl_task import TaskConfig
+from treering.data.formats.pictures import BEFORE_TEXT
 from treering.engine.stop_strings import Decode
 from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
@@ -48,7 +47,7 @@ class TaskSource:
         total = hashlib.sha256()
         for prompt in self.task.prompts:
             total.update(f"{prompt.prompt_id!r} {prompt.answer!r} {prompt.tokens.size}\n".encode())
-            total.update(np.ascontiguousarray(prompt.tokens, "<i4").tobytes())
+            total.update(prompt.content)
             if self.runs_episodes:
                 total.update(repr(prompt.columns["data"]).encode())
         return total.hexdigest()
@@ -71,6 +70,11 @@ class TaskSource:
         for prompt in self.task.prompts:
             total.update(repr(sorted(prompt.columns.items())).encode())
         return total.hexdigest()
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a prompt has pictures."""
+        return any(prompt.pictures for prompt in self.task.prompts)
 
     @property
     def longest_prompt(self) -> int:
@@ -167,6 +171,8 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
     }
     form = task.form_in_words
     notes = [f"{count} prompts have {why} and are left out" for why, count in left_out.items() if count]
+    if task.num_unplaced:
+        notes.append(f"{BEFORE_TEXT} ({task.num_unplaced} prompts)")
     return TaskSource(
         task=task,
         kind=config.kind,

@@ -182,6 +182,17 @@ class Renderer:
         Example: in the plain form, user "Hi" is `<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n`.
         """
         _check_text_alone(messages)
+        return self.seen_prompt(messages, tools, is_raw=is_raw).tokens
+
+    def seen_prompt(self, messages: Sequence[Message], tools: Tools = (), *, is_raw: bool = False) -> EncodedScript:
+        """As `prompt`, with its pictures at their placeholders.
+
+        Raises:
+            InputError: as `prompt`; or a picture that the processor refuses, a template that drops one, or no template.
+            ConfigError: no processor, or one of another family.
+
+        Example: a picture of 4 tokens before "Hi" stands 4 times as the model's placeholder before it.
+        """
         trajectory = Trajectory(
             task_id=0, messages=tuple(messages), tools=tuple(tools), format=RAW_FORMAT if is_raw else "chat"
         )
@@ -194,11 +205,13 @@ class Renderer:
         else:
             chat = RenderedChat(template, messages, tools)
             check_rendered(chat)
-            scripts = [Script(text=chat.opened(len(messages)))]
+            scripts = [self._opened(chat)]
+        if template is None:
+            self._check_template(messages)
         self._count_contents([trajectory])
         self.warn()
         encoded = self._encoder.encode([scripts])[0]
-        return (self._begun(encoded) if template is None else encoded).tokens
+        return self._with_pictures(trajectory, self._begun(encoded) if template is None else encoded)
 
     def continuation(self, messages: Sequence[Message], num_seen: int, tools: Tools = ()) -> TokenIds | None:
         r"""What follows the policy's turn `messages[num_seen - 1]` up to its next turn, from the end of the turn on.
@@ -289,11 +302,7 @@ class Renderer:
         self.counts.num_chats += trajectory.format != RAW_FORMAT
         template = self._template_of(trajectory)
         if template is None:
-            if num_pictures(trajectory.messages):
-                raise InputError(
-                    "pictures need the chat template of the model, and the plain form has none; use the tokenizer "
-                    "of the model"
-                )
+            self._check_template(trajectory.messages)
             return [plain_scripts(trajectory)]
         chat = RenderedChat(template, trajectory.messages, trajectory.tools)
         if not num_pictures(chat.messages):
@@ -301,6 +310,22 @@ class Renderer:
         placeholder = self.processor.placeholder
         check_pictures(chat, placeholder.written)
         return [[expanded_script(script, placeholder)] for script in chat_scripts(chat)]
+
+    def _opened(self, chat: RenderedChat) -> Script:
+        """The chat with a turn opened after it."""
+        script = Script(text=chat.opened(len(chat.messages)))
+        if not num_pictures(chat.messages):
+            return script
+        placeholder = self.processor.placeholder
+        check_pictures(chat, placeholder.written)
+        return expanded_script(script, placeholder)
+
+    def _check_template(self, messages: Sequence[Message]) -> None:
+        if num_pictures(messages):
+            raise InputError(
+                "pictures need the chat template of the model, and the plain form has none; use the tokenizer of the "
+                "model"
+            )
 
     def _with_pictures(self, trajectory: Trajectory, encoded: EncodedScript) -> EncodedScript:
         """The sequence with the tokens of its pictures."""

@@ -68,6 +68,7 @@ def _columns(chunk: PrefillChunk) -> list[np.ndarray]:
     assert prefix.start is not None
     positions = np.arange(chunk.first, chunk.first + chunk.num_tokens)
     zeros = np.zeros(chunk.num_tokens, np.int64)
-    tokens = prefix.tokens[positions].astype(np.int64)
+    # Pictures are negative: their features replace whatever is embedded there.
+    tokens = np.maximum(prefix.tokens[positions].astype(np.int64), 0)
     own_start = zeros + prefix.start
     return [tokens, positions, own_start + positions, zeros, zeros, own_start, positions + 1, zeros, zeros]

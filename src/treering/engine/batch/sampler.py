@@ -5,7 +5,7 @@ On CUDA with kernels, `treering.engine.decoder.cuda.verify` does both on the dev
     W sampled positions   R sampled rows   J most drafts of a row   V vocabulary
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +56,31 @@ def sample_and_verify(logits: Tensor, inputs: StepInputs, columns: BatchState, d
     else:
         _verify_in_torch(logits, inputs, columns, drafts, num_drafts, verified)
     return verified
+
+
+def never_sampling(token_ids: Sequence[int], sampler: SampleAndVerify) -> SampleAndVerify:
+    """A sampler of all other tokens.
+
+    As a cut does, it renormalises `logprobs`, and leaves `policy_logprobs` those of the whole distribution.
+
+    Example: of the logits [0, 0, 0, 0] and the token 3 the others have the log-probability -log 3, and -log 4 under the
+    policy.
+    """
+
+    def run(logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees) -> VerifiedTokens:
+        kept = logits.clone()
+        kept[:, list(token_ids)] = -torch.inf
+        verified = sampler(kept, inputs, columns, drafts)
+        index, depth = np.nonzero(np.arange(verified.path.shape[1]) < verified.num_tokens[:, None])
+        # The first token is sampled after the context, the next ones each after the draft that was accepted.
+        draft = np.where(depth == 0, -1, verified.path[index, depth - 1])
+        at = torch.from_numpy(inputs.first_logits[index] + 1 + draft).to(logits.device)
+        temperature = torch.from_numpy(columns.temperature[inputs.rows[index]]).to(logits.device)[:, None]
+        whole, rest = (torch.logsumexp(values[at].double() / temperature, -1) for values in (logits, kept))
+        verified.policy_logprobs[index, depth] -= (whole - rest).cpu().numpy()
+        return verified
+
+    return run
 
 
 def _verify_on_cpu(

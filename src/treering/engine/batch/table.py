@@ -11,6 +11,7 @@ from treering.engine.batch.state import BatchState, make_columns, move_row, wide
 from treering.engine.kv_cache.allocator import KVAllocator
 from treering.engine.kv_cache.copies import Copy, Source, plan_copies
 from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache
+from treering.engine.kv_cache.prompt_keys import PromptKeys
 from treering.engine.kv_cache.rollout_cache import ComputedTokens, RolloutCache, longest_match
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
@@ -34,6 +35,7 @@ class Table:
         """
         self.columns = make_columns(max_rows=max_rows, max_context=_FIRST_CONTEXT, max_stops=_FIRST_STOPS)
         self.requests: list[Request] = []
+        self.keys = PromptKeys()
         self.prefixes = PrefixCache(allocator)
         self.rollouts = RolloutCache(allocator)
         self._move = move
@@ -54,7 +56,7 @@ class Table:
         """Gives a registered request a row and key-value slots; returns False if there is no space yet."""
         if self.num_rows == self._max_rows:
             return False
-        prefix = self.prefixes.get(request.prompt)
+        prefix = self.prefixes.get(self.keys.of(request))
         # Keeps `evict_idle` from evicting the prefix while its own row is placed.
         prefix.num_running += 1
         # Keeps the spans that it will copy from as long as others can be evicted for its own.
@@ -126,7 +128,7 @@ class Table:
         """Frees a row and its memory, which may stay cached; the last row replaces it."""
         request, prefix, computed = self.requests[row], self._row_prefixes[row], self._computed_tokens(row)
         if self._move is not None and computed.tokens.size > 0:
-            self.rollouts.keep(request.prompt, computed)
+            self.rollouts.keep(self.keys.of(request), computed)
         else:
             self.prefixes.allocator.free(computed.start)
         prefix.num_running -= 1
@@ -206,12 +208,12 @@ class Table:
             return -1, 0
         # All but the last token, whose logits are needed.
         tokens = np.concatenate([request.prompt[-1:], request.so_far.tokens])[:-1]
-        spans = [*self.rollouts.spans_of(request.prompt), *self._running_spans(request)]
+        spans = [*self.rollouts.spans_of(self.keys.of(request)), *self._running_spans(request)]
         return longest_match(spans, tokens)
 
     def _running_spans(self, request: Request) -> Iterator[ComputedTokens]:
         """Those of the rows with a request's prompt."""
-        prefix = self.prefixes.get(request.prompt)
+        prefix = self.prefixes.get(self.keys.of(request))
         return (self._computed_tokens(row) for row, other in enumerate(self._row_prefixes) if other is prefix)
 
     def _computed_tokens(self, row: int) -> ComputedTokens:

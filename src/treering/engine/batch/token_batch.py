@@ -2,12 +2,29 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from treering.arrays import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PictureInputs:
+    """What pictures change in a pass.
+
+    Example: a picture of 2 x 3 tokens is prefilled from index 4 of the pass on: `at` is 4 to 9.
+    """
+
+    rotary: Int64Array
+    """[3, T]: the position of each token in time, height and width."""
+    at: Int64Array
+    """[P] indices of the picture tokens of the pass."""
+    levels: tuple[Tensor, ...]
+    """[P, C] each: what stands in place of their embeddings, then what the first layers add; () without such tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """The tokens of one pass; int64 [T] each but `wanted`.
+    """The tokens of one pass; int64 [T] each but `wanted` and `pictures`.
 
     Every layer writes the keys and values of all tokens before any token reads.
 
@@ -20,7 +37,7 @@ class TokenBatch:
     tokens: Int64Array
     """Token ids."""
     positions: Int64Array
-    """Absolute positions, for RoPE."""
+    """Absolute positions, for RoPE unless `pictures` has others."""
     slots: Int64Array
     """Slot that the token's key and value are written to."""
     prefix_start: Int64Array
@@ -37,6 +54,8 @@ class TokenBatch:
     """Bit j of 64, unsigned, makes slot tree_start + j visible, none of them twice; 0 outside of trees."""
     wanted: Int64Array
     """[W] ascending indices of the tokens whose logits are computed."""
+    pictures: PictureInputs | None = None
+    """None where no row and no chunk has one."""
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from treering.arrays import Int64Array
-from treering.engine.batch.token_batch import TokenBatch
+from treering.engine.batch.token_batch import PictureInputs, TokenBatch
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.weights import DecoderWeights, LayerWeights
 
@@ -42,8 +42,13 @@ class TorchDecoder(Decoder):
             for array in (batch.slots, batch.positions, batch.tokens, batch.wanted)
         )
         views, visible = (torch.from_numpy(array).to(weights.device) for array in _views(batch))
-        rotation = weights.cos[positions][:, None], weights.sin[positions][:, None]
+        pictures = batch.pictures
+        at = None if pictures is None else torch.from_numpy(pictures.at).to(weights.device)
+        levels = () if pictures is None else pictures.levels
+        rotation = self._rotation(positions, pictures)
         x = weights.embedding[tokens]
+        if levels:
+            x[at] = levels[0].to(x.dtype)
         for index, layer in enumerate(weights.layers):
             q, k, v = self._project(layer, x, rotation)
             self._keys[index, slots] = k
@@ -51,6 +56,8 @@ class TorchDecoder(Decoder):
             attended = _attend(q, self._keys[index, views], self._values[index, views], visible)
             x = x + functional.linear(attended, layer.out, layer.out_bias)
             x = x + _mlp(layer, _norm(x, layer.mlp_norm, weights.sizes.eps))
+            if index + 1 < len(levels):
+                x[at] += levels[index + 1].to(x.dtype)
         x = _norm(x[wanted], weights.norm, weights.sizes.eps)
         return functional.linear(x, weights.head, weights.head_bias)
 
@@ -60,6 +67,15 @@ class TorchDecoder(Decoder):
         source, target = (torch.from_numpy(slots).to(self._weights.device) for slots in (sources, targets))
         for arena in (self._keys, self._values):
             arena[:, target] = arena[:, source]
+
+    def _rotation(self, positions: Tensor, pictures: PictureInputs | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [T, 1, D] each."""
+        weights = self._weights
+        if pictures is None:
+            return weights.cos[positions][:, None], weights.sin[positions][:, None]
+        # Each entry of a head rotates by the position along its own axis.
+        rotary = torch.from_numpy(pictures.rotary).to(weights.device)[weights.axes].T
+        return weights.cos.gather(0, rotary)[:, None], weights.sin.gather(0, rotary)[:, None]
 
     def _project(self, layer: LayerWeights, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         sizes = self._weights.sizes

@@ -12,6 +12,9 @@ from treering.model.families import ModelParts
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Supported values of `config.model_type`, with full attention only; fewer than the tree step trains."""
 
+PICTURE_FAMILIES = ("qwen2_5_vl_text", "qwen3_vl_text")
+"""As `FAMILIES`, of the language models inside of models that take pictures; InternVL's are among `FAMILIES`."""
+
 
 def check_runnable(parts: ModelParts) -> None:
     """Rejects a model that a fused pass over its weights would not reproduce.
@@ -27,9 +30,10 @@ def check_runnable(parts: ModelParts) -> None:
 
 def _check_family(parts: ModelParts) -> None:
     _check_recurrence(parts)
-    if parts.config.model_type not in FAMILIES:
+    families = FAMILIES if parts.vision is None else (*FAMILIES, *PICTURE_FAMILIES)
+    if parts.config.model_type not in families:
         raise UnsupportedError(
-            f"the engine runs {', '.join(FAMILIES)}, and this model is {parts.config.model_type!r}; use vLLM for its "
+            f"the engine runs {', '.join(families)}, and this model is {parts.config.model_type!r}; use vLLM for its "
             "rollouts"
         )
     for index, layer in enumerate(parts.layers):

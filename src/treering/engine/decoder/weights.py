@@ -62,6 +62,7 @@ class DecoderWeights:
     head_bias: Tensor | None
     cos: Tensor  # [P, D]
     sin: Tensor  # [P, D]
+    axes: Tensor  # int64 [D]: which of time, height and width each entry of a head rotates by
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,6 +108,7 @@ def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
     with torch.no_grad():
         flat = [_fused(sources) for sources in _sources(parts)]
         cos, sin = _rotations(parts, num_positions)
+        axes = _axes(parts)
     tensors = iter(flat)
     embedding = next(tensors)
     layers = tuple(_take_layer(layer, tensors) for layer in parts.layers)
@@ -120,6 +122,7 @@ def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
         head_bias=next(tensors, None),
         cos=cos,
         sin=sin,
+        axes=axes,
     )
 
 
@@ -196,6 +199,18 @@ def _rotations(parts: ModelParts, num_positions: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(num_positions, device=table.device)[None]
     cos, sin = decoder.rotary_emb(table[:1, None], positions)
     return cos[0].contiguous(), sin[0].contiguous()
+
+
+def _axes(parts: ModelParts) -> Tensor:
+    """The axis of each entry of a head, from what the model's own module makes of a step along each; 0 without axes."""
+    table = source_of(parts.embedding).weight
+    layer: Any = parts.layers[0]
+    if parts.vision is None or parts.vision.merge is None:
+        return torch.zeros(int(layer.self_attn.head_dim), dtype=torch.int64, device=table.device)
+    decoder: Any = parts.decoder
+    steps = torch.eye(3, dtype=torch.int64, device=table.device)
+    sines = [decoder.rotary_emb(table[:1, None].float(), step[:, None, None])[1][0, 0] for step in steps]
+    return torch.stack(sines).abs().argmax(0)
 
 
 def _sizes(parts: ModelParts, num_positions: int) -> Sizes:

@@ -3,8 +3,10 @@
 Prompts without requests are dropped here; the arena itself may keep them cached.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from treering.data.picture import PlacedPicture
 from treering.engine.kv_cache.allocator import KVAllocator
 from treering.types import TokenIds
 
@@ -14,6 +16,8 @@ class Prefix:
     """All tokens of a prompt but the last, which every rollout computes itself, to sample its first token."""
 
     tokens: TokenIds
+    """Those of pictures are negative, see `PromptKeys`."""
+    pictures: tuple[PlacedPicture, ...] = ()
     allocator: KVAllocator
     num_requests: int = 0
     """Requests with this prompt, waiting ones included."""
@@ -45,10 +49,10 @@ class PrefixCache:
     allocator: KVAllocator
     _by_tokens: dict[bytes, Prefix] = field(default_factory=dict)
 
-    def register(self, prompt: TokenIds) -> None:
+    def register(self, prompt: TokenIds, pictures: Sequence[PlacedPicture] = ()) -> None:
         """Registers a submitted request."""
-        key = prompt.tobytes()
-        prefix = self._by_tokens.setdefault(key, Prefix(tokens=prompt[:-1].copy(), allocator=self.allocator))
+        prefix = Prefix(tokens=prompt[:-1].copy(), pictures=tuple(pictures), allocator=self.allocator)
+        prefix = self._by_tokens.setdefault(prompt.tobytes(), prefix)
         prefix.num_requests += 1
 
     def get(self, prompt: TokenIds) -> Prefix:

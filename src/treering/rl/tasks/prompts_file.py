@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 from treering.data.formats.codec import CONTEXT_KEYS, decode
 from treering.data.formats.containers import read_records
 from treering.data.formats.fields import is_blank
+from treering.data.formats.pictures import BEFORE_TEXT, with_pictures
 from treering.data.rendering.renderer import Renderer
 from treering.data.rendering.script import TURN_END
 from treering.data.trajectory import Message
@@ -41,7 +42,8 @@ class PromptsFile(Task):
     Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optional `answer`, or verl's
     `reward_model.ground_truth` or `ground_truth` (text or a number); the id in `prompt_id`, `task_id` or `id`, else a
     hash of the tokens. `tools` are JSON schemas for the chat template. Every field of a prompt is in its `columns`, for
-    rewards of your own, and its answer as `answer`. Fields that would change a prompt, such as images, are refused.
+    rewards of your own, and its answer as `answer`. Pictures stand in messages or in the columns `images` or `image`
+    as in trajectories. Other fields that would change a prompt are refused.
 
     Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" becomes the tokens of "2+2?", and
     the response "It is 4" gets 1.0 from the reward "exact_answer".
@@ -102,7 +104,9 @@ class PromptsFile(Task):
         self.num_overlong = 0
         """Prompts left out because of their length."""
         self.num_duplicates = 0
-        """Prompts without an id left out because an earlier one has the same tokens."""
+        """Prompts without an id left out because an earlier one has the same tokens and pictures."""
+        self.num_unplaced = 0
+        """Prompts whose pictures have no part in the messages, and stand before the first user's text."""
         names: dict[str, None] = {}
         self._prompts = self._read(path, max_prompts, max_prompt_tokens, names)
         self.text_reward.bind(names)
@@ -172,9 +176,10 @@ class PromptsFile(Task):
                     break
                 try:
                     prompt = self._prompt(line)
+                    self.num_unplaced += line.has_unplaced
                     is_kept = self._is_kept(prompt, line, kept, max_prompt_tokens)
                 except InputError as error:
-                    raise InputError(f"{where}: {error}") from error
+                    raise _placed(where, error) from error
                 if is_kept:
                     kept.add(prompt.prompt_id)
                     writer.add(prompt)
@@ -193,9 +198,15 @@ class PromptsFile(Task):
             if line.answer is not None or line.likely_answer is None:
                 raise
             raise InputError(f"{error}; if {line.likely_answer} is the answer, rename it to answer") from error
-        tokens = self._renderer.prompt(line.messages, line.tools, is_raw=self._is_raw)
-        prompt_id = prompt_id_of(tokens) if line.prompt_id is None else line.prompt_id
-        return Prompt(prompt_id=prompt_id, tokens=tokens, answer=line.answer, columns=line.columns)
+        seen = self._renderer.seen_prompt(line.messages, line.tools, is_raw=self._is_raw)
+        prompt_id = prompt_id_of(seen.tokens, seen.pictures) if line.prompt_id is None else line.prompt_id
+        return Prompt(
+            prompt_id=prompt_id,
+            tokens=seen.tokens,
+            pictures=seen.pictures,
+            answer=line.answer,
+            columns=line.columns,
+        )
 
     def _is_kept(self, prompt: Prompt, line: "_Line", kept: set[PromptId], limit: int | None) -> bool:
         """Whether a prompt is short enough and new; others are counted."""
@@ -220,6 +231,7 @@ class _Line:
     likely_answer: str | None
     prompt_id: PromptId | None
     columns: Mapping[str, Any]
+    has_unplaced: bool
 
 
 class _ExactFloat(float):
@@ -234,16 +246,23 @@ class _ExactFloat(float):
 
 
 def _parsed_lines(path: Path) -> Iterator[tuple[str, _Line]]:
+    # Pictures lie beside their file, or inside of a folder of files.
+    folder = path if path.is_dir() else path.parent
     for where, record in read_records(path, parse_float=_ExactFloat):
         try:
-            yield where, _line(record)
+            yield where, _line(record, folder, where)
         except InputError as error:
-            raise InputError(f"{where}: {error}") from error
+            raise _placed(where, error) from error
         except (RecursionError, OverflowError) as error:
             raise InputError(f"{where}: a line that cannot be read ({error}); repair it") from error
 
 
-def _line(record: object) -> _Line:
+def _placed(where: str, error: InputError) -> InputError:
+    """The error with its place, which that of a picture names itself."""
+    return error if str(error).startswith(f"{where}: ") else InputError(f"{where}: {error}")
+
+
+def _line(record: object, folder: Path, where: str) -> _Line:
     if not isinstance(record, dict):
         raise InputError(f"a line is a JSON object, got {type(record).__name__}; write one object per line")
     key = "question" if record.get("prompt") is None else "prompt"
@@ -256,12 +275,14 @@ def _line(record: object) -> _Line:
         raise InputError(f"a question is text, got {value!r}; quote it, or give messages as prompt")
     messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
     fields = {name: record.get(name) for name in (*_PROMPT_KEYS, "chat_template_kwargs")}
-    trajectory = decode({**fields, "task_id": "prompt", "messages": messages})
+    notes: list[str] = []
+    chat = with_pictures({**fields, "messages": messages}, folder, where, notes.append)
+    trajectory = decode({**chat, "task_id": "prompt"})
     decoded = trajectory.messages
     assert decoded is not None, "messages were given"
     if decoded[-1].is_trained:
         raise InputError("a prompt ends before the policy's turn, got an assistant message at its end; drop that one")
-    if not any(message.content for message in decoded):
+    if not any(message.content or message.pictures for message in decoded):
         raise InputError(f"a prompt holds text, got {value!r}; drop the line")
     answer = _answer(_given_answer(record))
     is_elsewhere = answer is not None and record.get("answer") is None
@@ -272,6 +293,7 @@ def _line(record: object) -> _Line:
         likely_answer=next((name for name in _LIKELY_ANSWERS if not is_blank(record.get(name))), None),
         prompt_id=_prompt_id(record),
         columns={**record, "answer": answer} if is_elsewhere else record,
+        has_unplaced=BEFORE_TEXT in notes,
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treering.engine.request import check_prompt
+from treering.data.picture import PlacedPicture
+from treering.engine.request import check_pictures, check_prompt
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.rl.tasks.score import RewardValue
@@ -24,6 +25,8 @@ class Prompt:
     """Stable across epochs and machines: a data set key, else `prompt_id_of(tokens)`."""
     tokens: TokenIds
     """int32 [P], P >= 1."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Its pictures, at the model's own placeholders among the tokens."""
     answer: str | None = None
     """The reference answer for the reward; None if it needs none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -33,14 +36,25 @@ class Prompt:
         if self.prompt_id == "":
             raise InputError('a prompt_id is an integer or text with a character, got ""; name the prompt')
         check_prompt(self.prompt_id, self.tokens)
+        check_pictures(self.prompt_id, self.pictures, self.tokens)
+
+    @property
+    def content(self) -> bytes:
+        """Its tokens and what its pictures show: equal only for equal prompts."""
+        return _content(self.tokens, self.pictures)
 
 
-def prompt_id_of(tokens: TokenIds) -> str:
-    """The id of a prompt without a key: 32 hexadecimal digits, a hash of its token ids.
+def prompt_id_of(tokens: TokenIds, pictures: Sequence[PlacedPicture] = ()) -> str:
+    """The id of a prompt without a key: 32 hexadecimal digits, a hash of its token ids and of what its pictures show.
 
     Example: the prompts [5, 6] and [5, 6, 0] have different ids, the same on every machine.
     """
-    return hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(_content(tokens, pictures), digest_size=16).hexdigest()
+
+
+def _content(tokens: TokenIds, pictures: Sequence[PlacedPicture]) -> bytes:
+    digests = b"".join(one.start.to_bytes(4, "little") + one.picture.digest for one in pictures)
+    return tokens.astype("<i4").tobytes() + digests
 
 
 class Task(ABC):

@@ -1,0 +1,78 @@
+"""Pictures in a pass: prompts told apart by what their placeholders show, and what the decoder gets in their place.
+
+T tokens of a pass   P picture tokens of a pass
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from treering.arrays import Int64Array
+from treering.data.picture import PlacedPicture
+from treering.engine.batch.prefill import PrefillChunk
+from treering.engine.batch.table import Table
+from treering.engine.batch.token_batch import PictureInputs, TokenBatch
+from treering.engine.decoder.vision import VisionSnapshot
+from treering.engine.kv_cache.prefix_cache import Prefix
+from treering.tree.forest import Forest
+from treering.tree.pictures import rotary_positions
+
+
+def with_pictures(
+    batch: TokenBatch, chunks: Sequence[PrefillChunk], table: Table, vision: VisionSnapshot
+) -> TokenBatch:
+    """The batch with the features of its chunks' pictures, and rotary positions that pictures have shortened.
+
+    The same batch if no row and no chunk has a picture.
+
+    Args:
+        batch: the rows' tokens, then the chunks'.
+        chunks: of the pass.
+        table: of the rows.
+        vision: gives the features.
+
+    Example: a token behind a picture of 2 x 3 tokens that starts at position 1 has depth 7 and rotary position 4.
+    """
+    if not any(request.pictures for request in table.requests) and not any(chunk.prefix.pictures for chunk in chunks):
+        return batch
+    rotary = np.tile(batch.positions - _shortened(batch, table), (3, 1))
+    at, features = [np.zeros(0, np.int64)], []
+    first = batch.num_tokens - sum(chunk.num_tokens for chunk in chunks)
+    for chunk in chunks:
+        rotary[:, first : first + chunk.num_tokens] = _positions(chunk)
+        for placed in chunk.prefix.pictures:
+            start, stop = (min(max(end - chunk.first, 0), chunk.num_tokens) for end in (placed.start, placed.stop))
+            if start == stop:
+                continue
+            rows = slice(start + chunk.first - placed.start, stop + chunk.first - placed.start)
+            at.append(np.arange(first + start, first + stop))
+            features.append([level[rows] for level in vision.features(placed.picture)])
+        first += chunk.num_tokens
+    levels = tuple(torch.cat(parts) for parts in zip(*features, strict=True))
+    return replace(batch, pictures=PictureInputs(rotary=rotary, at=np.concatenate(at), levels=levels))
+
+
+def _shortened(batch: TokenBatch, table: Table) -> Int64Array:
+    """How many positions the pictures of each token's row have saved; 0 for the tokens of chunks."""
+    saved = np.zeros(batch.num_tokens, np.int64)
+    for row, request in enumerate(table.requests):
+        if request.pictures:
+            # No other row and no prefix has this span.
+            saved[batch.own_start == table.columns.own_start[row]] = _saved(request.pictures)
+    return saved
+
+
+def _saved(pictures: Sequence[PlacedPicture]) -> int:
+    return sum(one.picture.num_tokens - one.picture.num_positions for one in pictures)
+
+
+def _positions(chunk: PrefillChunk) -> Int64Array:
+    """Rotary positions of a chunk's tokens, [3, tokens] or [tokens]."""
+    last = chunk.first + chunk.num_tokens
+    prefix: Prefix = chunk.prefix
+    if not prefix.pictures:
+        return np.arange(chunk.first, last)
+    forest = Forest.from_sequences([np.maximum(prefix.tokens, 0)], pictures=[prefix.pictures])
+    return np.asarray(rotary_positions(forest), np.int64)[..., chunk.first : last]
