@@ -20,7 +20,6 @@ from treering.engine.batch.sampler import never_sampling
 from treering.engine.batch.state import StepInputs, plan_pass
 from treering.engine.batch.table import Table
 from treering.engine.decoder.self_check import check_decoder
-from treering.engine.decoder.vision import VisionSnapshot
 from treering.engine.decoder.weights import read_weights
 from treering.engine.kv_cache.rollout_cache import Continuation
 from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning, check_update
@@ -32,6 +31,7 @@ from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.engine.speculation.speculation import Speculation
 from treering.engine.speculation.verify_costs import Costs
 from treering.engine.stop_strings import Decode
+from treering.engine.vision import VisionSnapshot
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter

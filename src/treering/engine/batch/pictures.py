@@ -14,8 +14,8 @@ from treering.data.picture import PlacedPicture
 from treering.engine.batch.prefill import PrefillChunk
 from treering.engine.batch.table import Table
 from treering.engine.batch.token_batch import PictureInputs, TokenBatch
-from treering.engine.decoder.vision import VisionSnapshot
 from treering.engine.kv_cache.prefix_cache import Prefix
+from treering.engine.vision import VisionSnapshot
 from treering.tree.forest import Forest
 from treering.tree.pictures import rotary_positions
 
