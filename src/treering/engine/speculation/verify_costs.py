@@ -13,9 +13,9 @@ import numpy as np
 
 from treering.arrays import Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
+from treering.engine.batch.prefill import join
 from treering.engine.batch.sampler import SampleAndVerify, sample_and_verify
 from treering.engine.batch.state import StepInputs, make_columns
-from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
@@ -117,7 +117,7 @@ def make_pass(
     num_rows = min(num_tokens, own_starts.size)
     drafts = _chains(num_rows, num_tokens - num_rows)
     inputs = _inputs_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)
-    batch = TokenBatch(**{name: getattr(inputs, name) for name in TokenBatch.__slots__})
+    batch = join(inputs, [])
     columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
     return lambda: sampler(decoder.run(batch), inputs, columns, drafts)
 
