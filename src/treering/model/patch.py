@@ -162,7 +162,7 @@ class TreePatch:
     def _on_forest(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
         """The decoder's output with states [1, N, C], and router logits in the shape of the batch."""
         forest = batch.forest
-        parts = find_parts(self._causal_lm)
+        parts = find_parts(self._causal_lm, calls_modules=True)
         if self._vision is not None:
             check_forest(forest, parts)
             original = parts.decoder
