@@ -40,8 +40,8 @@ def count_a_window_in_packed_order(patch: pytest.MonkeyPatch) -> None:
     """A token sees the packed tokens before it that are in its window by index, siblings' tokens counted."""
     honest = Sight.within
 
-    def packed(forest: Forest) -> Sight:
-        return honest(forest)._replace(position=np.arange(forest.num_tokens))
+    def packed(forest: Forest, *, sees_whole_pictures: bool = False) -> Sight:
+        return honest(forest, sees_whole_pictures=sees_whole_pictures)._replace(position=np.arange(forest.num_tokens))
 
     patch.setattr(layout.Sight, "within", staticmethod(packed))
 

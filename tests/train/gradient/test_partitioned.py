@@ -265,14 +265,12 @@ def see_all_of_the_parent(patch: pytest.MonkeyPatch) -> None:
 
 def count_positions_from_the_cut(patch: pytest.MonkeyPatch) -> None:
     """RoPE restarts in every partition."""
-    honest = partitioned.take_fragment
+    honest = partitioned.hidden_states
 
-    def restarted(tree: Forest, tokens: np.ndarray) -> Forest:
-        fragment = copy.copy(honest(tree, tokens))
-        object.__setattr__(fragment, "position", fragment.position - fragment.position.min())
-        return fragment
+    def restarted(parts: object, fragment: Forest, layout: object, positions: np.ndarray) -> torch.Tensor:
+        return honest(parts, fragment, layout, positions - positions.min())  # type: ignore[arg-type]
 
-    patch.setattr(partitioned, "take_fragment", restarted)
+    patch.setattr(partitioned, "hidden_states", restarted)
 
 
 def forget_edges_across_cuts(patch: pytest.MonkeyPatch) -> None:

@@ -54,11 +54,11 @@ def open_dataset(
     """
     file, options = Path(path), options or ReadOptions()
 
-    before = _stamps(file)
+    before = _stamps(file, folder)
 
     def make(draft: Path) -> DatasetFacts:
         facts = build(draft, file, renderer, options, on_progress, num_workers)
-        if not options.may_be_torn and _stamps(file) != before:
+        if not options.may_be_torn and _stamps(file, folder) != before:
             raise InputError(f"{file}: it was changed while it was read; start again when nothing writes it")
         return facts
 
@@ -77,9 +77,10 @@ def open_dataset(
     return _said(dataset, file, renderer)
 
 
-def _stamps(path: Path) -> list[tuple[str, int, int, int]]:
-    """Of each file: name, number, size and time of the last change."""
+def _stamps(path: Path, cache: Path | None) -> list[tuple[str, int, int, int]]:
+    """Of each file: name, number, size and time of the last change; a cache inside of a folder is no part of it."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [file for file in files if cache is None or not file.is_relative_to(cache)]
     found = [(str(file), file.stat()) for file in files if file.is_file()]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 

@@ -47,7 +47,8 @@ class PromptWriter:
         Raises:
             StateError: the disk is full.
         """
-        fields = prompt.prompt_id, prompt.tokens.astype(np.int32).tobytes(), prompt.answer, prompt.columns
+        tokens = prompt.tokens.astype(np.int32).tobytes()
+        fields = prompt.prompt_id, tokens, prompt.answer, prompt.columns, prompt.pictures
         content = pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
         try:
             self._file.write(content)
@@ -115,9 +116,9 @@ class _StoredPrompts(Sequence[Prompt]):
         content = self._content[self._ends[numbers] : self._ends[numbers + 1]]
         self._count(len(content))
         # The process has written it itself, into a file that no other can name.
-        prompt_id, tokens, answer, columns = pickle.loads(content)
+        prompt_id, tokens, answer, columns, pictures = pickle.loads(content)
         owned = np.frombuffer(tokens, np.int32).copy()
-        return Prompt(prompt_id=prompt_id, tokens=owned, answer=answer, columns=columns)
+        return Prompt(prompt_id=prompt_id, tokens=owned, answer=answer, columns=columns, pictures=pictures)
 
     def _count(self, num_bytes: int) -> None:
         """Gives pages that were read back to the system now and then."""
