@@ -89,7 +89,7 @@ class EnvRecipe:
         return build_float64("qwen3", vocab_size=VOCAB)
 
     def make_task(self) -> EnvironmentTask:
-        return task_of(self.world(), max_rows=MAX_ROWS, episode_timeout_s=self.timeout_s)
+        return task_of(self.world(), max_rows=MAX_ROWS, episode_timeout_s=self.timeout_s, episode_order="in_order")
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> Engine:
         return engine_of(model, drafter=drafter, version=version, num_threads=1, costs="none", max_batch=MAX_ROWS)  # type: ignore[arg-type]

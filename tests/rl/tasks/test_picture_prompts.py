@@ -90,7 +90,8 @@ def test_a_refusal_names_its_line_once(tmp_path: Path, folder: Path, record: dic
 def test_a_group_is_asked_and_trained_with_its_pictures(tmp_path: Path, folder: Path) -> None:
     task = read(tmp_path, folder, *({"prompt": asked(seed), "answer": "1"} for seed in (0, 1)))
     collection = Collection(task.prompts, {}, group_size=2, sampling=Sampling(max_tokens=2))
-    assert [request.pictures for request in collection.requests()] == [p.pictures for p in task.prompts for _ in "ab"]
+    asked_for = [[one.picture.digest for one in request.pictures] for request in collection.requests()]
+    assert asked_for == [[one.picture.digest for one in p.pictures] for p in task.prompts for _ in "ab"]
     batch = make_rl_batch([_group(prompt) for prompt in task.prompts], estimator="grpo", layout="tree")
     for forest, prompt in zip(batch.trees.forests, task.prompts, strict=True):
         [placed] = prompt.pictures

@@ -1,6 +1,5 @@
 """Law 4: a tree trained in partitions gives the gradients of the whole tree within the promised memory."""
 
-import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
