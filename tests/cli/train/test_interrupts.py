@@ -84,7 +84,7 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: 
         process = start(path, "often", workers)
         # Not before the run has a file: until the command is imported Python itself handles signals.
         wait_for_lines(folder / "often" / name, num_lines, process)
-        time.sleep(generator.uniform(0.0, 0.3))
+        time.sleep(generator.uniform(0.0, 0.3 if workers else 0.01))
         process.send_signal(number)
         num_interrupted += check_end(folder, number, process)
     run_train(config_path=path, overrides=settings("often", workers), json_output=True)
