@@ -12,9 +12,9 @@ from dataclasses import astuple, dataclass, fields
 from io import BytesIO
 from numbers import Integral, Real
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
+from treering.closing import Closing
 from treering.errors import InputError, StateError, UnsupportedError
 from treering.step_lines import append, read_rows, reopen
 from treering.writing import check_regular, writing
@@ -231,7 +231,7 @@ class TensorBoardSink:
             append(self._file, record.getvalue())
 
 
-class Metrics:
+class Metrics(Closing):
     """Sends each step's values to every sink; use it in a `with` statement.
 
     Example: `with Metrics([JsonlSink(path)]) as metrics: metrics.log(1, {LOSS: 2.5, GRAD_NORM: float("inf")})` writes
@@ -268,14 +268,6 @@ class Metrics:
         """Close every sink."""
         for sink in self._sinks:
             sink.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def num_logged(path: Path) -> dict[int, int | None]:

@@ -134,7 +134,7 @@ def test_what_an_engine_cannot_sample_is_refused() -> None:
     other = sequence(5, picture("internvl", 0), 6)
     with pytest.raises(InputError, match="make pictures with the processor of this model"):
         engine.submit([replace(first, prompt=np.array(other.tokens), pictures=tuple(other.placed))])
-    with pytest.raises(InputError, match="goes on behind its pictures"):
+    with pytest.raises(InputError, match="goes on after its pictures"):
         replace(first, prompt=first.prompt[:-2])
     with pytest.raises(InputError, match="has 1 pictures"):
         TorchEngine(build_float64("qwen3"), max_tokens=200).submit([replace(first, prompt=first.prompt % 30)])

@@ -6,7 +6,8 @@ from treering.data.formats.reader import read_trajectories
 from treering.data.formats.traces import read_traces, write_traces
 from treering.data.generate import AgentSpec, generate_trajectories
 from treering.data.locate import DATA_VARIABLE, data_folder
-from treering.data.rendering.renderer import RenderedTrajectory, Renderer, Template, by_task, render
+from treering.data.rendering.rendered_trajectory import RenderedTrajectory, by_task
+from treering.data.rendering.renderer import Renderer, Template, render
 from treering.data.trace import Trace
 from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from treering.data.rendering.renderer import RenderedTrajectory
+from treering.data.rendering.rendered_trajectory import RenderedTrajectory
 from treering.data.trajectory import Trajectory
 from treering.types import TokenIds
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from math import isqrt
 from typing import Any
@@ -51,7 +52,7 @@ class Picture:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         # Rebuilt by the constructor, so that copies are read-only too.
-        return _rebuild, (self.values, self.grid, self.num_tokens)
+        return partial(Picture, values=self.values, grid=self.grid, num_tokens=self.num_tokens), ()
 
     @property
     def merge(self) -> int:
@@ -103,10 +104,6 @@ def check_places(placed: Sequence[PlacedPicture], tokens: NDArray[np.integer[Any
                 f"{where}, which are not one placeholder {one.picture.num_tokens} times: {run[:8].tolist()} ...; is "
                 "num_tokens of another size of the picture?"
             )
-
-
-def _rebuild(values: NDArray[np.float32], grid: tuple[int, int, int] | None, num_tokens: int) -> Picture:
-    return Picture(values=values, grid=grid, num_tokens=num_tokens)
 
 
 def _check(picture: Picture) -> None:

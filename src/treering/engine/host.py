@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Self
 
+from treering.closing import Closing
 from treering.engine.protocol import Engine
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout, RolloutKey
@@ -34,7 +33,7 @@ class _Run:
     function: Callable[[], None]
 
 
-class EngineHost:
+class EngineHost(Closing):
     """Runs an engine in a thread of its own and answers calls; nothing else may use the engine until it is closed.
 
     The unit is one call: an episode that asks for nothing holds no row and no reservation. The thread blocks while no
@@ -129,14 +128,6 @@ class EngineHost:
                 self._is_closed = True
                 self._inbox.put(None)
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _put(self, message: _Call | _Run) -> None:
         with self._lock:

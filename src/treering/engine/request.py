@@ -108,7 +108,7 @@ class Request:
     so_far: Rollout | None = None
     """The rollout of this key to continue: after an observation, an abort or a migration, or a `Rollout.branch`."""
     pictures: tuple[PlacedPicture, ...] = ()
-    """In order, at the model's own placeholders in the prompt, which goes on behind the last one."""
+    """In order, at the model's own placeholders in the prompt, which goes on after the last one."""
     call: int | None = None
     """Of an episode, which sample then names, the id of this call (`noise.call_id`); None for a rollout by itself."""
 
@@ -211,7 +211,7 @@ def check_prompt(prompt_id: object, prompt: object) -> None:
 
 
 def check_pictures(prompt_id: PromptId, pictures: Sequence[PlacedPicture], prompt: TokenIds) -> None:
-    """Checks that pictures stand in order inside a prompt, and that it goes on behind them.
+    """Checks that pictures stand in order inside a prompt, and that it goes on after them.
 
     Raises:
         InputError: see `check_places`; or the last token, which every rollout computes itself, is of a picture.
@@ -221,8 +221,8 @@ def check_pictures(prompt_id: PromptId, pictures: Sequence[PlacedPicture], promp
     check_places(pictures, prompt)
     if pictures and pictures[-1].stop == prompt.size:
         raise InputError(
-            f"a prompt goes on behind its pictures, and {prompt_id!r} ends with one; put the token that ends a "
-            "picture behind it, or open the policy's turn"
+            f"a prompt goes on after its pictures, and {prompt_id!r} ends with one; put the token that ends a "
+            "picture after it, or open the policy's turn"
         )
 
 

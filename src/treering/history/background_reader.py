@@ -2,15 +2,15 @@
 
 import threading
 from collections.abc import Mapping
-from typing import Self
 
+from treering.closing import Closing
 from treering.errors import ConfigError
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.reader import HistoryReader
 from treering.types import PromptId
 
 
-class BackgroundReader:
+class BackgroundReader(Closing):
     """A `HistoryReader` whose snapshot a thread keeps new: after 20,000 changed prompts a refresh takes 0.3 s.
 
     A drafter that reads it sees a new snapshot between two steps. If decisions must not depend on a clock, call
@@ -61,12 +61,6 @@ class BackgroundReader:
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self, interval_s: float) -> None:
         while not self._ends.wait(interval_s):

@@ -17,7 +17,7 @@ from treering.attention.to_device import to_device
 from treering.data.picture import Picture
 from treering.errors import InputError, UnsupportedError
 from treering.tree.forest import Forest
-from treering.tree.pictures import picture_tokens
+from treering.tree.pictures import PictureTokens, picture_tokens
 
 PICTURE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
 """`config.model_type` of the supported models that take pictures."""
@@ -139,9 +139,8 @@ class PictureFeatures:
         self._outputs = vision.features(pictures) if pictures else []
         self.levels = [_leaf(output) for output in self._outputs] if is_apart else self._outputs
 
-    def rows(self, forest: Forest) -> Int[np.ndarray, " P"]:
+    def rows(self, forest: Forest, pictured: PictureTokens) -> Int[np.ndarray, " P"]:
         """Row of the features of each picture token of a forest, int64, in packed order."""
-        pictured = picture_tokens(forest)
         first = np.array([self._first[picture.digest] for picture in forest.pictures], np.int64)
         return first[pictured.number] + pictured.offset
 
@@ -166,8 +165,9 @@ def embedded(embedding: nn.Module, forest: Forest, features: PictureFeatures, de
 
     Also the features of deeper layers, where the vision part has them.
     """
-    at = to_device(picture_tokens(forest).at, device)
-    rows = to_device(features.rows(forest), device)
+    pictured = picture_tokens(forest)
+    at = to_device(pictured.at, device)
+    rows = to_device(features.rows(forest, pictured), device)
     tokens = to_device(np.maximum(forest.tokens, 0), device)[None]
     embeddings: Tensor = embedding(tokens.long())
     own, *deeper = [level[rows].to(embeddings.dtype) for level in features.levels]

@@ -7,10 +7,11 @@ timing, stealing and crashes never change a rollout (law 6).
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
+from treering.closing import Closing
 from treering.data import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, Interrupted, StateError
@@ -40,7 +41,7 @@ from treering.train.loop.restore import set_random_state
 from treering.train.loop.resumable import Resumable
 
 
-class PipelineLoop(Resumable[RlStepReport]):
+class PipelineLoop(Closing, Resumable[RlStepReport]):
     """An `RlLoop` in several processes: rollout workers, a reward worker, a trainer, and this process as controller.
 
     The processes start with the first step. They sample later steps while it is trained, and between calls. A process
@@ -236,12 +237,6 @@ class PipelineLoop(Resumable[RlStepReport]):
         self._is_closed = True
         if self._drafting is not None:
             self._drafting.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _started(self) -> Controller:
         if self._is_closed:

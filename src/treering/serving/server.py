@@ -10,9 +10,9 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from treering.closing import Closing
 from treering.errors import ConfigError
 from treering.extras import require
 from treering.rl.environments.chat import ChatTokens
@@ -61,7 +61,7 @@ class ServerSettings:
             )
 
 
-class Server:
+class Server(Closing):
     """Answers calls over HTTP until it is closed.
 
     Routes: `POST /inference/v1/generate`, `POST /v1/completions`,
@@ -127,14 +127,6 @@ class Server:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)

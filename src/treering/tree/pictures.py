@@ -115,7 +115,7 @@ def rotary_positions(forest: "Forest") -> NDArray[np.int32] | Int64Array:
     """The positions that a model rotates by: those that each branch has alone.
 
     Pictures with grids have three of them (time, height, width), int64 [3, N]: a picture's tokens count rows and
-    columns from where it starts, and the token after it goes on behind the longer side. Without grids: depths [N].
+    columns from where it starts, and the token after it goes on after the longer side. Without grids: depths [N].
 
     Args:
         forest: whole trees, because a position depends on all pictures above.

@@ -11,7 +11,7 @@ from treering.cli.inspect.why import WhyReport, explain_tasks
 from treering.data import RenderedTrajectory
 from treering.data.cache.dataset import TokenDataset
 from treering.data.picture import Picture
-from treering.data.rendering.renderer import cut_pictures
+from treering.data.rendering.rendered_trajectory import cut_pictures
 from treering.tree.forest import Forest
 from treering.tree.stats import (
     Branching,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from treering.data.picture import DIGEST_BYTES, Picture
 from treering.data.pictures.stored import StoredPicture
-from treering.data.rendering.renderer import RenderedTrajectory
+from treering.data.rendering.rendered_trajectory import RenderedTrajectory
 from treering.data.trajectory import TaskId, Trajectory
 
 ROWS_FILE, TASKS_FILE = "rows.npy", "tasks.json"

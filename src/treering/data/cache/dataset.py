@@ -13,7 +13,7 @@ from treering.data.cache.arrays import CONTENTS, FLAT, PICTURES_FILE, ROWS_FILE,
 from treering.data.picture import PlacedPicture
 from treering.data.pictures.source import PictureSource
 from treering.data.pictures.stored import OpenPicture, StoredPicture
-from treering.data.rendering.renderer import RenderedTrajectory
+from treering.data.rendering.rendered_trajectory import RenderedTrajectory
 from treering.data.trajectory import TaskId
 from treering.errors import InputError
 from treering.types import TokenIds

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from treering.data.rendering.renderer import RenderCounts, RenderedTrajectory, Renderer
+from treering.data.rendering.rendered_trajectory import RenderedTrajectory
+from treering.data.rendering.renderer import RenderCounts, Renderer
 from treering.data.trajectory import Trajectory
 from treering.errors import StateError
 

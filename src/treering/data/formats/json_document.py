@@ -88,7 +88,7 @@ class _Text:
         return error
 
     def _read(self) -> None:
-        """Forgets what lies behind, and reads as much again as is left, so that a long record is not read often."""
+        """Forgets what is read, and reads as much again as is left, so that a long record is not read often."""
         passed, left = self._text[: self._start], self._text[self._start :]
         lines = passed.count("\n")
         self._num_lines += lines

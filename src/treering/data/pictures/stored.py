@@ -1,6 +1,7 @@
 """A picture whose values are made when they are asked for, so that a set of pictures is never held decoded."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,17 +64,13 @@ class StoredPicture(Picture):
         return f"StoredPicture(size={self.size}, num_tokens={self.num_tokens}, digest={self.digest.hex()!r})"
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _rebuild, (self.source, self._open, self.size, self.grid, self.num_tokens, self.digest)
-
-
-def _rebuild(
-    source: PictureSource,
-    open_picture: OpenPicture,
-    size: tuple[int, int],
-    grid: tuple[int, int, int] | None,
-    num_tokens: int,
-    digest: bytes,
-) -> StoredPicture:
-    return StoredPicture(
-        source=source, open_picture=open_picture, size=size, grid=grid, num_tokens=num_tokens, digest=digest
-    )
+        make = partial(
+            StoredPicture,
+            source=self.source,
+            open_picture=self._open,
+            size=self.size,
+            grid=self.grid,
+            num_tokens=self.num_tokens,
+            digest=self.digest,
+        )
+        return make, ()

@@ -41,7 +41,7 @@ def num_pictures(messages: Sequence[Message]) -> int:
 def expanded_script(script: Script, placeholder: Placeholder) -> Script:
     """The script with what the processor makes of each placeholder.
 
-    Example: where `<img>` becomes `<img>*` a span behind one of them moves by a character.
+    Example: where `<img>` becomes `<img>*` a span after one of them moves by a character.
     """
     if placeholder.written == placeholder.expanded:
         return script

@@ -54,7 +54,7 @@ def _internvl(named: _Named) -> Placeholder:
     return Placeholder(written=token, expanded=f"{begin}{token}{end}", token=token)
 
 
-PICTURE_FAMILIES: Mapping[str, PictureFamily] = MappingProxyType(
+PROCESSORS: Mapping[str, PictureFamily] = MappingProxyType(
     {
         "Qwen2_5_VLProcessor": PictureFamily(placeholder=_qwen),
         "Qwen3VLProcessor": PictureFamily(placeholder=_qwen),

@@ -18,7 +18,7 @@ from treering.data.picture import Picture
 from treering.data.pictures.decode import decoded
 from treering.data.pictures.source import PictureSource
 from treering.data.pictures.stored import StoredPicture
-from treering.data.rendering.picture_families import PICTURE_FAMILIES, PictureFamily, Placeholder
+from treering.data.rendering.picture_families import PROCESSORS, PictureFamily, Placeholder
 from treering.data.rendering.template_files import named_tokens, read_settings
 from treering.errors import ConfigError
 from treering.extras import require
@@ -132,12 +132,12 @@ class PictureProcessor:
     @cached_property
     def _family(self) -> PictureFamily:
         name = str(self._settings.get("processor_class"))
-        if name not in PICTURE_FAMILIES:
+        if name not in PROCESSORS:
             raise ConfigError(
-                f"pictures are read for the processors {', '.join(PICTURE_FAMILIES)}, and {self.folder} names {name}; "
+                f"pictures are read for the processors {', '.join(PROCESSORS)}, and {self.folder} names {name}; "
                 "use a model of these families"
             )
-        return PICTURE_FAMILIES[name]
+        return PROCESSORS[name]
 
     @cached_property
     def _image_processor(self) -> Any:

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
-import numpy.typing as npt
 
-from treering.data.picture import PlacedPicture
 from treering.data.rendering.chat_pictures import (
     check_pictures,
     expanded_script,
@@ -22,55 +20,18 @@ from treering.data.rendering.continuation import chat_continuation, plain_contin
 from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
 from treering.data.rendering.picture_processor import PictureProcessor
 from treering.data.rendering.rendered_chat import RenderedChat, Tools
+from treering.data.rendering.rendered_trajectory import RenderedTrajectory, given, rendered
 from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
 from treering.data.rendering.template import ChatTemplate
 from treering.data.rendering.template_files import chat_templates
 from treering.data.rendering.turns import chat_scripts, check_rendered
-from treering.data.trajectory import RAW_FORMAT, Message, TaskId, Trajectory
+from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
 from treering.errors import ConfigError, DataWarning, InputError
-from treering.types import LossMask, TokenIds
+from treering.types import TokenIds
 
 Template: TypeAlias = Literal["auto", "plain", "hf"]
 """The chat form: "hf" is the tokenizer's own template, "plain" has markers. "auto" is "hf" where there is a template,
 else "plain" where the tokenizer knows the markers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RenderedTrajectory:
-    """A trajectory as tokens, ready for merging and training.
-
-    Example: tokens `[5, 6, 7, 8]` with mask `[0, 0, 1, 1]` have `num_prompt_tokens` 2 and `turn_ends` `[4]`.
-    """
-
-    task_id: TaskId
-    """The same for all trials of a task."""
-    tokens: TokenIds
-    """int32 [T], T >= 1."""
-    loss_mask: LossMask
-    """bool [T], True for trained tokens."""
-    turn_ends: npt.NDArray[np.int32]
-    """int32 [turns], ascending: one past the last trained token of each assistant turn."""
-    index: int = 0
-    """Place of its trajectory among those rendered together; a chat whose template rewrites history has several."""
-    reward: float | None = None
-    """Reward of the whole rollout; None if unknown."""
-    advantage: float | None = None
-    """Advantage of the whole rollout; None if unknown."""
-    advantages: npt.NDArray[np.float64] | None = None
-    """float64 [T], the advantage of each token; None if unknown."""
-    logprobs: npt.NDArray[np.float64] | None = None
-    """float64 [T] under the policy that sampled; None if unknown."""
-    pictures: tuple[PlacedPicture, ...] = ()
-    """Pictures in order, at the model's image tokens."""
-
-    def __post_init__(self) -> None:
-        assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
-        assert self.logprobs is None or self.logprobs.shape == self.tokens.shape, "one log-probability per token"
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens before the first trained one; all tokens if none is trained."""
-        return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.tokens.size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,9 +91,9 @@ class Renderer:
         Raises:
             InputError: messages without a tokenizer, without any text, or that the template drops a part of.
         """
-        rendered = self.render_batch(list(trajectories))
+        found = self.render_batch(list(trajectories))
         self.warn()
-        return rendered
+        return found
 
     def render_batch(self, trajectories: Sequence[Trajectory], first_index: int = 0) -> list[RenderedTrajectory]:
         """As `render`, for a part of the trajectories whose first one has the index `first_index`; it warns of nothing.
@@ -148,9 +109,9 @@ class Renderer:
             of_messages.setdefault(i, []).append(self._with_pictures(trajectories[i], begun))
         self._count_contents([trajectories[i] for i in written])
         return [
-            _rendered(trajectory, sequence, first_index + i)
+            rendered(trajectory, sequence, first_index + i)
             for i, trajectory in enumerate(trajectories)
-            for sequence in of_messages.get(i) or [_given(trajectory)]
+            for sequence in of_messages.get(i) or [given(trajectory)]
         ]
 
     def warn(self) -> None:
@@ -359,14 +320,6 @@ class Renderer:
         counts.num_special += sum(self._encoder.has_special_text(content) for content in contents)
 
 
-def cut_pictures(pictures: Sequence[PlacedPicture], num_tokens: int) -> tuple[PlacedPicture, ...]:
-    """The pictures among the first tokens of a sequence.
-
-    Example: of pictures at the tokens 2 to 5 and 8 to 11 the first one is among the first 8 tokens.
-    """
-    return tuple(placed for placed in pictures if placed.stop <= num_tokens)
-
-
 def render(
     trajectories: Iterable[Trajectory], tokenizer: Path | None = None, template: Template = "auto"
 ) -> list[RenderedTrajectory]:
@@ -375,44 +328,6 @@ def render(
     Example: user "2+2=" and assistant "4" of format "raw" become the tokens of "2+2=4", of which only "4" is trained.
     """
     return Renderer(tokenizer=tokenizer, template=template).render(trajectories)
-
-
-def by_task(trajectories: Iterable[RenderedTrajectory]) -> list[list[RenderedTrajectory]]:
-    """Groups trajectories by `task_id`; tasks and trajectories stay in order of first appearance.
-
-    Example: trajectories of the tasks a, b, a give two groups: the two of a, then the one of b.
-    """
-    tasks: dict[TaskId, list[RenderedTrajectory]] = {}
-    for trajectory in trajectories:
-        tasks.setdefault(trajectory.task_id, []).append(trajectory)
-    return list(tasks.values())
-
-
-def _given(trajectory: Trajectory) -> EncodedScript:
-    tokens, mask = trajectory.tokens, trajectory.loss_mask
-    assert tokens is not None, "a trajectory has messages or tokens"
-    if mask is None:
-        mask = np.ones(tokens.size, dtype=np.bool_)
-    # With tokens alone, a turn is a maximal trained run.
-    ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
-    return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32), pictures=trajectory.pictures)
-
-
-def _rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> RenderedTrajectory:
-    if encoded.tokens.size == 0:
-        raise InputError(f"a trajectory needs text, got only empty messages in task {trajectory.task_id!r}; drop it")
-    return RenderedTrajectory(
-        task_id=trajectory.task_id,
-        tokens=encoded.tokens,
-        loss_mask=encoded.loss_mask,
-        turn_ends=encoded.turn_ends,
-        index=index,
-        reward=trajectory.reward,
-        advantage=trajectory.advantage,
-        advantages=trajectory.advantages,
-        logprobs=trajectory.logprobs,
-        pictures=encoded.pictures,
-    )
 
 
 def _check_text_alone(messages: Sequence[Message]) -> None:

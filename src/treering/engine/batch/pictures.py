@@ -33,7 +33,7 @@ def with_pictures(
         table: of the rows.
         vision: gives the features.
 
-    Example: a token behind a picture of 2 x 3 tokens that starts at position 1 has depth 7 and rotary position 4.
+    Example: a token after a picture of 2 x 3 tokens that starts at position 1 has depth 7 and rotary position 4.
     """
     if not any(request.pictures for request in table.requests) and not any(chunk.prefix.pictures for chunk in chunks):
         return batch

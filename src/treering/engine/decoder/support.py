@@ -12,7 +12,7 @@ from treering.model.families import ModelParts
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Supported values of `config.model_type`, with full attention only; fewer than the tree step trains."""
 
-PICTURE_FAMILIES = ("qwen2_5_vl_text", "qwen3_vl_text")
+FAMILIES_IN_PICTURE_MODELS = ("qwen2_5_vl_text", "qwen3_vl_text")
 """As `FAMILIES`, of the language models inside of models that take pictures; InternVL's are among `FAMILIES`."""
 
 
@@ -30,7 +30,7 @@ def check_runnable(parts: ModelParts) -> None:
 
 def _check_family(parts: ModelParts) -> None:
     _check_recurrence(parts)
-    families = FAMILIES if parts.vision is None else (*FAMILIES, *PICTURE_FAMILIES)
+    families = FAMILIES if parts.vision is None else (*FAMILIES, *FAMILIES_IN_PICTURE_MODELS)
     if parts.config.model_type not in families:
         raise UnsupportedError(
             f"the engine runs {', '.join(families)}, and this model is {parts.config.model_type!r}; use vLLM for its "

@@ -5,11 +5,11 @@ History is only a hint (law 7): lost data costs speed, and reading returns exact
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
 from treering.arrays import Int32Array
+from treering.closing import Closing
 from treering.errors import ConfigError, StateError
 from treering.history.store.background import Background
 from treering.history.store.eviction import Eviction
@@ -26,7 +26,7 @@ _MAX_FILES = 64
 """Approximate; sets the size of data files, so that a publish writes a small part of a large history."""
 
 
-class HistoryStore:
+class HistoryStore(Closing):
     """Rollouts of earlier epochs; takes 8 bytes a token, index included.
 
     `publish` makes added rollouts visible in a new `snapshot`; older snapshots do not change. One thread adds and
@@ -154,12 +154,6 @@ class HistoryStore:
         finally:
             if self._journal is not None:
                 self._journal.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def save(self, file: Path, snapshot: Mapping[PromptId, PromptIndex] | None = None) -> None:
         """Writes the whole store, pending rollouts included, or one of its snapshots, as one checksummed file.

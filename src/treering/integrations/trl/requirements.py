@@ -60,7 +60,10 @@ def check_trainer(trainer: Any) -> None:
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; leave it out, or use DDP")
     if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
-        raise UnsupportedError(f"{name} takes images, which have no place in a forest of tokens; train a text model")
+        raise UnsupportedError(
+            f"{name} takes images, and share_prefixes trains text; treering sft, or treering.patch(model) in a loop of "
+            "your own, trains models that take pictures"
+        )
 
 
 def _check_liger(trainer: Any) -> None:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
+from treering.closing import Closing
 from treering.rl.environments.daemon_threads import DaemonThreads
 
 _PATIENCE_S = 1.0
@@ -34,7 +35,7 @@ class _Selector(selectors.DefaultSelector):
             self._on_busy()
 
 
-class EpisodeLoop:
+class EpisodeLoop(Closing):
     """An event loop in a daemon thread: what blocks it can be seen and left from outside.
 
     `SystemExit` in a task stays in the task.
@@ -99,14 +100,6 @@ class EpisodeLoop:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(2 * _PATIENCE_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _mark(self) -> None:
         with self._state:

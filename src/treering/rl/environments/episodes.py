@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
+from treering.closing import Closing
 from treering.engine.host import EngineHost
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
@@ -57,7 +56,7 @@ class Episode:
         return np.zeros(0, np.int32)
 
 
-class Episodes:
+class Episodes(Closing):
     """Episodes that run, started in order, as many at a time as the task's options say.
 
     Example:
@@ -124,14 +123,6 @@ class Episodes:
         # Before the engine's, so that open calls leave it.
         self._loop.close()
         self._host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _next(self, timeout_s: float) -> list[Run]:
         try:

@@ -26,7 +26,6 @@ class EpisodeForecast:
     def __init__(self) -> None:
         self._lengths = MedianLengths(guess=1.0)
         self._waits = WaitPredictor()
-        self._known: set[PromptId] = set()
         self._token_s = 0.0
 
     def order(self, prompts: Sequence[PromptId], group_size: int) -> list[int]:
@@ -34,7 +33,7 @@ class EpisodeForecast:
 
         As they stand if nothing is known of any task.
         """
-        if self._known.isdisjoint(prompts):
+        if not any(prompt in self._waits for prompt in prompts):
             return list(range(len(prompts) * group_size))
         spans, (_, wait_s) = self._lengths.predict(prompts, group_size), self._waits.predict(prompts, group_size)
         if self._waits.has_waits:
@@ -57,7 +56,6 @@ class EpisodeForecast:
                 turns = Turns.of(own)
                 self._lengths.observe(prompt_id, np.maximum(turns.lengths, 1))
                 self._waits.observe(prompt_id, turns)
-                self._known.add(prompt_id)
 
     def state(self) -> dict[str, Any]:
         """Checkpoint state, as lists, numbers and strings."""
@@ -68,4 +66,3 @@ class EpisodeForecast:
         self._lengths.load_state(state["lengths"])
         self._waits.load_state(state["waits"])
         self._token_s = state["token_s"]
-        self._known = {prompt_id for prompt_id, *_ in state["waits"]}

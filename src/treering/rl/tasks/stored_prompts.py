@@ -6,18 +6,18 @@ import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Self, overload
+from typing import overload
 
 import numpy as np
 
+from treering.closing import Closing
 from treering.errors import StateError
 from treering.rl.tasks.task import Prompt
 
 _RELEASE_BYTES = 1 << 26
 
 
-class PromptWriter:
+class PromptWriter(Closing):
     """Writes prompts one after another, in a `with` statement; what `prompts` gives may be read after it.
 
     Example: after `writer.add(prompt)`, `writer.prompts()[0]` has the same fields.
@@ -31,12 +31,8 @@ class PromptWriter:
         except OSError as error:
             raise _cannot_write(error) from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Closes the file; what is mapped stays readable."""
         # What a full disk has refused is refused again.
         with suppress(OSError):
             self._file.close()

@@ -25,6 +25,10 @@ class WaitPredictor:
     def __init__(self) -> None:
         self._memories: dict[PromptId, tuple[float, float]] = {}
 
+    def __contains__(self, prompt: PromptId) -> bool:
+        """Whether rollouts of a prompt were seen."""
+        return prompt in self._memories
+
     @property
     def has_waits(self) -> bool:
         """Whether a prompt's latest rollouts waited."""

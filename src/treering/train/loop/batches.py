@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.data.picture import PlacedPicture
-from treering.data.rendering.renderer import RenderedTrajectory, by_task
+from treering.data.rendering.rendered_trajectory import RenderedTrajectory, by_task
 from treering.data.trajectory import TaskId
 from treering.errors import ConfigError, InputError
 from treering.train.loss_weights import Normalizer, Shared
