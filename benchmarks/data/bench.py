@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.tiny_model import TINY_MODEL
 from treering.data import Trajectory, data_folder, read_trajectories, render
 from treering.errors import InputError
 
@@ -27,14 +28,7 @@ FILES: Mapping[str, tuple[float, bool]] = MappingProxyType(
 )
 """Bytes, and whether they hold ids."""
 CONFIG = """
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_size = 16
-intermediate_size = 32
-[data]
+[model]{model}[data]
 files = ["{file}"]
 tokenizer = "{tokenizer}"
 template = "plain"
@@ -76,7 +70,7 @@ def measure(
 def _measured(file: Path, source: Path, on_progress: Callable[[str, float], None], done: float) -> dict[str, Any]:
     tokenizer = source / "tokenizer"
     config = file.with_name("run.toml")
-    config.write_text(CONFIG.format(file=file, tokenizer=tokenizer, run=file.with_name("run")), encoding="utf-8")
+    config.write_text(CONFIG.format(model=TINY_MODEL, file=file, tokenizer=tokenizer, run=file.with_name("run")))
     inspect = ["inspect", str(file), "--tokenizer", str(tokenizer), "--template", "plain", "--json"]
     commands = {"inspect": inspect, "inspect again": inspect, "sft to its first step": ["sft", str(config)]}
     found = {}

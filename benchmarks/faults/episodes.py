@@ -9,10 +9,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.common.tiny_model import TINY_MODEL
 from benchmarks.faults.cases import Case, Kind
 from benchmarks.faults.judge import Verdict, failure, judge
 from benchmarks.faults.processes import FREE_OF_CLOCKS, child_pids, children_of, command_of
-from benchmarks.faults.task import RANDOM, SETTINGS, Task, arguments
+from benchmarks.faults.task import SETTINGS, Task, arguments
 from treering.rl.environments import Environment, EnvTask
 from treering.rl.environments.policy import Policy
 
@@ -109,7 +110,7 @@ def _undisturbed(case: Case, name: str, *overrides: str) -> tuple[Task, float]:
 
 
 def _write_config(file: Path) -> Path:
-    before, after = SETTINGS.format(model=RANDOM).split("[task]")
+    before, after = SETTINGS.format(model=TINY_MODEL).split("[task]")
     file.write_text(f"{before}{_TASK}[rl]{after.partition('[rl]')[2]}")
     return file
 

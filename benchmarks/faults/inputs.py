@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.common.tiny_model import TINY_MODEL
 from benchmarks.faults.cases import Case, Kind
 from benchmarks.faults.damage import MARKER
 from benchmarks.faults.judge import Verdict, failure, judge_refusal, trouble_of
@@ -22,14 +23,7 @@ class Model(PreTrainedModel):
     config_class = Config
 """
 _SFT = """
-[model]
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_size = 16
-intermediate_size = 32
-[data]
+[model]{model}[data]
 files = ["{files}"]
 tokenizer = "{tokenizer}"
 template = "plain"
@@ -110,7 +104,7 @@ def _sft(case: Case, run: Path, files: Path) -> Ended:
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = case.folder / f"{run.name}.toml"
-    config.write_text(_SFT.format(files=files, tokenizer=folder))
+    config.write_text(_SFT.format(model=TINY_MODEL, files=files, tokenizer=folder))
     return case.server.start(["sft", str(config), f"run.dir={run}"]).end()
 
 

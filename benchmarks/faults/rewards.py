@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
 
-from benchmarks.faults.task import RANDOM, SETTINGS
+from benchmarks.common.tiny_model import TINY_MODEL
+from benchmarks.faults.task import SETTINGS
 from treering.rl.tasks.task import Prompt
 
 HARMLESS = ("prints", "forks", "changes_folder", "leaves_thread", "leaves_process")
@@ -39,7 +40,7 @@ def write_task(folder: Path) -> Path:
     prompts = [{"prompt": f"sum of {i} {i + 1}", "id": f"p{i}"} for i in range(4)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     task = f'kind = "prompts"\nfile = "{folder}/prompts.jsonl"\ntokenizer = "{folder}/words"\ntemplate = "raw"'
-    before, after = SETTINGS.format(model=RANDOM).split("[task]")
+    before, after = SETTINGS.format(model=TINY_MODEL).split("[task]")
     file = folder / "rewarded.toml"
     file.write_text(f"{before}[task]\n{task}\n[sampling]{after.partition('[sampling]')[2]}")
     return file

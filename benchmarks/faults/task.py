@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.common.tiny_model import TINY_MODEL
 from benchmarks.faults.runs import Ended, Server
 from treering.errors import StateError
 
@@ -29,14 +30,6 @@ num_threads = 1
 learning_rate = 1e-2
 [run]
 save_every = 2
-"""
-RANDOM = """
-hidden_size = 32
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_size = 16
-intermediate_size = 32
 """
 LEARN = ("warmup.num_steps=20", "warmup.num_prompts=5", "warmup.learning_rate=2e-2", "rl.num_steps=1")
 
@@ -70,7 +63,7 @@ def make_task(server: Server, folder: Path, num_steps: int) -> Task:
         StateError: one of them failed, or no weight moved, so that every run would end with the same weights.
     """
     first = folder / "first.toml"
-    first.write_text(SETTINGS.format(model=RANDOM))
+    first.write_text(SETTINGS.format(model=TINY_MODEL))
     server.warm(["train", str(first), f"run.dir={folder / 'warm'}", "rl.num_steps=2", "rl.prompts_per_step=1"])
     _check(server.start(["train", str(first), f"run.dir={folder / 'first'}", *LEARN]).end())
     config = folder / "run.toml"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from tests.integrations.trl import runs
-from tests.integrations.trl.test_exactness import LORA
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo": (runs.grpo, {"gradient_accumulation_steps": 1}),
@@ -29,11 +28,7 @@ def main(folder: Path, model: str, teacher: str) -> None:
     warnings.simplefilter("ignore")
     saved: dict[str, Any] = {}
     for name, (make, options) in CASES.items():
-        given = dict(options)
-        if given.pop("lora", False):
-            from peft import LoraConfig
-
-            given["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+        _, given = runs.model_and_options(options)
         if make is runs.distillation:
             given["trainer_options"] = {"teacher_model": teacher}
         for side, shared in (("stock", None), ("ours", {"group_batches": False}), ("grouped", {})):

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.trl import fsdp_on_cpu, runs
-from tests.integrations.trl.test_exactness import LORA
 from treering.errors import StateError
 from treering.model.patch import TreePatch
 from treering.ranks.state import as_whole
@@ -35,12 +34,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 def options_of(name: str) -> tuple[Any, str, dict[str, Any]]:
     """What trains a case, its model, and the options of both sides."""
     make, options, sharding = CASES[name]
-    options = dict(options)
-    model = options.pop("model", {})
-    if options.pop("lora", False):
-        from peft import LoraConfig
-
-        options["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+    model, options = runs.model_and_options(options)
     layer = "Qwen3MoeDecoderLayer" if model.get("family") == "qwen3_moe" else "Qwen3DecoderLayer"
     sharding = {"version": 2, "transformer_layer_cls_to_wrap": [layer], **sharding}
     return make, runs.saved(**model), {"fsdp": True, "fsdp_config": sharding, **options}

@@ -94,6 +94,20 @@ def saved(family: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
     return save_model(Path(mkdtemp(prefix="treering-trl-")), family, seed, **overrides)
 
 
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+
+
+def model_and_options(case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `saved` makes the case's model of, and the options of its run: "lora" is an adapter's configuration."""
+    options = dict(case)
+    model = options.pop("model", {})
+    if options.pop("lora", False):
+        from peft import LoraConfig
+
+        options["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+    return model, options
+
+
 def words(rng: random.Random, count: int) -> str:
     return " ".join(f"w{rng.randrange(3, VOCAB)}" for _ in range(count))
 

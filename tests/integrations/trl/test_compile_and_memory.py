@@ -10,7 +10,7 @@ import torch
 
 from tests.attention import fake_flash
 from tests.integrations.trl import offloading, runs
-from tests.integrations.trl.test_exactness import GRADIENTS, LORA
+from tests.integrations.trl.test_exactness import GRADIENTS
 from treering.integrations.trl import share_prefixes
 
 # The tracer cannot read through the test run's type checks.
@@ -32,18 +32,12 @@ def num_graphs() -> Iterator[Callable[[], int]]:
     torch._dynamo.reset()
 
 
-def with_lora() -> dict[str, Any]:
-    from peft import LoraConfig
-
-    return {"trainer_options": {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}}
-
-
 @pytest.mark.parametrize(
     ("make", "settings", "options"),
     [
         (runs.sft, COMPILED | OFFLOADED, {}),
         (runs.grpo, COMPILED | CHECKPOINTED, {"beta": 0.1}),
-        (runs.dpo, COMPILED | OFFLOADED | CHECKPOINTED, with_lora()),
+        (runs.dpo, COMPILED | OFFLOADED | CHECKPOINTED, runs.model_and_options({"lora": True})[1]),
         (runs.kto, OFFLOADED | REENTRANT, {}),
     ],
     ids=["sft compiled offloaded", "grpo compiled checkpointed", "dpo all three lora", "kto offloaded reentrant"],

@@ -20,9 +20,6 @@ METRICS = 1e-5
 # Sums of log-probs over a completion.
 LOGPS = 2e-5
 
-LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
-
-
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
         f"grpo {loss}": (runs.grpo, {"loss_type": loss})
@@ -76,12 +73,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def trained(name: str, out: Path, *, shared: dict[str, Any] | None, **changes: Any) -> runs.Run:
     make, options = CASES[name]
-    options = {**options, **changes}
+    _, options = runs.model_and_options({**options, **changes})
     model = runs.saved(options.pop("family", "qwen3"))
-    if options.pop("lora", False):
-        from peft import LoraConfig
-
-        options["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
     if options.pop("router_logits", False):
         options["model_init_kwargs"] = {"output_router_logits": True}
         options.setdefault("learning_rate", 1e-3)

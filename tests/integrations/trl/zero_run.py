@@ -21,7 +21,6 @@ from deepspeed.utils import safe_get_full_grad
 
 from tests.integrations.trl import runs
 from tests.integrations.trl.fsdp_run import ROUTED
-from tests.integrations.trl.test_exactness import LORA
 
 
 def sampled(*args: Any, **options: Any) -> Any:
@@ -56,12 +55,7 @@ def on_gloo() -> None:
 def options_of(name: str) -> tuple[Any, str, dict[str, Any]]:
     """What trains a case, its model, and the options of both sides."""
     make, zero, options = CASES[name]
-    options = dict(options)
-    model = options.pop("model", {})
-    if options.pop("lora", False):
-        from peft import LoraConfig
-
-        options["trainer_options"] = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")}
+    model, options = runs.model_and_options(options)
     config = {
         "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,

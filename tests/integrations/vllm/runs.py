@@ -12,7 +12,7 @@ import tests
 ROOT = Path(tests.__file__).parents[1]
 GROUP_SIZE, PROMPTS_PER_STEP, NUM_PROMPTS = 4, 2, 5
 
-_CONFIG = """
+MODEL = """
 [model]
 hidden_size = 64
 num_layers = 2
@@ -21,18 +21,8 @@ num_kv_heads = 1
 head_size = 32
 intermediate_size = 64
 device = "cpu"
-[task]
-kind = "prompts"
-file = "prompts.jsonl"
-tokenizer = "words"
-template = "raw"
-reward = "tests.integrations.vllm.rewards:share_of_the_first_half"
-[sampling]
-max_tokens = 24
-[rl]
-num_steps = 3
-prompts_per_step = {prompts_per_step}
-group_size = {group_size}
+"""
+ENGINE = """
 [engine]
 kind = "vllm"
 verification = "exact"
@@ -45,6 +35,20 @@ learning_rate = 1e-2
 [run]
 dir = "out"
 save_every = 1
+"""
+_TASK = """
+[task]
+kind = "prompts"
+file = "prompts.jsonl"
+tokenizer = "words"
+template = "raw"
+reward = "tests.integrations.vllm.rewards:share_of_the_first_half"
+[sampling]
+max_tokens = 24
+[rl]
+num_steps = 3
+prompts_per_step = {prompts_per_step}
+group_size = {group_size}
 """
 
 
@@ -60,7 +64,8 @@ def write_run(folder: Path) -> Path:
     lines = [{"prompt": f"q w{i} w{3 * i} q", "answer": "q", "id": f"p{i}"} for i in range(NUM_PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     path = folder / "run.toml"
-    path.write_text(_CONFIG.format(prompts_per_step=PROMPTS_PER_STEP, group_size=GROUP_SIZE))
+    task = _TASK.format(prompts_per_step=PROMPTS_PER_STEP, group_size=GROUP_SIZE)
+    path.write_text(MODEL + task + ENGINE)
     return path
 
 

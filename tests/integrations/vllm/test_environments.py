@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.integrations.vllm.llms import logprobs_of
-from tests.integrations.vllm.runs import train
+from tests.integrations.vllm.runs import ENGINE, MODEL, train
 from treering.data import read_trajectories
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make vllm-test")
@@ -31,15 +31,7 @@ class Letters(Environment):
         second, other = await asyncio.gather(policy.chat(chat), policy.agent("other").chat([question]))
         return sum(map(str.islower, first.text + second.text + other.text)) / 24
 """
-CONFIG = """
-[model]
-hidden_size = 64
-num_layers = 2
-num_heads = 2
-num_kv_heads = 1
-head_size = 32
-intermediate_size = 64
-device = "cpu"
+TASK = """
 [task]
 kind = "environment"
 class = "envs.py:Letters"
@@ -50,25 +42,12 @@ max_tokens = 160
 num_steps = 3
 prompts_per_step = 2
 group_size = 4
-[engine]
-kind = "vllm"
-verification = "exact"
-num_threads = 1
-max_batch = 8
-[history]
-max_draft = 8
-[optim]
-learning_rate = 1e-2
-[run]
-dir = "out"
-save_every = 1
-keep = 3
 """
 
 
 def test_every_call_of_an_episode_is_sampled_by_the_weights_of_its_version(tmp_path: Path) -> None:
     (tmp_path / "envs.py").write_text(ENVIRONMENT)
-    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "run.toml").write_text(f"{MODEL}{TASK}{ENGINE}keep = 3\n")
     summary = train(tmp_path / "run.toml")
     assert summary["total"]["num_updates"] == 3
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
