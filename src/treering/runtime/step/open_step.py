@@ -157,7 +157,7 @@ class OpenStep:
         self.stats = total_stats([self.stats, stats])
 
     def note_span(self, worker: int, *, busy_s: float, num_rollouts: int) -> None:
-        """Records that a worker was busy for so long until now, and that so many turns ended there."""
+        """Records that a worker was busy for so long until now, and that so many rollouts ended there."""
         if busy_s == 0.0 and num_rollouts == 0:
             return
         now = time.time()

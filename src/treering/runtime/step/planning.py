@@ -162,7 +162,7 @@ class Planner:
             self._policy.learn(*self._observed[-1])
         self._timed.clear()
         self._measured = None
-        self._waits.load_state(state.get("waits", []))
+        self._waits.load_state(state["waits"])
         for timed in state["timed"]:
             self.note_times(PassTimes.from_state(timed))
         try:
