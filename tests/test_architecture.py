@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "treering"
 ORDER = (
     "errors",
     "extras",
+    "closing",
     "types",
     "arrays",
     "compiled",
@@ -48,7 +49,7 @@ ORDER = (
 )
 # The core, installed without the packages of `treering[train]`.
 NO_TORCH = {
-    *("errors", "extras", "types", "arrays", "compiled", "lean", "metrics", "config"),
+    *("errors", "extras", "closing", "types", "arrays", "compiled", "lean", "metrics", "config"),
     *("writing", "atomic", "file_lock", "compile_once", "step_lines"),
     *("data", "tree", "history", "schedule", "analysis", "trackers", "report"),
 }
