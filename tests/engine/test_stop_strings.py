@@ -36,3 +36,8 @@ def ids(*words: str) -> np.ndarray:
 )
 def test_a_space_before_the_first_word_of_a_turn_counts(decode, tokens, num_new, stop, kept) -> None:
     assert first_stop(ids(*tokens), num_new, [stop], decode) == kept
+
+
+def test_a_string_may_begin_in_tokens_that_were_looked_at_before(decode) -> None:
+    assert first_stop(ids("b", "END", "b"), 1, ["ENDb"], decode) == 1
+    assert first_stop(ids("b", "<0xC3>", "<0xA4>"), 1, ["bä"], decode) == 1
