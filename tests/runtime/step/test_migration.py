@@ -189,6 +189,15 @@ def test_an_outlier_moves_to_an_emptier_worker_with_longer_rollouts() -> None:
     assert choose_move(run, PRICES, under_way(run, {0: 4, 1: 5, 5: 1, 6: 1}), 0) is None
 
 
+def test_an_outlier_stays_if_its_prompt_costs_more_than_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    prices = PRICES._replace(prefill_s=0.001)
+    run = step_run("faster")
+    held = under_way(run, {0: 5, 1: 6, 2: 3, 5: 1})
+    assert choose_move(run, prices, held, 0) is not None
+    monkeypatch.setattr(OpenStep, "num_prompt_tokens", lambda *_: 10_000)
+    assert choose_move(run, prices, held, 0) is None
+
+
 def test_a_worker_s_load_is_that_of_its_next_pass() -> None:
     for moving in ("faster", "drain"):
         run = step_run(moving)

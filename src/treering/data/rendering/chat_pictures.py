@@ -38,12 +38,12 @@ def num_pictures(messages: Sequence[Message]) -> int:
     return sum(len(message.pictures) for message in messages)
 
 
-def expanded_script(script: Script, placeholder: Placeholder) -> Script:
-    """The script with what the processor makes of each placeholder.
+def expanded_script(script: Script, placeholder: Placeholder | None) -> Script:
+    """The script with what the processor makes of each placeholder; as it is without any.
 
     Example: where `<img>` becomes `<img>*` a span after one of them moves by a character.
     """
-    if placeholder.written == placeholder.expanded:
+    if placeholder is None or placeholder.written == placeholder.expanded:
         return script
     ends = [i + len(placeholder.written) for i in _places(script.text, placeholder.written)]
     growth = len(placeholder.expanded) - len(placeholder.written)

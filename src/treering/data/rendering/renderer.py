@@ -18,6 +18,7 @@ from treering.data.rendering.chat_pictures import (
 )
 from treering.data.rendering.continuation import chat_continuation, plain_continuation
 from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
+from treering.data.rendering.picture_families import Placeholder
 from treering.data.rendering.picture_processor import PictureProcessor
 from treering.data.rendering.rendered_chat import RenderedChat, Tools
 from treering.data.rendering.rendered_trajectory import RenderedTrajectory, given, rendered
@@ -266,20 +267,21 @@ class Renderer:
             self._check_template(trajectory.messages)
             return [plain_scripts(trajectory)]
         chat = RenderedChat(template, trajectory.messages, trajectory.tools)
-        if not num_pictures(chat.messages):
-            return [[script] for script in chat_scripts(chat)]
-        placeholder = self.processor.placeholder
-        check_pictures(chat, placeholder.written)
+        placeholder = self._placeholder(chat)
         return [[expanded_script(script, placeholder)] for script in chat_scripts(chat)]
 
     def _opened(self, chat: RenderedChat) -> Script:
         """The chat with a turn opened after it."""
-        script = Script(text=chat.opened(len(chat.messages)))
+        placeholder = self._placeholder(chat)
+        return expanded_script(Script(text=chat.opened(len(chat.messages))), placeholder)
+
+    def _placeholder(self, chat: RenderedChat) -> Placeholder | None:
+        """How pictures stand in a chat's text, which is checked; None without pictures."""
         if not num_pictures(chat.messages):
-            return script
+            return None
         placeholder = self.processor.placeholder
         check_pictures(chat, placeholder.written)
-        return expanded_script(script, placeholder)
+        return placeholder
 
     def _check_template(self, messages: Sequence[Message]) -> None:
         if num_pictures(messages):
