@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.eval.target import find_weights
+from treering.cli.eval import find_weights
 from treering.cli.models import choose_device, load_checkpoint
 from treering.engine.host import EngineHost
 from treering.engine.torch_engine import TorchEngine

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from treering.cli.compile import command
-from treering.cli.compile.parts import forests, parts
+from treering.cli import compile as compiling
+from treering.cli.compile import forests, parts
 
 COUNT = """
 from numba.core import event
-from treering.cli.compile.parts import forests
+from treering.cli.compile import forests
 with event.install_recorder("numba:compile") as found:
     forests()
 print(sum(step.is_start for _, step in found.buffer))
@@ -33,7 +33,7 @@ def test_a_part_that_was_run_is_not_compiled_in_later_processes(tmp_path: Path) 
 def test_every_part_is_run_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     done: list[str] = []
     each = {name: lambda name=name: done.append(name) for name in ("forests", "engine")}
-    monkeypatch.setattr(command, "parts", lambda: each)
-    assert command.run(json_output=True) == 0
+    monkeypatch.setattr(compiling, "parts", lambda: each)
+    assert compiling.run(json_output=True) == 0
     assert done == list(json.loads(capsys.readouterr().out)["seconds"]) == ["forests", "engine"]
     assert parts()["forests"] is forests

@@ -1,9 +1,11 @@
-"""What is to be said about data, as lines on stderr."""
+"""What a command says on stderr beside its own progress: notes about data, and settings by their names there."""
 
+import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from treering.errors import DataWarning
@@ -28,3 +30,18 @@ def notes_on_stderr() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+_SETTINGS: Mapping[str, str] = MappingProxyType(
+    {"inspect": r"--\1 \3", "sft": r'data.\1 = "\3"', "train": r'task.\1 = "\3"'}
+)
+_ARGUMENT = re.compile(r'\b(template|tokenizer)=("?)(\w+)\2')
+
+
+def in_words_of(command: str, message: str) -> str:
+    """The message with the names that settings have in a command; unchanged for commands without them.
+
+    Example: 'use template="plain"' is "use --template plain" for inspect, and 'use data.template = "plain"' for sft.
+    """
+    form = _SETTINGS.get(command)
+    return message if form is None else _ARGUMENT.sub(form, message)

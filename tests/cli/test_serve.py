@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import build
-from treering.cli.serve.command import ServeOptions, opened
+from treering.cli.serve import ServeOptions, opened
 from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
