@@ -12,6 +12,7 @@ from treering.cli.settings import (
     distill_options,
     lora_identity,
     model_identity,
+    of_same_name,
     router_identity,
     router_losses,
     section_identity,
@@ -47,31 +48,12 @@ _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:
     """The options of the loop."""
-    rl = config.rl
     return RlOptions(
-        prompts_per_step=rl.prompts_per_step,
-        group_size=rl.group_size,
+        **of_same_name(RlOptions, config.rl),
         sampling=Sampling(**config.sampling.model_dump()),
-        estimator=rl.estimator,
-        objective=rl.objective,
-        clip=rl.clip,
-        normalizer=rl.normalizer,
-        divisor=rl.divisor,
-        max_importance=rl.max_importance,
-        min_importance=rl.min_importance,
-        importance=rl.importance,
-        old_logprobs=rl.old_logprobs,
-        entropy_coefficient=rl.entropy_coefficient,
-        kl=rl.kl,
-        kl_in=rl.kl_in,
-        kl_estimator=rl.kl_estimator,
         distill=distill_options(config.teacher),
         router_losses=router_losses(config.router),
-        layout=rl.layout,
         compute=compute,
-        num_train_threads=rl.num_train_threads,
-        ranks=rl.ranks,
-        seed=rl.seed,
     )
 
 
@@ -202,16 +184,9 @@ def _engine_threads(config: RlConfig) -> int | None:
 def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
     """Options of the warm-up, in which all solutions of a step form one tree."""
     warmup = config.warmup
-    optim = OptimOptions(
-        learning_rate=warmup.learning_rate,
-        schedule="cosine",
-        num_steps=warmup.num_steps,
-        min_learning_rate=warmup.learning_rate / 10,
-        weight_decay=config.optim.weight_decay,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        max_grad_norm=config.optim.max_grad_norm,
-    )
+    rate = warmup.learning_rate
+    length = {"learning_rate": rate, "min_learning_rate": rate / 10, "schedule": "cosine", "warmup_steps": 0}
+    optim = OptimOptions(**of_same_name(OptimOptions, config.optim) | length | {"num_steps": warmup.num_steps})
     options = LoopOptions(
         trees_per_step=1,
         compute=compute_options(config.model, config.rl),
