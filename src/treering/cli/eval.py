@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import load_corpus
 from treering.cli.display.progress import WorkProgress, warnings_as_lines
+from treering.cli.display.tables import facts_table
 from treering.cli.hub import find_folder, find_model
 from treering.cli.models import choose_device, load_checkpoint
 from treering.cli.push.staging import find_checkpoint
@@ -202,10 +203,5 @@ def _loss(config: SftConfig, model: nn.Module) -> HeldOutLoss:
 
 
 def _table(target: Target, values: dict[str, float]) -> Table:
-    table = Table(title="treering eval", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    table.add_row("weights", str(target.weights))
-    for metric, value in values.items():
-        table.add_row(metric, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
-    return table
+    cells = {metric: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for metric, value in values.items()}
+    return facts_table("treering eval", {"weights": str(target.weights), **cells})

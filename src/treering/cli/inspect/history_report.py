@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from treering.analysis.reuse import HIT_LENGTHS, Reuse, Source
+from treering.cli.display.tables import figures_table
 from treering.schedule.predict.calibration import Calibration, RankGroups
 
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -121,16 +121,9 @@ def _head(report: HistoryReport) -> Iterable[str]:
         yield f"{left_out:,} rollouts are left out of reuse and ranks: their prompts did not run in the epoch before"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
-
-
 def _reuse_table(epochs: Sequence[EpochReport]) -> Table:
     title = "Reuse: share of tokens that could be copied at best"
-    table = _table(title, "epoch", "rollouts", *(NAMES[source] for source in SOURCES), "excess", "at most")
+    table = figures_table(title, ("epoch", "rollouts", *(NAMES[source] for source in SOURCES), "excess", "at most"))
     for epoch in epochs:
         found = [epoch.reuse[source] for source in SOURCES]
         bound = next((one.num_after_prefix / one.num_tokens for one in found if one), None)
@@ -146,7 +139,7 @@ def _reuse_table(epochs: Sequence[EpochReport]) -> Table:
 
 def _hit_table(epochs: Sequence[EpochReport]) -> Table:
     names = [f"{least}-{most}" if most else f"{least}+" for least, most in HIT_LENGTHS]
-    table = _table("Hits by length: share of hits / of copied tokens", "source", *names)
+    table = figures_table("Hits by length: share of hits / of copied tokens", ("source", *names))
     for source in SOURCES:
         found = [reuse for epoch in epochs if (reuse := epoch.reuse[source])]
         if found and sum(one.num_copied for one in found):
@@ -178,7 +171,7 @@ def _rank_table(epochs: Sequence[EpochReport]) -> Table:
     number = epochs[0].ranks.groups.num_groups if epochs[0].ranks else 0
     title = f"Rank groups of lengths, {number}: predicted by the prompt's last median"
     columns = ("accurate", "not last", "in 1.1x", "migrated", "crossed", "other prompt", "sigma", "Spearman")
-    table = _table(title, "epoch", *columns)
+    table = figures_table(title, ("epoch", *columns))
     for epoch in epochs:
         assert epoch.ranks, "epochs with ranks"
         groups, other = epoch.ranks.groups, epoch.ranks.other_prompt
@@ -193,7 +186,7 @@ def _matrix_table(epochs: Sequence[EpochReport]) -> Table:
     matrix = np.mean([epoch.ranks.groups.matrix for epoch in epochs if epoch.ranks], axis=0)
     names = [str(group) for group in range(1, len(matrix) + 1)]
     title = "Migration: where those predicted in a row's group were, 1 is shortest"
-    table = _table(title, "predicted", *names)
+    table = figures_table(title, ("predicted", *names))
     for name, row in zip(names, matrix, strict=True):
         table.add_row(name, *(_percent(share) if row.any() else _NOTHING for share in row))
     return table
