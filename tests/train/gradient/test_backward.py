@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tests.backends import EXACT_BACKENDS
-from tests.forests import SHAPES, comb, star
+from tests.forests import SHAPES, comb, sequence_sets, star
 from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, global_norm, take_gradients
 from tests.train.flat import Batch, batches, flat_loss
 from treering.attention import backends
@@ -20,6 +21,7 @@ from treering.errors import InputError, StateError
 from treering.train.gradient.backward import backward
 from treering.train.objectives import Objective, dapo, grpo, sft
 from treering.tree.forest import Forest
+from treering.tree.plan.costs import CostModel
 
 MODEL = build_float64()
 NORMALIZERS = ["token_mean", "sequence_mean", "tree_mean", "constant", "sum"]
@@ -27,6 +29,7 @@ SHARED = ["sum", "once"]
 KINDS = ["sft", "grpo", "dapo"]
 CLIPS = {"sft": (0.2, 0.2), "grpo": (0.2, 0.2), "dapo": (0.2, 0.28)}
 EXACT = 1e-10
+DEAR_SEGMENTS = CostModel(token_s=1e-6, pair_s=0.0, segment_s=1.0)
 
 
 def objective_of(kind: str, batch: Batch, normalizer: str, shared: str, on_policy: bool = False) -> Objective:
@@ -293,6 +296,40 @@ def test_extreme_ratios_leave_gradients_finite() -> None:
     assert all(bool(gradient.isfinite().all()) for gradient in take_gradients(model).values())
 
 
-def test_a_foreign_token_is_refused() -> None:
-    with pytest.raises(InputError, match="token id 99"):
-        backward(MODEL, Forest.from_sequences([[1, 2, 3], [1, 99]]), sft())
+@settings(max_examples=12)
+@given(
+    st.lists(sequence_sets(max_sequences=4, max_extra=6), min_size=1, max_size=2),
+    st.sampled_from(NORMALIZERS),
+    st.sampled_from(SHARED),
+    st.sampled_from([None, 5]),
+)
+def test_separate_chains_give_the_gradient_of_the_trees(
+    groups: list[list[list[int]]], normalizer: str, shared: str, max_tokens: int | None
+) -> None:
+    batch = batch_of([*groups, [[1, 2, 3], [1, 2, 4], [1, 5]]])
+    objective = objective_of("grpo", batch, normalizer, shared)
+    expected = backward(MODEL, forests_of(batch), objective)
+    gradients = take_gradients(MODEL)
+    result = backward(MODEL, forests_of(batch), objective, max_tokens, costs=DEAR_SEGMENTS)
+    assert result.plan.unshared
+    assert result.plan.num_tokens > expected.plan.num_tokens
+    assert result.loss == pytest.approx(expected.loss, rel=1e-10, abs=1e-10)
+    assert result.num_trained_tokens == pytest.approx(expected.num_trained_tokens)
+    assert_gradients_equal(take_gradients(MODEL), gradients, 1e-10)
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointed_adapters_of_every_family_are_exact(family: str, mode: str) -> None:
+    base = build_float64(family)
+    config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = get_peft_model(base, config).double()
+    batch = batch_of([SHAPES["long segments"]])
+    flat_loss(model, batch, kind="sft", normalizer="token_mean").backward()  # type: ignore[no-untyped-call]
+    expected = take_gradients(model)
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    enable({"use_reentrant": mode == "reentrant"})
+    backward(model, Forest.from_sequences(batch.groups[0]), sft(batch.masks))
+    actual = take_gradients(model)
+    assert actual
+    assert_gradients_equal(actual, expected, 1e-10)

@@ -20,7 +20,6 @@ from tests.partitions import chain_partitions, random_partitions
 from tests.train.flat import Batch, batches
 from tests.train.gradient.test_backward import assert_step_is_exact, batch_of, objective_of
 from treering.attention import TreeLayout
-from treering.attention.gateway import Gateway
 from treering.errors import ConfigError, InputError
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
@@ -31,11 +30,9 @@ from treering.train.gradient import run as units
 from treering.train.gradient.backward import backward
 from treering.train.gradient.memory.activation_policy import ActivationMemory, Parents, choose_parents, free_memory
 from treering.train.gradient.memory.saved_tensors import saved_bytes
-from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
 from treering.train.objectives import gspo, ppo, sft
 from treering.tree.forest import Forest
-from treering.tree.plan.fragment import Sight
 from treering.tree.plan.partition import Partition, PartitionedTree
 from treering.tree.plan.plan import Plan
 
@@ -218,104 +215,6 @@ def test_memory_is_that_of_the_longest_chain_or_of_one_partition(make: Callable[
     assert kept <= 1.25 * one * chain / size
     assert again <= 1.25 * (one + chain * key_value_bytes)
     assert kept > 2 * again, "a bound that both meet would show nothing"
-
-
-def lose_gateway_gradients(patch: pytest.MonkeyPatch) -> None:
-    """Partitions below add no gradients."""
-    patch.setattr(Gateway, "take_gradient", lambda self, layer: None)
-
-
-def lose_one_layer(patch: pytest.MonkeyPatch) -> None:
-    """One of two layers is forgotten."""
-    honest = Gateway.take_gradient
-    patch.setattr(Gateway, "take_gradient", lambda self, layer: None if layer == 1 else honest(self, layer))
-
-
-def see_no_ancestors(patch: pytest.MonkeyPatch) -> None:
-    """A partition ignores the partitions above it."""
-    honest = partitioned.TreeLayout
-    patch.setattr(
-        partitioned,
-        "TreeLayout",
-        lambda fragment, device, *, ancestors, **rest: honest(fragment, device, **rest),
-    )
-
-
-def see_the_parent_only(patch: pytest.MonkeyPatch) -> None:
-    """Grandparents are forgotten."""
-    honest = partitioned.TreeLayout
-    patch.setattr(
-        partitioned,
-        "TreeLayout",
-        lambda fragment, device, *, ancestors, **rest: honest(fragment, device, ancestors=ancestors[:1], **rest),
-    )
-
-
-def see_all_of_the_parent(patch: pytest.MonkeyPatch) -> None:
-    """Siblings in the parent partition leak."""
-    honest = partitioned.sight_of
-
-    def wide(tree: Forest, keys: np.ndarray, queries: np.ndarray) -> Sight:
-        sight = honest(tree, keys, queries)
-        return sight._replace(first=np.zeros_like(sight.first), stop=np.full_like(sight.stop, queries.size))
-
-    patch.setattr(partitioned, "sight_of", wide)
-
-
-def count_positions_from_the_cut(patch: pytest.MonkeyPatch) -> None:
-    """RoPE restarts in every partition."""
-    honest = partitioned.hidden_states
-
-    def restarted(parts: object, fragment: Forest, layout: object, positions: np.ndarray) -> torch.Tensor:
-        return honest(parts, fragment, layout, positions - positions.min())  # type: ignore[arg-type]
-
-    patch.setattr(partitioned, "hidden_states", restarted)
-
-
-def forget_edges_across_cuts(patch: pytest.MonkeyPatch) -> None:
-    """The first token of a child partition has no label: its row belongs to the parent."""
-    honest = PartitionedStep.__init__
-
-    def forgetful(
-        self: PartitionedStep, tree: PartitionedTree, wanted: np.ndarray, *rest: object, **given: object
-    ) -> None:
-        inside = wanted.copy()
-        for part in tree.partitions:
-            above = tree.forest.parent[part.tokens]
-            inside[part.tokens[~np.isin(above, part.tokens)]] = False
-        honest(self, tree, inside, *rest, **given)  # type: ignore[arg-type]
-
-    patch.setattr(PartitionedStep, "__init__", forgetful)
-
-
-MUTATIONS = [
-    lose_gateway_gradients,
-    lose_one_layer,
-    see_no_ancestors,
-    see_the_parent_only,
-    see_all_of_the_parent,
-    count_positions_from_the_cut,
-    forget_edges_across_cuts,
-]
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS)
-def test_every_trap_of_partitioning_is_caught(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = batch_of([[[1] * 6 + [2] * 5, [1] * 6 + [3] * 5 + [4] * 4, [1] * 6 + [3] * 5 + [5] * 4]])
-    batch = Batch(
-        groups=batch.groups,
-        masks=[[1] * len(sequence) for sequence in batch.sequences],
-        advantages=batch.advantages,
-        old_logprobs=batch.old_logprobs,
-    )
-    with cut_by(lambda tree: random_partitions(tree, 4, 5, cut=0.2)):
-        assert_step_is_exact(MODEL, batch, "sft", "sum")
-        mutate(monkeypatch)
-        with pytest.raises((AssertionError, IndexError)):
-            assert_step_is_exact(MODEL, batch, "sft", "sum")
-    MODEL.zero_grad(set_to_none=True)
 
 
 def test_steps_leave_nothing_behind() -> None:

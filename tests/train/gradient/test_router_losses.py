@@ -19,8 +19,8 @@ from tests.train.flat import Batch, batches, flat_loss
 from tests.train.gradient.flat_routers import flat_router_loss, flat_router_terms, padded, routers_of
 from tests.train.gradient.test_backward import batch_of, forests_of
 from tests.train.gradient.test_partitioned import MODES, cut_by
+from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_objectives import data_of, run_flat
-from tests.train.objectives.objective_cases import CASES
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.model.families import find_parts
 from treering.model.routers import find_routers
@@ -160,7 +160,7 @@ def test_layers_without_experts_have_no_say() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", BUDGETS)
-@pytest.mark.parametrize("name", ["gspo clip (0.15, 0.25)", "dpo", "rloo"])
+@pytest.mark.parametrize("name", ["gspo as in its paper", "dpo", "rloo as in its paper"])
 def test_objectives_that_see_whole_branches_or_pairs_stay_exact(name: str, max_tokens: int | None) -> None:
     data = data_of([SHAPES["bushy"][:6], SHAPES["duplicates"], [[3]]], MODEL, seed=7)
     expected = CASES[name].loss(data, run_flat(MODEL, data, value_head=HEAD))
