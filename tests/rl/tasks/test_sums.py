@@ -75,12 +75,6 @@ def test_every_step_of_a_solution_adds_the_next_number() -> None:
         assert [int(step[2]) for step in steps] == [sum(terms[: i + 2]) for i in range(len(steps))]
 
 
-def test_prompts_are_no_longer_than_one_and_a_half_responses() -> None:
-    num_prompt = sum(prompt.tokens.size for prompt in TASK.prompts)
-    num_response = sum(solution.num_trained_tokens for solution in TASK.solutions())
-    assert num_prompt <= 1.5 * num_response
-
-
 def test_the_vocabulary_is_sixteen_characters() -> None:
     assert TASK.vocab_size == 16
     assert TASK.stop_tokens == (TASK.encode(".")[0],)

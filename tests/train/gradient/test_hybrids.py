@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.forests import SHAPES, bushy, comb, star
 from tests.hybrids import DENSE, HYBRIDS, PLANNINGS, build_wide, no_float32, planned
-from tests.partitions import chain_partitions, random_partitions
+from tests.partitions import random_partitions
 from tests.train.flat import Batch, batches
 from tests.train.gradient.test_backward import assert_step_is_exact, batch_of
 from tests.train.gradient.test_partitioned import MODES, cut_by, gradients_of
@@ -47,9 +47,7 @@ def test_every_family_is_exact_with_tied_and_untied_heads(family: str, tied: boo
 
 @pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("planning", PLANNINGS)
-@pytest.mark.parametrize(
-    "sequences", [comb(40)[::2], star(40, 70, 2), bushy(12), LONG], ids=["comb", "star", "bushy", "long"]
-)
+@pytest.mark.parametrize("sequences", [comb(40)[::4], star(20, 70, 2), LONG], ids=["comb", "star", "long"])
 def test_shapes_are_exact_whatever_the_plan(sequences: list[list[int]], planning: str, family: str) -> None:
     with planned(planning):
         assert_step_is_exact(build_wide(family, vocab_size=64), batch_of([sequences]), "dapo", "token_mean")
@@ -77,14 +75,6 @@ def test_every_family_is_exact_in_partitions(family: str) -> None:
     batch = batch_of([SHAPES["long segments"], SHAPES["prefixes of each other"]])
     with cut_by(lambda tree: random_partitions(tree, 1, 20, cut=0.05)):
         assert_step_is_exact(build_wide(family), batch, "grpo", "sequence_mean", temperature=0.8)
-
-
-@pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_a_chain_of_partitions_is_exact(size: int, family: str) -> None:
-    batch = batch_of([[[i % 7 for i in range(30)]]])
-    with cut_by(lambda tree: chain_partitions(tree.num_tokens, size)):
-        assert_step_is_exact(MODELS[family], batch, "sft", "sum")
 
 
 @pytest.mark.parametrize("family", DENSE)

@@ -96,14 +96,14 @@ def test_every_shape_is_exact_in_partitions(shape: str) -> None:
         assert_step_is_exact(MODEL, batch_of([SHAPES[shape][:30]]), "dapo", "token_mean")
 
 
-@pytest.mark.parametrize("sequences", [comb(1000)[::50], star(1000)], ids=["comb 1000 deep", "star 1000 wide"])
+@pytest.mark.parametrize("sequences", [comb(1000)[249::250], star(600)], ids=["comb 1000 deep", "star 600 wide"])
 def test_deep_and_wide_trees_are_exact_under_a_budget(sequences: list[list[int]]) -> None:
     model = build_float64(vocab_size=1024)
     assert_step_is_exact(model, batch_of([sequences]), "dapo", "token_mean", max_tokens=100)
 
 
-def test_a_chain_of_a_hundred_partitions_is_exact() -> None:
-    batch = batch_of([[[i % 7 for i in range(100)]]])
+def test_a_chain_of_sixty_partitions_is_exact() -> None:
+    batch = batch_of([[[i % 7 for i in range(60)]]])
     with cut_by(lambda tree: chain_partitions(tree.num_tokens, 1)):
         assert_step_is_exact(build_float64(num_hidden_layers=1), batch, "sft", "sum")
 
@@ -130,26 +130,24 @@ def chain_of_all(tree: Forest) -> tuple[Partition, ...]:
     return (Partition(tokens=np.arange(tree.num_tokens, dtype=np.int32), parent=-1),)
 
 
-@pytest.mark.parametrize("parents", MODES)
-@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "v_proj", "lm_head"]])
-def test_lora_is_exact_in_partitions(targets: list[str], parents: Parents) -> None:
+@pytest.mark.parametrize(
+    ("targets", "parents", "checkpointing"),
+    [
+        (["q_proj"], "keep", "none"),
+        (["q_proj", "v_proj", "lm_head"], "recompute", "none"),
+        (["q_proj", "v_proj"], "keep", "reentrant"),
+    ],
+)
+def test_lora_is_exact_in_partitions(
+    targets: list[str], parents: Parents, checkpointing: GradientCheckpointing
+) -> None:
     base = build_float64(tie_word_embeddings=False)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
     batch = batch_of([SHAPES["long segments"]])
     expected = gradients_of(model, batch, chain_of_all, "keep")
+    enable_gradient_checkpointing(model, checkpointing)
     got = gradients_of(model, batch, lambda tree: random_partitions(tree, 3, 20, cut=0.05), parents)
     assert sum(float(gradient.norm()) for gradient in expected.values()) > 0
-    assert_gradients_equal(got, expected, EXACT)
-
-
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"]])
-def test_lora_with_reentrant_checkpointing_is_exact_in_partitions(targets: list[str]) -> None:
-    base = build_float64()
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
-    batch = batch_of([SHAPES["long segments"]])
-    expected = gradients_of(model, batch, chain_of_all, "keep")
-    enable_gradient_checkpointing(model, "reentrant")
-    got = gradients_of(model, batch, lambda tree: random_partitions(tree, 3, 20, cut=0.05), "keep")
     assert_gradients_equal(got, expected, EXACT)
 
 
@@ -263,19 +261,6 @@ def hidden_of(model: nn.Module, num_tokens: int) -> object:
         return hidden_states(find_parts(model), Forest.from_sequences([[1] * num_tokens]))
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_options_that_make_no_sense_are_refused_before_any_gradient() -> None:
-    forest = Forest.from_sequences([[1, 2, 3]])
-    for options, message in (
-        ({"parents": "drop"}, "parents is one of auto, keep, recompute, offload, got 'drop'"),
-        ({"parents": "offload"}, "the model is there already"),
-        ({"max_bytes": 0}, "max_bytes is a positive number of bytes"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            backward(MODEL, forest, sft(), 2, **options)  # type: ignore[arg-type]
-    assert all(weight.grad is None for weight in MODEL.parameters())
-
-
 def test_a_rank_with_little_work_runs_as_many_passes_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     honest = units.hidden_states
@@ -338,11 +323,13 @@ def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkey
         ({"value_head": "x"}, "value_head is a module"),
         ({"value_head": nn.Linear(7, 1)}, "value_head reads hidden states of 32 numbers, got one that reads 7"),
         ({"forests": None}, "expected a Forest or several, got None"),
-        ({"forests": [3]}, "expected a Forest, got int"),
+        ({"parents": "drop"}, "parents is one of auto, keep, recompute, offload, got 'drop'"),
+        ({"parents": "offload"}, "the model is there already"),
+        ({"max_bytes": 0}, "max_bytes is a positive number of bytes"),
     ],
 )
-def test_values_of_the_wrong_kind_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_that_make_no_sense_are_refused_before_any_gradient(options: dict[str, object], message: str) -> None:
     given = {"forests": Forest.from_sequences([[1, 2, 3]]), "objective": sft(), "max_tokens": np.int64(2)} | options
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((ConfigError, InputError), match=message):
         backward(MODEL, **given)  # type: ignore[arg-type]
     assert all(weight.grad is None for weight in MODEL.parameters())

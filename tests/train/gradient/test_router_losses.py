@@ -251,3 +251,15 @@ def test_routers_that_do_not_run_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(mlp, "forward", lambda hidden: hidden)
     with pytest.raises(StateError, match=r"each of the 2 routers speaks once per forward, and 1 did"):
         backward(MODEL, Forest.from_sequences([[1, 2]]), sft(), router_losses=LOSSES)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_models_with_recurrent_layers_and_experts_are_exact(family: str) -> None:
+    from tests import hybrids
+
+    model = hybrids.build_wide(family)
+    batch = batch_of([SHAPES["bushy"][:4], SHAPES["duplicates"], [[3]]])
+    with hybrids.no_float32():
+        assert_routed_step_is_exact(model, batch)
+        cut = cut_by(lambda tree: random_partitions(tree, 1, 20, cut=0.05))
+        assert_routed_step_is_exact(model, batch, within=cut)

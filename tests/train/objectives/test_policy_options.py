@@ -23,13 +23,9 @@ MAKERS = [grpo, dapo, dr_grpo, gspo, cispo, rloo, ppo]
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("kl_coeficient", "kl_coefficient"), ("normaliser", "normalizer"), ("max_importanc", "max_importance")],
-)
-def test_an_unknown_option_is_refused_with_the_nearest(make: Callable[..., Objective], name: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=f"{make.__name__} has no option '{name}'; did you mean '{near}'"):
-        make(ADVANTAGES, MASKS, **{name: 1.0})
+def test_an_unknown_option_is_refused_with_the_nearest(make: Callable[..., Objective]) -> None:
+    with pytest.raises(ConfigError, match=f"{make.__name__} has no option 'normaliser'; did you mean 'normalizer'"):
+        make(ADVANTAGES, MASKS, normaliser=1.0)
 
 
 def test_an_option_like_no_other_is_refused_with_all() -> None:
@@ -71,18 +67,6 @@ def test_reference_values_are_checked_where_a_token_is_trained() -> None:
     ):
         with pytest.raises(InputError, match=r"_logprobs\[0\] must be finite where a token is trained, got inf"):
             backward(MODEL, FOREST, grpo(ADVANTAGES, MASKS, OLD, **options))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_half_given_options_are_refused(make: Callable[..., Objective]) -> None:
-    for options, missing in (
-        ({"behaviour_logprobs": OLD}, "max_importance"),
-        ({"importance": "token_mask", "max_importance": 2.0}, "behaviour_logprobs"),
-        ({"kl_coefficient": 0.1}, "ref_logprobs"),
-        ({"ref_logprobs": REF}, "kl_coefficient"),
-    ):
-        with pytest.raises(ConfigError, match=f"got no {missing}"):
-            make(ADVANTAGES, MASKS, **options)
 
 
 @pytest.mark.usefixtures("unchecked")
