@@ -8,9 +8,8 @@ from tests.forests import SHAPES
 from tests.partitions import random_partitions
 from treering.attention import TreeLayout
 from treering.attention.gateway import Gateway, KeysValues
-from treering.attention.states import Boundary, StateGateway, States
+from treering.attention.states import Boundary, StateGateway, States, boundary_of
 from treering.errors import StateError
-from treering.train.gradient.boundaries import boundary_of
 from treering.tree.forest import Forest
 
 

@@ -10,9 +10,16 @@ from tests.forests import SHAPES, sequence_sets
 from treering.attention import TreeLayout
 from treering.attention.blocks import BlockPairs, find_block_pairs
 from treering.attention.triton import TileSize
-from treering.attention.triton.tables import NUM_PROGRAMS, Tables
+from treering.attention.triton.tables import (
+    DIRECT,
+    NUM_PROGRAMS,
+    Tables,
+    WorkList,
+    without_short_blocks,
+    work_by_key,
+    work_by_query,
+)
 from treering.attention.triton.tiles import MAX_HEAD_SIZES, choose_tiles, launches, padded_size
-from treering.attention.triton.work import DIRECT, WorkList, without_short_blocks, work_by_key, work_by_query
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight
 

@@ -9,7 +9,7 @@ from tests.rl.rollouts import prompt_of, rollout_of
 from treering.data import read_trajectories, write_trajectories
 from treering.errors import InputError
 from treering.rl.collect import Group
-from treering.rl.trajectories import as_trajectories
+from treering.rl.rollout_log import as_trajectories
 
 FIRST = rollout_of(
     [7, 9, 8],

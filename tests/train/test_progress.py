@@ -12,8 +12,8 @@ from tests.train.gradient.test_backward import batch_of, forests_of
 from tests.train.loop.runs import assert_bitwise_equal, tensors_of, tiny_loop
 from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_objectives import data_of
+from treering.train.gradient.activations import ParentsOption
 from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.gradient.memory.activation_policy import ParentsOption
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.sft import SftLoop
 from treering.train.objectives import Objective, sft

@@ -9,8 +9,8 @@ from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected, Order, collect, join
 from treering.rl.drafting import Drafting
 from treering.rl.environments.collect import check_failures, collect_episodes
-from treering.rl.environments.forecast import EpisodeForecast
 from treering.rl.environments.task import EnvironmentTask
+from treering.rl.environments.waiting import EpisodeForecast
 from treering.rl.options import RlOptions
 from treering.rl.prompt_checks import with_stops
 from treering.rl.tasks.task import Prompt, Task

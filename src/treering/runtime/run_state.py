@@ -5,10 +5,10 @@ from typing import Any
 
 from treering.data import Trajectory
 from treering.errors import StateError
-from treering.rl.failed_steps import FailedSteps
 from treering.rl.options import RlOptions
+from treering.rl.reward_results import FailedSteps
+from treering.rl.rollout_log import as_trajectories
 from treering.rl.tasks.task import Task
-from treering.rl.trajectories import as_trajectories
 from treering.runtime.account import Account
 from treering.runtime.controller import FinishedStep
 from treering.runtime.reports import settle_account

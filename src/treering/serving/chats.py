@@ -15,8 +15,7 @@ import numpy as np
 from treering.data.trajectory import Message, ToolCall
 from treering.engine.rollout import Rollout
 from treering.errors import InputError, UnsupportedError
-from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools
-from treering.rl.environments.tool_calls import split_calls, turn_message
+from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools, split_calls, turn_message
 from treering.serving.calls import MAX_IDENTITIES
 from treering.serving.completions import ids_of, text_of
 from treering.serving.fields import Fields

@@ -15,12 +15,12 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.history.draft.drafter import Drafter
 from treering.metrics import JsonlSink, Metrics
+from treering.rl.advantages import branch_advantages, branch_weights
 from treering.rl.batch import make_rl_batch
 from treering.rl.collect import Group, Runs
 from treering.rl.loop import RlLoop
 from treering.rl.options import RlOptions
 from treering.rl.rollout_log import RolloutLog
-from treering.rl.run_advantages import branch_advantages, branch_weights
 from treering.rl.tasks.task import Prompt
 from treering.train.loop.run import open_run, run_steps
 from treering.train.loss_weights import Weighting, entry_counts, entry_weights

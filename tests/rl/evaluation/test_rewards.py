@@ -15,10 +15,9 @@ from treering.engine.rollout import Rollout
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
 from treering.metrics import JsonlSink, Metrics
-from treering.rl.evaluation.pass_at_k import mean_pass_at_k, pass_at_k
-from treering.rl.evaluation.rewards import EvalOptions, HeldOutRewards, eval_seed
+from treering.rl.evaluation import EvalOptions, HeldOutRewards, eval_seed, mean_pass_at_k, pass_at_k
 from treering.rl.loop import RlLoop
-from treering.rl.tasks.subset import TaskSubset
+from treering.rl.tasks.task import TaskSubset
 from treering.train.loop.held_out import Evaluation
 from treering.train.loop.run import METRICS_FILE, knows_first, open_run, run_steps
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from treering.rl.tasks.number_text import MAX_DIGITS, numbers_in, value_of
+from treering.rl.tasks.answers import MAX_DIGITS, numbers_in, value_of
 
 WHOLE = st.integers(0, 10**12)
 SIGNS = st.sampled_from(["", "-", "−"])

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from tests.rl.rollouts import prompt_of, rollout_of
 from treering.errors import ConfigError, InputError
-from treering.rl.tasks.sum_task import SumTask
-from treering.rl.tasks.sums import ChainedSums
-from treering.rl.tasks.terms import TermsSpec, draw_terms
+from treering.rl.tasks.sums import ChainedSums, SumTask, TermsSpec, draw_terms
 
 TASK = ChainedSums(100, seed=3)
 HEADER = "2+3+4:2+3=5;5+4=9.\n"

@@ -11,11 +11,10 @@ from tests.forests import SHAPES
 from tests.models import build_float64, take_gradients
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
-from treering.train.gradient import run
+from treering.train.gradient import auto_tokens, run
+from treering.train.gradient.activations import bytes_per_token
+from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, tokens_that_fit
 from treering.train.gradient.backward import backward
-from treering.train.gradient.memory import auto_tokens
-from treering.train.gradient.memory.auto_tokens import DEFAULT_TOKENS, tokens_that_fit
-from treering.train.gradient.memory.saved_tensors import bytes_per_token
 from treering.train.objectives import gspo, sft
 from treering.tree.forest import Forest
 

@@ -27,9 +27,8 @@ from treering.model.forward import hidden_states
 from treering.train.gradient import backward as step
 from treering.train.gradient import partitioned
 from treering.train.gradient import run as units
+from treering.train.gradient.activations import ActivationMemory, Parents, choose_parents, free_memory, saved_bytes
 from treering.train.gradient.backward import backward
-from treering.train.gradient.memory.activation_policy import ActivationMemory, Parents, choose_parents, free_memory
-from treering.train.gradient.memory.saved_tensors import saved_bytes
 from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
 from treering.train.objectives import gspo, ppo, sft
 from treering.tree.forest import Forest

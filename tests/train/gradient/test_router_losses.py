@@ -24,8 +24,8 @@ from tests.train.objectives.flat_objectives import data_of, run_flat
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.model.families import find_parts
 from treering.model.routers import find_routers
+from treering.train.gradient.activations import ParentsOption
 from treering.train.gradient.backward import BackwardResult, backward, plan_step
-from treering.train.gradient.memory.activation_policy import ParentsOption
 from treering.train.gradient.router_losses import RouterLosses, branches_through
 from treering.train.loop.compute import enable_gradient_checkpointing
 from treering.train.objectives import sft

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treering.errors import InputError
-from treering.train.loop.folding import fold_ids
+from treering.train.loop.batches import fold_ids
 
 SETS = st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 12), min_size=1, max_size=15), max_size=6)
 

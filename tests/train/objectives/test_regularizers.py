@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from treering.errors import ConfigError
+from treering.train.objectives.ppo import ValueLoss, make_value_loss
 from treering.train.objectives.regularizers import KlEstimator, estimate_kl, make_regularizers
-from treering.train.objectives.value_loss import ValueLoss, make_value_loss
 
 
 def numbers(*values: float) -> Tensor:

@@ -14,7 +14,7 @@ from treering.cli.display.progress import StepProgress
 if TYPE_CHECKING:
     # Both import torch, which `treering watch` does not need.
     from treering.rl.step_report import RlStepReport
-    from treering.train.loop.step_report import StepReport
+    from treering.train.loop.resumable import StepReport
     from treering.train.progress import Phase
 
 _UNITS = {"starting": "processes", "sampling": "rollouts", "scoring": "tokens", "training": "tokens"}

@@ -41,9 +41,9 @@ from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.held_out import Evaluation, HeldOutLoss
 from treering.train.loop.interruption import Interruption
 from treering.train.loop.ranks import shard_model
+from treering.train.loop.resumable import StepReport
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
 from treering.train.loop.sft import SftLoop
-from treering.train.loop.step_report import StepReport
 from treering.tree.build import fill_forest
 
 

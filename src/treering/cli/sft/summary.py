@@ -6,7 +6,7 @@ from typing import Literal
 
 from rich.table import Table
 
-from treering.train.loop.step_report import StepReport
+from treering.train.loop.resumable import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

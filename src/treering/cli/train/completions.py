@@ -8,7 +8,7 @@ from treering.cli.train.task import TaskSource
 from treering.config.metrics import RlMetricsConfig
 from treering.data import Trajectory
 from treering.metrics import Completion
-from treering.rl.tasks.sum_task import SumTask
+from treering.rl.tasks.sums import SumTask
 from treering.types import TokenIds
 
 MAX_CHARACTERS = 4000

@@ -22,12 +22,11 @@ from treering.arrays import BoolArray, Int64Array
 from treering.attention import TreeLayout
 from treering.attention.ancestors import Ancestor
 from treering.attention.gateway import Gateway
+from treering.attention.states import boundary_of
 from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table, split_table
 from treering.model.forward import hidden_states
-from treering.train.gradient.boundaries import boundary_of
+from treering.train.gradient.activations import Parents, saved_on_host
 from treering.train.gradient.edge_vectors import put_scores
-from treering.train.gradient.memory.activation_policy import Parents
-from treering.train.gradient.memory.saved_tensors import saved_on_host
 from treering.train.gradient.pass_order import Event, depth_first
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.scoring import Scorer

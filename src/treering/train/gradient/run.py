@@ -16,17 +16,17 @@ from treering.arrays import Int64Array
 from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table
 from treering.model.forward import ONE_TOKEN, hidden_states
 from treering.model.routers import Routes
-from treering.train.gradient.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
-from treering.train.gradient.evaluation import LossTotals, evaluate
-from treering.train.gradient.flat_batch import FlatBatch, Selection
-from treering.train.gradient.memory.activation_policy import (
+from treering.train.gradient.activations import (
     ActivationMemory,
     ParentsChoice,
     ParentsOption,
+    bytes_per_token,
     choose_parents,
     free_memory,
 )
-from treering.train.gradient.memory.saved_tensors import bytes_per_token
+from treering.train.gradient.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
+from treering.train.gradient.evaluation import LossTotals, evaluate
+from treering.train.gradient.flat_batch import FlatBatch, Selection
 from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.gradient.pass_order import crossing_units, num_forwards
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from treering.model.families import ModelParts
 from treering.model.layers import Layers, layers_of
-from treering.train.gradient.memory.activation_policy import free_memory
-from treering.train.gradient.memory.saved_tensors import bytes_per_token
+from treering.train.gradient.activations import bytes_per_token, free_memory
 
 MaxTokens: TypeAlias = int | Literal["auto"] | None
 """Most distinct tokens that are computed at one time; "auto" goes by free memory, None sets no limit."""
