@@ -15,9 +15,9 @@ from tests.runtime.runs import Lopsided, TinyRecipe, pipeline
 from treering import metrics
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
+from treering.rl.checks import with_stops
 from treering.rl.collect import collect
 from treering.rl.loop import RlLoop
-from treering.rl.prompt_checks import with_stops
 from treering.rl.trainer import Trainer
 from treering.runtime.pipeline import PipelineLoop
 from treering.train.loop.batches import StepPlan

@@ -11,10 +11,10 @@ from treering.engine.rollout import Rollout
 from treering.engine.sampling.noise import row_key
 from treering.errors import ConfigError, InputError
 from treering.ranks.group import RankGroup
+from treering.rl.checks import check_prompts, with_stops
 from treering.rl.collect import Collected, collect, join
 from treering.rl.environments.collect import collect_episodes
 from treering.rl.environments.task import EnvironmentTask
-from treering.rl.prompt_checks import check_prompts, with_stops
 from treering.rl.tasks.task import Task
 from treering.train.progress import OnProgress, PhaseProgress
 

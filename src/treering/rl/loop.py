@@ -13,10 +13,9 @@ from treering.engine.protocol import Engine, EngineStats
 from treering.history.draft.drafter import Drafter
 from treering.ranks.group import RankGroup
 from treering.ranks.state import copy_weights
+from treering.rl.checks import FailedSteps, check_contexts, check_prompts
 from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
-from treering.rl.prompt_checks import check_contexts, check_prompts
-from treering.rl.reward_results import FailedSteps
 from treering.rl.rollout_log import as_trajectories
 from treering.rl.sampler import Sampler
 from treering.rl.step_report import Phases, RlStepReport, rollout_report, total_stats

@@ -15,10 +15,10 @@ from treering.closing import Closing
 from treering.data import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, Interrupted, StateError
+from treering.rl.checks import check_contexts
 from treering.rl.drafting import Drafting
 from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
-from treering.rl.prompt_checks import check_contexts
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account

@@ -5,8 +5,8 @@ from typing import Any
 
 from treering.data import Trajectory
 from treering.errors import StateError
+from treering.rl.checks import FailedSteps
 from treering.rl.options import RlOptions
-from treering.rl.reward_results import FailedSteps
 from treering.rl.rollout_log import as_trajectories
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account

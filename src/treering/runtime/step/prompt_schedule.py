@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping
 
+from treering.rl.checks import check_prompts, with_stops
 from treering.rl.collect import Collection
 from treering.rl.environments.collect import EpisodeCollection
 from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
-from treering.rl.prompt_checks import check_prompts, with_stops
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.loop.batches import StepPlan
 from treering.types import PromptId
