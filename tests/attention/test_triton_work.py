@@ -88,13 +88,6 @@ def test_a_block_of_keys_that_no_row_sees_still_has_an_item() -> None:
     assert sorted(work_by_key(pairs, 3).items[:, 0].tolist()) == [0, 1, 2]
 
 
-def test_a_prompt_is_shared_and_responses_are_not() -> None:
-    pairs = pairs_of([[0] * 16 + [1 + i] * 16 for i in range(9)], 16, 16)
-    work = work_by_key(pairs, 4)
-    assert work.splits.tolist() == [[0, 0, 3]]
-    assert (work.items[:, 4] - work.items[:, 1]).tolist() == [4, 3, 3, *[1] * 9]
-
-
 def test_long_stars_give_enough_equal_items_and_chains_are_left_whole() -> None:
     tile = TileSize(64, 128)
     star = TreeLayout(Forest.from_sequences([[0] * 128 + [1 + i] * 512 for i in range(64)]), torch.device("cpu"))

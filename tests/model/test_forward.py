@@ -59,11 +59,6 @@ def test_stock_code_in_float32_stays_within_1e_5(family: str) -> None:
     assert_forward_is_exact(build(family), SHAPES["long segments"], 1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
-def test_temperature_divides_the_logits(temperature: float) -> None:
-    assert_forward_is_exact(MODEL, SHAPES["prefixes of each other"], 1e-12, temperature=temperature)
-
-
 @pytest.mark.parametrize("max_entries", [VOCAB, 7 * VOCAB])
 def test_scoring_in_chunks_changes_nothing(max_entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", {"cpu": max_entries})
