@@ -121,7 +121,7 @@ def test_partitions_change_nothing(family: str, parents: ParentsOption) -> None:
 
 
 @given(batch=batches(max_groups=3), seed=st.integers(0, 10**6), size=st.integers(1, 12), parents=st.sampled_from(MODES))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_any_partition_of_any_forest_is_exact(batch: Batch, seed: int, size: int, parents: ParentsOption) -> None:
     cut = cut_by(lambda tree: random_partitions(tree, seed, size))
     assert_routed_step_is_exact(MODEL, batch, parents=parents, within=cut)
@@ -132,7 +132,7 @@ def test_any_partition_of_any_forest_is_exact(batch: Batch, seed: int, size: int
     max_tokens=st.integers(1, 30),
     losses=st.builds(RouterLosses, balance=st.sampled_from([0.0, 0.5]), z=st.sampled_from([0.0, 0.3])),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_any_budget_and_coefficients_are_exact(batch: Batch, max_tokens: int, losses: RouterLosses) -> None:
     assert_routed_step_is_exact(MODEL, batch, losses, max_tokens=max_tokens)
 
