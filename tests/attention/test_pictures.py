@@ -63,10 +63,10 @@ def test_calls_cover_the_visible_pairs_once(number: int, window: int | None) -> 
     assert (count == expected).all()
 
 
-@pytest.mark.parametrize(("backend", "window"), [("segments", None), ("segments", 60), ("triton", 60), ("flex", 60)])
+@pytest.mark.parametrize(("backend", "window"), [("segments", None), ("segments", 60), ("triton", 20), ("flex", 60)])
 def test_backends_agree_with_the_reference(backend: str, window: int | None) -> None:
     # The interpreter of the kernels is slow.
-    forest = TREES[0] if backend == "triton" else TREES[-1]
+    forest = TREES[6] if backend == "triton" else TREES[-1]
     torch.manual_seed(0)
     dtype = torch.float32 if backend == "triton" else torch.float64
     given = [torch.randn(1, heads, forest.num_tokens, 8, dtype=dtype) for heads in (2, 1, 1)]
