@@ -149,7 +149,8 @@ def _policy_cases() -> dict[str, Case]:
         for mode in ("token_truncate", "sequence_truncate", "sequence_mask"):
             found[f"{name}, {mode}"] = Policy(name=name, importance=mode, clip=WIDE)
     for name in ("grpo", "rloo"):
-        found[f"{name} on policy, sequence_mask"] = Policy(name=name, importance="sequence_mask", is_on_policy=True)
+        for mode in ("token_truncate", "sequence_mask"):
+            found[f"{name} on policy, {mode}"] = Policy(name=name, importance=mode, is_on_policy=True)
     found["rloo once, on policy"] = Policy(name="rloo", shared="once", is_on_policy=True, is_per_token=True)
     for estimator in ("k1", "k2", "k3"):
         found[f"grpo, {estimator}"] = Policy(name="grpo", kl=0.7, kl_estimator=estimator)
