@@ -67,9 +67,12 @@ def test_reference_values_are_checked_where_a_token_is_trained() -> None:
         (-1e30, -1.0, 3.0, math.exp(-20.0)),
     ],
 )
-def test_a_ratio_above_the_cap_becomes_the_cap(target: float, behaviour: float, cap: float, expected: float) -> None:
-    log_probs = [torch.tensor([x], dtype=torch.float64) for x in (target, behaviour)]
+def test_a_ratio_above_the_cap_becomes_the_cap_and_is_a_constant(
+    target: float, behaviour: float, cap: float, expected: float
+) -> None:
+    log_probs = [torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (target, behaviour)]
     weights = Importance(max_importance=cap).weights(*log_probs, branch=torch.tensor([0]), num_branches=1)
+    assert not weights.requires_grad
     assert weights.tolist() == pytest.approx([expected], rel=1e-12)
 
 
