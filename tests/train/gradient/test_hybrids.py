@@ -19,6 +19,8 @@ from treering.tree.plan.partition import Partition
 
 MODELS = {family: build_wide(family) for family in DENSE}
 LONG = [[1] * 70 + [2] * 75, [1] * 70 + [3], [1] * 70 + [3, 4] * 40, [1] * 64 + [5] * 3, [1] * 2]
+FORKS = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 8, 8], [3, 1, 7, 7, 2], [3, 1, 7, 7, 3, 3], [3, 1, 8]]
+"""Two forks below one, after tokens that differ: a state or context of another row is another one."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +49,7 @@ def test_every_family_is_exact_with_tied_and_untied_heads(family: str, tied: boo
 
 @pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("planning", PLANNINGS)
-@pytest.mark.parametrize("sequences", [comb(40)[::4], bushy(8), LONG], ids=["comb", "bushy", "long"])
+@pytest.mark.parametrize("sequences", [comb(40)[::4], FORKS, LONG], ids=["comb", "forks", "long"])
 def test_shapes_are_exact_whatever_the_plan(sequences: list[list[int]], planning: str, family: str) -> None:
     with planned(planning):
         assert_step_is_exact(build_wide(family, vocab_size=64), batch_of([sequences]), "dapo", "token_mean")
