@@ -15,7 +15,7 @@ from tests.runtime.test_deaths import is_complete, wait_for_the_end_of
 from tests.runtime.test_pipeline import Result, assert_same, run
 from treering.errors import StateError
 from treering.runtime.pipeline import PipelineLoop
-from treering.runtime.pools.ended_workers import MAX_IN_A_ROW, NUM_RECENT, EndedWorkers
+from treering.runtime.pools.reward_client import MAX_IN_A_ROW, NUM_RECENT, EndedWorkers
 
 NUM_STEPS = 3
 NUM_ROLLOUTS = 8 + 8 + 4

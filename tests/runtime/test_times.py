@@ -10,7 +10,7 @@ import torch
 from tests.runtime.runs import Dealt, pipeline
 from treering.engine.protocol import EngineStats
 from treering.runtime.step.planning import NUM_TIMED, Planner
-from treering.runtime.workers.pass_timer import PassTimer
+from treering.runtime.workers.rollout_worker import PassTimer
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.measured_latency import PassTimes

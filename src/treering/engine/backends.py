@@ -93,7 +93,7 @@ def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:
     """Why the CUDA kernels do not support these weights, as the end of a sentence; None if they do."""
     if not has_triton():
         return "needs triton, which is not installed: pip install triton"
-    from treering.engine.decoder.cuda.limits import unsupported_reason
+    from treering.engine.decoder.cuda.decoder import unsupported_reason
 
     return unsupported_reason(weights)
 

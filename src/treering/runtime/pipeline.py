@@ -23,9 +23,8 @@ from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account
 from treering.runtime.controller import Controller, FinishedStep
-from treering.runtime.ipc.launcher import Launcher
+from treering.runtime.ipc.launcher import Launcher, Recipe
 from treering.runtime.ipc.local_launcher import LocalLauncher
-from treering.runtime.ipc.recipe import Recipe
 from treering.runtime.launch import RunSpec, StartState, start_controller
 from treering.runtime.reports import report_of
 from treering.runtime.run_state import RunState

@@ -1,7 +1,7 @@
 """OpenAI's `POST /v1/chat/completions`: chats as tokens, each turn after the tokens that were sampled before.
 
-A session, named as in `treering.serving.calls`, remembers its chats: a chat that begins with the messages of an earlier
-answer goes on after the ids that this answer had, and nothing of it is rendered anew.
+A session, named as in `treering.serving.sampler`, remembers its chats: a chat that begins with the messages of an
+earlier answer goes on after the ids that this answer had, and nothing of it is rendered anew.
 """
 
 import time
@@ -17,9 +17,9 @@ from treering.engine.rollout import Rollout
 from treering.errors import InputError, UnsupportedError
 from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools
 from treering.rl.environments.tool_calls import split_calls, turn_message
-from treering.serving.calls import MAX_IDENTITIES
 from treering.serving.completions import ids_of, text_of
 from treering.serving.fields import Fields
+from treering.serving.sampler import MAX_IDENTITIES
 from treering.serving.sampling_params import Asked
 from treering.serving.tokens import logprobs_of, usage
 from treering.types import TokenIds

@@ -13,11 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.engine.decoder.compiled_code import copies_wait_for_loads, copy_bytes, num_buffers
-from treering.engine.decoder.cuda.attention import LOG2_E, attend_kernel, num_stages
+from treering.engine.decoder.cuda.attention import LOG2_E, add_parts_kernel, attend_kernel, num_stages
 from treering.engine.decoder.cuda.gumbel import gumbel_max_kernel, reduce_tiles_kernel
 from treering.engine.decoder.cuda.layers import gate_kernel, norm_kernel, rotate_kernel
 from treering.engine.decoder.cuda.linear import NUM_STAGES, WIDTHS, add_depths_kernel, linear_kernel, step_of
-from treering.engine.decoder.cuda.parts import add_parts_kernel
 from treering.engine.decoder.cuda.verify import walk_kernel
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
 

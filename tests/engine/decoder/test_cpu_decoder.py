@@ -11,7 +11,7 @@ from treering.engine.decoder.cpu import decoder as decoder_cpu
 from treering.engine.decoder.cpu.decoder import CpuDecoder
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.reference import TorchDecoder
-from treering.engine.decoder.self_check import _single_sequence
+from treering.engine.decoder.support import _single_sequence
 from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.model.families import find_parts
 

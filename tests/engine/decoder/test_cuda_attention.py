@@ -10,7 +10,7 @@ from treering.engine.decoder.cuda.passes import PassTables, bucket, plan_tables
 pytest.importorskip("triton")
 ops = pytest.importorskip("treering.attention.triton.ops")
 attend_module = pytest.importorskip("treering.engine.decoder.cuda.attention")
-parts_module = pytest.importorskip("treering.engine.decoder.cuda.parts")
+parts_module = pytest.importorskip("treering.engine.decoder.cuda.attention")
 pytestmark = pytest.mark.skipif(
     not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
 )

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.engine.decoder.cuda.paged_allocator import PagedAllocator
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PageAllocator
+from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PageAllocator, PagedAllocator
 from treering.errors import InputError
 
 NUM_PAGES = 12

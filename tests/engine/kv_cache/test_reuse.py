@@ -5,7 +5,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.models import VOCAB, build_float64
-from treering.engine.kv_cache.copies import Source, plan_copies
+from treering.engine.kv_cache.rollout_cache import Source, plan_copies
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.torch_engine import TorchEngine

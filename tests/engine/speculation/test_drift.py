@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from tests.engine.test_torch_engine import assert_same, group_requests, run
 from tests.models import build_float64
 from treering.engine.protocol import EngineStats
-from treering.engine.speculation.drift import CostDrift
+from treering.engine.speculation.verify_costs import CostDrift
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter

@@ -2,8 +2,8 @@
 
 import pytest
 
-from treering.runtime.ipc import published_weights
-from treering.runtime.ipc.published_weights import IncomingWeights, parts_of
+from treering.runtime.ipc import weight_store as published_weights
+from treering.runtime.ipc.weight_store import IncomingWeights, parts_of
 
 WEIGHTS = bytes(range(100))
 

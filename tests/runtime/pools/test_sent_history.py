@@ -10,9 +10,9 @@ import pytest
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.store import HistoryStore
 from treering.rl.drafting import DraftOptions
-from treering.runtime.pools import sent_history as module
-from treering.runtime.pools.sent_history import SentHistory
-from treering.runtime.workers.draft_history import DraftHistory, ReceivedHistory
+from treering.runtime.pools import worker_state as module
+from treering.runtime.pools.worker_state import SentHistory
+from treering.runtime.workers.step_engine import DraftHistory, ReceivedHistory
 from treering.types import PromptId
 
 NUM_PROMPTS, NUM_STEPS, PER_STEP = 12, 30, 3

@@ -9,10 +9,15 @@ import numpy as np
 from treering.arrays import Int64Array
 from treering.engine.batch.state import BatchState, make_columns, move_row, widen
 from treering.engine.kv_cache.allocator import KVAllocator
-from treering.engine.kv_cache.copies import Copy, Source, plan_copies
-from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache
-from treering.engine.kv_cache.prompt_keys import PromptKeys
-from treering.engine.kv_cache.rollout_cache import ComputedTokens, RolloutCache, longest_match
+from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache, PromptKeys
+from treering.engine.kv_cache.rollout_cache import (
+    ComputedTokens,
+    Copy,
+    RolloutCache,
+    Source,
+    longest_match,
+    plan_copies,
+)
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.sampling.noise import row_key

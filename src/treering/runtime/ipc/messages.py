@@ -19,7 +19,7 @@ from treering.rl.environments.run import Run
 from treering.rl.options import RlOptions
 from treering.rl.reward_results import RewardResult
 from treering.rl.trainer import Trained
-from treering.runtime.ipc.recipe import Recipe
+from treering.runtime.ipc.launcher import Recipe
 from treering.schedule.measured_latency import PassTimes
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.reference import MakeReference

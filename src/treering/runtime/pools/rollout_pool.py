@@ -19,8 +19,7 @@ from treering.runtime.ipc.messages import (
     WorkerSettings,
 )
 from treering.runtime.ipc.process import ChildProcess
-from treering.runtime.pools.sent_history import SentHistory
-from treering.runtime.pools.worker_state import OpenSteps, WorkerState
+from treering.runtime.pools.worker_state import OpenSteps, SentHistory, WorkerState
 from treering.runtime.step.migration import choose_move
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.workers.episode_worker import run_episode_worker

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from treering.engine.decoder.cuda.attention import num_parts
 from treering.engine.decoder.cuda.device import num_processors
-from treering.engine.decoder.cuda.parts import num_parts
 from treering.engine.decoder.cuda.passes import ROWS_OF_TILES
 from treering.engine.decoder.weights import DecoderWeights, Sizes
 from treering.types import ModelShape
