@@ -291,13 +291,13 @@ class TorchEngine(Engine):
         )
         inputs = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
         start = self._clock()
-        batch = join(inputs, chunks)
+        batch = join(inputs.batch, chunks)
         if self._vision is not None:
             batch = with_pictures(batch, chunks, table, self._vision)
         logits = self._decoder.run(batch)
         verified = self._sampler(logits, inputs, table.columns, drafts)
         if not chunks:
-            self._speculation.note_pass(inputs.tokens.size, self._clock() - start)
+            self._speculation.note_pass(inputs.batch.num_tokens, self._clock() - start)
         committed = commit_tokens(table.columns, inputs, self._version, *verified)
         if committed.sources.size:
             self._decoder.move(committed.sources, committed.targets)

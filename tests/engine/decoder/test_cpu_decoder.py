@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.models import build, build_float64
+from treering.engine.batch.token_batch import of_sequence
 from treering.engine.decoder.cpu import decoder as decoder_cpu
 from treering.engine.decoder.cpu.decoder import CpuDecoder
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.reference import TorchDecoder
-from treering.engine.decoder.support import _single_sequence
 from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.model.families import find_parts
 
@@ -28,7 +28,7 @@ def matrices_of(weights: DecoderWeights) -> list[Tensor]:
 
 
 def logits_of(decoder: Decoder) -> np.ndarray:
-    return decoder.run(_single_sequence(TOKENS)).numpy().copy()
+    return decoder.run(of_sequence(TOKENS)).numpy().copy()
 
 
 @pytest.mark.parametrize("is_inference", [False, True])

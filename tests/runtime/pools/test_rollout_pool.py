@@ -17,11 +17,11 @@ from treering.rl.drafting import DraftOptions
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import (
     BeginStep,
+    EndedWork,
     GiveUp,
     PromptHistories,
     RefreshHistory,
     ReportReceived,
-    SampledRollouts,
     SampleRequests,
     WorkerSettings,
 )
@@ -122,10 +122,10 @@ def step_run(
     return OpenStep(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
 
-def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, progress: Any = None) -> SampledRollouts:
-    return SampledRollouts(
+def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, progress: Any = None) -> EndedWork:
+    return EndedWork(
         step=step,
-        rollouts=list(rollouts),
+        ended=list(rollouts),
         given=given,
         progress=progress or {},
         stats=EngineStats(),

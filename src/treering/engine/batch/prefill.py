@@ -1,12 +1,12 @@
 """Chunked prefill of shared prompts, joined with the running rows' tokens into one batch."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from treering.engine.batch.state import StepInputs
-from treering.engine.batch.token_batch import TokenBatch
+from treering.arrays import Int64Array
+from treering.engine.batch.token_batch import PER_TOKEN, TokenBatch
 from treering.engine.kv_cache.prefix_cache import Prefix
 
 
@@ -43,27 +43,17 @@ def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[PrefillChun
     return chunks
 
 
-def join(inputs: StepInputs, chunks: Sequence[PrefillChunk]) -> TokenBatch:
+def join(batch: TokenBatch, chunks: Sequence[PrefillChunk]) -> TokenBatch:
     """One batch: the rows' tokens, then the chunks', whose logits are not computed."""
-    columns = [list(inputs[:9]), *(_columns(chunk) for chunk in chunks)]
-    merged = columns[0] if len(columns) == 1 else [np.concatenate(parts) for parts in zip(*columns, strict=True)]
-    tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = merged
-    return TokenBatch(
-        tokens=tokens,
-        positions=positions,
-        slots=slots,
-        prefix_start=prefix_start,
-        num_prefix=num_prefix,
-        own_start=own_start,
-        num_own=num_own,
-        tree_start=tree_start,
-        tree_bits=tree_bits,
-        wanted=inputs.wanted,
-    )
+    if not chunks:
+        return batch
+    parts = zip(*(_columns(chunk) for chunk in chunks), strict=True)
+    pairs = zip(PER_TOKEN, parts, strict=True)
+    return replace(batch, **{name: np.concatenate([getattr(batch, name), *part]) for name, part in pairs})
 
 
-def _columns(chunk: PrefillChunk) -> list[np.ndarray]:
-    """A chunk's columns in the order of `StepInputs`; the prefix's span is the own span of its tokens."""
+def _columns(chunk: PrefillChunk) -> list[Int64Array]:
+    """A chunk's columns in the order of `PER_TOKEN`; the prefix's span is the own span of its tokens."""
     prefix = chunk.prefix
     assert prefix.start is not None
     positions = np.arange(chunk.first, chunk.first + chunk.num_tokens)

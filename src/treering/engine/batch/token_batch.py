@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from treering.arrays import Int64Array
+from treering.types import TokenIds
+
+PER_TOKEN = (
+    *("tokens", "positions", "slots", "prefix_start", "num_prefix", "own_start", "num_own", "tree_start", "tree_bits"),
+)
+"""The columns of a `TokenBatch` with an entry for each of its tokens, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,3 +68,23 @@ class TokenBatch:
     def num_tokens(self) -> int:
         """T."""
         return int(self.tokens.size)
+
+
+def of_sequence(tokens: TokenIds | Int64Array, *, first_slot: int = 0) -> TokenBatch:
+    """One sequence from its first token on, in a span of its own from `first_slot` on; all logits are wanted.
+
+    Example: the third of its tokens has position 2 and slot `first_slot` + 2, and sees three slots.
+    """
+    zeros, order = np.zeros(tokens.size, np.int64), np.arange(tokens.size)
+    return TokenBatch(
+        tokens=tokens.astype(np.int64),
+        positions=order,
+        slots=first_slot + order,
+        prefix_start=zeros,
+        num_prefix=zeros,
+        own_start=zeros + first_slot,
+        num_own=order + 1,
+        tree_start=zeros,
+        tree_bits=zeros,
+        wanted=order,
+    )

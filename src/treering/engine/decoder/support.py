@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treering.engine.batch.token_batch import TokenBatch
+from treering.engine.batch.token_batch import of_sequence
 from treering.engine.decoder.adapters import check_adapter, plain_of
 from treering.engine.decoder.protocol import Decoder
 from treering.errors import StateError, UnsupportedError
@@ -140,7 +140,7 @@ def check_decoder(model: nn.Module, decoder: Decoder, *, vocab_size: int, max_co
             f"an engine samples from finite logits, and those of {type(model).__name__} hold NaN or +inf: its weights "
             "have diverged or are not loaded; go back to a checkpoint before it"
         )
-    actual = decoder.run(_single_sequence(tokens)).to(expected)
+    actual = decoder.run(of_sequence(tokens)).to(expected)
     # -inf in both counts as equal; -inf in one gives an infinite error.
     differences = torch.where(actual == expected, 0.0, actual - expected)
     error = float(differences.norm() / expected[expected.isfinite()].norm().clamp_min(1e-30))
@@ -162,19 +162,3 @@ def _model_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         for module, mode in modes.items():
             module.training = mode
     return logits
-
-
-def _single_sequence(tokens: np.ndarray) -> TokenBatch:
-    zeros, order = np.zeros(tokens.size, np.int64), np.arange(tokens.size)
-    return TokenBatch(
-        tokens=tokens,
-        positions=order,
-        slots=order,
-        prefix_start=zeros,
-        num_prefix=zeros,
-        own_start=zeros,
-        num_own=order + 1,
-        tree_start=zeros,
-        tree_bits=zeros,
-        wanted=order,
-    )

@@ -35,21 +35,6 @@ class ComputedTokens(NamedTuple):
     """Slot of the first."""
 
 
-def longest_match(spans: Iterable[ComputedTokens], tokens: TokenIds) -> tuple[int, int]:
-    """First slot of the span that begins with most of `tokens`, and their number; (-1, 0) if none does.
-
-    Of equal matches the last one counts.
-
-    Example: spans [6, 7] at slot 0 and [6, 7, 8, 9] at 10 match [6, 7, 8, 3] with 3 tokens at slot 10.
-    """
-    best = -1, 0
-    for span in spans:
-        num_common = count_common(span.tokens, tokens)
-        if num_common > 0 and num_common >= best[1]:
-            best = span.start, num_common
-    return best
-
-
 @dataclass(slots=True, eq=False)
 class RolloutCache:
     """Spans of finished rollouts, by prompt."""
@@ -62,11 +47,6 @@ class RolloutCache:
         self.allocator.shrink(span.start, span.tokens.size)
         # A copy: the row's tokens are a view that the next row overwrites.
         self._spans[span.start] = prompt.tobytes(), span._replace(tokens=span.tokens.copy())
-
-    def spans_of(self, prompt: TokenIds) -> list[ComputedTokens]:
-        """The spans of a prompt's rollouts, most recently used last."""
-        wanted = prompt.tobytes()
-        return [span for key, span in self._spans.values() if key == wanted]
 
     def spans_within(self, tokens: TokenIds) -> list[tuple[TokenIds, ComputedTokens]]:
         """The spans whose prompts these tokens begin with, each with its prompt but for the last token, which it holds.

@@ -14,9 +14,9 @@ import numpy as np
 
 from treering.arrays import Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
-from treering.engine.batch.prefill import join
 from treering.engine.batch.sampler import SampleAndVerify, sample_and_verify
 from treering.engine.batch.state import StepInputs, make_columns
+from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
@@ -134,9 +134,8 @@ def make_pass(
     num_rows = min(num_tokens, own_starts.size)
     drafts = _chains(num_rows, num_tokens - num_rows)
     inputs = _inputs_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)
-    batch = join(inputs, [])
     columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
-    return lambda: sampler(decoder.run(batch), inputs, columns, drafts)
+    return lambda: sampler(decoder.run(inputs.batch), inputs, columns, drafts)
 
 
 def _time(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -165,7 +164,7 @@ def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: i
     num_rows = own_starts.size
     row = np.repeat(np.arange(num_rows), 1 + np.diff(drafts.offsets))
     zeros, every = np.zeros(row.size, np.int64), np.ones(row.size, np.int64)
-    return StepInputs(
+    batch = TokenBatch(
         tokens=zeros,
         positions=zeros,
         slots=every * slot,
@@ -176,6 +175,9 @@ def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: i
         tree_start=zeros,
         tree_bits=zeros,
         wanted=np.arange(row.size),
+    )
+    return StepInputs(
+        batch=batch,
         rows=np.arange(num_rows),
         leaders=np.arange(num_rows),
         first_logits=np.arange(num_rows) + drafts.offsets[:-1],

@@ -11,8 +11,8 @@ from treering.engine.rollout import RolloutKey
 from treering.errors import StateError
 from treering.rl.reward_results import without_reward
 from treering.runtime.account import Account
-from treering.runtime.ipc.launcher import Ended, Launcher, Transport
-from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests, RewardSettings
+from treering.runtime.ipc.launcher import Ended, Launcher, Recipe, Transport
+from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.workers.reward_worker import run_reward_worker
 
@@ -42,7 +42,7 @@ class RewardClient:
 
     def __init__(
         self,
-        settings: RewardSettings,
+        recipe: Recipe,
         launcher: Launcher,
         *,
         reward_name: str,
@@ -53,14 +53,14 @@ class RewardClient:
         """Starts both workers.
 
         Args:
-            settings: of the workers.
+            recipe: makes the task of the workers.
             launcher: starts them.
             reward_name: see `Task.reward_name`.
             time_limit_s: for one request.
             worker_time_limit_s: to build the task.
             account: counts deaths.
         """
-        self._settings = settings
+        self._recipe = recipe
         self._time_limit_s = time_limit_s
         self._account = account
         self._ended_workers = EndedWorkers(reward_name)
@@ -79,8 +79,8 @@ class RewardClient:
             )
             for name in ("reward worker", "spare reward worker")
         )
-        self.child.start(settings)
-        self.spare.start(settings)
+        self.child.start(recipe)
+        self.spare.start(recipe)
 
     def connections(self) -> list[Transport]:
         """Connections to wait for."""
@@ -160,7 +160,7 @@ class RewardClient:
         if has_died:
             self._account.reward_worker_deaths += 1
             self.spare.reap()
-            self.spare.start(self._settings)
+            self.spare.start(self._recipe)
 
     def _replace(self) -> list[RewardReply]:
         was_ready = self.child.is_ready
@@ -196,7 +196,7 @@ class RewardClient:
         self.child, self.spare = self.spare, self.child
         self.child.name, self.spare.name = self.spare.name, self.child.name
         self.child.num_deaths = self.spare.num_deaths
-        self.spare.start(self._settings)
+        self.spare.start(self._recipe)
 
 
 def _is_own_doing(status: int | None) -> bool:

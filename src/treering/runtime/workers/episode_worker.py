@@ -19,7 +19,7 @@ from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import (
     BeginStep,
     CloseEnvironment,
-    EndedRuns,
+    EndedWork,
     PromptHistories,
     RefreshHistory,
     SampleRequests,
@@ -85,7 +85,7 @@ class _Worker:
         elif isinstance(message, CloseEnvironment):
             self._close()
 
-    def advance(self) -> EndedRuns | None:
+    def advance(self) -> EndedWork | None:
         """Waits a little for runs to end; returns a message if some have, or it is time to be heard."""
         if self._episodes is None or not self.is_busy:
             return None
@@ -116,12 +116,12 @@ class _Worker:
         else:
             self._episodes.in_engine(lambda: self._own.take_history(message))
 
-    def _message(self, runs: list[Run]) -> EndedRuns:
+    def _message(self, runs: list[Run]) -> EndedWork:
         """The results since the previous message."""
         now_s, stats = time.perf_counter(), self._own.engine.stats
         busy_s, self._sent_s = now_s - self._sent_s, now_s
         before, self._before = self._before, stats
-        return EndedRuns(step=self._step, runs=runs, stats=stats.since(before), busy_s=busy_s)
+        return EndedWork(step=self._step, ended=runs, stats=stats.since(before), busy_s=busy_s)
 
     def _close(self) -> None:
         if self._episodes is not None:

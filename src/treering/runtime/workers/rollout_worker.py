@@ -14,11 +14,11 @@ from treering.engine.rollout import Rollout, RolloutKey
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import (
     BeginStep,
+    EndedWork,
     GiveUp,
     PromptHistories,
     RefreshHistory,
     ReportReceived,
-    SampledRollouts,
     SampleRequests,
     WorkerSettings,
 )
@@ -140,7 +140,7 @@ class _Worker:
             self._own.take_history(message)
         self._busy_s += time.perf_counter() - started
 
-    def advance(self) -> SampledRollouts | None:
+    def advance(self) -> EndedWork | None:
         """Runs one engine pass; returns a message if rollouts ended or were given up, or a report is due."""
         if self.is_busy:
             self._ended += self._pass()
@@ -161,7 +161,7 @@ class _Worker:
         self._busy_s += time.perf_counter() - started
         return rollouts
 
-    def _message(self) -> SampledRollouts:
+    def _message(self) -> EndedWork:
         """The results since the previous message."""
         engine = self._own.engine
         self._sent_s = time.perf_counter()
@@ -171,9 +171,9 @@ class _Worker:
         progress = engine.progress() if self._is_report_due else {}
         if progress:
             self._reported_s, self._is_report_received = time.perf_counter(), False
-        return SampledRollouts(
+        return EndedWork(
             step=self._step,
-            rollouts=rollouts,
+            ended=rollouts,
             given=given,
             progress=progress,
             stats=self._before.since(before),
