@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -48,8 +49,10 @@ def join(batch: TokenBatch, chunks: Sequence[PrefillChunk]) -> TokenBatch:
     if not chunks:
         return batch
     parts = zip(*(_columns(chunk) for chunk in chunks), strict=True)
-    pairs = zip(PER_TOKEN, parts, strict=True)
-    return replace(batch, **{name: np.concatenate([getattr(batch, name), *part]) for name, part in pairs})
+    merged: dict[str, Any] = {
+        name: np.concatenate([getattr(batch, name), *part]) for name, part in zip(PER_TOKEN, parts, strict=True)
+    }
+    return replace(batch, **merged)
 
 
 def _columns(chunk: PrefillChunk) -> list[Int64Array]:

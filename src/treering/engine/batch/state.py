@@ -141,7 +141,7 @@ def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts
     batch = TokenBatch(
         **dict(zip(PER_TOKEN, per_token[:9, :num_tokens], strict=True)), wanted=per_token[9, :num_wanted]
     )
-    return StepInputs(batch, *rows[:3, :num_sampled], rows[3])
+    return StepInputs(batch, rows[0, :num_sampled], rows[1, :num_sampled], rows[2, :num_sampled], rows[3])
 
 
 @kernel
