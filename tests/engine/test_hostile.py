@@ -13,8 +13,6 @@ from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
-from treering.history.draft.drafter import Drafter
-from treering.history.store.store import HistoryStore
 
 MAX_STEPS = 2000
 
@@ -82,20 +80,6 @@ def test_whatever_fits_an_empty_arena_finishes_as_if_alone(model: PreTrainedMode
     assert engine._table.prefixes.allocator.num_free == num_slots
 
 
-def test_drafts_that_the_model_has_no_tokens_for_are_cut_off(model: PreTrainedModel) -> None:
-    requests = [request_of("q", 3, sample) for sample in range(6)]
-    plain = run(TorchEngine(model), requests)
-    store = HistoryStore()
-    for rollout in plain.values():
-        foreign = rollout.tokens.copy()
-        foreign[3::4] += VOCAB
-        store.add("q", [foreign], 0)
-    store.publish()
-    engine = TorchEngine(model, Drafter(store, min_acceptance=0.001))
-    assert tokens_of(run(engine, requests)) == tokens_of(plain)
-    assert engine.stats.num_accepted > 0
-
-
 def test_siblings_share_a_group_while_they_run_and_groups_are_forgotten(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=4)
     engine.submit([request_of(name, 2, sample) for name in ("a", "bb") for sample in range(2)])
@@ -136,26 +120,12 @@ def test_a_stop_string_that_ended_a_turn_does_not_end_the_next(model: PreTrained
         assert second.num_tokens > longer.num_tokens + 1
 
 
-def test_a_prompt_buffer_may_be_reused(model: PreTrainedModel) -> None:
-    expected = run(TorchEngine(model), [request_of("q", 5)])
-    buffer = request_of("q", 5).prompt.copy()
-    engine = TorchEngine(model)
-    engine.submit([Request(prompt_id="q", prompt=buffer, sampling=Sampling(max_tokens=16))])
-    buffer[:] = 0
-    assert tokens_of(run(engine, [])) == tokens_of(expected)
-
-
 @pytest.mark.parametrize("max_tokens", [2, 3, 5, 6])
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_the_smallest_arenas_hold_what_fits_them(model: PreTrainedModel, max_tokens: int, backend: str) -> None:
     request = request_of("q", 2, max_tokens=max_tokens - 1)
     engine = TorchEngine(model, max_tokens=max_tokens, backend=backend)
     assert tokens_of(run(engine, [request])) == tokens_of(run(TorchEngine(model), [request]))
-
-
-def test_a_model_of_few_positions_is_checked_within_them() -> None:
-    engine = TorchEngine(build_float64(max_position_embeddings=3))
-    assert run(engine, [request_of("q", 1, max_tokens=3)])["q", 0, 0].num_tokens == 3
 
 
 def test_tokens_without_an_embedding_are_refused(model: PreTrainedModel) -> None:

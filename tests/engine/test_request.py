@@ -41,12 +41,6 @@ def test_invalid_prompts_are_refused_by_name(changes: dict[str, Any], message: s
         request(**changes)
 
 
-def test_numpys_integers_name_the_same_rollout_as_pythons() -> None:
-    made = request(prompt_id=np.int64(7))
-    assert made.key == (7, 0, 0)
-    assert type(made.prompt_id) is int
-
-
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
@@ -61,9 +55,3 @@ def test_invalid_requests_are_refused_and_nothing_is_queued(requests: Any, messa
     with pytest.raises(InputError, match=message):
         list(engine.generate(requests))
     assert engine.num_unfinished == 0
-
-
-def test_requests_may_be_submitted_one_by_one() -> None:
-    engine = ScriptedEngine(lambda request: [7, 8])
-    rollouts = engine.generate(request(sample=i) for i in range(3))
-    assert sorted(rollout.sample for rollout in rollouts) == [0, 1, 2]

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
@@ -14,7 +13,7 @@ from tests.models import VOCAB, build
 from treering.engine.decoder.reference import TorchDecoder
 from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import StateError, UnsupportedError
+from treering.errors import UnsupportedError
 
 pytest.importorskip("triton")
 ops = pytest.importorskip("treering.attention.triton.ops")
@@ -85,29 +84,6 @@ def test_a_repeated_prompt_finds_its_pages_until_the_weights_change(model: PreTr
     assert engine.stats.num_prefilled == 34 + 36 - 32 + 36
 
 
-def test_a_request_may_leave_while_it_computes_a_shared_beginning(model: PreTrainedModel) -> None:
-    requests = requests_with(36, [3, 9], max_tokens=2)
-    engine = TorchEngine(model, max_batch=2, max_prefill=20, backend="cuda")
-    engine.submit(requests)
-    engine.step()
-    engine.abort([requests[0].key])
-    assert_same(run(engine, []), with_plain(model, requests[1:]), 1e-4)
-    assert engine.stats.num_prefilled == 36 + 9 - 1
-
-
-def test_running_rollouts_read_shared_pages_again_under_new_weights(model: PreTrainedModel) -> None:
-    mine = build("qwen3", **SMALL).eval()
-    engines = [TorchEngine(mine, max_batch=2, backend=backend) for backend in ("cuda", "plain")]
-    for engine in engines:
-        engine.submit(requests_with(20, [2, 3], max_tokens=4))
-        engine.step()
-        engine.step()
-    mine.load_state_dict(build("qwen3", seed=5, **SMALL).state_dict())
-    for engine in engines:
-        engine.update_weights(1, "reprefill")
-    assert_same(*[run(engine, []) for engine in engines], 1e-4)
-
-
 def test_branches_copy_keys_and_values_across_pages(model: PreTrainedModel) -> None:
     """A span of 20 + 16 tokens has three pages, of which a finished rollout keeps those that it filled."""
     (first,) = requests_with(18, [2], max_tokens=16)
@@ -119,25 +95,6 @@ def test_branches_copy_keys_and_values_across_pages(model: PreTrainedModel) -> N
     # Of the prompt, only full pages stay cached.
     assert engine.stats.since(before).num_prefilled == 3
     assert_same(found, with_plain(model, branches, continuation="prefill"), 1e-4)
-
-
-def test_memory_is_freed(model: PreTrainedModel) -> None:
-    engine = TorchEngine(model, max_batch=2, max_tokens=64, backend="cuda")
-    free = engine._table.prefixes.allocator.num_free
-    run(engine, requests_with(18, [2, 3, 4], max_tokens=2))
-    engine._table.rollouts.clear()
-    assert engine._table.prefixes.allocator.num_free == free
-
-
-def test_diverged_weights_are_reported() -> None:
-    mine = build("qwen3", **SMALL)
-    engine = TorchEngine(mine, max_batch=2, backend="cuda")
-    with torch.no_grad():
-        mine.model.norm.weight.fill_(float("nan"))
-    engine.update_weights(1)
-    engine.submit(group_requests(1, 1))
-    with pytest.raises(StateError, match="diverged"):
-        engine.step()
 
 
 def test_weights_that_the_kernels_do_not_compute_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

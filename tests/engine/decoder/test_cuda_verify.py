@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.engine.speculation.scripted_drafts import make_drafts
-from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees, clip_drafts, no_drafts
+from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees, clip_drafts
 from treering.engine.batch.sampler import VerifiedTokens, sample_and_verify
 from treering.engine.batch.state import BatchState, StepInputs, make_columns
 from treering.engine.batch.token_batch import of_sequence
@@ -87,28 +87,6 @@ def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
     assert (expected.num_tokens > 1).any()
 
 
-def test_a_full_tree_is_followed_to_its_end() -> None:
-    parents = list(range(-1, MOST_DRAFTS - 1))
-    drafts = drafts_of([([0] * MOST_DRAFTS, parents), ([], [])], 2)
-    inputs = inputs_of([0, 1], drafts)
-    logits = torch.tensor([[0.0, -torch.inf]]).repeat(MOST_DRAFTS + 2, 1)
-    verified = verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns_of(2), drafts)
-    assert verified.num_tokens.tolist() == [MOST_DRAFTS + 1, 1]
-    assert verified.path[0].tolist() == [*range(MOST_DRAFTS), -1]
-
-
-def test_rows_that_are_not_sampled_are_skipped() -> None:
-    drafts = drafts_of([([1], [-1]), ([], []), ([0, 1], [-1, -1])], 2)
-    columns, inputs = columns_of(3), inputs_of([0, 2], drafts)
-    logits = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    assert_same(
-        verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts),
-        sample_and_verify(logits, inputs, columns, drafts),
-    )
-    none = inputs_of([], drafts)
-    assert verify.DeviceSampler(CPU).sample_and_verify(logits[:0], none, columns, drafts).num_tokens.size == 0
-
-
 def test_one_sampler_serves_steps_of_any_size() -> None:
     sampler, rng = verify.DeviceSampler(CPU), np.random.default_rng(0)
     for num_rows in (1, 7, 2):
@@ -151,11 +129,3 @@ def test_duplicate_rows_sample_from_their_leaders_logits_with_their_own_noise() 
     assert len({tuple(line) for line in expected.path[leaders == 0].tolist()}) > 1
     assert_same(sample_and_verify(logits, inputs, columns, drafts), expected)
     assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)
-
-
-def test_without_drafts_every_row_appends_one_token() -> None:
-    columns, inputs = columns_of(4), inputs_of([0, 1, 2, 3], no_drafts(4))
-    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
-    verified = verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, no_drafts(4))
-    assert verified.tokens.shape == (4, 1)
-    assert_same(verified, sample_and_verify(logits, inputs, columns, no_drafts(4)))

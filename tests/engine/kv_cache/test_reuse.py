@@ -74,13 +74,6 @@ def test_the_off_switch_computes_all_again(model: PreTrainedModel) -> None:
     assert prefilled(engine, longer, 1) == PROMPT.size
 
 
-def test_new_weights_drop_what_could_be_reused(model: PreTrainedModel) -> None:
-    engine = TorchEngine(model)
-    ask(engine, PROMPT, 0)
-    engine.update_weights(1)
-    assert prefilled(engine, np.concatenate([PROMPT, [3]]).astype(np.int32), 1) == PROMPT.size
-
-
 def test_copies_chain_spans_without_a_gap_and_take_the_longest() -> None:
     tokens = np.arange(20)
     spans = [

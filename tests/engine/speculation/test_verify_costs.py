@@ -17,7 +17,6 @@ from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.speculation.verify_costs import measure, needs_another_round
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
 
 
@@ -88,22 +87,6 @@ def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_roun
     assert needs_another_round(0, 100.0, most=25, budget_s=0.2)
 
 
-class Blocks(Timed):
-    """Computes four tokens at a time, so that the fifth takes as long as the eighth."""
-
-    def run(self, batch: TokenBatch) -> Tensor:
-        self.now += -(-batch.num_tokens // 4) - batch.num_tokens**2
-        return super().run(batch)
-
-
-def test_a_decoder_with_stepped_costs_is_measured_at_every_draft_count() -> None:
-    decoder = Blocks()
-    costs = measure(decoder, num_slots=100, max_batch=8, context=10, clock=lambda: decoder.now)
-    drafted = np.arange(9)
-    expected = [2, 3, 3, 3, 3, 4, 4, 4, 4]
-    assert np.interp(8 + drafted, costs.num_tokens, costs.seconds).tolist() == expected
-
-
 def test_measured_passes_write_one_slot_and_see_a_typical_context() -> None:
     decoder = Timed()
     measure(decoder, num_slots=40, max_batch=2, context=10, clock=lambda: decoder.now)
@@ -161,15 +144,6 @@ def test_an_engine_measures_once_before_its_first_pass(model: PreTrainedModel) -
     assert [costs.num_tokens.tolist() for costs in drafter.received] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
 
 
-def test_given_costs_are_passed_on_and_none_are_not(model: PreTrainedModel) -> None:
-    costs = VerifyCosts(num_tokens=np.array([1, 4]), seconds=np.array([0.1, 0.2]))
-    given, silent = Listener(), Listener()
-    run(TorchEngine(model, given, costs=costs), group_requests(2, 1))
-    run(TorchEngine(model, silent, costs="none"), group_requests(2, 1))
-    assert (given.received, silent.received) == ([costs], [])
-    run(TorchEngine(model, costs=costs), group_requests(2, 1))
-
-
 def test_a_model_with_few_positions_is_measured_within_them() -> None:
     engine = TorchEngine(build(max_position_embeddings=16), max_batch=3, max_tokens=500)
     engine.measure_costs()
@@ -183,15 +157,3 @@ def test_a_model_with_few_positions_is_measured_within_them() -> None:
     engine._decoder.run = spy
     engine.measure_costs()
     assert max(seen) == 16
-
-
-@pytest.mark.parametrize("costs", ["measure", None, 1.5, [1.0]])
-def test_other_sources_of_costs_are_refused(model: PreTrainedModel, costs: object) -> None:
-    with pytest.raises(ConfigError, match='"measured", "none", a VerifyCosts or an ObservedCosts'):
-        TorchEngine(model, costs=costs)
-
-
-@pytest.mark.parametrize("limits", [{"max_batch": 0}, {"context": 0}, {"num_slots": 0}])
-def test_limits_without_a_pass_are_refused(limits: dict[str, int]) -> None:
-    with pytest.raises(InputError, match=next(iter(limits))):
-        measure(Timed(), **{"num_slots": 4, "max_batch": 1, "context": 1, **limits})

@@ -13,7 +13,7 @@ import numpy as np
 from treering.arrays import Float32Array, Float64Array, Int64Array
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
 from treering.engine.sampling.reference import MASS_SLACK
-from treering.lean import kernel, lean
+from treering.lean import lean
 
 Logits = Float32Array | Float64Array
 
@@ -59,14 +59,6 @@ def state_of(key: int, position: int) -> np.uint64:
     """The noise state at a position of a rollout; every token's uniform number derives from it."""
     state: np.uint64 = _mix(np.uint64(key) + np.uint64(position) * _POSITION_STEP)
     return state
-
-
-@kernel
-def fill_uniforms(key: int, position: int, out: Float64Array) -> None:
-    """Writes `noise.uniforms`, bit for bit, to `out` [V]."""
-    state = state_of(key, position)
-    for token in range(out.size):
-        out[token] = _uniform(state, token)
 
 
 @lean(fastmath={"contract"})
