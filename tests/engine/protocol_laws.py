@@ -388,5 +388,5 @@ def sampled_tokens_are_counted_once(make: MakeEngine) -> None:
 LAWS: list[Callable[[MakeEngine], None]] = [
     value
     for value in list(globals().values())
-    if getattr(value, "__annotations__", {}) == {"make": MakeEngine, "return": None}
+    if getattr(value, "__annotations__", None) == {"make": MakeEngine, "return": None}
 ]
