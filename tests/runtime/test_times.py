@@ -4,12 +4,11 @@ import io
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
 import torch
 
 from tests.runtime.runs import Dealt, pipeline
 from treering.engine.protocol import EngineStats
-from treering.runtime.step.planning import NUM_TIMED, Planner
+from treering.runtime.step.planning import Planner
 from treering.runtime.workers.rollout_worker import PassTimer
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import Latency, linear_latency
@@ -78,14 +77,6 @@ def test_plans_use_the_given_times_until_some_are_measured() -> None:
     assert policy.told[3].training_s == 3.0
 
 
-def test_old_times_are_dropped() -> None:
-    plans = planner(Listening())
-    plans.note_times(times(0.5, 0.25))
-    for _ in range(NUM_TIMED):
-        plans.note_times(times(5.0, 2.5))
-    assert line(plans.measured) == [7.5, 10.0]
-
-
 def test_without_rebalancing_plans_keep_the_given_times() -> None:
     policy = Listening()
     plans = planner(policy, "none")
@@ -133,45 +124,13 @@ def test_a_pass_is_timed_from_the_end_of_the_previous_one_or_from_its_start() ->
     assert timer.take() == PassTimes()
 
 
-def test_the_time_after_all_rollouts_were_removed_is_left_out() -> None:
-    readings = clock(0.0, 1.0, 2.0, 50.0, 53.0)
-    timer = PassTimer(lambda: next(readings))
-    timer.note_engine(stats(0, 0))
-    for count in (1, 2, 3):
-        timer.begin()
-        timer.end(stats(count, count), num_unfinished=1)
-        if count == 2:
-            timer.pause()
-    expected = PassTimes()
-    for seconds in (1.0, 3.0):
-        expected.note_pass(seconds, num_rows=1, num_prefilled=0, num_sampled=1)
-    assert timer.take() == expected
-
-
-def test_an_engine_step_without_a_pass_is_not_timed() -> None:
-    readings = clock(0.0, 1.0, 2.0, 3.0, 4.0)
-    timer = PassTimer(lambda: next(readings))
-    timer.note_engine(stats(0, 0))
-    for count in (0, 1, 1, 3):
-        timer.begin()
-        timer.end(stats(count, 2 * count), num_unfinished=1)
-    expected = PassTimes()
-    expected.note_pass(1.0, num_rows=4, num_prefilled=0, num_sampled=4, num_passes=2)
-    assert timer.take() == expected
-
-
-@pytest.mark.parametrize("rebalancing", ["queued", "none"])
-def test_a_run_measures_its_passes_and_uses_them_if_allowed(rebalancing: Rebalancing) -> None:
+def test_a_run_measures_its_passes_and_plans_with_them() -> None:
     policy = Listening()
-    with pipeline(num_steps=6, staleness=1, policy=policy, rebalancing=rebalancing) as loop:
+    with pipeline(num_steps=6, staleness=1, policy=policy) as loop:
         for _ in range(6):
             loop.step()
         state, measured = through_a_file(loop.state()), loop.measured
     assert np.array_equal(policy.told[1].token_s(3), GIVEN.token_s(3))
-    if rebalancing == "none":
-        assert measured is None
-        assert len({id(latency) for latency in policy.told.values()}) == 1
-        return
     assert measured is not None
     seconds = measured.token_s(3)[1:]
     # The given ones are 20 s; a pass of this model takes milliseconds.
@@ -179,7 +138,7 @@ def test_a_run_measures_its_passes_and_uses_them_if_allowed(rebalancing: Rebalan
     assert (seconds < 10).all()
     assert 0 < measured.training_s < 60
     assert 0 < measured.load_s < 60
-    with pipeline(num_steps=7, staleness=1, policy=Listening(), rebalancing=rebalancing) as again:
+    with pipeline(num_steps=7, staleness=1, policy=Listening()) as again:
         again.load_state(state)
         assert again.measured is not None
         np.testing.assert_array_equal(again.measured.token_s(3), measured.token_s(3))

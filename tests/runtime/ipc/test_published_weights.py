@@ -26,8 +26,3 @@ def test_a_new_trainer_starts_from_the_first_part(monkeypatch: pytest.MonkeyPatc
     first, last = parts_of(1, WEIGHTS[::-1])
     assert incoming.take(first) is None
     assert incoming.take(last) == WEIGHTS[::-1]
-
-
-def test_a_model_without_weights_has_one_part() -> None:
-    (part,) = parts_of(1, b"")
-    assert IncomingWeights().take(part) == b""

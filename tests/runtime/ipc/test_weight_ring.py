@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import build
 from treering.errors import StateError
-from treering.runtime.ipc.shared_memory import SharedMemory
 from treering.runtime.ipc.weight_ring import WeightRing
 from treering.runtime.ipc.weight_store import BASE
 
@@ -69,12 +67,6 @@ def test_the_base_lies_beside_the_ring() -> None:
     assert same(target, base)
 
 
-def test_tied_weights_are_stored_once() -> None:
-    tied, apart = (build("qwen3", tie_word_embeddings=tie) for tie in (True, False))
-    head = apart.lm_head.weight
-    assert WeightRing(apart, 1).num_bytes - WeightRing(tied, 1).num_bytes == head.numel() * head.element_size()
-
-
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_damaged_weights_are_refused(place: str) -> None:
     model = nn.Linear(8, 2, bias=False)
@@ -108,12 +100,3 @@ def test_another_model_is_refused() -> None:
     ring = WeightRing(nn.Linear(8, 2), 2)
     with pytest.raises(StateError, match="all processes of a run build the same model"):
         WeightRing(nn.Linear(8, 3), 2, ring.memory)
-
-
-def test_memory_lasts_as_long_as_somebody_looks() -> None:
-    memory = SharedMemory(64)
-    view = memory.view
-    view[:3] = b"abc"
-    memory.close()
-    memory.close()
-    assert view[:4] == b"abc\0"

@@ -198,19 +198,6 @@ def test_an_answer_after_the_end_of_its_step_gives_nothing(rollout_pool, monkeyp
     assert rollout_pool.busy_s == 1.0
 
 
-def test_a_report_is_acknowledged_and_does_not_count_as_progress(rollout_pool) -> None:
-    run = step_run()
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    child = children(rollout_pool)[0]
-    first = requests_of(child)[0]
-    child.says.append(says(1, progress={first.key: 2}))
-    rollout_pool.receive({1: run})
-    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 0)
-    child.says.append(says(1, written(first, 3, "length")))
-    rollout_pool.receive({1: run})
-    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 1)
-
-
 def test_a_tail_stays_if_no_later_step_could_start(rollout_pool, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(module, "choose_move", lambda run, *_: asked.append(run.step))
@@ -291,26 +278,6 @@ def test_new_history_reaches_the_workers_that_run_its_prompt(monkeypatch: pytest
     assert second.sent == first.of(RefreshHistory) == []
 
 
-def test_the_replacement_of_a_worker_gets_the_history_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = published(HistoryStore(), 5, 6)
-    rollout_pool, run = make_pool(monkeypatch, store), step_run()
-    child = children(rollout_pool)[0]
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    assert len(child.of(PromptHistories)) == 1
-    child.is_dead = True
-    rollout_pool.receive({1: run})
-    assert child.sent == []
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    assert [message.indexes for message in child.of(PromptHistories)] == [{"p0": store.snapshot["p0"]}]
-
-
-def test_without_a_history_to_send_workers_read_their_folder(rollout_pool: RolloutPool) -> None:
-    rollout_pool.dispatch({1: step_run()}, POLICY_VERSIONS)
-    rollout_pool.refresh()
-    for child in children(rollout_pool):
-        assert (len(child.of(RefreshHistory)), len(child.of(PromptHistories))) == (1, 0)
-
-
 @pytest.mark.parametrize("keeps_others", [True, False])
 def test_the_history_of_earlier_steps_stays_if_others_are_drafted_from(
     keeps_others: bool, monkeypatch: pytest.MonkeyPatch
@@ -327,3 +294,16 @@ def test_the_history_of_earlier_steps_stays_if_others_are_drafted_from(
     assert [message.indexes for message in child.of(PromptHistories)] == [
         {"p0": store.snapshot["p0"] if keeps_others else None}
     ]
+
+
+def test_a_report_is_acknowledged_and_does_not_count_as_progress(rollout_pool) -> None:
+    run = step_run()
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
+    child = children(rollout_pool)[0]
+    first = requests_of(child)[0]
+    child.says.append(says(1, progress={first.key: 2}))
+    rollout_pool.receive({1: run})
+    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 0)
+    child.says.append(says(1, written(first, 3, "length")))
+    rollout_pool.receive({1: run})
+    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 1)
