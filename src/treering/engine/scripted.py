@@ -42,7 +42,7 @@ class ScriptedEngine(Engine):
 
     @property
     def version(self) -> int:
-        """Policy version of the weights."""
+        """See `Engine.version`."""
         return self._version
 
     @property
@@ -52,25 +52,20 @@ class ScriptedEngine(Engine):
 
     @property
     def stats(self) -> EngineStats:
-        """Counts so far."""
+        """See `Engine.stats`."""
         return self._stats
 
     @property
     def num_unfinished(self) -> int:
-        """Submitted requests whose rollouts no step has returned yet."""
+        """See `Engine.num_unfinished`."""
         return len(self._waiting) + len(self._running) + len(self._finished)
 
     def progress(self) -> dict[RolloutKey, int]:
-        """Tokens of each running rollout, `so_far` included; waiting requests are left out."""
+        """See `Engine.progress`."""
         return {key: row.num_generated for key, row in self._running.items()}
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queues requests, in order.
-
-        Raises:
-            InputError: a key that is already in use, or stop strings, which need a tokenizer; then no request is
-                queued.
-        """
+        """See `Engine.submit`; stop strings need a tokenizer, and are refused."""
         queued: dict[RolloutKey, Request] = {}
         for request in requests:
             if request.key in queued or any(request.key in group for group in self._by_stage):
@@ -93,19 +88,15 @@ class ScriptedEngine(Engine):
         return finished
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """Partial rollouts of running requests; ignores other keys."""
+        """See `Engine.peek`."""
         return [self._running[key].rollout("abort") for key in keys if key in self._running]
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
+        """See `Engine.abort`."""
         return [rollout for key in keys if (rollout := self._abort_one(key)) is not None]
 
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
-        """Continues as `version`.
-
-        Raises:
-            InputError: a version below the current one.
-        """
+        """See `Engine.update_weights`."""
         check_update(version, self._version, when_running)
         if version == self._version:
             return

@@ -15,10 +15,10 @@ from treering.engine.backends import Backend, Timing, make_backend
 from treering.engine.batch.commit import NOT_FINISHED, STOPPED, CommittedTokens, commit_tokens, counts_of
 from treering.engine.batch.duplicate_rows import DuplicateRows, leaders_of, resolve
 from treering.engine.batch.pictures import VisionSnapshot, with_pictures
-from treering.engine.batch.prefill import join, plan_chunks
 from treering.engine.batch.sampler import never_sampling
 from treering.engine.batch.state import StepInputs, plan_pass
 from treering.engine.batch.table import Table
+from treering.engine.batch.token_batch import join, plan_chunks
 from treering.engine.decoder.support import check_decoder
 from treering.engine.decoder.weights import read_weights
 from treering.engine.kv_cache.rollout_cache import Continuation

@@ -50,7 +50,13 @@ class RunState:
         Raises:
             InputError: no prompt, or two prompts of one id.
         """
-        self._prompt_schedule = PromptSchedule(task, options)
+        check_prompts(task)
+        self._task, self._options = task, options
+        self._sampling = with_stops(options.sampling, task)
+        self._steps = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
+        self.num_steps_done = 0
+        """Steps done since the start of the run."""
+        self._draws: dict[PromptId, int] = {}
         self.account = Account()
         self.version = 0
         self._num_steps, self._cluster = num_steps, cluster
@@ -60,20 +66,15 @@ class RunState:
             predictor,
             cluster,
             prompt_ids=[prompt.prompt_id for prompt in task.prompts],
-            prompts_of=self._prompt_schedule.plan.tasks_of,
+            prompts_of=self._steps.tasks_of,
             group_size=options.group_size,
             num_steps=num_steps,
         )
 
     @property
-    def num_steps_done(self) -> int:
-        """Steps done since the start of the run."""
-        return self._prompt_schedule.num_steps_done
-
-    @property
     def epoch(self) -> int:
         """Epoch of the latest step."""
-        return self._prompt_schedule.plan.epoch_of(self.num_steps_done)
+        return self._steps.epoch_of(self.num_steps_done)
 
     @property
     def measured(self) -> Latency | None:
@@ -101,12 +102,12 @@ class RunState:
         """Steps that may start now. Each is planned after the same earlier steps in every run."""
         last = min(self._num_steps, self.num_steps_done + 1 + self._cluster.staleness)
         for step in range(max(last_open, self.num_steps_done) + 1, last + 1):
-            collection = self._prompt_schedule.collection(step)
+            collection = self._collection(step)
             version = self._cluster.version_of(step)
             plan = self._planner.plan(step)
             cluster = self._planner.cluster
             # Episodes stay where they began.
-            may_move = cluster.rebalancing == "running" and not self._prompt_schedule.runs_episodes
+            may_move = cluster.rebalancing == "running" and not isinstance(self._task, EnvironmentTask)
             yield OpenStep(
                 plan,
                 collection,
@@ -133,7 +134,7 @@ class RunState:
         collected = open_step.collection.result()
         self._failed_steps.note(open_step.step, collected)
         self.account.add(settle_account(finished))
-        self._prompt_schedule.note_done(open_step.step)
+        self._draws, self.num_steps_done = self._draws_before(open_step.step + 1), open_step.step
         self._planner.note_times(finished.times)
         self.version += trained.update is not None
         return as_trajectories(
@@ -148,7 +149,7 @@ class RunState:
         return {
             "num_steps_done": self.num_steps_done,
             "version": self.version,
-            "draws": dict(self._prompt_schedule.draws),
+            "draws": dict(self._draws),
             "planner": self._planner.state(),
             "account": self.account.as_dict(),
         }
@@ -170,11 +171,31 @@ class RunState:
                 f"{sorted(missing)} too, and the checkpoint has none; resume with the staleness that it was saved with"
             )
         self.version = state["version"]
-        self._prompt_schedule.resume_after(step, state["draws"])
+        self.num_steps_done, self._draws = step, dict(state["draws"])
         self.account = Account(**state.get("account", {}))
         if "planner" in state:
             self._planner.load_state(state["planner"])
         return past
+
+    def _prompts_of(self, step: int) -> list[Prompt]:
+        return [self._task.prompts[number] for number in self._steps.tasks_of(step)]
+
+    def _draws_before(self, step: int) -> dict[PromptId, int]:
+        """How often each prompt is scheduled before a future step.
+
+        With 5 prompts in steps of 2, step 4 starts the second epoch, and its prompts have draw 1.
+        """
+        draws = Counter(self._draws)
+        for earlier in range(self.num_steps_done + 1, step):
+            draws.update(prompt.prompt_id for prompt in self._prompts_of(earlier))
+        return dict(draws)
+
+    def _collection(self, step: int) -> Collection | EpisodeCollection:
+        """An empty collection for a future step."""
+        prompts, draws, group_size = self._prompts_of(step), self._draws_before(step), self._options.group_size
+        if isinstance(self._task, EnvironmentTask):
+            return EpisodeCollection(self._task, prompts, draws, group_size=group_size, sampling=self._sampling)
+        return Collection(prompts, draws, group_size=group_size, sampling=self._sampling)
 
     def _past(self, step: int) -> range:
         return range(max(0, step - self._cluster.staleness), step)
@@ -189,57 +210,3 @@ def _check_format(state: Mapping[str, Any]) -> None:
             "a run is resumed by the version of Treering that began it, and this checkpoint was written by an earlier "
             "one; start a new run, or install that version"
         )
-
-
-class PromptSchedule:
-    """Which prompts each step of a run samples.
-
-    Example: with 5 prompts in steps of 2, step 4 starts the second epoch, and its prompts have draw 1.
-    """
-
-    def __init__(self, task: Task, options: RlOptions) -> None:
-        """Starts before the first step.
-
-        Raises:
-            InputError: no prompt, or two prompts of one id.
-        """
-        check_prompts(task)
-        self._task = task
-        self.prompts = task.prompts
-        self.sampling = with_stops(options.sampling, task)
-        self.plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
-        self._options = options
-        self.num_steps_done = 0
-        self.draws: dict[PromptId, int] = {}
-
-    def resume_after(self, step: int, draws: Mapping[PromptId, int]) -> None:
-        """Resumes after a step, with the draws after it."""
-        self.num_steps_done, self.draws = step, dict(draws)
-
-    def note_done(self, step: int) -> None:
-        """Marks the next step as done."""
-        self.draws = self.draws_before(step + 1)
-        self.num_steps_done = step
-
-    def prompts_of(self, step: int) -> list[Prompt]:
-        """A step's prompts."""
-        return [self.prompts[number] for number in self.plan.tasks_of(step)]
-
-    def draws_before(self, step: int) -> dict[PromptId, int]:
-        """How often each prompt is scheduled before a future step."""
-        draws = Counter(self.draws)
-        for earlier in range(self.num_steps_done + 1, step):
-            draws.update(prompt.prompt_id for prompt in self.prompts_of(earlier))
-        return dict(draws)
-
-    @property
-    def runs_episodes(self) -> bool:
-        """Whether the task is an environment."""
-        return isinstance(self._task, EnvironmentTask)
-
-    def collection(self, step: int) -> Collection | EpisodeCollection:
-        """An empty collection for a future step."""
-        prompts, draws, group_size = self.prompts_of(step), self.draws_before(step), self._options.group_size
-        if isinstance(self._task, EnvironmentTask):
-            return EpisodeCollection(self._task, prompts, draws, group_size=group_size, sampling=self.sampling)
-        return Collection(prompts, draws, group_size=group_size, sampling=self.sampling)

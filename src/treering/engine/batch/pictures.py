@@ -16,9 +16,8 @@ from torch import Tensor
 
 from treering.arrays import Int64Array
 from treering.data.picture import Picture, PlacedPicture
-from treering.engine.batch.prefill import PrefillChunk
 from treering.engine.batch.table import Table
-from treering.engine.batch.token_batch import PictureInputs, TokenBatch
+from treering.engine.batch.token_batch import PictureInputs, PrefillChunk, TokenBatch
 from treering.engine.kv_cache.prefix_cache import Prefix
 from treering.model.families import ModelParts
 from treering.model.pictures import VisionPart

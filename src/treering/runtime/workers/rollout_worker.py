@@ -112,8 +112,6 @@ class _Worker:
 
     def __init__(self, settings: WorkerSettings, model: nn.Module, weights: ProcessWeights) -> None:
         self._own = StepEngine(settings, model, weights)
-        self._step = 0
-        self._before = EngineStats()
         self._busy_s = 0.0
         self._reports = False
         self._reported_s = self._sent_s = 0.0
@@ -167,16 +165,15 @@ class _Worker:
         self._sent_s = time.perf_counter()
         (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
         busy_s, self._busy_s = self._busy_s, 0.0
-        before, self._before = self._before, engine.stats
         progress = engine.progress() if self._is_report_due else {}
         if progress:
             self._reported_s, self._is_report_received = time.perf_counter(), False
         return EndedWork(
-            step=self._step,
+            step=self._own.step,
             ended=rollouts,
             given=given,
             progress=progress,
-            stats=self._before.since(before),
+            stats=self._own.take_stats(),
             busy_s=busy_s,
             times=self._timer.take(),
         )
@@ -191,10 +188,9 @@ class _Worker:
     def _begin(self, message: BeginStep) -> None:
         started, is_first = time.perf_counter(), not self._own.has_engine
         self._sent_s = started
-        self._step, self._reports = message.step, message.reports
+        self._reports = message.reports
         if self._own.begin(message):
-            self._before = self._own.engine.stats
-            self._timer.note_engine(self._before)
+            self._timer.note_engine(self._own.engine.stats)
         if not is_first:
             # Leave out the first engine of a process: it compiles, which happens only once.
             self._timer.note_load(time.perf_counter() - started)
