@@ -64,7 +64,8 @@ class Buffers:
         assert num_tokens <= self._num_tokens
         assert num_lines <= self._num_lines
         parts = self._parts[:num_lines].view(*shape, *self._parts.shape[1:])
-        return Views(*(tensor[:num_tokens] for tensor in self._tensors), parts, self._lse[:num_lines].view(*shape, -1))
+        lse = self._lse[:num_lines].view(*shape, -1)
+        return Views._make([*(tensor[:num_tokens] for tensor in self._tensors), parts, lse])
 
 
 def buffer_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
