@@ -330,15 +330,6 @@ def reprefill_continues_with_the_new_weights(make: MakeEngine) -> None:
     assert all(set(finished["p", 2, i].versions.tolist()) == {3} for i in (2, 3))
 
 
-def an_update_finishes_running_rollouts_by_default(make: MakeEngine) -> None:
-    engine = make(max_batch=1)
-    engine.submit([request_of(0)])
-    engine.step()
-    engine.update_weights(1)
-    (rollout,) = engine.step()
-    assert (rollout.num_tokens, set(rollout.versions.tolist())) == (MAX_TOKENS, {0})
-
-
 def a_rollout_finished_by_an_update_can_still_be_aborted(make: MakeEngine) -> None:
     engine, wholes = half_way(make, "finish")
     (rollout,) = engine.abort([("p", 2, 0)])

@@ -21,11 +21,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
-
-
-@pytest.fixture(scope="module")
 def parents(model: PreTrainedModel) -> Rollouts:
     return run(recomputing(model), group_requests(9, 3, stop_tokens=(STOP,)))
 

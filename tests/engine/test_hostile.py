@@ -44,11 +44,6 @@ def letters(tokens: np.ndarray) -> str:
     return "".join(chr(ord("A") + token) for token in tokens)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
-
-
 def test_a_prefix_in_the_middle_of_the_arena_does_not_block_its_own_rollouts(model: PreTrainedModel) -> None:
     """b's span is allocated after a's; once a's is freed, neither adjacent hole fits b's long rollout."""
     engine = TorchEngine(model, max_tokens=100, max_batch=2)

@@ -58,11 +58,6 @@ def assert_same(actual: Rollouts, expected: Rollouts, tolerance: float = 1e-10) 
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
-
-
-@pytest.fixture(scope="module")
 def plain(model: PreTrainedModel) -> Rollouts:
     """64 rollouts, one after another, on the plain decoder, without drafts."""
     return run(TorchEngine(model, max_batch=1, backend="plain"), group_requests(stop_tokens=(7,)))

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
-from tests.models import VOCAB, build_float64
+from tests.models import VOCAB
 from treering.engine.batch.duplicate_rows import leaders_of, resolve
 from treering.engine.batch.state import BatchState, make_columns
 from treering.engine.batch.token_batch import TokenBatch
@@ -19,11 +19,6 @@ from treering.history.draft.drafter import Drafter
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 5, 6, 20
 # Cold enough that siblings agree for some tokens, warm enough that most of them diverge.
 SAMPLING = {"temperature": 0.1, "stop_tokens": (7,)}
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def requests_of(**options: object) -> list[Request]:
@@ -84,15 +79,6 @@ def test_rollouts_equal_those_of_separate_rows(
     assert (engine.stats.num_accepted > 0) == (drafting != "none")
     assert engine.stats.acceptance <= 1.0
     assert engine.stats.num_sampled == sum(rollout.num_tokens for rollout in plain.values())
-
-
-def test_prompts_with_a_common_ending_are_not_duplicates(model: PreTrainedModel) -> None:
-    prompts = [np.array([first, 9], np.int32) for first in range(1, 9)]
-    sampling = Sampling(max_tokens=12, temperature=0.1)
-    requests = [Request(prompt_id=str(prompt[0]), prompt=prompt, sampling=sampling) for prompt in prompts]
-    engine = TorchEngine(model, max_batch=8, duplicate_rows="once")
-    assert_same(run(engine, requests), one_by_one(model, requests))
-    assert engine.stats.num_duplicate_rows == 0
 
 
 def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:

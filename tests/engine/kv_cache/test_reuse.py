@@ -4,18 +4,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from tests.models import VOCAB, build_float64
+from tests.models import VOCAB
 from treering.engine.kv_cache.rollout_cache import Source, plan_copies
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.torch_engine import TorchEngine
 
 PROMPT = np.arange(5, 25, dtype=np.int32) % VOCAB
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def ask(engine: TorchEngine, context: np.ndarray, call: int, num_tokens: int = 6) -> Rollout:

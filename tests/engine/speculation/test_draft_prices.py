@@ -7,17 +7,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import group_requests, run
-from tests.models import build_float64
 from treering.engine.speculation.draft_prices import StepTimes, SyntheticSteps, measure_prices, prices_of
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.costs import DraftPrices
 from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> StepTimes:

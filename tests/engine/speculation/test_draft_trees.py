@@ -24,11 +24,6 @@ def requests_of(max_tokens: int = 20) -> list:
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
-
-
-@pytest.fixture(scope="module")
 def plain(model: PreTrainedModel) -> Rollouts:
     return run(TorchEngine(model, max_batch=1, backend="plain"), requests_of())
 

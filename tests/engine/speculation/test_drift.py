@@ -5,7 +5,6 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import assert_same, group_requests, run
-from tests.models import build_float64
 from treering.engine.protocol import EngineStats
 from treering.engine.speculation.verify_costs import CostDrift
 from treering.engine.torch_engine import TorchEngine
@@ -14,11 +13,6 @@ from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
 
 COSTS = VerifyCosts(num_tokens=np.array([1, 8, 64]), seconds=np.array([1.0, 2.0, 8.0]))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def watched(seconds: list[float], num_tokens: int = 8) -> list[int]:

@@ -5,18 +5,12 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import assert_same, drafter_of, group_requests, run
-from tests.models import build_float64
 from treering.engine.speculation.observed_costs import LOAD_S, ObservedCosts
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.pass_times import PassTimes
 
 NUM_ROWS = 8
 PLAIN_S = 0.5
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def step(costs: ObservedCosts, *, num_new: int = 1, drafted: bool = False, seconds: float = PLAIN_S) -> None:

@@ -7,7 +7,6 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree, chain
-from tests.models import build
 from treering.engine.request import Request, Sampling
 from treering.engine.speculation.speculation import row_weights
 from treering.engine.torch_engine import TorchEngine
@@ -19,11 +18,6 @@ from treering.types import TokenIds
 
 Rollouts = Mapping[tuple[str, int, int], TokenIds]
 COSTS = VerifyCosts(num_tokens=np.array([1, 64]), seconds=np.array([1.0, 1.1]))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build().double()
 
 
 def requests_of(*, max_tokens: int = 24, stop_tokens: tuple[int, ...] = ()) -> list[Request]:
@@ -57,22 +51,6 @@ class Watching(Drafter):
     def propose(self, rows: DraftRows) -> Drafts:
         self.seen.append((rows, rows.num_tokens.tolist()))
         return super().propose(rows)
-
-
-def test_row_weights_follow_expected_lengths_once_nothing_waits(model: PreTrainedModel) -> None:
-    drafter = Watching(store_of({"p0": [40, 60, 200], "p1": [9, 11]}))
-    run(TorchEngine(model, drafter, max_batch=4, costs="none"), requests_of(max_tokens=60))
-    worths = [rows.worth for rows, _ in drafter.seen]
-    first = next(number for number, worth in enumerate(worths) if worth is not None)
-    assert first > 0
-    assert all(worth is None for worth in worths[:first])
-    assert all(worth is not None for worth in worths[first:])
-    rows, num_tokens = drafter.seen[first]
-    assert len(rows.prompt_ids) == 4
-    written = np.array(num_tokens) - 2
-    usual = np.array([60.0 if prompt_id == "p0" else 10.0 for prompt_id in rows.prompt_ids])
-    expected = np.minimum(np.maximum(usual - written, np.maximum(written / 4, 1)), 60 - written)
-    assert rows.worth == pytest.approx(np.clip(expected / expected.mean(), 0.5, 4.0))
 
 
 def test_row_weights_change_no_rollout(model: PreTrainedModel) -> None:
@@ -149,23 +127,6 @@ def test_a_drafter_that_backs_off_is_not_called_and_changes_no_rollout(model: Pr
     }
     assert engine.stats.num_accepted > 0
     assert 1 < len(drafter.seen) < engine.stats.num_forwards
-
-
-def test_costs_are_measured_for_a_drafter_that_has_none(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[None] = []
-
-    def measure(self: TorchEngine) -> VerifyCosts:
-        measured.append(None)
-        return COSTS
-
-    monkeypatch.setattr(TorchEngine, "measure_costs", measure)
-    drafter, engine = Drafter(HistoryStore()), TorchEngine(model, max_batch=4)
-    for _ in range(2):
-        engine.use_drafter(drafter)
-        run(engine, requests_of(max_tokens=2))
-    assert (len(measured), drafter.costs) == (1, COSTS)
 
 
 def test_weights_of_new_rows_do_not_depend_on_earlier_rows(model: PreTrainedModel) -> None:

@@ -1,7 +1,7 @@
 """Measured costs of verification: the passes run, the fit, and that rollouts do not change."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, chain
 from tests.engine.test_torch_engine import assert_same, group_requests, run
-from tests.models import build, build_float64
 from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
@@ -39,11 +38,6 @@ class Timed(Decoder):
 
     def move(self, sources: Int64Array, targets: Int64Array) -> None:
         raise AssertionError("nothing is accepted for good")
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 @pytest.mark.parametrize(
@@ -142,18 +136,3 @@ def test_an_engine_measures_once_before_its_first_pass(model: PreTrainedModel) -
     engine.update_weights(1)
     run(engine, group_requests(3, 1, draw=2))
     assert [costs.num_tokens.tolist() for costs in drafter.received] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
-
-
-def test_a_model_with_few_positions_is_measured_within_them() -> None:
-    engine = TorchEngine(build(max_position_embeddings=16), max_batch=3, max_tokens=500)
-    engine.measure_costs()
-    seen: list[int] = []
-    original: Callable[[TokenBatch], Tensor] = engine._decoder.run
-
-    def spy(batch: TokenBatch) -> Tensor:
-        seen.append(int((batch.num_prefix + batch.num_own).max()))
-        return original(batch)
-
-    engine._decoder.run = spy
-    engine.measure_costs()
-    assert max(seen) == 16

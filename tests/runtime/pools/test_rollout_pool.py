@@ -20,7 +20,6 @@ from treering.runtime.ipc.messages import (
     EndedWork,
     GiveUp,
     PromptHistories,
-    RefreshHistory,
     ReportReceived,
     SampleRequests,
     WorkerSettings,
@@ -261,39 +260,6 @@ def test_history_comes_before_the_requests_of_its_prompt_and_once(monkeypatch: p
     rollout_pool.receive({1: run})
     rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
     assert (len(first.of(SampleRequests)), len(first.of(PromptHistories))) == (2, 1)
-
-
-def test_new_history_reaches_the_workers_that_run_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HistoryStore()
-    rollout_pool = make_pool(monkeypatch, store)
-    first, second = children(rollout_pool)
-    second.is_ready = False
-    rollout_pool.dispatch({1: step_run()}, POLICY_VERSIONS)
-    assert first.of(PromptHistories) == []
-    published(store, 5, 6)
-    rollout_pool.refresh()
-    rollout_pool.refresh()
-    assert [message.indexes for message in first.of(PromptHistories)] == [{"p0": store.snapshot["p0"]}]
-    # It runs nothing, and nobody reads a folder.
-    assert second.sent == first.of(RefreshHistory) == []
-
-
-@pytest.mark.parametrize("keeps_others", [True, False])
-def test_the_history_of_earlier_steps_stays_if_others_are_drafted_from(
-    keeps_others: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = published(HistoryStore(), 5, 6)
-    rollout_pool = make_pool(monkeypatch, store, sources=SOURCES if keeps_others else ("history", "own"))
-    child, run = children(rollout_pool)[0], step_run()
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    child.says.append(says(1, *(written(request, 3, "length") for request in requests_of(child))))
-    rollout_pool.receive({1: run})
-    published(store, 7)
-    child.sent.clear()
-    rollout_pool.dispatch({2: step_run(2, prompt=1)}, POLICY_VERSIONS)
-    assert [message.indexes for message in child.of(PromptHistories)] == [
-        {"p0": store.snapshot["p0"] if keeps_others else None}
-    ]
 
 
 def test_a_report_is_acknowledged_and_does_not_count_as_progress(rollout_pool) -> None:

@@ -33,7 +33,6 @@ GROUP_SIZE = 8
 HALFWAY = 6
 PATIENCE_S = 60
 PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
-DEAR = PRICES._replace(prefill_s=100.0)
 KEYS: list[RolloutKey] = [(f"p{number // 4}", 0, number % 4) for number in range(8)]
 
 
@@ -152,11 +151,6 @@ def test_a_tail_stays_without_a_fuller_worker_or_a_free_slot_and_a_long_rest_is_
     assert choose_move(run, PRICES, under_way(run, so_far), 0) is None
 
 
-def test_a_tail_stays_if_its_prefill_costs_more_than_it_frees() -> None:
-    run = step_run("consolidate")
-    assert choose_move(run, DEAR, under_way(run, {2: 3, 4: 1, 5: 1, 6: 1}), 0) is None
-
-
 def test_a_worker_that_can_steal_has_no_tail() -> None:
     run = step_run("consolidate", stealing="queued")
     requests = {request.key: request for request in run.collection.requests()}
@@ -189,19 +183,6 @@ def test_an_outlier_stays_if_its_prompt_costs_more_than_it_saves(monkeypatch: py
     assert choose_move(run, prices, held, 0) is not None
     monkeypatch.setattr(OpenStep, "num_prompt_tokens", lambda *_: 10_000)
     assert choose_move(run, prices, held, 0) is None
-
-
-def test_a_worker_s_load_is_that_of_its_next_pass() -> None:
-    for moving in ("faster", "drain"):
-        run = step_run(moving)
-        held = under_way(run, {1: 6, 5: 1, 6: 1, 7: 1})
-        full = with_more(held[1], 4)
-        assert choose_move(run, PRICES, [held[0], full], 0) is None
-        # Two of three wait there: one that is given would wait behind them.
-        run = step_run(moving, workers=(0, 0, 1, 1, 1, 1, 1, 1))
-        held = under_way(run, {1: 6, 4: 1})
-        waiting = with_more(held[1], 2, 3, 5, 6, 7)
-        assert choose_move(run, PRICES, [held[0], waiting], 0) is None
 
 
 def test_rows_never_exceed_the_slots() -> None:
