@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from treering.engine.sampling.noise import row_key, uniforms, uniforms_torch
+from treering.engine.sampling.noise import row_key, uniforms
 from treering.types import PromptId
 
 KEYS = st.integers(-(2**63), 2**63 - 1)
@@ -40,17 +40,17 @@ def expected_uniform(key: int, position: int, token: int) -> float:
     return (2 * (bits >> 12) + 1) / 2**53
 
 
-def in_torch(key: int, position: int, vocab_size: int, device: str = "cpu") -> NDArray[np.float64]:
+def noise(key: int, position: int, vocab_size: int, device: str = "cpu") -> NDArray[np.float64]:
     keys, positions = (torch.tensor([number], dtype=torch.int64, device=device) for number in (key, position))
-    return uniforms_torch(keys, positions, vocab_size)[0].cpu().numpy()
+    return uniforms(keys, positions, vocab_size)[0].cpu().numpy()
 
 
 AXES: dict[str, Callable[[int], NDArray[np.float64]]] = {
-    "tokens": lambda i: uniforms(3, 40 * i, SIDE),
-    "positions": lambda i: uniforms(3, i, SIDE),
-    "keys": lambda i: uniforms(i, 5, SIDE),
-    "high bits of keys": lambda i: uniforms((i - SIDE // 2) << 52, 5, SIDE),
-    "rollouts": lambda i: uniforms(row_key(0, "q", 0, i), 5, SIDE),
+    "tokens": lambda i: noise(3, 40 * i, SIDE),
+    "positions": lambda i: noise(3, i, SIDE),
+    "keys": lambda i: noise(i, 5, SIDE),
+    "high bits of keys": lambda i: noise((i - SIDE // 2) << 52, 5, SIDE),
+    "rollouts": lambda i: noise(row_key(0, "q", 0, i), 5, SIDE),
 }
 """Row i of a block of noise."""
 
@@ -69,22 +69,21 @@ def chi_square_bound(num_cells: int) -> float:
 
 
 @given(KEYS, POSITIONS, st.integers(1, 40))
-def test_numpy_and_torch_give_the_bits_of_the_definition(key: int, position: int, vocab_size: int) -> None:
+def test_the_noise_has_the_bits_of_the_definition(key: int, position: int, vocab_size: int) -> None:
     expected = np.array([expected_uniform(key, position, token) for token in range(vocab_size)])
-    np.testing.assert_array_equal(uniforms(key, position, vocab_size), expected)
-    np.testing.assert_array_equal(in_torch(key, position, vocab_size), expected)
+    np.testing.assert_array_equal(noise(key, position, vocab_size), expected)
 
 
 @pytest.mark.gpu
 def test_cuda_gives_the_same_bits() -> None:
     for key in (0, -1, 2**63 - 1, -(2**63), row_key(0, "q", 0, 0)):
-        np.testing.assert_array_equal(in_torch(key, 77, 5000, "cuda"), uniforms(key, 77, 5000))
+        np.testing.assert_array_equal(noise(key, 77, 5000, "cuda"), noise(key, 77, 5000))
 
 
 @given(KEYS, POSITIONS)
 def test_no_number_is_0_or_1(key: int, position: int) -> None:
     # An odd number of 2**-53rds is neither, and is exact in float64.
-    parts = uniforms(key, position, 64) * 2.0**53
+    parts = noise(key, position, 64) * 2.0**53
     assert np.all(parts % 2 == 1)
     assert parts.min() > 0
     assert parts.max() < 2**53

@@ -61,7 +61,7 @@ def test_both_logprobs_are_those_of_their_distributions(rule: Rule, how: str) ->
 @pytest.mark.parametrize("how", list(DRAW))
 def test_the_token_is_the_gumbel_max_of_its_keyed_noise(how: str) -> None:
     keys, positions = rollout_keys(300), np.arange(300) * 5
-    noise = np.stack([uniforms(int(key), int(position), 6) for key, position in zip(keys, positions, strict=True)])
+    noise = uniforms(torch.from_numpy(keys), torch.from_numpy(positions), 6).numpy()
     expected = (expected_probabilities(LOGITS, Rule()) / -np.log(noise)).argmax(1)
     drawn = DRAW[how](np.tile(LOGITS, (300, 1)), keys, positions, Rule())
     np.testing.assert_array_equal(drawn.tokens, expected)
