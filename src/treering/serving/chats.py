@@ -4,7 +4,6 @@ A session, named as in `treering.serving.sampler`, remembers its chats: a chat t
 earlier answer goes on after the ids that this answer had, and nothing of it is rendered anew.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from treering.serving.completions import ids_of, text_of
 from treering.serving.fields import Fields
 from treering.serving.sampler import MAX_IDENTITIES
 from treering.serving.sampling_params import Asked
-from treering.serving.tokens import logprobs_of, usage
+from treering.serving.tokens import completion, logprobs_of
 from treering.types import TokenIds
 
 
@@ -83,14 +82,8 @@ class Chats:
         self, request_id: str, model: str, chat: Chat, rollouts: Sequence[Rollout], asked: Asked
     ) -> dict[str, Any]:
         """The body of the answer; the session remembers each choice."""
-        return {
-            "id": request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [self._choice(i, request_id, chat, rollout, asked) for i, rollout in enumerate(rollouts)],
-            "usage": usage(chat.context.size, rollouts),
-        }
+        choices = [self._choice(i, request_id, chat, rollout, asked) for i, rollout in enumerate(rollouts)]
+        return completion(request_id, "chat.completion", model, chat.context, rollouts, choices)
 
     def _choice(self, index: int, request_id: str, chat: Chat, rollout: Rollout, asked: Asked) -> dict[str, Any]:
         text, calls = self._read(chat, rollout, asked)
