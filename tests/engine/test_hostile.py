@@ -59,7 +59,7 @@ def test_a_prefix_in_the_middle_of_the_arena_does_not_block_its_own_rollouts(mod
     assert engine._table.prefixes.allocator.num_free == 100
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_fits_an_empty_arena_finishes_as_if_alone(model: PreTrainedModel, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_slots = int(rng.integers(40, 80))
@@ -86,7 +86,7 @@ def test_siblings_share_a_group_while_they_run_and_groups_are_forgotten(model: P
     assert sum(len(value) for value in vars(engine._table).values() if isinstance(value, dict | list)) <= before
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_steps", [1, 4])
 def test_a_stop_string_that_spans_an_abort_ends_the_rollout(model: PreTrainedModel, num_steps: int) -> None:
     whole = run(TorchEngine(model), [request_of("q", 3)])["q", 0, 0]
     stop = letters(whole.tokens[2:6])
@@ -115,7 +115,7 @@ def test_a_stop_string_that_ended_a_turn_does_not_end_the_next(model: PreTrained
         assert second.num_tokens > longer.num_tokens + 1
 
 
-@pytest.mark.parametrize("max_tokens", [2, 3, 5, 6])
+@pytest.mark.parametrize("max_tokens", [2, 5])
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_the_smallest_arenas_hold_what_fits_them(model: PreTrainedModel, max_tokens: int, backend: str) -> None:
     request = request_of("q", 2, max_tokens=max_tokens - 1)
@@ -178,17 +178,3 @@ def test_settings_of_the_wrong_type_are_refused_by_name(model: PreTrainedModel) 
         with pytest.raises(ConfigError, match=name):
             request_of("q", 3, **{name: value})
     assert request_of("q", 3, stop_tokens=[2]).sampling == request_of("q", 3, stop_tokens=(2,)).sampling
-    prompt = np.array([1, 2], np.int32)
-    for change in (
-        {"prompt": [1, 2.5]},
-        {"prompt": np.array([1.0])},
-        {"prompt": np.array([-1])},
-        {"prompt": prompt[None]},
-        {"prompt_id": 1.5},
-        {"prompt_id": True},
-        {"prompt_id": None},
-        {"draw": 0.5},
-        {"sample": -1},
-    ):
-        with pytest.raises(InputError):
-            Request(**{"prompt_id": "q", "prompt": prompt, "sampling": Sampling(max_tokens=2), **change})

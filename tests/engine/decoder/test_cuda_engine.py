@@ -1,9 +1,11 @@
 """An engine with pages, kernels and device-side verification, in triton's interpreter, against a plain one."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
@@ -115,3 +117,23 @@ def test_without_a_device_auto_never_uses_cuda(model: PreTrainedModel) -> None:
     engine = TorchEngine(build("qwen3", **SMALL).bfloat16())
     assert engine.backend == "plain on cpu"
     assert isinstance(engine._decoder, TorchDecoder)
+
+
+def test_a_trainer_may_capture_after_an_engine_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+
+    def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        # A tensor that the capture itself creates, like torch's random number state.
+        made.append(torch.zeros(1))
+        return work
+
+    monkeypatch.setattr("treering.engine.decoder.cuda.decoder.capture", capture)
+    requests = group_requests(2, 2, max_tokens=4)
+    with torch.inference_mode():
+        model = build("qwen3", **SMALL).eval()
+        engine = TorchEngine(model, max_batch=4, backend="cuda")
+        inside = run(engine, requests)
+    assert made
+    assert not any(tensor.is_inference() for tensor in made)
+    # Outside inference mode the same engine writes to the same memory.
+    assert_same(run(engine, requests), inside, 0.0)

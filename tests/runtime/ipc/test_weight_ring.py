@@ -1,4 +1,4 @@
-"""The weight ring returns exactly the written weights of the requested version, or refuses."""
+"""The weight ring and messages return exactly the written weights of the requested version, or refuse."""
 
 import copy
 
@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from treering.errors import StateError
+from treering.runtime.ipc import weight_store
 from treering.runtime.ipc.weight_ring import WeightRing
-from treering.runtime.ipc.weight_store import BASE
+from treering.runtime.ipc.weight_store import BASE, IncomingWeights, parts_of
 
 
 class Mixed(nn.Module):
@@ -100,3 +101,26 @@ def test_another_model_is_refused() -> None:
     ring = WeightRing(nn.Linear(8, 2), 2)
     with pytest.raises(StateError, match="all processes of a run build the same model"):
         WeightRing(nn.Linear(8, 3), 2, ring.memory)
+
+
+WEIGHTS = bytes(range(100))
+
+
+@pytest.mark.parametrize("part_bytes", [1, 33, 50, 100, 101])
+def test_the_parts_make_the_weights(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_store, "PART_BYTES", part_bytes)
+    incoming = IncomingWeights()
+    for version in (1, 2):
+        *firsts, last = parts_of(version, WEIGHTS)
+        assert len(firsts) == (100 - 1) // part_bytes
+        assert [incoming.take(part) for part in firsts] == [None] * len(firsts)
+        assert incoming.take(last) == WEIGHTS
+
+
+def test_a_new_trainer_starts_from_the_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_store, "PART_BYTES", 60)
+    incoming = IncomingWeights()
+    assert incoming.take(next(parts_of(1, WEIGHTS))) is None
+    first, last = parts_of(1, WEIGHTS[::-1])
+    assert incoming.take(first) is None
+    assert incoming.take(last) == WEIGHTS[::-1]
