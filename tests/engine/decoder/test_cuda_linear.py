@@ -68,23 +68,6 @@ def test_whole_numbers_are_exact_whatever_the_cut_and_no_other_memory_is_written
         assert (buffer[[0, 4]] == 9).all()
 
 
-@pytest.mark.parametrize(
-    ("num_columns", "tiles"),
-    [
-        (151_936, [(64, 1), (32, 1)]),
-        (24_576, [(64, 1), (32, 1)]),
-        (6_144, [(32, 1), (16, 1)]),
-        (4_096, [(32, 1), (16, 1)]),
-        (2_048, [(16, 1), (32, 2)]),
-        (1_024, [(16, 2), (32, 4)]),
-    ],
-)
-def test_tiles_keep_132_multiprocessors_busy_with_few_parts(num_columns: int, tiles: list[tuple[int, int]]) -> None:
-    weight = torch.empty(num_columns, 4096, dtype=torch.bfloat16, device="meta")
-    assert linear_module.tiles_of(weight, 16, 132) == tiles
-    assert all(-(-num_columns // columns) * parts >= 0.9 * 132 for columns, parts in tiles)
-
-
 Seconds = dict[int, tuple[float, float, float]]
 """Of torch and of both tiles, by the columns of a matrix."""
 

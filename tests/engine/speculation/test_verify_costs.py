@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -58,15 +57,6 @@ def test_every_size_is_timed(max_batch: int, sizes: list[int]) -> None:
     assert costs.seconds.tolist() == [size**2 for size in sizes]
     # One warm-up pass per size, and one round however long it takes.
     assert [batch.num_tokens for batch in decoder.batches] == sizes * 2
-
-
-def test_short_passes_are_timed_often_and_the_minimum_counts() -> None:
-    # Each of 8 sizes has one undisturbed round: the first for 1 token, the last for 2, others in between.
-    quiet = {8 + size + 8 * number for size, number in enumerate([0, 24, 12, 3, 7, 20, 1, 18])}
-    decoder = Timed(spikes={number: 50.0 + number for number in range(8, 8 * 26) if number not in quiet})
-    costs = measure(decoder, num_slots=100, max_batch=1, context=10, clock=lambda: decoder.now * 1e-6)
-    assert len(decoder.batches) == 8 * (1 + 25)
-    np.testing.assert_allclose(costs.seconds, [size**2 * 1e-6 for size in range(1, 9)])
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,7 @@ from treering.arrays import Int64Array
 from treering.engine.batch.state import BatchState, make_columns, move_row, widen
 from treering.engine.kv_cache.allocator import KVAllocator
 from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache, PromptKeys
-from treering.engine.kv_cache.rollout_cache import (
-    ComputedTokens,
-    Copy,
-    RolloutCache,
-    Source,
-    plan_copies,
-)
+from treering.engine.kv_cache.rollout_cache import ComputedTokens, Copy, RolloutCache, Source, plan_copies
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.sampling.noise import row_key

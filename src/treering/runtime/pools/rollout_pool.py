@@ -9,13 +9,7 @@ from treering.history.store.snapshot import SnapshotSource
 from treering.rl.environments.run import Run
 from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher, Transport
-from treering.runtime.ipc.messages import (
-    CloseEnvironment,
-    EndedWork,
-    GiveUp,
-    ReportReceived,
-    WorkerSettings,
-)
+from treering.runtime.ipc.messages import CloseEnvironment, EndedWork, GiveUp, ReportReceived, WorkerSettings
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.pools.worker_state import OpenSteps, SentHistory, WorkerState
 from treering.runtime.step.migration import choose_move
