@@ -64,26 +64,26 @@ def test_tokens_and_logprobs_are_those_of_the_plain_engine(model: PreTrainedMode
 
 
 def test_prompts_with_a_common_beginning_compute_its_full_pages_once(model: PreTrainedModel) -> None:
-    requests = requests_with(36, [3, 9, 5], group_size=2, max_tokens=2)
+    requests = requests_with(20, [3, 9], group_size=2, max_tokens=2)
     engine = TorchEngine(model, max_batch=6, max_prefill=20, backend="cuda")
     assert_same(run(engine, requests), with_plain(model, requests), 1e-4)
-    # Of 36 common tokens, 32 fill pages; then each prompt's rest but its last token.
-    assert engine.stats.num_prefilled == 32 + sum(4 + ending - 1 for ending in (3, 9, 5))
+    # Of 20 common tokens, 16 fill a page; then each prompt's rest but its last token.
+    assert engine.stats.num_prefilled == 16 + sum(4 + ending - 1 for ending in (3, 9))
 
 
 def test_a_repeated_prompt_finds_its_pages_until_the_weights_change(model: PreTrainedModel) -> None:
     mine = build("qwen3", **SMALL).eval()
-    first, later = ([request] for request in requests_with(33, [2, 4], max_tokens=2))
+    first, later = ([request] for request in requests_with(17, [2, 4], max_tokens=2))
     engine = TorchEngine(mine, max_batch=2, backend="cuda")
     run(engine, first)
-    assert engine.stats.num_prefilled == 34
+    assert engine.stats.num_prefilled == 18
     assert_same(run(engine, later), with_plain(mine, later), 1e-4)
-    assert engine.stats.num_prefilled == 34 + 36 - 32
+    assert engine.stats.num_prefilled == 18 + 20 - 16
     other = build("qwen3", seed=5, **SMALL).eval()
     mine.load_state_dict(other.state_dict())
     engine.update_weights(1)
     assert_same(run(engine, later), with_plain(other, later), 1e-4)
-    assert engine.stats.num_prefilled == 34 + 36 - 32 + 36
+    assert engine.stats.num_prefilled == 18 + 20 - 16 + 20
 
 
 def test_branches_copy_keys_and_values_across_pages(model: PreTrainedModel) -> None:
