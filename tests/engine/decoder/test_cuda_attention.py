@@ -4,15 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.decoder.cuda_cases import Row, batch_of, expected_attention, random_case
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, Row, batch_of, expected_attention, random_case
 from treering.engine.decoder.cuda.passes import PassTables, bucket, plan_tables
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 attend_module = pytest.importorskip("treering.engine.decoder.cuda.attention")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 
 CHAINS = [Row(prefix=0, own=1), Row(prefix=5, own=3), Row(prefix=20, own=33, num_fed=3)]
 TREES = [

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.engine.decoder.cuda_cases import APART, Row, batch_of
+from tests.engine.decoder.cuda_cases import APART, INTERPRETED_ONLY, Row, batch_of
 from tests.models import VOCAB, build
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.reference import TorchDecoder
@@ -13,12 +13,8 @@ from treering.engine.decoder.support import FAMILIES
 from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.model.families import find_parts
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 cuda = pytest.importorskip("treering.engine.decoder.cuda.decoder")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 
 NUM_SLOTS = 3 * APART
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
 from tests.engine.speculation.test_draft_trees import Truth, script_of
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
@@ -17,11 +18,7 @@ from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import UnsupportedError
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}
 
 

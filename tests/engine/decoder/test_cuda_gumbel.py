@@ -3,15 +3,12 @@
 import pytest
 import torch
 
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY
 from treering.engine.sampling.noise import row_key
 from treering.engine.sampling.reference import sample
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 gumbel_module = pytest.importorskip("treering.engine.decoder.cuda.gumbel")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 
 
 def keys_of(num: int) -> torch.Tensor:

@@ -6,19 +6,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from tests.engine.decoder.cuda_cases import batch_of
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, batch_of
 from tests.engine.decoder.test_cuda_decoder import FILLING, GROWING, NUM_SLOTS, assert_close, wanting, weights_of
 from tests.models import VOCAB, build
 from treering.engine.decoder.reference import TorchDecoder
 from treering.engine.decoder.weights import DecoderWeights
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 linear_module = pytest.importorskip("treering.engine.decoder.cuda.linear")
 products_module = pytest.importorskip("treering.engine.decoder.cuda.products")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 CudaDecoder = pytest.importorskip("treering.engine.decoder.cuda.decoder").CudaDecoder
 LinearTile = linear_module.LinearTile
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY
 from tests.engine.speculation.scripted_drafts import make_drafts
 from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees, clip_drafts
 from treering.engine.batch.sampler import VerifiedTokens, sample_and_verify
@@ -12,12 +13,8 @@ from treering.engine.batch.token_batch import of_sequence
 from treering.engine.sampling.noise import row_key
 from treering.errors import StateError
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 verify = pytest.importorskip("treering.engine.decoder.cuda.verify")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 CPU = torch.device("cpu")
 NOTHING = np.zeros(0, np.int64)
 

@@ -11,18 +11,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.engine.decoder.cuda_cases import batch_of
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, batch_of
 from tests.models import VOCAB, build
 from treering.engine.batch.draft_tree import no_drafts
 from treering.engine.batch.state import StepInputs, make_columns
 from treering.engine.batch.token_batch import of_sequence
 
-pytest.importorskip("triton")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 cases = pytest.importorskip("tests.engine.decoder.test_cuda_decoder")
 verify = pytest.importorskip("treering.engine.decoder.cuda.verify")
 pytestmark = [
-    pytest.mark.skipif(not cases.ops.INTERPRETED, reason="the kernels are compiled here"),
+    INTERPRETED_ONLY,
     pytest.mark.usefixtures("started"),
 ]
 META = torch.device("meta")
