@@ -7,8 +7,7 @@ import pytest
 
 from tests.history.stores import ids
 from treering.errors import ConfigError
-from treering.history.background_reader import BackgroundReader
-from treering.history.store.reader import HistoryReader
+from treering.history.store.reader import BackgroundReader, HistoryReader
 from treering.history.store.store import HistoryStore
 
 

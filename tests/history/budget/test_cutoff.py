@@ -10,10 +10,10 @@ from tests.history.reference import Row, draft_rows, drafted, first_tokens, like
 from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.selection import choose_bins
+from treering.history.draft.acceptance import WEIGHT_UNIT
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import ROWS_PER_PROBE
 from treering.history.draft.output import BINS, Output, cut
-from treering.history.draft.token_weights import WEIGHT_UNIT
 from treering.history.features import FIRST, NO_DRAFT, NUM_GENERAL_KINDS, NUM_KINDS, NUM_SOURCES, NUM_VOTES
 from treering.history.types import DraftRows
 

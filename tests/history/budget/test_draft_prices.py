@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tests.history.reference import Row, draft_rows, same_drafts, store_of, walk
 from treering.errors import InputError
 from treering.history.budget import controller as spending
-from treering.history.budget.controller import DraftController
+from treering.history.budget.controller import DraftController, step_costs
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.budget.selection import Backoff
-from treering.history.budget.step_costs import step_costs
 from treering.history.draft.drafter import Drafter
 from treering.history.types import Drafts
 

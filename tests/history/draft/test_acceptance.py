@@ -8,11 +8,21 @@ import pytest
 from numba import njit
 
 from tests.history.reference import Row, draft_rows, likeliest_path, store_of, walk
-from treering.history.draft.acceptance import NUM_TRAINED, OFFSET, SCALE, Acceptance, estimate, learn
+from treering.history.draft.acceptance import (
+    NUM_TRAINED,
+    OFFSET,
+    ROOT_UNIT,
+    SCALE,
+    WEIGHT_UNIT,
+    Acceptance,
+    ReliabilityBin,
+    calibration_error,
+    estimate,
+    learn,
+    make_token_weights,
+)
+from treering.history.draft.candidates import EDIT_FACTORS, LENGTH_FACTORS, NO_TOKEN_VOTES, SHARES, SHIFT_FACTORS
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.prior import EDIT_FACTORS, LENGTH_FACTORS, NO_TOKEN_VOTES, SHARES, SHIFT_FACTORS
-from treering.history.draft.reliability import ReliabilityBin, calibration_error
-from treering.history.draft.token_weights import ROOT_UNIT, WEIGHT_UNIT, make_token_weights
 from treering.history.features import FIRST, NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_TOKEN_WEIGHTS, NUM_VOTES
 
 ROW = Row(rollout=(1,))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.history.reference import Row, draft_rows, store_of
+from treering.history.draft.acceptance import WEIGHT_UNIT
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.token_weights import WEIGHT_UNIT
 from treering.history.features import FIRST, NUM_GENERAL_KINDS, NUM_HASHES, NUM_PAIRS, hash_of
 
 ROWS = draft_rows([Row(rollout=(5, 6, 7))])

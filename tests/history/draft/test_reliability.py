@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.history.draft.reliability import ReliabilityBin, as_bins, calibration_error
+from treering.history.draft.acceptance import ReliabilityBin, as_bins, calibration_error
 
 OUTCOMES = st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=60)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
-from treering.history.draft.token_weights import ROOT_UNIT, WEIGHT_UNIT, make_token_weights, move, token_logit
+from treering.history.draft.acceptance import ROOT_UNIT, WEIGHT_UNIT, make_token_weights, move, token_logit
 from treering.history.features import FIRST, NUM_GENERAL_KINDS, NUM_KINDS, NUM_TOKEN_WEIGHTS, TOKEN_SIZES
 
 RATE = 0.4

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.history.reference import store_of
-from treering.history.match.arena import Arena
+from treering.history.match.published import Arena
 from treering.history.store.prompt_index import MARKER
 
 PROMPT = st.dictionaries(

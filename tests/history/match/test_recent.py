@@ -7,7 +7,7 @@ import pytest
 
 from tests.history.reference import Row, draft_rows, first_tokens, store_of
 from treering.history.draft.drafter import Drafter
-from treering.history.match.recent import Recent
+from treering.history.match.published import Recent
 from treering.history.store.blocks import Block
 from treering.history.store.reader import HistoryReader
 from treering.history.store.snapshot import newest_first

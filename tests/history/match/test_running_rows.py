@@ -18,8 +18,8 @@ from tests.history.reference import (
 from treering.history.draft.drafter import Drafter
 from treering.history.features import FIRST, NO_DRAFT, NUM_SOURCES, NUM_VOTES
 from treering.history.match import running_rows as live_module
-from treering.history.match.arena import Arena
 from treering.history.match.hash_chains import HashChains, make_hash_chains
+from treering.history.match.published import Arena
 from treering.history.match.regions import UNIT
 from treering.history.match.running_rows import RunningRows
 from treering.history.store.store import HistoryStore

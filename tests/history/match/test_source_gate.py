@@ -8,7 +8,7 @@ from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.acceptance import Acceptance
 from treering.history.draft.drafter import Drafter
 from treering.history.features import FIRST, HISTORY, NUM_KINDS, NUM_LENGTHS, NUM_SOURCES, OTHERS, SIBLINGS
-from treering.history.match.source_gate import EnabledSources, SourceGate, count_from_others
+from treering.history.match.sources import EnabledSources, SourceGate, count_from_others
 
 ALL = np.ones(NUM_SOURCES, np.bool_)
 TOKEN_S = 75e-6

@@ -6,17 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from treering.history.match.arena import Arena, Histories
-from treering.history.match.batched_search import (
+from treering.history.match.matches import MAX_LENGTH, measure
+from treering.history.match.published import Arena, Histories, Others, Recent, add_history_query
+from treering.history.match.suffix_search import (
     BATCHED_SEARCH,
+    KEY_BITS,
     MAX_QUERIES,
     BatchedSearch,
-    add_history_query,
     add_query,
+    last_with_key,
     run_queries,
+    write_keys,
 )
-from treering.history.match.recent import Others, Recent
-from treering.history.match.suffix_search import KEY_BITS, MAX_LENGTH, last_with_key, measure, write_keys
 from treering.history.store.prompt_index import PromptIndex, as_text
 
 TOKENS = st.sampled_from([0, 1, 2, 2**31 - 1])

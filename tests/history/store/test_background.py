@@ -10,9 +10,8 @@ from hypothesis import given
 
 from tests.history.stores import ADDS, assert_equal_snapshots, contents, ids
 from treering.errors import StateError
-from treering.history.store.background import Background
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.store import HistoryStore
+from treering.history.store.store import Background, HistoryStore
 
 
 @given(ADDS)

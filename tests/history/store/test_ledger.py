@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.history.store.ledger import Ledger, all_alive
+from treering.history.store.manifest import Ledger, all_alive
 
 STEPS = st.lists(
     st.tuples(st.dictionaries(st.sampled_from("abcdefghijk"), st.integers(1, 50), max_size=4), st.sampled_from("abcz")),

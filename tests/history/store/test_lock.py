@@ -12,13 +12,13 @@ import pytest
 
 from tests.history.stores import ids
 from treering.errors import StateError
-from treering.history.store.lock import WriterLock
+from treering.history.store.journal import WriterLock
 from treering.history.store.store import HistoryStore
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from treering.history.store.lock import WriterLock
+from treering.history.store.journal import WriterLock
 lock = WriterLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

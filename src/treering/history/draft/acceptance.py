@@ -5,6 +5,7 @@ the same calls give the same estimates.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,54 @@ from numpy.typing import NDArray
 
 from treering.arrays import Float32Array, Float64Array, Int16Array, Int32Array, Int64Array, UInt16Array
 from treering.errors import InputError
-from treering.history.draft.prior import SHARES
-from treering.history.draft.token_weights import MOST_ROOT_UNITS, MOST_UNITS, make_token_weights, move, token_logit
-from treering.history.features import NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, squash
+from treering.history.draft.candidates import SHARES
+from treering.history.features import NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_TOKEN_WEIGHTS, NUM_VOTES, squash
 from treering.history.jit import STAMP
 from treering.lean import kernel, lean
+
+WEIGHT_UNIT = 1 / 2048
+ROOT_UNIT = 1 / 1024
+_FIRST_ROOT = 2.0
+MOST_UNITS = 32767
+MOST_ROOT_UNITS = 65535
+
+
+def make_token_weights() -> tuple[Int16Array, UInt16Array]:
+    """Weights of 0, in units of `WEIGHT_UNIT`, and the roots that they begin with, in units of `ROOT_UNIT`."""
+    weights = np.zeros(NUM_TOKEN_WEIGHTS, np.int16)
+    return weights, np.full(NUM_TOKEN_WEIGHTS, _FIRST_ROOT / ROOT_UNIT, np.uint16)
+
+
+@lean
+def token_logit(weights: Int16Array, features: Int32Array) -> np.float32:
+    """What a candidate's tokens add to its logit.
+
+    Args:
+        weights: see `make_token_weights`.
+        features: int32 [kinds]; the last ones are of tokens.
+
+    Example: weights of 2048, 0, 0, 0, -1024 and 0 units add up to 0.5.
+    """
+    total = np.int32(0)
+    for k in range(NUM_GENERAL_KINDS, NUM_KINDS):
+        total += weights[np.uintp(features[k])]
+    return np.float32(total) * np.float32(WEIGHT_UNIT)
+
+
+@lean
+def move(weights: Int16Array, roots: UInt16Array, k: int, gradient: float, rate: float) -> None:
+    """One step of AdaGrad of one weight, to the nearest unit.
+
+    Example: with a root of 2 and a rate of 0.4 a gradient of 0.5 moves a weight by 0.4 * 0.5 / sqrt(4 + 0.25) = 0.097,
+    which is 199 units, and the root is 2.062 then, which is 2111.
+    """
+    at = np.uintp(k)
+    held = roots[at] * ROOT_UNIT
+    root = np.sqrt(held * held + gradient * gradient)
+    moved = weights[at] + rate * gradient / (root * WEIGHT_UNIT)
+    roots[at] = int(min(root / ROOT_UNIT + 0.5, MOST_ROOT_UNITS))
+    weights[at] = int(np.floor(min(max(moved, -MOST_UNITS), MOST_UNITS) + 0.5))
+
 
 NUM_BINS = 20
 _RATE = 0.15
@@ -223,3 +267,38 @@ def _compile(stamp: int) -> Callable[..., None]:
 
 
 learn = _compile(STAMP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliabilityBin:
+    """Drafted tokens whose acceptance was estimated alike.
+
+    Example: 200 tokens estimated at 0.52 on average, of which 110 were accepted, have `accepted` 0.55.
+    """
+
+    num_drafted: int
+    """Drafted tokens that were tried: those before them were accepted."""
+    estimate: float
+    """Mean estimate."""
+    accepted: float
+    """Share that was accepted."""
+
+
+def as_bins(table: NDArray[np.float64]) -> tuple[ReliabilityBin, ...]:
+    """The bins of a table [Z, 3] of counts, sums of estimates and accepted ones; empty bins are left out."""
+    return tuple(
+        ReliabilityBin(num_drafted=int(count), estimate=float(total / count), accepted=float(accepted / count))
+        for count, total, accepted in table
+        if count > 0
+    )
+
+
+def calibration_error(bins: tuple[ReliabilityBin, ...]) -> float:
+    """Mean distance of estimate and share over all tried tokens (expected calibration error); 0 where there are none.
+
+    Example: 100 tokens at 0.5 of which 60 were accepted, and 300 at 0.9 of which 270 were: (100 * 0.1 + 0) / 400.
+    """
+    num_tried = sum(item.num_drafted for item in bins)
+    if num_tried == 0:
+        return 0.0
+    return sum(item.num_drafted * abs(item.estimate - item.accepted) for item in bins) / num_tried

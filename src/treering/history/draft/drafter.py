@@ -13,18 +13,15 @@ from treering.arrays import Int64Array
 from treering.errors import ConfigError, InputError, StateError
 from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
-from treering.history.draft.acceptance import Acceptance, learn
+from treering.history.draft.acceptance import Acceptance, ReliabilityBin, as_bins, learn
 from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
 from treering.history.draft.feedback import as_counts, check_latest, mark, set_states
 from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
 from treering.history.draft.output import Output
-from treering.history.draft.reliability import ReliabilityBin, as_bins
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
 from treering.history.draft.tree import Model
 from treering.history.features import FIRST, NUM_KINDS, NUM_LENGTHS, NUM_VOTES, SOURCES, Source
-from treering.history.match.source_gate import EnabledSources
-from treering.history.match.sources import Rows
-from treering.history.match.state import SearchState
+from treering.history.match.sources import EnabledSources, Rows, SearchState
 from treering.history.store.snapshot import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts

@@ -10,7 +10,7 @@ from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.errors import InputError, StateError
 from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
 from treering.history.jit import STAMP
-from treering.history.match.row_states import RowStates
+from treering.history.match.running_rows import RowStates
 from treering.history.types import DraftRows, Drafts
 from treering.lean import kernel, lean
 

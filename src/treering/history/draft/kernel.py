@@ -17,13 +17,12 @@ from treering.history.draft.tree import Model, Row, grow
 from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NO_DRAFT
 from treering.history.jit import STAMP, Memory
-from treering.history.match.arena import Histories
-from treering.history.match.batched_search import BATCHED_SEARCH, MAX_QUERIES
 from treering.history.match.matches import MATCH, MAX_MATCHES, Matches, longest_of
-from treering.history.match.recent import Others
-from treering.history.match.row_states import RowStates, copy_state
+from treering.history.match.published import Histories, Others
 from treering.history.match.running import Running, note_rows
+from treering.history.match.running_rows import RowStates, copy_state
 from treering.history.match.sources import Rows, find_matches, is_due
+from treering.history.match.suffix_search import BATCHED_SEARCH, MAX_QUERIES
 from treering.history.types import fits_line
 from treering.lean import kernel, lean
 

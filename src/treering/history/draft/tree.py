@@ -9,9 +9,7 @@ import numpy as np
 
 from treering.arrays import Float32Array, Int16Array
 from treering.history.draft.acceptance import estimate
-from treering.history.draft.candidates import Facts, Texts, count_votes, describe
-from treering.history.draft.prior import NO_TOKEN_VOTES
-from treering.history.draft.vote_fractions import sum_up, write_shares
+from treering.history.draft.candidates import NO_TOKEN_VOTES, Facts, Texts, count_votes, describe, sum_up, write_shares
 from treering.history.draft.workspace import MAX_CANDIDATES, NO_NODE, NOWHERE, Workspace
 from treering.history.features import NUM_SHARES, length_bucket
 from treering.history.match.matches import Matches, longest_of

@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Int32Array, Int64Array
-from treering.history.background_reader import BackgroundReader
 from treering.history.budget.pass_times import PassTimes
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.request_drafter import RequestDrafter
-from treering.history.store.reader import HistoryReader
+from treering.history.store.reader import BackgroundReader, HistoryReader
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm.content_rows import ContentRows
 from treering.integrations.vllm.prompt_table import PromptTable
