@@ -32,7 +32,7 @@ from treering.runtime.step.open_step import OpenStep
 from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.measured_latency import PassTimes
 from treering.schedule.policy import Assignment
-from treering.schedule.simulator.destinations import Prices
+from treering.schedule.simulator.migration import Prices
 
 PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 POLICY_VERSIONS = {0: 0, 1: 1}

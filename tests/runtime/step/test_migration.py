@@ -25,8 +25,7 @@ from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import linear_latency
 from treering.schedule.policy import Assignment, Moving, PlanRequest
-from treering.schedule.simulator.destinations import Prices
-from treering.schedule.simulator.migration import MAX_MOVES
+from treering.schedule.simulator.migration import MAX_MOVES, Prices
 
 NUM_STEPS = 4
 NUM_SLOTS = 16

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treering.schedule.plan.placement import balanced, equal_counts, equal_sums, longest_first
+from treering.schedule.plan.plans import balanced, equal_counts, equal_sums, longest_first
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda values: np.array(values, np.float64))
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treering.schedule.predict.errors import PredictionErrors
+from treering.schedule.predict.calibrated_lengths import PredictionErrors
 
 
 def drawn(found_errors, predicted, seed=0):

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treering.errors import ConfigError, InputError
-from treering.schedule.predict.lengths import EmaLengths, MedianLengths, QuantileLengths, make_predictor
-from treering.schedule.predict.seen_lengths import SeenLengths
+from treering.schedule.predict.lengths import EmaLengths, MedianLengths, QuantileLengths, SeenLengths, make_predictor
 
 KINDS = {
     "median": lambda: MedianLengths(guess=500.0),

@@ -4,9 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.simulator import token_by_token
-from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, OFF
 from treering.schedule.simulator.events import run_step
-from treering.schedule.simulator.migration import MAX_MOVES
+from treering.schedule.simulator.migration import CONSOLIDATE, DRAIN, FASTER, MAX_MOVES, OFF
 from treering.schedule.simulator.step import Rules, StepRollouts
 from treering.schedule.turns import Turns
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from treering.errors import InputError
-from treering.schedule.traces.length_laws import parse_law, whole_lengths
+from treering.schedule.traces.synthetic import parse_law, whole_lengths
 
 
 def drawn(text, count=40_000, seed=0):

@@ -4,9 +4,8 @@ import pytest
 from treering.errors import InputError
 from treering.schedule.policy import Forecast
 from treering.schedule.traces.distort import distort
-from treering.schedule.traces.length_laws import parse_law
 from treering.schedule.traces.stability import MATH_SHARE, noise_for_stability, sigma_for_stability, stable_trace
-from treering.schedule.traces.synthetic import synthetic_trace
+from treering.schedule.traces.synthetic import parse_law, synthetic_trace
 from treering.schedule.traces.trace import Trace, TraceStep
 
 LAWS = ("lognormal:8.2,0.8,16384", "exponential:5000,16384", "bimodal:1500,9000,0.2,0.3,16384")

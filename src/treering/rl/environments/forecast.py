@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from treering.data.episode import Turn
 from treering.rl.collect import Group
-from treering.schedule.plan.placement import longest_first
+from treering.schedule.plan.plans import longest_first
 from treering.schedule.predict.lengths import MedianLengths
 from treering.schedule.predict.waits import WaitPredictor
 from treering.schedule.turns import Turns

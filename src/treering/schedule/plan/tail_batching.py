@@ -9,8 +9,7 @@ import numpy as np
 
 from treering.errors import UnsupportedError
 from treering.schedule.plan.baselines import PlanPolicy
-from treering.schedule.plan.placement import longest_first
-from treering.schedule.plan.plans import PlacementPlan
+from treering.schedule.plan.plans import PlacementPlan, longest_first
 from treering.schedule.policy import Forecast
 from treering.schedule.traces.trace import Trace, TraceStep
 

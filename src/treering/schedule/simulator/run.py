@@ -15,8 +15,8 @@ from treering.schedule.cluster import Cluster, without_moves
 from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.simulator.bounds import bound_s, with_training
-from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, OFF
 from treering.schedule.simulator.events import run_step
+from treering.schedule.simulator.migration import CONSOLIDATE, DRAIN, FASTER, OFF
 from treering.schedule.simulator.step import Rules, StepRollouts
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
