@@ -8,7 +8,7 @@ from tests.schedule.clusters import cluster, plan_request, trace
 from treering.errors import ConfigError
 from treering.schedule.plan.baselines import Fifo, PlanPolicy
 from treering.schedule.plan.plans import PlacementPlan
-from treering.schedule.policies import POLICIES, RUN_POLICIES, make_policy
+from treering.schedule.policies import POLICIES, make_policy
 from treering.schedule.simulator.run import simulate
 
 
@@ -29,12 +29,8 @@ def test_an_unknown_policy_is_refused_with_the_nearest():
             make_policy(wrong)
 
 
-def test_policies_of_runs_are_all_but_the_one_that_changes_steps():
-    assert set(POLICIES) - set(RUN_POLICIES) == {"tail_batching"}
-
-
-@pytest.mark.parametrize("name", RUN_POLICIES)
-def test_policies_of_runs_place_each_step_s_own_rollouts(name):
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_place_each_step_s_own_rollouts(name):
     run = trace([5, 1, 7], [2, 2], [9] * 6)
     timeline = simulate(make_policy(name), run, workers=cluster(3, 2))
     per_step = np.bincount(timeline.steps, weights=timeline.num_rollouts)[1:]
@@ -76,7 +72,7 @@ def test_a_plan_takes_no_more_turns_than_there_are_workers():
 def test_halves_take_turns_and_the_others_do_not():
     where = cluster(4, 2)
     used = {}
-    for name in RUN_POLICIES:
+    for name in POLICIES:
         policy = make_policy(name)
         if name != "histopipe":
             used[name] = [

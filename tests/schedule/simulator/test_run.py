@@ -156,7 +156,7 @@ def test_an_assignment_that_cannot_be_is_refused(assignment, got):
 
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
-BASELINES = [name for name in POLICIES if name not in ("histopipe", "tail_batching")]
+BASELINES = [name for name in POLICIES if name != "histopipe"]
 
 
 def small_case(steps, num_slots, staleness):
