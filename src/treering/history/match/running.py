@@ -22,10 +22,12 @@ from treering.history.match.hash_chains import (
     prefetch_append,
 )
 from treering.history.match.matches import IN_RUNNING, Matches, is_known, measure, put
-from treering.history.match.regions import UNIT_BITS
 from treering.history.store.prompt_index import MARKER
 from treering.lean import lean
 
+UNIT_BITS = 5
+UNIT = 1 << UNIT_BITS
+"""Entries per unit of room."""
 _NUM_COMPARED = 32
 _NUM_PREFETCHED = 16
 
@@ -34,22 +36,22 @@ _CUT = -2
 
 
 class Running(NamedTuple):
-    """The arrays of `RunningRows` and its `Regions`, for compiled calls."""
+    """The arrays of `RunningRows`, for compiled calls."""
 
     chains: HashChains
     num_noted: Int64Array  # [S]
     first: Int64Array  # [S]
     scopes: Int64Array  # [S]
-    begins: Int64Array  # [S]
-    sizes: Int64Array  # [S]
-    owners: Int32Array  # [U]
+    begins: Int64Array  # [S], of the slots' texts
+    sizes: Int64Array  # [S], entries that each may have
+    owners: Int32Array  # [U], the slot of each unit
     slots: Int64Array  # [B], of the rows' rollouts
     prompt_slots: Int64Array  # [B], of their prompts
 
 
 @lean
 def owner_of(running: Running, at: int) -> int:
-    """The slot that last owned a position."""
+    """The slot that a position is in."""
     return int(running.owners[np.uintp(at) >> np.uintp(UNIT_BITS)])
 
 
@@ -94,7 +96,7 @@ def _note(running: Running, slot: int, scope: int, context: Int32Array, begin: i
     if noted > 0 and (end - first > capacity or not _is_continued(chains, base, first, noted, context, end)):
         noted = 0
     if noted == 0:
-        # Half of the region stays free, so that a full slot is rewritten once per that many tokens.
+        # Half of the room stays free, so that a full slot is rewritten once per that many tokens.
         first = noted = begin if end - begin <= capacity else end - capacity // 2
         chains.tokens[base] = MARKER if first == begin else _CUT
         chains.tokens[base + 1] = MARKER
