@@ -10,11 +10,10 @@ from tests.history.reference import Row, draft_rows, drafted, first_tokens, like
 from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.selection import choose_bins
-from treering.history.draft.acceptance import WEIGHT_UNIT
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import ROWS_PER_PROBE
 from treering.history.draft.output import BINS, Output, cut
-from treering.history.features import FIRST, NO_DRAFT, NUM_GENERAL_KINDS, NUM_KINDS, NUM_SOURCES, NUM_VOTES
+from treering.history.features import FIRST, NO_DRAFT, NUM_KINDS, NUM_SOURCES, NUM_VOTES
 from treering.history.types import DraftRows
 
 # A second for a pass of one token and 0.1 s for each further one.
@@ -87,8 +86,8 @@ def test_a_row_whose_tokens_were_all_taken_out_is_one_without_a_draft_at_its_nex
     drafter = Drafter(store_of(history), sources=("history",))
     drafter.use_costs(VerifyCosts(num_tokens=SIZES, seconds=SECONDS))
     state = drafter.state()
-    state["token_weights"][FIRST[NUM_GENERAL_KINDS + 1] + np.arange(200, 230)] = -8.0 / WEIGHT_UNIT
-    state["weights"][NUM_VOTES + FIRST[9] + NO_DRAFT * NUM_SOURCES] = 40.0
+    state["weights"][FIRST.token + np.arange(200, 230)] = -8.0
+    state["weights"][FIRST.outcome + NO_DRAFT * NUM_SOURCES] = 40.0
     drafter.load_state(state)
 
     def rows(num_sure: int, num_poor: int) -> DraftRows:

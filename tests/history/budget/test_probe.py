@@ -7,7 +7,7 @@ from tests.history.reference import Row, draft_rows, drafted, store_of, walk
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import ROWS_PER_PROBE
-from treering.history.features import FIRST, NUM_VOTES
+from treering.history.features import FIRST
 
 KNOWN, UNKNOWN = Row(rollout=(1,)), Row(rollout=(77,))
 CHEAP = VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1.001]))
@@ -19,7 +19,7 @@ def hopeless_drafter(*, has_costs: bool = False) -> Drafter:
     if has_costs:
         drafter.use_costs(CHEAP)
     state = drafter.state()
-    state["weights"][NUM_VOTES + FIRST[0]] -= 30
+    state["weights"][FIRST.any] -= 30
     drafter.load_state(state)
     return drafter
 

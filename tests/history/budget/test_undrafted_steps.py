@@ -5,7 +5,7 @@ import numpy as np
 from tests.history.reference import Row, draft_rows, store_of
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.features import FIRST, NUM_VOTES
+from treering.history.features import FIRST
 
 FLAT = VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1.001]))
 
@@ -14,7 +14,7 @@ def test_tokens_that_pay_are_drafted_again_behind_steps_that_found_no_place() ->
     drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4]] * 2}}))
     drafter.use_costs(FLAT)
     state = drafter.state()
-    state["weights"][NUM_VOTES + FIRST[0]] -= 4
+    state["weights"][FIRST.any] -= 4
     drafter.load_state(state)
     known, unknown = (draft_rows([Row(rollout=(token,))]) for token in (1, 77))
     before = drafter.propose(known)

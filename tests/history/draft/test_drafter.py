@@ -22,7 +22,7 @@ from tests.history.reference import (
 )
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.features import FIRST, NUM_VOTES
+from treering.history.features import FIRST
 from treering.history.types import Drafts
 
 TOKENS = st.integers(0, 2)
@@ -90,7 +90,7 @@ def test_drafts_stay_allowed_while_rollouts_grow_and_estimates_move(
 def sure(drafter: Drafter) -> Drafter:
     """The same, estimating far higher: only limits end its drafts."""
     state = drafter.state()
-    state["weights"][NUM_VOTES + FIRST[0]] += 8
+    state["weights"][FIRST.any] += 8
     drafter.load_state(state)
     return drafter
 

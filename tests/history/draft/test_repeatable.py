@@ -207,12 +207,6 @@ def test_what_was_proposed_before_a_state_was_loaded_is_forgotten() -> None:
         lambda state: state.update(weights=np.full(state["weights"].size, -2e6)),
         lambda state: state.update(squares=0 * state["squares"]),
         lambda state: state.update(squares=np.full(state["squares"].size, 1e39)),
-        lambda state: state.update(token_weights=np.full(state["token_weights"].size, 1 << 15)),
-        lambda state: state.update(token_weights=np.full(state["token_weights"].size, -(1 << 15))),
-        lambda state: state.update(token_weights=state["token_weights"] * 0.5 * np.nan),
-        lambda state: state.update(token_roots=0 * state["token_roots"]),
-        lambda state: state.update(token_roots=np.full(state["token_roots"].size, 1 << 16)),
-        lambda state: state.update(token_weights=state["token_weights"].astype(str)),
         lambda state: state.update(num_undrafted=np.array([-1])),
     ],
 )

@@ -16,7 +16,7 @@ from tests.history.reference import (
     store_of,
 )
 from treering.history.draft.drafter import Drafter
-from treering.history.features import FIRST, NO_DRAFT, NUM_SOURCES, NUM_VOTES
+from treering.history.features import FIRST, NO_DRAFT, NUM_SOURCES
 from treering.history.match import running_rows as live_module
 from treering.history.match.hash_chains import HashChains, make_hash_chains
 from treering.history.match.published import Arena
@@ -362,7 +362,7 @@ def after_no_draft() -> Drafter:
     """A drafter that has learnt how rows go on that had no draft at the step before."""
     drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4, 5, 6, 7, 8]]}}), min_acceptance=1e-6, sources=("history",))
     state = drafter.state()
-    state["weights"][NUM_VOTES + FIRST[9] + NO_DRAFT * NUM_SOURCES] = 2.0
+    state["weights"][FIRST.outcome + NO_DRAFT * NUM_SOURCES] = 2.0
     drafter.load_state(state)
     return drafter
 

@@ -11,56 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.arrays import Float32Array, Float64Array, Int16Array, Int32Array, Int64Array, UInt16Array
+from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from treering.errors import InputError
 from treering.history.draft.candidates import SHARES
-from treering.history.features import NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_TOKEN_WEIGHTS, NUM_VOTES, squash
+from treering.history.features import NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, NUM_WEIGHTS, squash
 from treering.history.jit import STAMP
 from treering.lean import kernel, lean
-
-WEIGHT_UNIT = 1 / 2048
-ROOT_UNIT = 1 / 1024
-_FIRST_ROOT = 2.0
-MOST_UNITS = 32767
-MOST_ROOT_UNITS = 65535
-
-
-def make_token_weights() -> tuple[Int16Array, UInt16Array]:
-    """Weights of 0, in units of `WEIGHT_UNIT`, and the roots that they begin with, in units of `ROOT_UNIT`."""
-    weights = np.zeros(NUM_TOKEN_WEIGHTS, np.int16)
-    return weights, np.full(NUM_TOKEN_WEIGHTS, _FIRST_ROOT / ROOT_UNIT, np.uint16)
-
-
-@lean
-def token_logit(weights: Int16Array, features: Int32Array) -> np.float32:
-    """What a candidate's tokens add to its logit.
-
-    Args:
-        weights: see `make_token_weights`.
-        features: int32 [kinds]; the last ones are of tokens.
-
-    Example: weights of 2048, 0, 0, 0, -1024 and 0 units add up to 0.5.
-    """
-    total = np.int32(0)
-    for k in range(NUM_GENERAL_KINDS, NUM_KINDS):
-        total += weights[np.uintp(features[k])]
-    return np.float32(total) * np.float32(WEIGHT_UNIT)
-
-
-@lean
-def move(weights: Int16Array, roots: UInt16Array, k: int, gradient: float, rate: float) -> None:
-    """One step of AdaGrad of one weight, to the nearest unit.
-
-    Example: with a root of 2 and a rate of 0.4 a gradient of 0.5 moves a weight by 0.4 * 0.5 / sqrt(4 + 0.25) = 0.097,
-    which is 199 units, and the root is 2.062 then, which is 2111.
-    """
-    at = np.uintp(k)
-    held = roots[at] * ROOT_UNIT
-    root = np.sqrt(held * held + gradient * gradient)
-    moved = weights[at] + rate * gradient / (root * WEIGHT_UNIT)
-    roots[at] = int(min(root / ROOT_UNIT + 0.5, MOST_ROOT_UNITS))
-    weights[at] = int(np.floor(min(max(moved, -MOST_UNITS), MOST_UNITS) + 0.5))
-
 
 NUM_BINS = 20
 _RATE = 0.15
@@ -74,7 +30,7 @@ _FIRST_SCALE_SQUARES = 100.0
 _MOST_LOGIT = 8.0
 _MOST_WEIGHT = 1e6
 """Far beyond any that is learnt; sums of such weights are numbers, also as float32."""
-SCALE = NUM_VOTES + NUM_GENERAL
+SCALE = NUM_WEIGHTS
 OFFSET = SCALE + 1
 NUM_TRAINED = OFFSET + 1
 _ANY_COUNT = (0, np.iinfo(np.int64).max)
@@ -82,8 +38,6 @@ _ANY_SUM = (0, float(np.finfo(np.float64).max))
 _LIMITS = {
     "weights": (-_MOST_WEIGHT, _MOST_WEIGHT),
     "squares": (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)),
-    "token_weights": (-MOST_UNITS, MOST_UNITS),
-    "token_roots": (1, MOST_ROOT_UNITS),
     "reliability": _ANY_SUM,
     "num_undrafted": _ANY_COUNT,
     "asked": _ANY_SUM,
@@ -104,10 +58,8 @@ class Acceptance:
     general features rise by 0.15 * 0.5 / sqrt(4 + 0.25) = 0.036 each.
 
     Attributes:
-        weights: float32 [votes + general features + 2], the last two the scale and the offset.
+        weights: float32 [votes + features + 2], the last two the scale and the offset.
         squares: float32, aligned: sums of squared gradients.
-        token_weights: int16 [features of tokens], see `token_weights`.
-        token_roots: uint16, aligned: roots of sums of squared gradients.
         reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
             many were accepted.
         num_undrafted: int64 [1], rows without a draft since the last one that was only tried.
@@ -121,7 +73,6 @@ class Acceptance:
         self.weights[SCALE] = 1.0
         self.squares = np.full(NUM_TRAINED, _FIRST_SQUARES, np.float32)
         self.squares[SCALE:] = _FIRST_SCALE_SQUARES
-        self.token_weights, self.token_roots = make_token_weights()
         self.reliability = np.zeros((NUM_BINS, 3))
         self.num_undrafted = np.zeros(1, np.int64)
         self.asked = np.zeros(3)
@@ -163,34 +114,36 @@ def _check(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
 
 
 @lean
-def estimate(weights: Float32Array, token_weights: Int16Array, shares: Float32Array, features: Int32Array) -> float:
+def estimate(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
     """The acceptance of a candidate.
 
     Args:
         weights: see `Acceptance`.
-        token_weights: likewise.
         shares: float32 [votes], stretched.
         features: int32 [kinds], numbers of the weights.
     """
-    return float(squash(weights[SCALE] * _logit(weights, token_weights, shares, features) + weights[OFFSET]))
+    return float(squash(weights[SCALE] * _logit(weights, shares, features) + weights[OFFSET]))
 
 
 @lean
-def _logit(weights: Float32Array, token_weights: Int16Array, shares: Float32Array, features: Int32Array) -> float:
+def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
     # Sums side by side, and shares by themselves: one addition need not wait for the one before.
-    first = second = third = fourth = fifth = voted = shared = np.float32(0.0)
+    first = second = third = fourth = fifth = sixth = seventh = voted = shared = np.float32(0.0)
     for k in range(1, NUM_GENERAL_KINDS, 5):
-        first += weights[np.uintp(NUM_VOTES + features[k])]
-        second += weights[np.uintp(NUM_VOTES + features[k + 1])]
-        third += weights[np.uintp(NUM_VOTES + features[k + 2])]
-        fourth += weights[np.uintp(NUM_VOTES + features[k + 3])]
-        fifth += weights[np.uintp(NUM_VOTES + features[k + 4])]
+        first += weights[np.uintp(features[k])]
+        second += weights[np.uintp(features[k + 1])]
+        third += weights[np.uintp(features[k + 2])]
+        fourth += weights[np.uintp(features[k + 3])]
+        fifth += weights[np.uintp(features[k + 4])]
+    for k in range(NUM_GENERAL_KINDS, NUM_KINDS, 2):
+        sixth += weights[np.uintp(features[k])]
+        seventh += weights[np.uintp(features[k + 1])]
     for k in range(0, NUM_VOTES, 2):
         voted += weights[k] * shares[k]
         shared += weights[k + 1] * shares[k + 1]
-    bias = weights[np.uintp(NUM_VOTES + features[0])]
+    bias = weights[np.uintp(features[0])]
     general = ((voted + shared) + (first + second)) + ((third + fourth) + (fifth + bias))
-    return float(general + token_logit(token_weights, features))
+    return float(general + (sixth + seventh))
 
 
 @lean
@@ -201,10 +154,9 @@ def _step(weights: Float32Array, squares: Float32Array, k: int, gradient: float,
 
 @lean
 def _learn_one(
-    shares: Float32Array, features: Int32Array, was_accepted: int, weights: Float32Array, squares: Float32Array,
-    token_weights: Int16Array, token_roots: UInt16Array,
-) -> None:  # fmt: skip
-    logit = _logit(weights, token_weights, shares, features)
+    shares: Float32Array, features: Int32Array, was_accepted: int, weights: Float32Array, squares: Float32Array
+) -> None:
+    logit = _logit(weights, shares, features)
     error = was_accepted - squash(weights[SCALE] * logit + weights[OFFSET])
     _step(weights, squares, SCALE, error * min(max(logit, -_MOST_LOGIT), _MOST_LOGIT), _SCALE_RATE)
     _step(weights, squares, OFFSET, error, _SCALE_RATE)
@@ -212,9 +164,9 @@ def _learn_one(
     for k in range(NUM_VOTES):
         _step(weights, squares, k, error * shares[k], _VOTE_RATE)
     for k in range(NUM_GENERAL_KINDS):
-        _step(weights, squares, NUM_VOTES + features[k], error, _RATE)
+        _step(weights, squares, features[k], error, _RATE)
     for k in range(NUM_GENERAL_KINDS, NUM_KINDS):
-        move(token_weights, token_roots, features[k], error, _TOKEN_RATE)
+        _step(weights, squares, features[k], error, _TOKEN_RATE)
 
 
 def _compile(stamp: int) -> Callable[..., None]:
@@ -230,8 +182,6 @@ def _compile(stamp: int) -> Callable[..., None]:
         was_accepted: NDArray[np.int8],
         weights: Float32Array,
         squares: Float32Array,
-        token_weights: Int16Array,
-        token_roots: UInt16Array,
         reliability: Float64Array,
     ) -> None:
         """Learns from every drafted token whose parent was accepted.
@@ -245,8 +195,6 @@ def _compile(stamp: int) -> Callable[..., None]:
             was_accepted: int8 [D]: 1, 0, or -1 where it is not known.
             weights: see `Acceptance`; changed in place, as are all that follow.
             squares: see `Acceptance`.
-            token_weights: see `Acceptance`.
-            token_roots: see `Acceptance`.
             reliability: see `Acceptance`.
         """
         assert stamp >= 0
@@ -258,9 +206,7 @@ def _compile(stamp: int) -> Callable[..., None]:
                 reliability[bin_, 0] += 1
                 reliability[bin_, 1] += estimates[i]
                 reliability[bin_, 2] += was_accepted[i]
-                _learn_one(
-                    shares[i], features[i], was_accepted[i], weights, squares, token_weights, token_roots
-                )  # fmt: skip
+                _learn_one(shares[i], features[i], was_accepted[i], weights, squares)
 
     compiled: Callable[..., None] = learn
     return compiled

@@ -13,7 +13,7 @@ import numpy as np
 from treering.arrays import Float32Array, Int32Array
 from treering.history.draft.workspace import MAX_CANDIDATES, Candidates, Workspace
 from treering.history.features import (
-    FIRST,
+    KIND,
     NUM_COUNTS,
     NUM_EDITS,
     NUM_HASHES,
@@ -29,6 +29,7 @@ from treering.history.features import (
     hash_of,
     length_bucket,
     near_bucket,
+    put_feature,
     stretch,
 )
 from treering.history.jit import pick
@@ -208,23 +209,23 @@ def describe(
     source, shift, edit = match.source, match.shift, match.edit
     length, near = length_bucket(facts.length), near_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
-    out[0] = FIRST[0]
-    out[1] = FIRST[1] + source * NUM_LENGTHS + length
-    out[2] = FIRST[2] + edit * NUM_LENGTH_CLASSES + min(length, NUM_LENGTH_CLASSES - 1)
-    out[3] = FIRST[3] + shift
-    out[4] = FIRST[4] + facts.share * NUM_NEAR + near
-    out[5] = FIRST[5] + source * NUM_COUNTS + count_bucket(facts.own)
-    out[6] = FIRST[6] + depth_bucket(depth)
-    out[7] = FIRST[7] + start * NUM_LENGTHS + length
-    out[8] = FIRST[8] + min(facts.rank, NUM_RANKS - 1)
-    out[9] = FIRST[9] + (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source
-    out[10] = FIRST[10] + near * NUM_LENGTHS + length
-    out[11] = FIRST[11] + (before & (NUM_HASHES - 1))
-    out[12] = FIRST[12] + (token & (NUM_HASHES - 1))
-    out[13] = FIRST[13] + hash_of(token, before, 0, NUM_PAIRS)
-    out[14] = FIRST[14] + hash_of(token, before, earlier + 1, NUM_PAIRS)
-    out[15] = FIRST[15] + hash_of(token, source, 0, NUM_HASHES)
-    out[16] = FIRST[16] + hash_of(token, length, 0, NUM_HASHES)
+    put_feature(out, KIND.any, 0)
+    put_feature(out, KIND.match, source * NUM_LENGTHS + length)
+    put_feature(out, KIND.edit, edit * NUM_LENGTH_CLASSES + min(length, NUM_LENGTH_CLASSES - 1))
+    put_feature(out, KIND.shift, shift)
+    put_feature(out, KIND.share, facts.share * NUM_NEAR + near)
+    put_feature(out, KIND.matches, source * NUM_COUNTS + count_bucket(facts.own))
+    put_feature(out, KIND.depth, depth_bucket(depth))
+    put_feature(out, KIND.start, start * NUM_LENGTHS + length)
+    put_feature(out, KIND.rank, min(facts.rank, NUM_RANKS - 1))
+    put_feature(out, KIND.outcome, (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source)
+    put_feature(out, KIND.near, near * NUM_LENGTHS + length)
+    put_feature(out, KIND.before, before & (NUM_HASHES - 1))
+    put_feature(out, KIND.token, token & (NUM_HASHES - 1))
+    put_feature(out, KIND.pair, hash_of(token, before, 0, NUM_PAIRS))
+    put_feature(out, KIND.triple, hash_of(token, before, earlier + 1, NUM_PAIRS))
+    put_feature(out, KIND.token_source, hash_of(token, source, 0, NUM_HASHES))
+    put_feature(out, KIND.token_length, hash_of(token, length, 0, NUM_HASHES))
 
 
 _MEAN_SHARE = 0.02

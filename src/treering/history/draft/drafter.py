@@ -20,8 +20,8 @@ from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
 from treering.history.draft.output import Output
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
 from treering.history.draft.tree import Model
-from treering.history.features import FIRST, NUM_KINDS, NUM_LENGTHS, NUM_VOTES, SOURCES, Source
-from treering.history.match.sources import EnabledSources, Rows, SearchState
+from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source, sources_of
+from treering.history.match.sources import Rows, SearchState, SourceGate
 from treering.history.store.snapshot import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
@@ -96,7 +96,7 @@ class Drafter:
         self._kind = (policy == "calibrated", shape == "chain")
         self._acceptance = Acceptance()
         self._controller = DraftController(float(min_acceptance), self._acceptance.rests)
-        self._sources = EnabledSources(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
+        self._sources = SourceGate(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
         self._search_state = SearchState(
             max_live_tokens=max_live_tokens,
             max_other_tokens=max_other_tokens if "others" in sources else 0,
@@ -165,7 +165,7 @@ class Drafter:
             searched.others,
             searched.live.states,
             self._sources.due(),
-            Model(learnt.weights, learnt.token_weights, *self._kind),
+            Model(learnt.weights, *self._kind),
             Budget(self._max_draft, *self._controller.leasts, *self._controller.curve),
             learnt.num_undrafted,
             Output(offsets, tokens, parents, acceptance, paths, self._shares, self._features, np.zeros(num_rows, bool)),
@@ -218,7 +218,7 @@ class Drafter:
         table = self._acceptance
         learn(
             drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
-            table.weights, table.squares, table.token_weights, table.token_roots, table.reliability,
+            table.weights, table.squares, table.reliability,
         )  # fmt: skip
         self._sources.note(drafts.offsets, features, was_accepted, self._controller.token_s(self._num_searched))
         searched = self._search_state
@@ -260,9 +260,8 @@ class Drafter:
         """
         if self._latest is None:
             raise StateError("the sources are those of drafts that were not observed yet, and there are none; propose")
-        # The kind of feature 1 is the length of the strongest match, of each source its own range.
         num_drafted = self._latest[1].tokens.size
-        return (self._features[:num_drafted, 1].astype(np.int64) - FIRST[1]) // NUM_LENGTHS
+        return sources_of(self._features[:num_drafted])
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treering.arrays import Float32Array, Int16Array
+from treering.arrays import Float32Array
 from treering.history.draft.acceptance import estimate
 from treering.history.draft.candidates import NO_TOKEN_VOTES, Facts, Texts, count_votes, describe, sum_up, write_shares
 from treering.history.draft.workspace import MAX_CANDIDATES, NO_NODE, NOWHERE, Workspace
@@ -24,7 +24,6 @@ class Model(NamedTuple):
     """How candidates are judged."""
 
     weights: Float32Array
-    token_weights: Int16Array
     is_calibrated: bool
     """Whether all matches vote; else the longest ones do, each alike."""
     is_chain: bool
@@ -172,7 +171,7 @@ def _judge(
             rank,
         )  # fmt: skip
         describe(node.features, matches, facts, depth, candidate.token, state, parent.token, before)
-        chance = estimate(model.weights, model.token_weights, node.shares, node.features)
+        chance = estimate(model.weights, node.shares, node.features)
         node.token, node.parent, node.depth, node.longest = candidate.token, index, depth, candidate.length
         node.path, node.estimate = parent.path * chance, chance
         candidate.line = num_made

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
-from treering.history.features import FIRST, HISTORY, NUM_LENGTHS, OTHERS, OWN, SIBLINGS
+from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS, sources_of
 from treering.history.match.matches import Matches, longest_of
 from treering.history.match.published import (
     Arena,
@@ -26,7 +26,7 @@ from treering.history.match.running_rows import RowStates, RunningRows, Turnover
 from treering.history.match.suffix_search import BatchedSearch, add_query, run_queries
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.types import DraftRows
-from treering.lean import kernel, lean
+from treering.lean import lean
 from treering.types import PromptId
 
 _QUERY_S = 1.5e-6
@@ -37,66 +37,30 @@ _NUM_SKIPPED = 15
 
 
 class SourceGate:
-    """Decides whether to search other prompts this step.
+    """Decides which sources each step of a drafter searches: all that are enabled, other prompts only while they pay.
 
-    Searching costs each row 1.5 us. An accepted token saves what a token takes without drafts, a row's share of a pass.
-    If the accepted tokens that the source produced over recent rows save less than its searches cost, only one step in
-    16 searches it, until it produces more.
-
-    Example: at 75 us a token, searching pays from one accepted token in 50 rows on. If nothing is accepted and a step
-    has 64 rows, 8 steps search, then 15 do not, one does, 15 do not, and so on.
-
-    Args:
-        counts: float64 [3], changed in place: rows searched, accepted tokens that the source produced, and steps that
-            are still to be skipped.
-    """
-
-    def __init__(self, counts: Float64Array) -> None:
-        self._counts = counts
-        self._is_searched = False
-
-    def is_due(self) -> bool:
-        """Whether this step searches the source; counts the step."""
-        num_left = self._counts[2]
-        self._is_searched = bool(num_left == 0)
-        self._counts[2] = max(num_left - 1, 0)
-        return self._is_searched
-
-    def note(self, num_rows: int, num_accepted: int, token_s: float) -> None:
-        """Takes the outcome of the latest step.
-
-        Args:
-            num_rows: rows of the step.
-            num_accepted: accepted tokens that the source produced.
-            token_s: seconds that a token takes without drafts.
-        """
-        if not self._is_searched:
-            return
-        rows, accepted = self._counts[0] + num_rows, self._counts[1] + num_accepted
-        share = 0.5 if rows >= 2 * _MIN_ROWS else 1.0
-        self._counts[:2] = share * rows, share * accepted
-        if rows >= _MIN_ROWS and accepted * token_s < rows * _QUERY_S:
-            self._counts[2] = _NUM_SKIPPED
-
-
-class EnabledSources:
-    """The sources that each step of a drafter searches.
+    Searching other prompts costs each row 1.5 us. An accepted token saves what a token takes without drafts, a row's
+    share of a pass. If the accepted tokens that the source produced over recent rows save less than its searches cost,
+    only one step in 16 searches it, until it produces more.
 
     Args:
         is_enabled: bool [sources], which may be searched at all.
-        counts: float64 [3], those of the `SourceGate` of other prompts.
+        counts: float64 [3], changed in place: rows searched, accepted tokens that other prompts produced, and steps
+            that are still to be skipped.
 
-    Example: with history alone, other prompts are never searched.
+    Example: at 75 us a token, searching pays from one accepted token in 50 rows on. If nothing is accepted and a step
+    has 64 rows, 8 steps search, then 15 do not, one does, 15 do not, and so on.
     """
 
     def __init__(self, is_enabled: BoolArray, counts: Float64Array) -> None:
-        self._is_enabled = is_enabled
-        self._gate = SourceGate(counts)
+        self._is_enabled, self._counts = is_enabled, counts
+        self._is_searched = False
 
     def due(self) -> BoolArray:
         """The sources that this step searches, bool [sources]; counts the step."""
-        due = self._is_enabled.copy()
-        due[OTHERS] = due[OTHERS] and self._gate.is_due()
+        due, num_left = self._is_enabled.copy(), self._counts[2]
+        self._is_searched = due[OTHERS] = due[OTHERS] and num_left == 0
+        self._counts[2] = max(num_left - 1, 0)
         return due
 
     def note(self, offsets: Int64Array, features: Int32Array, was_accepted: NDArray[np.int8], token_s: float) -> None:
@@ -108,28 +72,20 @@ class EnabledSources:
             was_accepted: int8 [D]: 1, 0, or -1 if unknown.
             token_s: seconds that a token takes without drafts.
         """
-        self._gate.note(*count_from_others(offsets, features, was_accepted), token_s)
+        if not self._is_searched:
+            return
+        num_accepted = np.count_nonzero(sources_of(features[: was_accepted.size])[was_accepted == 1] == OTHERS)
+        rows, accepted = self._counts[0] + count_known(offsets, was_accepted), self._counts[1] + num_accepted
+        share = 0.5 if rows >= 2 * _MIN_ROWS else 1.0
+        self._counts[:2] = share * rows, share * accepted
+        if rows >= _MIN_ROWS and accepted * token_s < rows * _QUERY_S:
+            self._counts[2] = _NUM_SKIPPED
 
 
-def count_from_others(offsets: Int64Array, features: Int32Array, was_accepted: NDArray[np.int8]) -> tuple[int, int]:
-    """How many rows have a known outcome, and how many accepted tokens had their strongest match in other prompts."""
-    first = FIRST[1] + OTHERS * NUM_LENGTHS
-    counts: tuple[int, int] = _count(offsets, features, was_accepted, first, first + NUM_LENGTHS)
-    return counts
-
-
-@kernel
-def _count(
-    offsets: Int64Array, features: Int32Array, was_accepted: NDArray[np.int8], first: int, end: int
-) -> tuple[int, int]:
-    num_rows = num_accepted = 0
-    for b in range(offsets.size - 1):
-        is_known = offsets[b + 1] == offsets[b]
-        for i in range(offsets[b], offsets[b + 1]):
-            is_known |= was_accepted[i] >= 0
-            num_accepted += was_accepted[i] == 1 and first <= features[i, 1] < end
-        num_rows += is_known
-    return num_rows, num_accepted
+def count_known(offsets: Int64Array, was_accepted: NDArray[np.int8]) -> int:
+    """How many rows have a known outcome; of one without a draft there is nothing to know."""
+    num_known = np.concatenate([[0], np.cumsum(was_accepted >= 0)])[offsets]
+    return int(np.count_nonzero((np.diff(num_known) > 0) | (np.diff(offsets) == 0)))
 
 
 _ENOUGH = 10
