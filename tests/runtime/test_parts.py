@@ -16,7 +16,7 @@ from treering.runtime.step.planning import Planner, RolloutPlan
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import linear_latency
 from treering.schedule.policy import Assignment, PlanRequest
-from treering.schedule.predict.lengths import MedianLengths
+from treering.schedule.predict.lengths import LengthPredictor
 
 
 def cluster(staleness: int = 1, num_workers: int = 2) -> Cluster:
@@ -133,7 +133,7 @@ class Watching(Dealt):
 def planner(policy: Watching, num_steps: int = 5, **changes: int) -> Planner:
     return Planner(
         policy,
-        MedianLengths(guess=10),
+        LengthPredictor("median", guess=10),
         cluster(**changes),
         prompt_ids=["a", "b", "c"],
         prompts_of=lambda step: np.array([[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]][step - 1]),

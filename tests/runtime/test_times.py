@@ -15,7 +15,7 @@ from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.measured_latency import PassTimes
 from treering.schedule.policy import Assignment, PlanRequest
-from treering.schedule.predict.lengths import MedianLengths
+from treering.schedule.predict.lengths import LengthPredictor
 
 GIVEN = linear_latency(step_s=20.0, row_s=0.05)
 
@@ -35,7 +35,7 @@ class Listening(Dealt):
 def planner(policy: Listening, rebalancing: Rebalancing = "queued") -> Planner:
     return Planner(
         policy,
-        MedianLengths(guess=10),
+        LengthPredictor("median", guess=10),
         Cluster(num_workers=2, num_slots=4, max_tokens=12, staleness=1, latency=GIVEN, rebalancing=rebalancing),
         prompt_ids=["a", "b"],
         prompts_of=lambda step: np.array([0, 1]),

@@ -91,7 +91,7 @@ def test_every_cached_function_that_uses_other_files_is_named_by_them() -> None:
         if foreign_names(module_name, function) - {"MARKER"}:
             assert cells == [stamp_of(Path(PACKAGE[0]))], function
             stamped.append(function.__name__)
-    assert sorted(stamped) == ["learn", "propose", "set_states"]
+    assert sorted(stamped) == ["learn", "mark", "propose"]
 
 
 def run_of(store: HistoryStore, seed: int, num_steps: int = 30) -> list[Any]:

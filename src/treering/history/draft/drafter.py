@@ -15,7 +15,7 @@ from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.acceptance import Acceptance, ReliabilityBin, as_bins, learn
 from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
-from treering.history.draft.feedback import as_counts, check_latest, mark, set_states
+from treering.history.draft.feedback import as_counts, check_latest, mark
 from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
 from treering.history.draft.output import Output
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
@@ -213,16 +213,16 @@ class Drafter:
         self._latest = None
         if drafts.tokens.size == 0:
             return
-        was_accepted, num_left = np.empty(drafts.tokens.size, np.int8), np.empty(counts.size, np.int64)
-        mark(drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, num_left)
-        table = self._acceptance
+        was_accepted, searched, table = np.empty(drafts.tokens.size, np.int8), self._search_state, self._acceptance
+        mark(
+            drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, searched.live.states,
+            searched.live_slots,
+        )  # fmt: skip
         learn(
             drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
             table.weights, table.squares, table.reliability,
         )  # fmt: skip
         self._sources.note(drafts.offsets, features, was_accepted, self._controller.token_s(self._num_searched))
-        searched = self._search_state
-        set_states(searched.live.states, searched.live_slots, drafts.offsets, counts, num_left, was_cut)
         # Accepted tokens per leader, its duplicates included.
         num_gained = float(counts.sum()) * self._num_searched / counts.size
         self._controller.note_accepted(self._num_searched, num_drafted, num_gained)

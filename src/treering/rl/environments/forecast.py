@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from treering.data.episode import Turn
 from treering.rl.collect import Group
 from treering.schedule.plan.plans import longest_first
-from treering.schedule.predict.lengths import MedianLengths
+from treering.schedule.predict.lengths import LengthPredictor
 from treering.schedule.predict.waits import WaitPredictor
 from treering.schedule.turns import Turns
 from treering.types import PromptId
@@ -24,7 +24,7 @@ class EpisodeForecast:
     """
 
     def __init__(self) -> None:
-        self._lengths = MedianLengths(guess=1.0)
+        self._lengths = LengthPredictor("median", guess=1.0)
         self._waits = WaitPredictor()
         self._token_s = 0.0
 
