@@ -3,10 +3,7 @@
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.history.stores import ids
-from treering.errors import ConfigError
 from treering.history.store.reader import BackgroundReader, HistoryReader
 from treering.history.store.store import HistoryStore
 
@@ -23,16 +20,6 @@ def test_a_publish_is_seen_without_a_call(tmp_path: Path) -> None:
         assert background.snapshot["q"].text.tolist() == [-1, 1, 2]
 
 
-def test_without_a_thread_a_publish_is_seen_at_a_refresh_only(tmp_path: Path) -> None:
-    with HistoryStore(tmp_path) as store, BackgroundReader(HistoryReader(tmp_path)) as background:
-        store.add("q", [ids(1, 2)], version=0)
-        store.publish()
-        assert len(background.snapshot) == 0
-        assert background.refresh()
-        assert not background.refresh()
-        assert list(background.snapshot) == ["q"]
-
-
 def test_a_snapshot_stays_valid_after_close(tmp_path: Path) -> None:
     with HistoryStore(tmp_path) as store:
         store.add("q", [ids(1, 2)], version=0)
@@ -41,8 +28,3 @@ def test_a_snapshot_stays_valid_after_close(tmp_path: Path) -> None:
         background.start(interval_s=0.01)
         background.close()
     assert background.snapshot["q"].text.tolist() == [-1, 1, 2]
-
-
-def test_an_interval_is_above_zero(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="an interval above 0 s, got 0"):
-        BackgroundReader(HistoryReader(tmp_path)).start(0)

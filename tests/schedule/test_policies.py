@@ -55,33 +55,6 @@ def test_fifo_deals_shards_of_equal_size_at_random_and_anew_in_each_step():
     assert Fifo(seed=1).assign(plan_request(where, lengths)).workers.tolist() != shares[0].workers.tolist()
 
 
-def test_work_stealing_is_fifo_that_steals():
-    where, lengths = cluster(4, 2), np.arange(1.0, 30.0)
-    stealing = make_policy("work_stealing").assign(plan_request(where, lengths))
-    assert stealing.stealing == "queued"
-    assert stealing.workers.tolist() == make_policy("fifo").assign(plan_request(where, lengths)).workers.tolist()
-
-
-def test_a_plan_takes_no_more_turns_than_there_are_workers():
-    policy = PlanPolicy(PlacementPlan(name="turns", num_turns=5))
-    for step in (1, 2, 3):
-        workers = policy.assign(plan_request(cluster(2, 2), [3.0, 4.0], step=step)).workers
-        assert set(workers.tolist()) == {step % 2}
-
-
-def test_halves_take_turns_and_the_others_do_not():
-    where = cluster(4, 2)
-    used = {}
-    for name in POLICIES:
-        policy = make_policy(name)
-        if name != "histopipe":
-            used[name] = [
-                len(set(policy.assign(plan_request(where, np.arange(1.0, 20.0), step=k)).workers)) for k in (1, 2)
-            ]
-    assert used.pop("halves") == [2, 2]
-    assert all(counts == [4, 4] for counts in used.values())
-
-
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @pytest.mark.parametrize("rebalancing", ["none", "queued", "running"])
 def test_no_policy_asks_for_more_than_workers_can_do(name, rebalancing):

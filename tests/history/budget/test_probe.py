@@ -54,12 +54,6 @@ def test_rows_without_places_do_not_count_and_get_nothing() -> None:
     assert sizes_of(drafter, [KNOWN], 2) == [1, 0]
 
 
-def test_rows_that_are_drafted_do_not_count() -> None:
-    drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4]] * 2}}), min_acceptance=0.1)
-    assert min(sizes_of(drafter, [KNOWN], 200)) == 3
-    assert not drafter.state()["num_undrafted"].any()
-
-
 def test_a_token_that_is_tried_is_verified_where_drafts_have_a_price() -> None:
     # Between two looks a drafter with costs that finds nothing rests; what it verifies then is the one token.
     sizes = sizes_of(hopeless_drafter(has_costs=True), [KNOWN] * 5, 400)

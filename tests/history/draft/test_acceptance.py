@@ -18,7 +18,7 @@ from treering.history.draft.acceptance import (
     estimate,
     learn,
 )
-from treering.history.draft.candidates import EDIT_FACTORS, LENGTH_FACTORS, NO_TOKEN_VOTES, SHARES, SHIFT_FACTORS
+from treering.history.draft.candidates import SHARES
 from treering.history.draft.drafter import Drafter
 from treering.history.features import FIRST, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, SIZES
 
@@ -158,28 +158,6 @@ def test_a_token_counts_only_where_those_before_it_were_accepted() -> None:
         assert num_tried(drafter) == expected
 
 
-def test_siblings_of_an_accepted_token_were_tried_and_what_hangs_on_them_was_not() -> None:
-    drafter = drafter_of([1, 2, 3], [1, 4, 5, 6])
-    rows = draft_rows([ROW])
-    assert sorted(drafter.propose(rows).tokens.tolist()) == [2, 3, 4, 5, 6]
-    drafter = drafter_of([1, 2, 3], [1, 4, 5, 6])
-    observe(drafter, (2, 3))
-    # 2 and 4 behind the context, 3 behind 2; 5 and 6 stand behind a refused token.
-    assert num_tried(drafter) == 3
-    accepted = sum(item.accepted * item.num_drafted for item in drafter.reliability())
-    assert accepted == pytest.approx(2)
-
-
-def test_a_row_that_was_cut_off_did_not_try_the_next_token() -> None:
-    drafter = drafter_of()
-    before = drafter.state()
-    observe(drafter, (7,), ended=True)
-    assert num_tried(drafter) == 0
-    assert all((drafter.state()[name] == values).all() for name, values in before.items())
-    observe(drafter, (2, 7), ended=True)
-    assert num_tried(drafter) == 1
-
-
 @pytest.mark.parametrize("has_prior", [True, False])
 def test_estimates_come_true_on_a_source_of_known_acceptance(has_prior: bool) -> None:
     rng = np.random.default_rng(0)
@@ -248,18 +226,3 @@ def test_what_is_taken_for_granted_is_how_places_vote_and_nothing_of_features() 
     assert acceptance.weights[:NUM_VOTES].tolist() == np.float32(SHARES).tolist()
     assert not acceptance.weights[NUM_VOTES:SCALE].any()
     assert acceptance.weights[SCALE:].tolist() == [1, 0]
-
-
-def test_a_vote_grows_with_the_match_and_with_what_agrees_after_an_edit() -> None:
-    tables = (LENGTH_FACTORS, EDIT_FACTORS, SHIFT_FACTORS, NO_TOKEN_VOTES)
-    assert all((table > 0).all() for table in tables)
-    length, edit = LENGTH_FACTORS.reshape(4, 11), EDIT_FACTORS.reshape(7, 5)
-    np.testing.assert_allclose(length[:, 1:] / length[:, :-1], math.exp(0.6))
-    np.testing.assert_allclose(length[2] / length[0], math.exp(-0.5))
-    assert (np.diff(edit, axis=1) > 0).all()
-    assert (edit[0, 1:] > edit[6, 1:]).all()
-    assert (edit[:, 0] == 1).all()
-    # Own context has no shift; the farther from the same position of a rollout, the less a vote counts.
-    assert SHIFT_FACTORS.shape == (6,)
-    assert (np.diff(SHIFT_FACTORS[1:]) < 0).all()
-    assert (np.diff(NO_TOKEN_VOTES) > 0).all()

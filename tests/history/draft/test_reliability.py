@@ -36,13 +36,3 @@ def test_the_error_weighs_bins_by_their_tokens() -> None:
         ReliabilityBin(num_drafted=300, estimate=0.9, accepted=0.9),
     )
     assert calibration_error(bins) == pytest.approx(0.025)
-
-
-def test_errors_either_way_count_alike_and_do_not_cancel() -> None:
-    bins = tuple(ReliabilityBin(num_drafted=10, estimate=0.5, accepted=a) for a in (0.4, 0.6))
-    assert calibration_error(bins) == pytest.approx(0.1)
-
-
-def test_nothing_tried_is_no_error() -> None:
-    assert as_bins(np.zeros((20, 3))) == ()
-    assert calibration_error(()) == 0.0

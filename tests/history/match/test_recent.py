@@ -16,13 +16,6 @@ from treering.history.store.store import HistoryStore
 MARKER = -1
 
 
-def test_the_newest_prompts_stand_first_and_each_prompt_has_its_span() -> None:
-    recent = Recent(100)
-    recent.take(store_of({"a": {0: [[5, 6]]}, "b": {0: [[7]]}}).snapshot)
-    assert recent.text.tolist() == [MARKER, 7, MARKER, 5, 6, MARKER]
-    assert recent.spans(["b", "a", "c"]).tolist() == [[0, 2], [2, 5], [0, 0]]
-
-
 def test_prompts_that_were_published_last_stand_first_however_early_they_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,19 +42,6 @@ def test_prompts_that_were_published_last_stand_first_however_early_they_came(
         # Their order is known from the files' headers: no prompt is read for it.
         monkeypatch.setattr(Block, "index", None)
         assert newest_first(reopened.snapshot) == expected
-
-
-def test_what_a_limit_leaves_out_is_what_was_published_first() -> None:
-    store = store_of({p: {0: [[p] * 9]} for p in range(20)})
-    for version in range(1, 4):
-        prompt_ids = [(7 * version + k) % 20 for k in range(5)]
-        for p in prompt_ids:
-            store.add(p, [np.array([p] * 9, np.int32)], version)
-        store.publish()
-        recent = Recent(5 * 20)
-        recent.take(store.snapshot)
-        # Two rollouts of nine tokens and their markers each.
-        assert {p for p in range(20) if recent.spans([p])[0, 1] > 0} == set(prompt_ids)
 
 
 def test_places_are_sorted_by_their_contexts() -> None:

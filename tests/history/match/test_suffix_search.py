@@ -141,12 +141,6 @@ def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None
     assert measured(text, 5, replaced, 0) == (2, 3)
 
 
-def test_a_marker_is_no_token_that_may_be_left_out() -> None:
-    # [9, 10] begins as the context ends; 5, 6, 7 before it are another rollout's.
-    text = np.array([-1, 5, 6, 7, -1, 9, 10], np.int32)
-    assert measured(text, 5, np.array([5, 6, 7, 8, 9], np.int32), 0) == (1, 0)
-
-
 @settings(max_examples=150, deadline=None)
 @given(rollouts=ROLLOUTS, context=st.lists(TOKENS, min_size=1, max_size=12))
 def test_a_place_is_measured_as_if_its_rollout_stood_alone(rollouts: list[list[int]], context: list[int]) -> None:

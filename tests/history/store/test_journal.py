@@ -32,16 +32,6 @@ def test_a_folder_gives_back_what_was_published_in_the_same_order(tmp_path: Path
     assert contents(store)["a"] == {2: [-1, 6, 7], 1: [-1, 4]}
 
 
-def test_places_of_prompts_outlast_a_reopening(tmp_path: Path) -> None:
-    write(tmp_path, {"a": [1]}, {"b": [2]}, {"c": [3]}, {"a": [4]})
-    with HistoryStore(tmp_path) as store:
-        store.add("d", [ids(1)], 5)
-        store.add("a", [ids(1)], 5)
-        store.publish()
-        assert list(store.snapshot) == ["a", "b", "c", "d"]
-    assert_equal_snapshots(store, reopened(tmp_path))
-
-
 def test_opening_reads_no_rollout_and_builds_nothing(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks.Block, "index", property(lambda _: pytest.fail("read")))
     monkeypatch.setattr(blocks.PromptIndex, "build", lambda *_: pytest.fail("built"))
@@ -76,14 +66,6 @@ def test_a_large_publish_is_split_into_files(tmp_path: Path, monkeypatch: pytest
     # 51 * 8 + 36 bytes a prompt, two to a file.
     assert len(data_files(tmp_path)) == 5
     assert_equal_snapshots(store, reopened(tmp_path))
-
-
-def test_what_is_not_published_is_not_written(tmp_path: Path) -> None:
-    with HistoryStore(tmp_path) as store:
-        store.add("a", [ids(1)], 0)
-        store.publish()
-        store.add("b", [ids(2)], 0)
-    assert contents(reopened(tmp_path)) == {"a": {0: [-1, 1]}}
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 900])

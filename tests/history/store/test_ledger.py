@@ -6,17 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.history.store.manifest import Ledger, all_alive
+from treering.history.store.manifest import Ledger
 
 STEPS = st.lists(
     st.tuples(st.dictionaries(st.sampled_from("abcdefghijk"), st.integers(1, 50), max_size=4), st.sampled_from("abcz")),
     max_size=30,
 )
-
-
-@given(st.integers(0, 40))
-def test_the_bits_of_a_new_file_are_ones(num_blocks: int) -> None:
-    assert all_alive(num_blocks) == np.packbits(np.ones(num_blocks, np.uint8)).tobytes()
 
 
 @given(STEPS)

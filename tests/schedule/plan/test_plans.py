@@ -41,13 +41,6 @@ def test_every_rollout_has_a_worker_of_the_steps_turn(data):
     assert assignment.predicted_lengths.tolist() == lengths
 
 
-@pytest.mark.parametrize("placing", PLACINGS)
-@pytest.mark.parametrize("num_workers", [1, 3, 8])
-def test_no_worker_is_without_a_share_where_there_are_rollouts_enough(placing, num_workers):
-    assignment = placed(PlacementPlan(name="any", placing=placing), np.linspace(40, 80, 64), num_workers=num_workers)
-    assert set(assignment.workers.tolist()) == set(range(num_workers))
-
-
 def test_workers_take_turns():
     lengths = np.arange(1, 30)
     shares = [
@@ -55,12 +48,6 @@ def test_workers_take_turns():
         for step in range(5)
     ]
     assert shares == [{0, 3, 6}, {1, 4}, {2, 5}, {0, 3, 6}, {1, 4}]
-
-
-def test_ranges_rise_in_odd_steps_and_fall_in_even_ones():
-    plan = PlacementPlan(name="equal groups", placing="equal_counts")
-    assert placed(plan, [9, 1, 1, 1], step=1, num_workers=2).workers.tolist() == [1, 1, 0, 0]
-    assert placed(plan, [9, 1, 1, 1], step=2, num_workers=2).workers.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("placing", ["equal_counts", "equal_sums", "two_tier"])
@@ -75,14 +62,6 @@ def test_a_worker_with_short_rollouts_has_long_ones_next(placing):
     # The same shares, from the other end.
     assert even.workers.tolist() == (9 - odd.workers).tolist()
     assert means[0].tolist() == means[1][::-1].tolist()
-
-
-def test_equal_work_ranges_have_alike_sums():
-    lengths = np.random.default_rng(0).lognormal(4, 0.5, 2000)
-    workers = placed(PlacementPlan(name="equal work", placing="equal_sums"), lengths).workers
-    sums = np.bincount(workers, weights=lengths)
-    assert sums.max() / sums.min() < 1.02
-    assert np.ptp(np.bincount(workers)) > 500
 
 
 def test_long_workers_hold_the_longest_rollouts_and_nothing_else():
@@ -105,16 +84,6 @@ def test_long_workers_leave_the_other_rollouts_a_worker(num_workers):
     assert set(workers) == set(range(num_workers))
     if num_workers > 1:
         assert sorted(lengths[workers < num_workers - 1]) == [8, 9, 10]
-
-
-def test_groups_are_probed_where_nothing_is_known():
-    order = placed(PlacementPlan(name="any"), np.full(6, 5.0), prompts=[0, 0, 0, 1, 1, 1]).order
-    assert order.tolist() == [0, 3, 1, 4, 2, 5]
-
-
-def test_stealing_and_moving_are_passed_on():
-    assignment = placed(PlacementPlan(name="any", stealing="queued", moving="faster"), [1.0])
-    assert (assignment.stealing, assignment.moving) == ("queued", "faster")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from treering.errors import InputError
-from treering.schedule.traces.synthetic import parse_law, whole_lengths
+from treering.schedule.traces.synthetic import parse_law
 
 
 def drawn(text, count=40_000, seed=0):
@@ -35,10 +35,6 @@ def test_a_bimodal_law_has_its_share_of_long_ones():
     assert np.log(drawn("bimodal:100,100,0.5")).std() == pytest.approx(0.3, rel=0.03)
 
 
-def test_a_constant_law_has_one_length():
-    assert set(drawn("constant:300", 5)) == {300.0}
-
-
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
@@ -54,19 +50,6 @@ def test_a_constant_law_has_one_length():
 )
 def test_a_limit_is_the_last_number_where_there_is_one(text, limit):
     assert parse_law(text).max_tokens == limit
-
-
-def test_whole_lengths_are_rounded_and_cut_to_what_is_possible():
-    lengths = np.array([0.2, 1.4, 1.6, 8.0, 99.0])
-    assert whole_lengths(lengths, parse_law("exponential:5,8")).tolist() == [1, 1, 2, 8, 8]
-    assert whole_lengths(lengths, parse_law("exponential:5")).tolist() == [1, 1, 2, 8, 99]
-    assert whole_lengths(lengths, parse_law("exponential:5")).dtype == np.int64
-
-
-@pytest.mark.parametrize("text", ["", "normal:1,2", "lognormal", "uniform", " lognormal:8,1"])
-def test_another_law_is_refused_with_those_that_there_are(text):
-    with pytest.raises(InputError, match=r"lognormal:MU,SIGMA\[,MAX\]; exponential"):
-        parse_law(text)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +78,10 @@ def test_another_law_is_refused_with_those_that_there_are(text):
 def test_numbers_that_are_no_law_are_refused_with_how_it_is_written(text):
     name = text.split(":")[0]
     with pytest.raises(InputError, match=f"got '{text}'; write {name}:"):
+        parse_law(text)
+
+
+@pytest.mark.parametrize("text", ["", "normal:1,2", "lognormal", "uniform", " lognormal:8,1"])
+def test_another_law_is_refused_with_those_that_there_are(text):
+    with pytest.raises(InputError, match=r"lognormal:MU,SIGMA\[,MAX\]; exponential"):
         parse_law(text)

@@ -72,11 +72,6 @@ def test_a_run_is_read_from_its_own_rollouts(tmp_path):
     assert shape(read_log(folder / "epoch-000.jsonl")) == [[("a", 3)]]
 
 
-def test_tokens_without_a_mask_are_all_sampled(tmp_path):
-    [step] = read_log(write(tmp_path / "log.jsonl", [{"task_id": 3, "epoch": 0, "tokens": [5, 6, 7]}]))
-    assert (shape([step]), step.num_prompt_tokens.tolist()) == ([[(3, 3)]], [0])
-
-
 def steps_of(tmp_path, rows):
     return read_log(write(tmp_path / "log.jsonl", rows))
 
