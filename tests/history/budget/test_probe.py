@@ -80,3 +80,21 @@ def test_a_source_that_was_given_up_is_drafted_from_again_once_it_comes_true() -
     assert sum(failing[-130:]) == 2
     working = [num_drafted(step, is_right=True) for step in range(3000)]
     assert np.mean(working[-50:]) > 3
+
+
+FLAT = VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1.001]))
+
+
+def test_tokens_that_pay_are_drafted_again_behind_steps_that_found_no_place() -> None:
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4]] * 2}}))
+    drafter.use_costs(FLAT)
+    state = drafter.state()
+    state["weights"][FIRST.any] -= 4
+    drafter.load_state(state)
+    known, unknown = (draft_rows([Row(rollout=(token,))]) for token in (1, 77))
+    before = drafter.propose(known)
+    assert 0.02 < before.acceptance[0] < 0.45
+    for _ in range(30):
+        assert drafter.propose(unknown).tokens.size == 0
+    sizes = [drafter.propose(known).tokens.size for _ in range(20)]
+    assert min(sizes) >= before.tokens.size

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from tests.history.stores import MANIFEST, assert_equal_snapshots, contents, data_files, ids, large, reopened, write
 from treering.history.store import blocks
 from treering.history.store import reader as reader_module
-from treering.history.store.reader import HistoryReader
+from treering.history.store.reader import BackgroundReader, HistoryReader
 from treering.history.store.store import HistoryStore
 
 
@@ -158,3 +159,25 @@ def test_a_damaged_manifest_leaves_what_was_read_and_warns_once(tmp_path: Path) 
     (tmp_path / MANIFEST).write_bytes(good)
     assert not reader.refresh()
     assert_equal_snapshots(reader, reopened(tmp_path))
+
+
+def test_a_publish_is_seen_without_a_call(tmp_path: Path) -> None:
+    with HistoryStore(tmp_path) as store, BackgroundReader(HistoryReader(tmp_path)) as background:
+        background.start(interval_s=0.01)
+        background.start(interval_s=0.01)
+        store.add("q", [ids(1, 2)], version=0)
+        store.publish()
+        ends = time.monotonic() + 60
+        while "q" not in background.snapshot and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert background.snapshot["q"].text.tolist() == [-1, 1, 2]
+
+
+def test_a_snapshot_stays_valid_after_close(tmp_path: Path) -> None:
+    with HistoryStore(tmp_path) as store:
+        store.add("q", [ids(1, 2)], version=0)
+        store.publish()
+        background = BackgroundReader(HistoryReader(tmp_path))
+        background.start(interval_s=0.01)
+        background.close()
+    assert background.snapshot["q"].text.tolist() == [-1, 1, 2]
