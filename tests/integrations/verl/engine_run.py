@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import verl  # noqa: F401 - its plugins are loaded before the platform is set
+from tensordict import NonTensorStack
 from verl.plugin.platform import set_platform
 
 from tests.integrations.verl.cpu import CpuPlatform
@@ -111,6 +112,8 @@ def batch_of(rows: list[tuple[list[int], list[int]]], loss: str, options: dict[s
         "old_log_probs": nested([0.3 * x - 3.5 for x in like_responses]),
         "ref_log_prob": nested([0.2 * x - 3.4 for x in like_responses]),
         "advantages": nested([x.roll(1) for x in like_responses]),
+        # As verl's agent loops write it for text.
+        "multi_modal_inputs": NonTensorStack(*({} for _ in rows)),
     }
     if loss == "sft":
         masks = zip(rows, response_mask, strict=True)
