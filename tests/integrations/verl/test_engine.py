@@ -112,9 +112,10 @@ def test_ranks_run_equally_many_micro_batches(ranks: list[dict[str, Any]]) -> No
     assert len({len(rank["ppo in dynamic micro-batches/tree"]["tokens"]) for rank in ranks}) == 1
 
 
-def test_a_ppo_step_of_verls_worker_moves_the_weights_as_its_own_engine_does(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("step", ["step", "grouped step"])
+def test_a_ppo_step_moves_the_weights_as_verls_engine_does(step: str, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        stock, ours = rank["step/stock"], rank["step/tree"]
+        stock, ours = rank[f"{step}/stock"], rank[f"{step}/tree"]
         assert (stock["engine"], ours["engine"]) == ("FSDPEngineWithLMHead", "TreeEngine")
         for name, before in stock["before"].items():
             update, error = stock["after"][name] - before, ours["after"][name] - stock["after"][name]
@@ -126,3 +127,13 @@ def test_a_ppo_step_of_verls_worker_moves_the_weights_as_its_own_engine_does(ran
         assert metrics.keys() == stock["metrics"].keys()
         for name, values in stock["metrics"].items():
             assert metrics[name] == pytest.approx(values, rel=4 * TOLERANCE, abs=4 * TOLERANCE), name
+
+
+def test_mini_batches_of_whole_groups_compute_less_and_cut_as_many(ranks: list[dict[str, Any]]) -> None:
+    for engine in ("stock", "tree"):
+        metrics = [
+            rank[f"{step}/{engine}"]["metrics"]["grad_norm"] for step in ("step", "grouped step") for rank in ranks
+        ]
+        assert {len(norms) for norms in metrics} == {2}
+    cut, whole = (sum(sum(rank[f"{step}/tree"]["tokens"]) for rank in ranks) for step in ("step", "grouped step"))
+    assert whole < cut

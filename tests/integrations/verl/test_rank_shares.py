@@ -61,7 +61,10 @@ def test_a_group_is_split_only_where_no_rank_has_room_for_it() -> None:
 
 
 @given(
-    num_ranks=st.integers(1, 4), groups_each=st.integers(1, 3), size=st.integers(1, 4), num_mini_batches=st.integers(1, 3)
+    num_ranks=st.integers(1, 4),
+    groups_each=st.integers(1, 3),
+    size=st.integers(1, 4),
+    num_mini_batches=st.integers(1, 3),
 )
 def test_mini_batches_of_all_ranks_have_whole_groups_that_fill_them_and_every_row_once(
     num_ranks: int, groups_each: int, size: int, num_mini_batches: int
