@@ -80,14 +80,14 @@ def test_mini_batches_of_all_ranks_have_whole_groups_that_fill_them_and_every_ro
 
 
 def test_groups_come_in_the_order_in_which_their_last_rows_were_done() -> None:
-    # Rank 0 was done with c, a, b and rank 1 with a, c, b: a and c ended second, and a's row stands on the earlier rank.
+    # Rank 0 was done with c, a, b and rank 1 with a, c, b: a and c ended second, a on the earlier rank.
     assert order_rows("cabacb", 2, 3).tolist() == [[1, 0, 2], [3, 4, 5]]
 
 
 def test_rows_that_ranks_cannot_have_equally_many_of_are_refused() -> None:
     with pytest.raises(InputError, match="2 ranks get equally many rows, and there are 3"):
         share_rows(Forest.from_sequences([[1], [2], [3]]), "abc", 2)
-    with pytest.raises(InputError, match="2 mini-batches of 3 ranks .* there are 3; give a multiple of 6"):
+    with pytest.raises(InputError, match=r"2 mini-batches of 3 ranks .* there are 3; give a multiple of 6"):
         order_rows("abc", 3, 2)
 
 

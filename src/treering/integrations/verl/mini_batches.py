@@ -20,8 +20,8 @@ from treering.integrations.verl.rank_shares import order_rows
 class GroupedWorker(TrainingWorker):  # type: ignore[misc]
     """Updates as verl's worker does, but cuts a batch between groups.
 
-    verl cuts the rows of each rank in their order, which takes the rows of a prompt to several mini-batches. Mini-batches
-    are as many and as large as before. Which rows are in one changes, and with it the course of the training.
+    verl cuts the rows of each rank in their order, which takes the rows of a prompt to several mini-batches.
+    Mini-batches stay as many and as large. Which rows are in one changes, and with it the course of the training.
     """
 
     def train_mini_batch(self, data: Any) -> Any:
@@ -33,8 +33,8 @@ class GroupedWorker(TrainingWorker):  # type: ignore[misc]
         """
         if tu.get_non_tensor_data(data, key="dataloader_kwargs", default={}).get("shuffle"):
             raise UnsupportedError(
-                "actor_rollout_ref.actor.shuffle=True mixes rows, and mini-batches of whole groups do not: write False, "
-                "or TREERING_VERL_GROUPS=whole"
+                "actor_rollout_ref.actor.shuffle=True mixes rows, and mini-batches of whole groups do not: write "
+                "False, or TREERING_VERL_GROUPS=whole"
             )
         return super().train_mini_batch(_in_whole_groups(data, self.engine.get_data_parallel_group()))
 

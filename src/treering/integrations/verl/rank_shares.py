@@ -1,4 +1,4 @@
-"""Which rank computes which rows of a batch, and when: groups whole where they fit, equally many rows for every rank."""
+"""Which rank computes which rows of a batch, and when: groups whole where they fit, equally many rows for each."""
 
 from collections.abc import Hashable, Sequence
 
@@ -67,8 +67,8 @@ def order_rows(groups: Sequence[Hashable], num_ranks: int, num_mini_batches: int
     Raises:
         InputError: ranks and mini-batches cannot get equally many rows.
 
-    Example: of groups a, b, a, b on two ranks in two mini-batches rank 0 has rows 0 and 1, and rank 1 has 2 and 3: first
-    the rows of a, then those of b.
+    Example: of groups a, b, a, b on two ranks in two mini-batches rank 0 has rows 0 and 1, and rank 1 has 2 and 3:
+    first the rows of a, then those of b.
     """
     num_rows, num_parts = len(groups), num_ranks * num_mini_batches
     if num_rows % num_parts:
