@@ -17,7 +17,8 @@ if importlib.util.find_spec("verl") is None:
 
 from tests.integrations.verl.script import EOS, FIRST_WORD, VOCAB, response_of
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
+# Two runs of about ten processes each.
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow, pytest.mark.timeout(2000)]
 
 ROOT = Path(__file__).parents[3]
 RUN = "tests.integrations.verl.trainer_run"
@@ -79,14 +80,18 @@ SETTINGS = {
 }
 
 
+VARIABLES = "+ray_kwargs.ray_init.runtime_env.env_vars"
+CHOICE = {f"{VARIABLES}.VERL_ENGINE_VENDOR": "treering", f"{VARIABLES}.TREERING_VERL_GROUPS": "whole_mini_batches"}
+"""The lines of the documentation."""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What verl logged and what ranks left, without Treering and with."""
     inputs = tmp_path_factory.mktemp("inputs")
     save_inputs(inputs)
-    chosen = {"VERL_ENGINE_VENDOR": "treering", "TREERING_VERL_GROUPS": "whole_mini_batches"}
-    environments = {"stock": {}, "tree": chosen}
-    return {name: run(inputs, tmp_path_factory.mktemp(name), **chosen) for name, chosen in environments.items()}
+    settings: dict[str, dict[str, Any]] = {"stock": SETTINGS, "tree": {**SETTINGS, **CHOICE}}
+    return {name: run(inputs, tmp_path_factory.mktemp(name), own) for name, own in settings.items()}
 
 
 def save_inputs(folder: Path) -> None:
@@ -123,7 +128,7 @@ def save_inputs(folder: Path) -> None:
     Dataset.from_list(rows).to_parquet(str(folder / "rows.parquet"))
 
 
-def run(inputs: Path, folder: Path, **chosen: str) -> dict[str, Any]:
+def run(inputs: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     files = {
         "data.train_files": inputs / "rows.parquet",
         "data.val_files": inputs / "rows.parquet",
@@ -144,10 +149,10 @@ def run(inputs: Path, folder: Path, **chosen: str) -> dict[str, Any]:
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "TREERING_TEST_FOLDER": str(folder),
     }
-    settings = [f"{name}={value}" for name, value in {**SETTINGS, **files}.items()]
-    command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", *settings]
+    words = [f"{name}={value}" for name, value in {**settings, **files}.items()]
+    command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", *words]
     with (folder / "log").open("w") as log:
-        done = subprocess.run(command, cwd=ROOT, env={**env, **chosen}, stdout=log, stderr=log, timeout=900)
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=950)
     if done.returncode:
         pytest.fail((folder / "log").read_text()[-5000:])
     logged = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
