@@ -10,6 +10,7 @@ import pytest
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed: make verl-test", allow_module_level=True)
 
+from tests.integrations.verl.common import num_distinct
 from treering.errors import UnsupportedError
 from treering.integrations.verl.rank_shares import dealt_rows, order_rows, share_rows
 from treering.tree.forest import Forest
@@ -74,12 +75,8 @@ def test_what_verl_has_dealt_becomes_whole_groups(num_ranks: int) -> None:
 
 
 def busiest(rows: dict[str, list[int]], keys: list[str], rank_of_row: Any) -> int:
-    return max(num_tokens(rows, keys, rank_of_row == rank) for rank in set(rank_of_row.tolist()))
-
-
-def num_tokens(rows: dict[str, list[int]], keys: list[str], is_own: Any) -> int:
-    own = [rows[key] for key, is_one in zip(keys, is_own, strict=True) if is_one]
-    return len({tuple(row[: end + 1]) for row in own for end in range(len(row))})
+    ranks = set(rank_of_row.tolist())
+    return max(num_distinct([rows[keys[row]] for row in np.flatnonzero(rank_of_row == rank)]) for rank in ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -1,10 +1,8 @@
 """The tree engine against verl's own: outputs, gradients and computed tokens, on one and on two gloo ranks."""
 
 import importlib.util
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,10 @@ import torch
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed: make verl-test", allow_module_level=True)
 
+from tests.integrations.verl.common import ROOT, environment, num_distinct
+
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
 
-ROOT = Path(__file__).parents[3]
 CASES = (
     "ppo in one micro-batch",
     "ppo in dynamic micro-batches",
@@ -30,19 +29,17 @@ TOLERANCE = 1e-5
 SYSTEM_TOKENS = 5
 
 
-def run(folder: Path, *command: str) -> "subprocess.Popen[str]":
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env.pop("VERL_ENGINE_VENDOR", None)
-    return subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saved."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    module = ("-m", "tests.integrations.verl.engine_run", str(folder))
-    processes = [run(folder, *module, str(rank), str(size)) for rank in range(size)]
+    command = [sys.executable, "-m", "tests.integrations.verl.engine_run", str(folder)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(size)], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
     errors = [process.communicate(timeout=500)[1] for process in processes]
     if any(process.returncode for process in processes):
         pytest.fail("\n".join(error[-3000:] for error in errors))
@@ -102,10 +99,6 @@ def test_with_the_off_switch_each_rank_computes_its_own_rows(ranks: list[dict[st
     for rank in ranks:
         assert rank["off"]["tokens"] == [num_distinct(rank["rows"])]
         assert len(ranks) == 1 or rank["off"]["tokens"] > rank["ppo in one micro-batch/tree"]["tokens"]
-
-
-def num_distinct(rows: list[list[int]]) -> int:
-    return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
 
 
 def test_ranks_run_equally_many_micro_batches(ranks: list[dict[str, Any]]) -> None:

@@ -7,14 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.integrations.verl.common import num_distinct
 from treering.errors import ConfigError, InputError
 from treering.integrations.verl.rank_shares import dealt_rows, order_rows, share_rows
 from treering.integrations.verl.requirements import grouping
 from treering.tree.forest import Forest
-
-
-def num_distinct(rows: list[list[int]]) -> int:
-    return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
 
 
 def busiest(rows: list[list[int]], ranks: list[int]) -> int:
