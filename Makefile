@@ -105,7 +105,8 @@ $(ENV)/.installed: constraints-env.txt | $(STAMP)
 	$(ENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-env.txt 'verifiers>=0.4,<0.5'
 	touch $@
 
-# Inside verl, in an environment of its own, because verl needs an older transformers. On CPU over gloo, one and two ranks.
+# Inside verl, in an environment of its own, because verl needs an older transformers. On CPU over gloo, one and two ranks,
+# and verl's whole trainer under Ray.
 VERL := .venv-verl
 VERL_TESTS ?= tests/integrations/verl
 verl-test: $(VERL)/.installed
