@@ -110,7 +110,8 @@ $(ENV)/.installed: constraints-env.txt | $(STAMP)
 VERL := .venv-verl
 VERL_TESTS ?= tests/integrations/verl
 verl-test: $(VERL)/.installed
-	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -o filterwarnings=default -m "$(MARKS)" $(VERL_TESTS)
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -n $(WORKERS) --dist loadfile -o filterwarnings=default -m "$(MARKS)" \
+	  $(VERL_TESTS)
 
 # Of verl's packages those that its FSDP engine imports; its rollout engines are left out.
 $(VERL)/.installed: pyproject.toml constraints-verl.txt | $(STAMP)

@@ -166,13 +166,13 @@ def engine_of(kind: type, model: Path, name: str) -> Any:
 def ppo_step(
     kind: type[TrainingWorker], model: Path, rows: list[tuple[list[int], list[int]]], *, size: int
 ) -> dict[str, Any]:
-    """One PPO step by a worker of verl: two mini-batches, with clipped gradients; by its own, in a shuffled order."""
+    """One PPO step by a worker of verl: three mini-batches, with clipped gradients; by its own, in a shuffled order."""
     worker = kind(TrainingWorkerConfig(model_type="language_model", **configs_of(model, "plain")))
     worker.reset()
     worker.set_loss_fn(loss_of("ppo", PPO))
     before = {name: weight.full_tensor().clone() for name, weight in worker.engine.module.named_parameters()}
     data = batch_of(rows, "ppo", DYNAMIC, size=size)
-    steps = {"num_mini_batch": 2, "epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": kind is TrainingWorker}}
+    steps = {"num_mini_batch": 3, "epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": kind is TrainingWorker}}
     tu.assign_non_tensor(data, **steps)
     with counted_tokens(worker.engine) as counted:
         output = worker.train_mini_batch(data)

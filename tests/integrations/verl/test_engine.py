@@ -26,7 +26,7 @@ CASES = (
 )
 # Both sides compute in float32, in other orders; a wrong weight or token changes a gradient by far more.
 TOLERANCE = 1e-5
-SYSTEM_TOKENS = 5
+SYSTEM_TOKENS, PROMPT_TOKENS = 5, 12
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
@@ -113,8 +113,8 @@ def test_a_ppo_step_moves_the_weights_as_verls_engine_does(step: str, ranks: lis
         for name, before in stock["before"].items():
             update, error = stock["after"][name] - before, ours["after"][name] - stock["after"][name]
             assert update.norm() > 0
-            # Two updates, and the rounding of the weights in each.
-            assert error.norm() <= 2 * (TOLERANCE * update.norm() + 2**-23 * before.norm()), name
+            # Three updates, and the rounding of the weights in each.
+            assert error.norm() <= 3 * (TOLERANCE * update.norm() + 2**-23 * before.norm()), name
         metrics = dict(ours["metrics"])
         assert all(ratio > 1 for ratio in metrics.pop("tree/token_ratio"))
         assert metrics.keys() == stock["metrics"].keys()
@@ -122,11 +122,11 @@ def test_a_ppo_step_moves_the_weights_as_verls_engine_does(step: str, ranks: lis
             assert metrics[name] == pytest.approx(values, rel=4 * TOLERANCE, abs=4 * TOLERANCE), name
 
 
-def test_mini_batches_of_whole_groups_compute_less_and_cut_as_many(ranks: list[dict[str, Any]]) -> None:
-    for engine in ("stock", "tree"):
-        metrics = [
-            rank[f"{step}/{engine}"]["metrics"]["grad_norm"] for step in ("step", "grouped step") for rank in ranks
-        ]
-        assert {len(norms) for norms in metrics} == {2}
+def test_mini_batches_of_whole_groups_compute_each_token_of_a_group_once(ranks: list[dict[str, Any]]) -> None:
+    groups: dict[tuple[int, ...], list[list[int]]] = {}
+    for row in (row for rank in ranks for row in rank["rows"]):
+        groups.setdefault(tuple(row[:PROMPT_TOKENS]), []).append(row)
     cut, whole = (sum(sum(rank[f"{step}/tree"]["tokens"]) for rank in ranks) for step in ("step", "grouped step"))
-    assert whole < cut
+    # A mini-batch has a group for each rank.
+    assert whole == sum(map(num_distinct, groups.values())) < cut
+    assert {len(rank["grouped step/tree"]["metrics"]["grad_norm"]) for rank in ranks} == {3}

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +14,12 @@ import torch
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed: make verl-test", allow_module_level=True)
 
+from tests.integrations.verl.common import ROOT, environment, num_distinct
 from tests.integrations.verl.script import EOS, FIRST_WORD, VOCAB, response_of
 
 # Two runs of about ten processes each.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow, pytest.mark.timeout(2000)]
 
-ROOT = Path(__file__).parents[3]
 RUN = "tests.integrations.verl.trainer_run"
 NUM_STEPS, NUM_RANKS, PROMPTS_PER_STEP, ROLLOUTS_PER_PROMPT = 2, 2, 4, 4
 PASSES_PER_STEP = 3
@@ -135,20 +134,15 @@ def run(inputs: Path, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "actor_rollout_ref.model.path": inputs / "model",
         "hydra.run.dir": folder,
     }
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "TREERING_VERL_"))},
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
+    env = environment(
+        VERL_USE_EXTERNAL_MODULES=RUN,
+        VERL_FILE_LOGGER_PATH=str(folder / "metrics.jsonl"),
+        TREERING_TEST_FOLDER=str(folder),
+        RAY_USAGE_STATS_ENABLED="0",
         # Ray would start a process for each CPU, and verl's actors take none of them.
-        "RAY_enable_worker_prestart": "0",
-        "RAY_prestart_worker_first_driver": "0",
-        "VERL_USE_EXTERNAL_MODULES": RUN,
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-        "TREERING_TEST_FOLDER": str(folder),
-    }
+        RAY_enable_worker_prestart="0",
+        RAY_prestart_worker_first_driver="0",
+    )
     words = [f"{name}={value}" for name, value in {**settings, **files}.items()]
     command = [sys.executable, "-W", "ignore", "-m", "verl.trainer.main_ppo", *words]
     with (folder / "log").open("w") as log:
@@ -186,9 +180,9 @@ def test_each_distinct_token_of_a_step_is_computed_once_in_each_pass(runs: dict[
     for step, computed in enumerate(runs["tree"]["tokens"]):
         prompts = PROMPTS[step * PROMPTS_PER_STEP :][:PROMPTS_PER_STEP]
         rows = [[*prompt, *response_of(prompt, k)] for prompt in prompts for k in range(ROLLOUTS_PER_PROMPT)]
-        distinct = len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
         # Groups are whole, so ranks have nothing in common but how all prompts begin.
-        assert computed == PASSES_PER_STEP * (distinct + (NUM_RANKS - 1) * len(BEGINNING))
+        distinct = num_distinct(rows) + (NUM_RANKS - 1) * len(BEGINNING)
+        assert computed == PASSES_PER_STEP * distinct
         assert computed < PASSES_PER_STEP * sum(map(len, rows)) <= runs["stock"]["tokens"][step]
-        ratio = sum(map(len, rows)) / (distinct + (NUM_RANKS - 1) * len(BEGINNING))
+        ratio = sum(map(len, rows)) / distinct
         assert runs["tree"]["metrics"][step]["actor/tree/token_ratio"] == pytest.approx(ratio, rel=0.1)
