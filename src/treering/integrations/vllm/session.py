@@ -25,7 +25,8 @@ class DraftSession:
 
     Attributes:
         requests: the drafter by request.
-        history: the store's folder as it is read; None without one.
+        folder: of the store, absolute; None without one.
+        history: the folder as it is read; None without one.
         num_steps: steps that were asked for drafts.
         num_rows: their rows, summed up.
         propose_s: seconds that they took.
@@ -51,6 +52,7 @@ class DraftSession:
             ConfigError: a setting out of range.
             StateError: the history is a file.
         """
+        self.folder = None if settings.history is None else settings.history.resolve()
         self.history = None if settings.history is None else BackgroundReader(HistoryReader(settings.history))
         source = self.history or HistoryStore()
         drafter = Drafter(source, max_draft=max_draft, shape="chain", **settings.drafter_options())
