@@ -1,4 +1,4 @@
-"""TRL's importance correction beside vLLM is that of the stock trainer: vLLM is scripted here, and samples off policy."""
+"""Beside vLLM the importance correction is the stock trainer's: vLLM is scripted here, and samples off policy."""
 
 import math
 from pathlib import Path
