@@ -34,6 +34,11 @@ def server(folder: Path) -> Iterator[str]:
 
     helpers.save_model(folder / "model")
     plugins(folder / "plugins")
+    # vLLM's `/server_info` fails in an environment that uv made where no uv is found.
+    uv = folder / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,6 +51,7 @@ def server(folder: Path) -> Iterator[str]:
     ]
     environment = os.environ | {
         "TREERING_HISTORY": str(folder / "history"),
+        "PATH": os.pathsep.join((str(uv.parent), os.environ["PATH"])),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, folder / "plugins"))),
@@ -83,7 +89,7 @@ def test_a_served_policy_drafts_from_the_run_s_history_and_follows_its_weights(
     from treering.integrations.trl import share_prefixes, vllm_drafts
 
     monkeypatch.setenv("TREERING_TEST_WEIGHTS", str(folder / "weights"))
-    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_server_timeout": 400.0}
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_server_timeout": 240.0}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(VLLMClient, "init_communicator"))
         stack.enter_context(mock.patch.object(VLLMClient, "update_named_params", update))
