@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object  # type: ignore[import-untyped]
 
 from treering.history.store.snapshot import newest_first
 from treering.history.store.store import HistoryStore

@@ -6,7 +6,6 @@ several texts.
     N tokens   C hidden size   R boundary tokens
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -64,11 +63,12 @@ def _forward(
     mixer: nn.Module,
     original: Mixer,
     hidden_states: Float[Tensor, "1 N C"],
+    cache: object = None,
+    cache_params: object = None,
     attention_mask: object = None,
     **options: Any,
 ) -> Float[Tensor, "1 N C"]:
     """A mixer's forward on a forest: [1, N, C] in packed order in and out."""
-    options.pop(_name_of_cache(type(mixer)), None)
     if not isinstance(attention_mask, TreeLayout):
         raise StateError("a recurrent layer was called inside tree_attention without a forest: use treering.forward")
     layer: Any = mixer.layer_idx
@@ -84,7 +84,7 @@ def run_on_forest(
     plan, boundary = plan_of(layout), layout.boundary
     gateway = None if boundary is None else boundary.gateway
     above = None if boundary is None else _received(boundary, layer, layout.device)
-    name = _name_of_cache(type(mixer))
+    name = _name_of_cache(mixer)
     outputs: list[Tensor] = []
     kept: list[States] = []
     for level in plan.levels:
@@ -106,10 +106,9 @@ def run_on_forest(
     return _export_states(result, States(*(part.index_select(0, plan.left) for part in _joined(kept))), gateway, layer)
 
 
-@functools.cache
-def _name_of_cache(kind: type[nn.Module]) -> str:
+def _name_of_cache(mixer: nn.Module) -> str:
     """The argument of a mixer's cache: transformers 5.24 drops one that comes by the name of before."""
-    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "cache_params"
+    return "cache" if "cache" in inspect.signature(type(mixer).forward).parameters else "cache_params"
 
 
 def _joined(states: list[States]) -> States:
