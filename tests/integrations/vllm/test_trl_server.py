@@ -63,8 +63,9 @@ def server(folder: Path) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()
-        process.wait(60)
+        # Ends its processes too, as they end with it.
+        process.kill()
+        process.wait()
 
 
 def update(client: Any, metadata: Any, named: Any) -> None:
@@ -89,7 +90,7 @@ def test_a_served_policy_drafts_from_the_run_s_history_and_follows_its_weights(
     from treering.integrations.trl import share_prefixes, vllm_drafts
 
     monkeypatch.setenv("TREERING_TEST_WEIGHTS", str(folder / "weights"))
-    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_server_timeout": 240.0}
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_server_timeout": 500.0}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(VLLMClient, "init_communicator"))
         stack.enter_context(mock.patch.object(VLLMClient, "update_named_params", update))
