@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -59,13 +60,18 @@ def server(folder: Path) -> Iterator[str]:
     # What `vllm serve` runs; that command looks for a distribution named vllm, and the one for CPUs has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *flags]
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        # Ends its processes too, as they end with it.
-        process.kill()
-        process.wait()
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            # It listens to no signal while it starts, and leaves its processes behind where it is killed alone.
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def update(client: Any, metadata: Any, named: Any) -> None:
