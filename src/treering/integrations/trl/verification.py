@@ -183,16 +183,18 @@ def _untouched(trainer: Any, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _rounded_otherwise(model: nn.Module, epsilon: float) -> Iterator[None]:
-    """Inside, the decoder gets batches some columns wider, and embeddings that differ by at most one rounding."""
+    """Inside, the model gets batches some columns wider, and embeddings that differ by at most one rounding."""
     causal_lm: Any = unwrap(model).model
-    decoder, embedding = causal_lm.get_decoder(), causal_lm.get_input_embeddings()
+    # The module that the batch comes into, around the decoder where the model takes pictures.
+    inner, embedding = causal_lm.base_model, causal_lm.get_input_embeddings()
     generator = torch.Generator().manual_seed(0)
 
     def widen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ids = args[0] if args else kwargs["input_ids"]
         wider = dict(kwargs, input_ids=_wider(ids))
-        if isinstance(kwargs.get("attention_mask"), Tensor):
-            wider["attention_mask"] = _wider(kwargs["attention_mask"])
+        for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if isinstance(kwargs.get(name), Tensor):
+                wider[name] = _wider(kwargs[name])
         return args[1:], wider
 
     def narrow(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -208,10 +210,10 @@ def _rounded_otherwise(model: nn.Module, epsilon: float) -> Iterator[None]:
 
     with ExitStack() as stack:
         undo = [
-            decoder.register_forward_pre_hook(
+            inner.register_forward_pre_hook(
                 lambda m, a, k: widen(m, a, k) if is_plain(k) else None, with_kwargs=True
             ),
-            decoder.register_forward_hook(
+            inner.register_forward_hook(
                 lambda m, a, k, o: narrow(m, a, k, o) if is_plain(k) else None, with_kwargs=True
             ),
             embedding.register_forward_hook(jitter),
