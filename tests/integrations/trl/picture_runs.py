@@ -25,7 +25,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-from trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 BEGIN, END = VIDEO + 1, VIDEO + 2
 _NAMES = {
@@ -82,7 +82,7 @@ class _WithoutVideo:
         return type(argument)
 
 
-class _Qwen2_5(_WithoutVideo, Qwen2_5_VLProcessor):
+class _Qwen25(_WithoutVideo, Qwen2_5_VLProcessor):
     pass
 
 
@@ -106,7 +106,7 @@ def processor(family: str) -> ProcessorMixin:
         images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=2)
         return _InternVL(image_processor=images, image_seq_length=4, video_processor=_WithoutVideo(), **given)
     images = Qwen2VLImageProcessorPil(patch_size=2, temporal_patch_size=2, merge_size=2, min_pixels=16, max_pixels=96)
-    make = _Qwen2_5 if family == "qwen2_5_vl" else _Qwen3
+    make = _Qwen25 if family == "qwen2_5_vl" else _Qwen3
     return make(image_processor=images, video_processor=_WithoutVideo(), **given)
 
 
@@ -131,7 +131,7 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join(f"w{rng.randrange(3, IMAGE)}" for _ in range(count))
 
 
-# Tasks: two questions on pictures of their own, one on two pictures, and one in the words of the first on another one.
+# A question and its pictures: the last task has the first one's words and placeholders, and other pixels.
 _TASKS = ((0, (0,)), (1, (1,)), (2, (2, 3)), (0, (4,)))
 
 
@@ -163,6 +163,14 @@ def conversations() -> Dataset:
     )
 
 
+def mixed() -> Dataset:
+    """Conversations, every third of which has no picture."""
+    rows = conversations().to_list()
+    return Dataset.from_list(
+        [{**row, "images": [] if i % 3 == 0 else row["images"]} for i, row in enumerate(rows)], conversations().features
+    )
+
+
 def completed() -> Dataset:
     rng = random.Random(7)
     return Dataset.from_list([{**_tasks()[i % 4], "completion": _answer(rng, 2 + i % 3)} for i in range(16)])
@@ -172,6 +180,13 @@ def preferences() -> Dataset:
     rng = random.Random(8)
     return Dataset.from_list(
         [{**_tasks()[i % 4], "chosen": _answer(rng, 3), "rejected": _answer(rng, 1 + i % 3)} for i in range(12)]
+    )
+
+
+def unpaired() -> Dataset:
+    rng = random.Random(9)
+    return Dataset.from_list(
+        [{**_tasks()[i % 4], "completion": _answer(rng, 2 + i % 3), "label": bool(i % 2)} for i in range(12)]
     )
 
 
@@ -200,11 +215,11 @@ def _supervised(trainer: Any, config: Any, data: Any, family: str, out: Path, **
     extra = options.pop("trainer_options", {})
     defaults = {"per_device_train_batch_size": 4, "max_length": None}
     args = config(**{"output_dir": str(out), **runs.COMMON, **defaults, **options})
-    return trainer(
-        saved(family), args=args, train_dataset=data(), processing_class=processor(family), **extra
-    )
+    return trainer(saved(family), args=args, train_dataset=data(), processing_class=processor(family), **extra)
 
 
 sft = partial(_supervised, SFTTrainer, SFTConfig, conversations)
 sft_completed = partial(_supervised, SFTTrainer, SFTConfig, completed)
+sft_mixed = partial(_supervised, SFTTrainer, SFTConfig, mixed)
+kto = partial(_supervised, KTOTrainer, KTOConfig, unpaired)
 dpo = partial(_supervised, DPOTrainer, DPOConfig, preferences)

@@ -12,7 +12,7 @@ from treering.ranks.refusals import is_of_deepspeed
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """Trainers of TRL whose padded batches run on trees; their subclasses too."""
 
-PICTURE_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer")
+PICTURE_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer")
 """Those of `TRAINERS` that are exact with models that take pictures."""
 
 _LIGER_FAMILIES = (*LIGER_ACTIVATIONS, "gpt_oss")
@@ -75,8 +75,8 @@ def _check_pictures(trainer: Any) -> None:
         )
     if getattr(trainer, "is_fsdp_enabled", False) or _zero_stage(trainer):
         raise UnsupportedError(
-            f"{name} takes pictures, whose tower is tested on trees where each rank holds it whole; use DDP in the place "
-            "of FSDP or DeepSpeed"
+            f"{name} takes pictures, whose tower is tested on trees where each rank holds it whole; use DDP in the "
+            "place of FSDP or DeepSpeed"
         )
     for setting in ("torch_compile", "activation_offloading"):
         if getattr(trainer.args, setting, False):

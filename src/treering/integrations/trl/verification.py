@@ -210,9 +210,7 @@ def _rounded_otherwise(model: nn.Module, epsilon: float) -> Iterator[None]:
 
     with ExitStack() as stack:
         undo = [
-            inner.register_forward_pre_hook(
-                lambda m, a, k: widen(m, a, k) if is_plain(k) else None, with_kwargs=True
-            ),
+            inner.register_forward_pre_hook(lambda m, a, k: widen(m, a, k) if is_plain(k) else None, with_kwargs=True),
             inner.register_forward_hook(
                 lambda m, a, k, o: narrow(m, a, k, o) if is_plain(k) else None, with_kwargs=True
             ),
