@@ -12,10 +12,9 @@ from torch import Tensor
 
 from benchmarks.common.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
 from benchmarks.pictures.cases import DEFAULT, Case, forest_of, model_of
+from benchmarks.pictures.flops import step_flops
 from benchmarks.pictures.memory import peak_bytes
 from benchmarks.pictures.steps import WAYS
-from treering.tree.forest import Forest
-from treering.tree.stats import visible_pairs
 
 
 def measure(
@@ -39,7 +38,7 @@ def measure(
         for step in steps.values():
             step()
         medians = interleaved_medians(steps, num_runs, process_seconds)
-    flat, tree = _flops(case, model, forest)
+    flat, tree = step_flops(case, model, forest)
     speedup, bound = medians["padded_batch"] / medians["tree"], flat / tree
     return {
         "case": asdict(case),
@@ -51,36 +50,13 @@ def measure(
         "num_branch_tokens": forest.num_branch_tokens,
         "peak_bytes": peak_bytes(case),
         "peak_bytes_without_sharing": peak_bytes(replace(case, num_completions=1)),
-        "gradient_difference": _difference(grads["tree"], grads["padded_batch"]),
+        "gradient_difference": difference(grads["tree"], grads["padded_batch"]),
         "num_runs": num_runs,
         "environment": {"cpu": cpu_name(), **versions()},
     }
 
 
-def _flops(case: Case, model: Any, forest: Forest) -> tuple[float, float]:
-    """FLOPs of the flat and the tree step: 3 x (2 x weights x tokens + 4 x layers x width x pairs) of both parts."""
-    weights = sum(weight.numel() for layer in model.model.language_model.layers for weight in layer.parameters())
-    lengths = forest.branch_length.astype(float)
-    head = 2 * model.lm_head.weight.numel() * case.num_completions * case.completion_tokens
-
-    def text(num_tokens: float, num_pairs: float) -> float:
-        return float(2 * weights * num_tokens + 4 * case.num_layers * case.hidden_size * num_pairs)
-
-    tower = case.num_pictures * _tower_flops(case, model.model.visual)
-    flat = text(lengths.sum(), (lengths * (lengths + 1) / 2).sum()) + case.num_completions * tower
-    return 3 * (flat + head), 3 * (text(forest.num_tokens, visible_pairs(forest)) + tower + head)
-
-
-def _tower_flops(case: Case, tower: Any) -> float:
-    """FLOPs of one picture: windows of 8 x 8 patches in all blocks but the last, which sees all."""
-    num_patches = (2 * case.picture_side) ** 2
-    blocks: int = sum(weight.numel() for part in (tower.blocks, tower.patch_embed) for weight in part.parameters())
-    merger: int = sum(weight.numel() for weight in tower.merger.parameters())
-    pairs = num_patches * (64 * (case.tower_layers - 1) + num_patches)
-    return float(2 * blocks * num_patches) + 2 * merger * num_patches / 4 + 4 * case.tower_size * pairs
-
-
-def _difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest difference of an entry, relative to the largest entry."""
     largest = max(float(grad.abs().max()) for grad in expected.values())
     return max(float((actual[name] - grad).abs().max()) for name, grad in expected.items()) / largest

@@ -16,7 +16,8 @@ from treering.train.gradient.backward import backward
 
 def padded_batch(model: nn.Module, case: Case) -> Step:
     """Of a careful user: no padding is needed, and the head runs only on rows with loss."""
-    inputs, num = stock_inputs(case), case.completion_tokens
+    device = next(model.parameters()).device
+    inputs, num = {name: each.to(device) for name, each in stock_inputs(case).items()}, case.completion_tokens
 
     def step() -> None:
         logits = model(**inputs, logits_to_keep=num + 1, use_cache=False).logits[:, :-1]

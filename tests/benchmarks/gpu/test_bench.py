@@ -96,7 +96,7 @@ def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(
     )
     settings = gpu.Settings(device="cpu", size="tiny", data=tmp_path, out=tmp_path)
     reports = gpu.run(settings)
-    assert [*reports] == ["exactness", "engine", "attention", "loop", "model"]
+    assert [*reports] == ["exactness", "engine", "attention", "loop", "pictures", "model"]
     for name, report in reports.items():
         assert json.loads((tmp_path / gpu.FILES[name]).read_text()) == json.loads(json.dumps(report))
         assert report["cases"]

@@ -1,7 +1,6 @@
 """The benchmark of pictures compares two ways that compute the same gradient."""
 
 import pytest
-
 from benchmarks.pictures import bench
 from benchmarks.pictures.cases import DEFAULT, Case, small
 
