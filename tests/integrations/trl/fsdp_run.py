@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integrations.trl import fsdp_on_cpu, runs
+from tests.integrations.trl import fsdp_on_cpu, picture_runs, runs
 from treering.errors import StateError
 from treering.model.patch import TreePatch
 from treering.ranks.state import as_whole
@@ -28,6 +28,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dpo lora": (runs.dpo, {"lora": True, "gradient_checkpointing": True}, {}),
     "kto one unit": (runs.kto, {}, {"auto_wrap_policy": "NO_WRAP"}),
     "distillation": (runs.distillation, {"gradient_accumulation_steps": 1}, {}),
+    "pictures grpo": (picture_runs.grpo, {"pictures": "qwen2_5_vl", "beta": 0.1}, {}),
+    "pictures sft checkpointed": (picture_runs.sft, {"pictures": "qwen3_vl"}, CHECKPOINTED),
+}
+PICTURE_LAYERS = {
+    "qwen2_5_vl": ["Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"],
+    "qwen3_vl": ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"],
 }
 
 
@@ -35,9 +41,13 @@ def options_of(name: str) -> tuple[Any, str, dict[str, Any]]:
     """What trains a case, its model, and the options of both sides."""
     make, options, sharding = CASES[name]
     model, options = runs.model_and_options(options)
-    layer = "Qwen3MoeDecoderLayer" if model.get("family") == "qwen3_moe" else "Qwen3DecoderLayer"
-    sharding = {"version": 2, "transformer_layer_cls_to_wrap": [layer], **sharding}
-    return make, runs.saved(**model), {"fsdp": True, "fsdp_config": sharding, **options}
+    family = options.pop("pictures", None)
+    layers = ["Qwen3MoeDecoderLayer" if model.get("family") == "qwen3_moe" else "Qwen3DecoderLayer"]
+    layers = layers if family is None else PICTURE_LAYERS[family]
+    if family is not None:
+        picture_runs.saved(family)
+    sharding = {"version": 2, "transformer_layer_cls_to_wrap": layers, **sharding}
+    return make, family or runs.saved(**model), {"fsdp": True, "fsdp_config": sharding, **options}
 
 
 def weights_of(run: runs.Run) -> dict[str, torch.Tensor]:

@@ -73,10 +73,9 @@ def _check_pictures(trainer: Any) -> None:
             f"{name} takes pictures, which are tested on trees in {', '.join(PICTURE_TRAINERS)}; give it the tokenizer "
             "of a model of text as processing_class, or train without share_prefixes"
         )
-    if getattr(trainer, "is_fsdp_enabled", False) or _zero_stage(trainer):
+    if _zero_stage(trainer):
         raise UnsupportedError(
-            f"{name} takes pictures, whose tower is tested on trees where each rank holds it whole; use DDP in the "
-            "place of FSDP or DeepSpeed"
+            f"{name} takes pictures under DeepSpeed, which are not tested together on trees; use DDP or FSDP2"
         )
     for setting in ("torch_compile", "activation_offloading"):
         if getattr(trainer.args, setting, False):
