@@ -33,6 +33,7 @@ from treering.model.picture_batch import OF_PICTURES, pictures_of_batch
 from treering.model.replaced_forward import is_replaced, replace_forward
 from treering.model.tree_counts import TreeCounts
 from treering.model.wrappers import unwrap
+from treering.ranks.agreement import check_pictures_together
 from treering.tree.forest import Forest
 from treering.tree.padded import split_padded
 
@@ -165,6 +166,8 @@ class TreePatch:
         parts = find_parts(self._causal_lm, calls_modules=True)
         if self._vision is not None:
             check_forest(forest, parts)
+            if parts.shards is not None:
+                check_pictures_together(has_pictures=bool(forest.pictures))
             original = parts.decoder
         own = _OWN | _PACKING | _REFUSED.keys() | OF_PICTURES
         options = {name: value for name, value in kwargs.items() if name not in own}

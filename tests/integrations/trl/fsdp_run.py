@@ -1,7 +1,7 @@
 """One rank of a run under torchrun: `python -m tests.integrations.trl.fsdp_run FOLDER CASE...`.
 
 Trains each case stock and shared under FSDP2, and saves gradients of every optimizer step, and the weights after the
-last, by rank. The case "wrong" has one rank whose tree is wrong, and saves what each rank raised.
+last, by rank. Of `REFUSALS` it saves what each rank raised.
 """
 
 import sys
@@ -73,6 +73,21 @@ def refusal_of_a_wrong_tree(folder: Path) -> str:
     return ""
 
 
+def refusal_of_pictures_on_one_rank(folder: Path) -> str:
+    """What this rank raises where rank 0 alone has pictures."""
+    _, family, options = options_of("pictures sft checkpointed")
+    options |= {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
+    options["trainer_options"] = {"train_dataset": picture_runs.mixed().select([1, 0])}
+    try:
+        runs.train(picture_runs.sft, family, folder, shared={"group_batches": False}, **options)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+REFUSALS = {"wrong": refusal_of_a_wrong_tree, "pictures on one rank": refusal_of_pictures_on_one_rank}
+
+
 def main(folder: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     fsdp_on_cpu.emulate()
@@ -81,8 +96,8 @@ def main(folder: Path, names: list[str]) -> None:
     cases = {name: options_of(name) for name in CASES}
     saved: dict[str, Any] = {}
     for name in names:
-        if name == "wrong":
-            saved[name] = refusal_of_a_wrong_tree(folder / "out")
+        if name in REFUSALS:
+            saved[name] = REFUSALS[name](folder / "out")
             continue
         make, model, options = cases[name]
         for side, shared in (("stock", None), ("ours", {"group_batches": False})):

@@ -212,10 +212,10 @@ def rloo(family: str, out: Path, **options: Any) -> Any:
 
 
 def _supervised(trainer: Any, config: Any, data: Any, family: str, out: Path, **options: Any) -> Any:
-    extra = options.pop("trainer_options", {})
+    extra = {"train_dataset": data(), **options.pop("trainer_options", {})}
     defaults = {"per_device_train_batch_size": 4, "max_length": None}
     args = config(**{"output_dir": str(out), **runs.COMMON, **defaults, **options})
-    return trainer(saved(family), args=args, train_dataset=data(), processing_class=processor(family), **extra)
+    return trainer(saved(family), args=args, processing_class=processor(family), **extra)
 
 
 sft = partial(_supervised, SFTTrainer, SFTConfig, conversations)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from treering.errors import StateError
 from treering.model.patch import TreePatch
 from treering.model.wrappers import unwrap
+from treering.ranks.agreement import check_pictures_together
 from treering.ranks.units import reducing, units_of
 
 TIMES_YARDSTICK = 16.0
@@ -76,6 +77,9 @@ class FirstMicroBatch:
                 return _gradients(loss, model, is_left_alone=getattr(self._trainer, "is_deepspeed_enabled", False))
 
         units = units_of(model)
+        if units and getattr(self._trainer, "_is_vlm", False):
+            # The stock path, which comes first, would wait forever.
+            check_pictures_together(has_pictures=inputs.get("pixel_values") is not None)
         with ExitStack() as stack:
             stack.enter_context(reducing(units))
             with self._flat():
