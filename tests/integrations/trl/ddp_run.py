@@ -28,6 +28,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def main(folder: Path, model: str, teacher: str) -> None:
     warnings.simplefilter("ignore")
+    # Saved before there are ranks, of which only the first would write.
+    picture_runs.saved("qwen2_5_vl")
     saved: dict[str, Any] = {}
     for name, (make, options) in CASES.items():
         _, given = runs.model_and_options(options)
