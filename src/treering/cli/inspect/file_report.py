@@ -123,7 +123,7 @@ def measure(
     """
     counts, forests = _Counts(tower), list[Forest]()
     for task in dataset.tasks():
-        forest = _forest([(one, one.tokens.size) for one in task])
+        forest = _forest(task, [one.tokens.size for one in task])
         counts.add(task, forest)
         if num_causes:
             forests.append(forest)
@@ -174,7 +174,7 @@ class _Counts:
         self.rewards.append(list({one.index: one.reward for one in task if one.reward is not None}.values()))
         # Samples of one trajectory are prefixes of its last one, so only the last adds tokens to the tree.
         trained = [one for one in task if one.turn_ends.size]
-        self._turns_tree += tree_work([_forest([(one, int(one.turn_ends[-1])) for one in trained])])
+        self._turns_tree += _work(trained, [int(one.turn_ends[-1]) for one in trained])
         for one in trained:
             self._num_turns += one.turn_ends.size
             self._turns_flat += flat_work(one.turn_ends)
@@ -214,16 +214,22 @@ class _Counts:
 
 def _num_prompt_shared_tokens(task: Sequence[RenderedTrajectory]) -> int:
     sizes = [one.num_prompt_tokens for one in task]
-    prompts = _forest([(one, size) for one, size in zip(task, sizes, strict=True) if size])
-    return prompts.num_tokens + sum(one.tokens.size for one in task) - sum(sizes)
+    return _work(task, sizes).num_tokens + sum(one.tokens.size for one in task) - sum(sizes)
 
 
-def _forest(beginnings: Sequence[tuple[RenderedTrajectory, int]]) -> Forest:
-    """The tree of the first tokens of some rows."""
-    has_pictures = any(one.pictures for one, _ in beginnings)
+def _work(task: Sequence[RenderedTrajectory], sizes: Sequence[int]) -> Work:
+    """Work of the tree of the first tokens of each row; rows without one have no part in it."""
+    if len(task) == 1:
+        return flat_work(np.array(sizes))
+    return tree_work([_forest(task, sizes)])
+
+
+def _forest(task: Sequence[RenderedTrajectory], sizes: Sequence[int]) -> Forest:
+    begun = [(one, size) for one, size in zip(task, sizes, strict=True) if size]
+    has_pictures = any(one.pictures for one in task)
     return Forest.from_sequences(
-        [one.tokens[:size] for one, size in beginnings],
-        pictures=[cut_pictures(one.pictures, size) for one, size in beginnings] if has_pictures else None,
+        (one.tokens[:size] for one, size in begun),
+        pictures=[cut_pictures(one.pictures, size) for one, size in begun] if has_pictures else None,
     )
 
 
