@@ -23,7 +23,7 @@ SETTINGS = [(True, False), (True, True), (False, False)]
 @njit
 def grown(texts: Any, matches: Any, workspace: Any, num_matches: int, model: Any, row: Any) -> int:
     """The compiled growth, called from a compiled function as it is made for."""
-    return grow(texts, matches, workspace, num_matches, model, row)
+    return grow(texts, matches, workspace, num_matches, model, row)[0]
 
 
 @njit

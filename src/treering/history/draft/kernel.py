@@ -13,7 +13,7 @@ import numpy as np
 from treering.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from treering.history.draft.candidates import Texts, weigh
 from treering.history.draft.output import BINS, Output, cut, write_row
-from treering.history.draft.tree import Model, Row, grow
+from treering.history.draft.tree import Model, Row, grow, likeliest
 from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NO_DRAFT
 from treering.history.jit import STAMP, Memory
@@ -79,18 +79,14 @@ def _draft(
     weigh(matches, num_matches, model.is_calibrated, longest_of(matches, num_matches))
     last, before = rows.tokens[b, num_tokens - 1], rows.tokens[b, num_tokens - 2] if num_tokens > 1 else -1
     row = Row(state, last, before, min(budget.max_draft, rows.max_drafts[b]), budget.least, budget.rise)
-    while True:
-        num_nodes: int = grow(texts, matches, workspace, num_matches, model, row)
-        if num_nodes > 0 or num_matches == 0:
-            break
-        if num_undrafted[0] < ROWS_PER_PROBE:
+    num_nodes, num_made = grow(texts, matches, workspace, num_matches, model, row)
+    if num_nodes == 0 and num_matches > 0:
+        if num_undrafted[0] < ROWS_PER_PROBE or num_made == 1:
             num_undrafted[0] += 1
             return 0
         # Without probes, what looks too poor to be drafted would never be observed, and would look poor for ever.
-        num_undrafted[0] = 0
-        row = Row(state, last, before, 1, 0.0, 0.0)
-    if row.least == 0:
-        output.is_probe[b] = True
+        num_undrafted[0], num_nodes, output.is_probe[b] = 0, 1, True
+        workspace.taken[0] = likeliest(workspace, num_made)
         workspace.nodes[workspace.taken[0]].path = _PROBE_PROBABILITY
     write_row(output, at, workspace, num_nodes)
     return num_nodes

@@ -59,8 +59,13 @@ class Grown(NamedTuple):
 
 
 @lean
-def grow(texts: Texts, matches: Matches, workspace: Workspace, num_matches: int, model: Model, row: Row) -> int:
-    """Takes the nodes of a row's draft into the workspace; returns how many. Parents come before their children.
+def grow(
+    texts: Texts, matches: Matches, workspace: Workspace, num_matches: int, model: Model, row: Row
+) -> tuple[int, int]:
+    """Takes the nodes of a row's draft into the workspace. Parents come before their children.
+
+    Returns:
+        How many nodes it has taken, and how many lines of the workspace are nodes, the first one of the context.
 
     Args:
         texts: those that the matches are in.
@@ -88,23 +93,33 @@ def grow(texts: Texts, matches: Matches, workspace: Workspace, num_matches: int,
         if parent.path >= least:
             so_far = _expand(texts, matches, workspace, parent, num_nodes - 1, before, least, model, row.state, so_far)
         if so_far.num_waiting == 0 or num_nodes == row.most:
-            return num_nodes
+            return num_nodes, so_far.num_made
         best, path = 0, paths[0]
         for k in range(1, so_far.num_waiting):
             if paths[k] > path:
                 best, path = k, paths[k]
         if path < least:
-            return num_nodes
+            return num_nodes, so_far.num_made
         taken[num_nodes] = waiting[np.uintp(best)]
         parent = nodes[np.uintp(taken[num_nodes])]
         num_nodes += 1
         if num_nodes == row.most:
-            return num_nodes
+            return num_nodes, so_far.num_made
         least = least_after(row.least, row.rise, num_nodes)
         before = nodes[np.uintp(taken[parent.parent])].token if parent.parent >= 0 else row.token
         last = np.uintp(so_far.num_waiting - 1)
         waiting[np.uintp(best)], paths[np.uintp(best)] = waiting[last], paths[last]
         so_far = Grown(so_far.num_waiting - 1, so_far.num_made, so_far.num_members)
+
+
+@lean
+def likeliest(workspace: Workspace, num_made: int) -> int:
+    """The line of the likeliest node of those that `grow` has made, where it has taken none."""
+    nodes, best = workspace.nodes, 1
+    for line in range(2, num_made):
+        if nodes[np.uintp(line)].path > nodes[np.uintp(best)].path:
+            best = line
+    return best
 
 
 @lean

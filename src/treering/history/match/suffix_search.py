@@ -99,7 +99,7 @@ def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int,
     return count
 
 
-@lean
+@lean(inline=False)
 def agree_after_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
     """The most entries that agree after skipping one token of the text, of the context, or of both."""
     best = agree(text, at, context, last - 1, begin, MAX_EDIT)
