@@ -238,18 +238,19 @@ def _whole_set(dataset: TokenDataset, flat: Work, shape: ModelShape) -> WholeSet
 def _rewards(dataset: TokenDataset) -> RewardsReport | None:
     rows = dataset.rows
     # A trajectory of several rows has one reward.
-    known = np.flatnonzero((np.diff(rows["index"], prepend=-1) != 0) & ~np.isnan(rows["reward"]))
-    if not known.size:
+    is_known = (np.diff(rows["index"], prepend=-1) != 0) & ~np.isnan(rows["reward"])
+    if not is_known.any():
         return None
-    known = rows[known[np.argsort(rows["task"][known], kind="stable")]]
+    by_task = np.argsort(rows["task"][is_known], kind="stable")
+    tasks, rewards = rows["task"][is_known][by_task], rows["reward"][is_known][by_task]
     least, most = np.full((2, dataset.num_tasks), [[np.inf], [-np.inf]])
-    np.minimum.at(least, known["task"], known["reward"])
-    np.maximum.at(most, known["task"], known["reward"])
-    is_several = np.bincount(known["task"], minlength=dataset.num_tasks) > 1
+    np.minimum.at(least, tasks, rewards)
+    np.maximum.at(most, tasks, rewards)
+    is_several = np.bincount(tasks, minlength=dataset.num_tasks) > 1
     return RewardsReport(
-        num_rewards=known.size,
-        mean=float(known["reward"].mean()),
-        spread=float(known["reward"].std()),
+        num_rewards=rewards.size,
+        mean=float(rewards.mean()),
+        spread=float(rewards.std()),
         groups=int(is_several.sum()),
         equal_groups=int((least == most)[is_several].sum()),
     )

@@ -79,7 +79,8 @@ def _draft(
     weigh(matches, num_matches, model.is_calibrated, longest_of(matches, num_matches))
     last, before = rows.tokens[b, num_tokens - 1], rows.tokens[b, num_tokens - 2] if num_tokens > 1 else -1
     row = Row(state, last, before, min(budget.max_draft, rows.max_drafts[b]), budget.least, budget.rise)
-    num_nodes, num_made = grow(texts, matches, workspace, num_matches, model, row)
+    grown: tuple[int, int] = grow(texts, matches, workspace, num_matches, model, row)
+    num_nodes, num_made = grown
     if num_nodes == 0 and num_matches > 0:
         if num_undrafted[0] < ROWS_PER_PROBE or num_made == 1:
             num_undrafted[0] += 1
