@@ -6,7 +6,7 @@ from rich.console import Console
 
 from benchmarks.common.tables import table
 
-NOTE = "a minute for 13 MB, ten for 134 MB, and more than an hour for 1.3 GB of text; `--only '13 MB'` takes one"
+NOTE = "a minute for 13 MB, and some ten for 1.3 GB of text on quiet cores; `--only '13 MB'` takes one file"
 
 
 def show(report: dict[str, Any], console: Console) -> None:
