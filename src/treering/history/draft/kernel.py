@@ -13,7 +13,7 @@ import numpy as np
 from treering.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
 from treering.history.draft.candidates import Texts, weigh
 from treering.history.draft.output import BINS, Output, cut, write_row
-from treering.history.draft.tree import Model, Row, grow, likeliest
+from treering.history.draft.tree import Model, Row, grow
 from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NO_DRAFT
 from treering.history.jit import STAMP, Memory
@@ -87,8 +87,11 @@ def _draft(
             return 0
         # Without probes, what looks too poor to be drafted would never be observed, and would look poor for ever.
         num_undrafted[0], num_nodes, output.is_probe[b] = 0, 1, True
-        workspace.taken[0] = likeliest(workspace, num_made)
-        workspace.nodes[workspace.taken[0]].path = _PROBE_PROBABILITY
+        nodes, likeliest = workspace.nodes, 1
+        for line in range(2, num_made):
+            if nodes[np.uintp(line)].path > nodes[np.uintp(likeliest)].path:
+                likeliest = line
+        workspace.taken[0], nodes[likeliest].path = likeliest, _PROBE_PROBABILITY
     write_row(output, at, workspace, num_nodes)
     return num_nodes
 

@@ -113,16 +113,6 @@ def grow(
 
 
 @lean
-def likeliest(workspace: Workspace, num_made: int) -> int:
-    """The line of the likeliest node of those that `grow` has made, where it has taken none."""
-    nodes, best = workspace.nodes, 1
-    for line in range(2, num_made):
-        if nodes[np.uintp(line)].path > nodes[np.uintp(best)].path:
-            best = line
-    return best
-
-
-@lean
 def least_after(least: float, rise: float, num_nodes: int) -> float:
     """The least probability at which a token is drafted after `num_nodes` others of its row.
 
