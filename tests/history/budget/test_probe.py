@@ -5,6 +5,7 @@ import pytest
 
 from tests.history.reference import Row, draft_rows, drafted, store_of, walk
 from treering.history.budget.costs import VerifyCosts
+from treering.history.draft.acceptance import OFFSET
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import ROWS_PER_PROBE
 from treering.history.features import FIRST, NUM_VOTES
@@ -43,6 +44,17 @@ def test_the_token_is_the_likeliest_and_its_estimate_is_as_low_as_it_was() -> No
     assert drafts.tokens.tolist() == [2]
     assert drafts.parents.tolist() == [-1]
     assert 0 < drafts.acceptance[0] < 1e-4
+
+
+@pytest.mark.parametrize("rare_first", [True, False])
+def test_of_several_tokens_the_likeliest_is_tried_in_whatever_order_they_are_found(rare_first: bool) -> None:
+    often, rare = [[1, 2, 3, 4]] * 2, [[1, 9, 4]]
+    drafter = Drafter(store_of({"q": {0: rare + often if rare_first else often + rare}}), min_acceptance=0.1)
+    state = drafter.state()
+    state["weights"][OFFSET] -= 12
+    drafter.load_state(state)
+    assert sizes_of(drafter, [KNOWN], ROWS_PER_PROBE) == [0] * ROWS_PER_PROBE
+    assert drafter.propose(draft_rows([KNOWN])).tokens.tolist() == [2]
 
 
 def test_rows_without_places_do_not_count_and_get_nothing() -> None:
