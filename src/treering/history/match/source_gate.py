@@ -18,11 +18,11 @@ _NUM_SKIPPED = 15
 
 
 class SourceGate:
-    """Decides whether to search other prompts this step.
+    """Decides whether to search a source this step: other prompts, unless another price is given.
 
-    Searching costs each row 1.5 us. An accepted token saves what a token takes without drafts, a row's share of a pass.
-    If the accepted tokens that the source produced over recent rows save less than its searches cost, only one step in
-    16 searches it, until it produces more.
+    Searching other prompts costs each row 1.5 us. An accepted token saves what a token takes without drafts, a row's
+    share of a pass. If the accepted tokens that the source produced over recent rows save less than its searches cost,
+    only one step in 16 searches it, until it produces more.
 
     Example: at 75 us a token, searching pays from one accepted token in 50 rows on. If nothing is accepted and a step
     has 64 rows, 8 steps search, then 15 do not, one does, 15 do not, and so on.
@@ -30,10 +30,11 @@ class SourceGate:
     Args:
         counts: float64 [3], changed in place: rows searched, accepted tokens that the source produced, and steps that
             are still to be skipped.
+        price_s: seconds that a search costs a row.
     """
 
-    def __init__(self, counts: Float64Array) -> None:
-        self._counts = counts
+    def __init__(self, counts: Float64Array, price_s: float = _QUERY_S) -> None:
+        self._counts, self._price_s = counts, price_s
         self._is_searched = False
 
     def is_due(self) -> bool:
@@ -56,7 +57,7 @@ class SourceGate:
         rows, accepted = self._counts[0] + num_rows, self._counts[1] + num_accepted
         share = 0.5 if rows >= 2 * _MIN_ROWS else 1.0
         self._counts[:2] = share * rows, share * accepted
-        if rows >= _MIN_ROWS and accepted * token_s < rows * _QUERY_S:
+        if rows >= _MIN_ROWS and accepted * token_s < rows * self._price_s:
             self._counts[2] = _NUM_SKIPPED
 
 
