@@ -22,7 +22,7 @@ from treering.config import RlConfig
 from treering.config.rl_task import RewardConfig, TaskConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError, InputError, UnsupportedError
 from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
@@ -100,8 +100,16 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
     Without `max_tokens`, an engine has room for `max_batch` rollouts of the longest prompt and for the prompts of a
     step, the latter up to the same size again.
+
+    Raises:
+        UnsupportedError: vLLM is to sample, and a prompt has pictures.
     """
     engine = config.engine
+    if engine.kind == "vllm" and source.has_pictures:
+        raise UnsupportedError(
+            "prompts with pictures are sampled by the embedded engine alone, since vLLM's vision models could not be "
+            'tested (docs/pictures.md says why); got engine.kind = "vllm", set "torch"'
+        )
     if engine.kind == "vllm":
         return _vllm_factory(config, model, source)
     num_slots = _num_slots(config, source)
