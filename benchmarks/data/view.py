@@ -4,9 +4,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
-NOTE = "a minute for 13 MB, ten for 134 MB, and more than an hour for 1.3 GB of text; `--only '13 MB'` takes one"
+NOTE = "a minute for 13 MB, and some ten for 1.3 GB of text on quiet cores; `--only '13 MB'` takes one file"
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -16,4 +16,4 @@ def show(report: dict[str, Any], console: Console) -> None:
         for each in report["files"]
         for name, command in each["commands"].items()
     ]
-    console.print(table(None, ("file", "command", "s of a processor", "peak MB"), rows))
+    console.print(figures_table(None, ("file", "command", "s of a processor", "peak MB"), rows))

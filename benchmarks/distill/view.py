@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "a star in a minute, three samples of real trajectories in several more; --only NAMES measures some"
 
@@ -13,7 +13,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     """A table of the batches against the fastest flat way, and one of every way."""
     facts = report["environment"]
     console.print(
-        table(
+        figures_table(
             f"a teacher's forward and a student's step on {facts['cpu']}, {facts['threads']} thread, median of "
             f"{facts['runs']}",
             ("batch", "flat tokens", "unique", "FLOP bound", "baseline", "s", "tree s", "speedup", "of bound"),
@@ -34,7 +34,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         )
     )
     console.print(
-        table(
+        figures_table(
             "every way",
             ("batch", "way", "s", "saved MB", "grad error"),
             [

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "up to a few minutes, most of them for the grid of Arctic's configurations where it is installed"
 
@@ -25,7 +25,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         given = sorted(rows, key=lambda row: -row["tokens_per_step"])
         columns = ("drafter", "per step", "drafted", "right", "us/row", "B/token")
         console.print()
-        console.print(table(f"history: {history}", columns, [_cells(row) for row in given]))
+        console.print(figures_table(f"history: {history}", columns, [_cells(row) for row in given]))
         for row in given:
             if "ratio_to_best_arctic" in row:
                 console.print(f" {_name(row)} / best Arctic: {row['ratio_to_best_arctic']:.3f}", highlight=False)
@@ -34,7 +34,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             cells = [(f"{one['estimate']:.3f}", f"{one['accepted']:.3f}", f"{one['num_drafted']:,}") for one in bins]
             # Not the table's title, which would be as narrow as its numbers.
             console.print(f"\nestimates of treering, history: {history}", highlight=False)
-            console.print(table(None, ("estimated", "accepted", "drafted tokens"), cells))
+            console.print(figures_table(None, ("estimated", "accepted", "drafted tokens"), cells))
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

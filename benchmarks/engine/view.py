@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "five to seven minutes, one of which trains the small policy whose rollouts are drafted"
 
@@ -22,7 +22,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 def _speed_table(report: dict[str, Any]) -> Table:
     """Plain decoding: a row per batch size, both sides at their best settings."""
     facts = report["environment"]["speed"]
-    return table(
+    return figures_table(
         f"plain decoding, {_millions(facts)} parameters, prompts of {facts['prompt_length']}, responses of "
         f"{facts['response_length']}",
         ("batch", "generate", "cache", "threads", "engine", "threads", "ratio"),
@@ -44,7 +44,7 @@ def _speed_table(report: dict[str, Any]) -> Table:
 def _drafting_table(report: dict[str, Any]) -> Table:
     """Drafting: a row per batch size. `each` computes every row for itself, `plain` rows with the same tokens once."""
     facts = report["environment"]["drafting"]
-    return table(
+    return figures_table(
         f"drafting, {_millions(facts)} parameters, {facts['accuracy']:.0%} right, {facts['num_prompts']} prompts x "
         f"{facts['group_size']}, threads as are best",
         (
@@ -73,7 +73,7 @@ def _drafting_table(report: dict[str, Any]) -> Table:
 
 def _control_table(report: dict[str, Any]) -> Table:
     """What a drafter costs or saves, in pairs of runs: a row per history."""
-    return table(
+    return figures_table(
         "with a drafter over without, in pairs",
         ("history", "ratio", "low", "high", "pairs", "drafted", "changed"),
         [
@@ -90,7 +90,7 @@ def _control_table(report: dict[str, Any]) -> Table:
 
 
 def _flip_table(report: dict[str, Any]) -> Table:
-    return table(
+    return figures_table(
         "against one rollout at a time",
         ("dtype", "backend", "change", "differing", "flips per token"),
         [

@@ -4,8 +4,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
 from benchmarks.faults.judge import ENDINGS
+from treering.cli.display.tables import figures_table
 
 NOTE = "about six minutes; `--cases 100` takes about two"
 COLUMNS = ("what happens", "cases", *ENDINGS)
@@ -18,7 +18,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{len(report['failures'])} failures",
         soft_wrap=True,
     )
-    console.print(table(None, COLUMNS, _rows(report)))
+    console.print(figures_table(None, COLUMNS, _rows(report)))
 
 
 def as_markdown(report: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.gpu import exactness as gpu_exactness
 from benchmarks.gpu import loop as gpu_loop
+from benchmarks.gpu import pictures as gpu_pictures
 from benchmarks.gpu.attention import bench as gpu_attention
 from benchmarks.gpu.attention.cases import DENSE_LENGTHS, TINY_LENGTHS, full_cases, tiny_cases
 from benchmarks.gpu.budget import Budget, Cell, PartReport
@@ -32,12 +33,13 @@ from benchmarks.gpu.model.cases import full_plans, tiny_plans
 from benchmarks.gpu.model.ways import all_ways
 from benchmarks.gpu.workloads import generated_workload, set_workloads
 from benchmarks.loop.runs import RunSize
+from benchmarks.pictures.cases import DEFAULT, QWEN2_5_VL_3B, small
 from benchmarks.tree.cases import SHAPE, published_cases, star
 from treering.data import AgentSpec
 from treering.errors import ConfigError, TreeringError, UnsupportedError
 
 Size = Literal["full", "tiny"]
-Part = Literal["exactness", "engine", "attention", "loop", "model"]
+Part = Literal["exactness", "engine", "attention", "loop", "pictures", "model"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -46,10 +48,18 @@ FILES: dict[Part, str] = {
     "engine": "gpu-engine.json",
     "attention": "gpu-attention.json",
     "loop": "gpu-loop.json",
+    "pictures": "gpu-pictures.json",
     "model": "gpu-model.json",
 }
 
-SHARES: dict[Part, float] = {"exactness": 0.06, "engine": 0.45, "attention": 0.3, "loop": 0.25, "model": 1.0}
+SHARES: dict[Part, float] = {
+    "exactness": 0.06,
+    "engine": 0.45,
+    "attention": 0.3,
+    "loop": 0.25,
+    "pictures": 0.2,
+    "model": 1.0,
+}
 """Of the seconds left when a part begins; the last part of a run has all of them."""
 
 BUDGET_S = 300.0
@@ -188,6 +198,11 @@ def _measure_loop(report: PartReport, settings: Settings, sets: Sequence[Workloa
     gpu_loop.measure_loop(report, size, plan, sets[-1], settings.device)
 
 
+def _measure_pictures(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    measured = small(DEFAULT) if settings.size == "tiny" else QWEN2_5_VL_3B
+    gpu_pictures.measure_pictures(report, small(DEFAULT), measured, settings.device)
+
+
 def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
     plans = tiny_plans(sets) if settings.size == "tiny" else full_plans(sets)
     gpu_model.measure_models(report, plans, settings.device, all_ways())
@@ -198,6 +213,7 @@ MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] 
     "engine": _measure_engine,
     "attention": _measure_attention,
     "loop": _measure_loop,
+    "pictures": _measure_pictures,
     "model": _measure_models,
 }
 TABLES: dict[Part, Callable[[Cell], None]] = {
@@ -205,11 +221,13 @@ TABLES: dict[Part, Callable[[Cell], None]] = {
     "engine": gpu_engine.print_table,
     "attention": gpu_attention.print_table,
     "loop": gpu_loop.print_table,
+    "pictures": gpu_pictures.print_table,
     "model": gpu_model.print_table,
 }
 GOALS: dict[Part, Cell] = {
     "engine": dict(gpu_engine.GOALS),
     "attention": dict(gpu_attention.GOALS),
+    "pictures": dict(gpu_pictures.GOALS),
     "model": dict(gpu_model.GOALS),
 }
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "about ten minutes, one of which trains the small policy that is trained on"
 
@@ -30,9 +30,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         for row in report["variants"]
     ]
     columns = ("variant", "step", "speedup", "rollout", "train", "update", "trainer waits", "engines wait")
-    console.print(table(None, columns, variants))
+    console.print(figures_table(None, columns, variants))
     factors = [
         (name, f"{factor:.2f}x", f"{product['ladder'][name]:.2f}x") for name, factor in product["factors"].items()
     ]
     factors.append(("product", f"{product['product']:.2f}x", f"{product['whole']:.2f}x"))
-    console.print(table(None, ("part", "alone", "on top"), factors))
+    console.print(figures_table(None, ("part", "alone", "on top"), factors))

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "about twenty minutes, one of which trains the small policy that is trained on"
 
@@ -35,4 +35,4 @@ def show(report: dict[str, Any], console: Console) -> None:
         )
         for row in report["policies"]
     ]
-    console.print(table(None, (*columns, "differ"), rows))
+    console.print(figures_table(None, (*columns, "differ"), rows))

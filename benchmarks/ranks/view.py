@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "several minutes; needs the real-data folder (TREERING_DATA)"
 
@@ -15,7 +15,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         return
     ways = list(report["sets"][0]["seconds"])
     console.print(
-        table(
+        figures_table(
             f"flat tokens per second, wall time (CPU seconds of the slowest rank), {report['environment']['cpu']}",
             ("set", "flat tokens", *(way.replace("_", " ") for way in ways)),
             [
@@ -30,7 +30,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
     counts = list(report["sets"][0]["busiest_over_mean"])
     console.print(
-        table(
+        figures_table(
             f"tokens of the busiest rank over the mean, steps of {report['environment']['trees_per_step']} trees",
             ("set", *(f"{count} ranks, {way}" for count in counts for way in ("in turn", "by cost"))),
             [

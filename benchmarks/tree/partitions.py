@@ -15,8 +15,8 @@ from benchmarks.common.saved_bytes import peak_saved_bytes
 from benchmarks.common.timing import interleaved_medians, process_seconds
 from benchmarks.tree.cases import SHAPE
 from benchmarks.tree.steps import gradient, relative_error
+from treering.train.gradient.activations import Parents
 from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.gradient.memory.activation_policy import Parents
 from treering.train.objectives import Objective, gspo, sft
 from treering.tree.forest import Forest
 

@@ -12,8 +12,7 @@ from types import MappingProxyType
 
 from treering.data import Renderer, Trajectory, data_folder, read_trajectories
 from treering.errors import InputError
-from treering.train.loop.batches import TrainingTask, group_by_task, task_order
-from treering.train.loop.folding import fold_ids
+from treering.train.loop.batches import TrainingTask, fold_ids, group_by_task, task_order
 from treering.types import LossMask, ModelShape, TokenIds
 
 SHAPE = ModelShape(

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = (
     "three cases and two trees in partitions in about four minutes, then samples of real trajectories in about 45 "
@@ -31,7 +31,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def _case_table(report: dict[str, Any]) -> Table:
     facts = report["environment"]
-    return table(
+    return figures_table(
         f"one forward and backward on {facts['cpu']}, {facts['threads']} thread, median of {facts['runs']}",
         ("case", "flat tokens", "unique", "FLOP bound", "baseline s", "tree s", "speedup", "of bound", "grad error"),
         [
@@ -53,7 +53,7 @@ def _case_table(report: dict[str, Any]) -> Table:
 
 def _partition_table(results: list[dict[str, Any]]) -> Table:
     """A row for each tree, objective and way: time, memory and gradient against the whole tree."""
-    return table(
+    return figures_table(
         "trees of ten times the budget, against the whole tree at one time",
         ("tree", "loss", "parents", "s", "of whole", "scoring s", "computed twice", "saved MB", "grad error"),
         [_partition_cells(result, *key.split()) for result in results for key in result["seconds"]],
@@ -78,7 +78,7 @@ def _partition_cells(result: dict[str, Any], loss: str, way: str) -> tuple[str, 
 def _speed_table(report: dict[str, Any]) -> Table:
     """Seconds and memory of each set; a star marks sets that are held to a share of the FLOP bound."""
     facts = report["environment"]["sets"]
-    return table(
+    return figures_table(
         f"bench sets, {facts['model']['name']}, {facts['threads']} threads, wall time, micro-batches of "
         f"{facts['max_tokens']:,} tokens",
         ("set", "baseline", "s", "tree s", "speedup", "FLOP bound", "of bound", "kB/token", "flat", "grad error"),
@@ -101,7 +101,7 @@ def _speed_table(report: dict[str, Any]) -> Table:
 
 
 def _sharing_table(results: list[dict[str, Any]]) -> Table:
-    return table(
+    return figures_table(
         "their samples; mean segment in tokens",
         ("set", "tasks", "branches", "flat tokens", "unique", "sharing", "segment", "token bound"),
         [

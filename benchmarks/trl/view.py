@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "about five minutes"
 
@@ -42,7 +42,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         "of FLOP bound",
         "gradients apart",
     )
-    console.print(table(None, columns, rows))
+    console.print(figures_table(None, columns, rows))
     packing = [
         (
             row["case"],
@@ -53,4 +53,4 @@ def show(report: dict[str, Any], console: Console) -> None:
         for row in report["cases"]
     ]
     names = ("case", "TreeRow: K/V rows a token", "TreeRow: packing, us a token", "ours: packing, us a token")
-    console.print(table(None, names, packing))
+    console.print(figures_table(None, names, packing))

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "about fifteen minutes, two of which train the small policy"
 
@@ -26,10 +26,10 @@ def show(report: dict[str, Any], console: Console) -> None:
         for epoch in run["epochs"]
     ]
     columns = ("run", "epoch", "drafts off", "auto", "tokens per forward", "whole run", "control")
-    console.print(table(None, columns, rows))
+    console.print(figures_table(None, columns, rows))
     if report["learning"]:
         learnt = [
             (way, f"{found['last_mean']:.3f}", f"{found['last_stdev']:.3f}", str(len(found["rewards"])))
             for way, found in report["learning"].items()
         ]
-        console.print(table("reward of the last epoch", ("rollouts by", "mean", "deviation", "seeds"), learnt))
+        console.print(figures_table("reward of the last epoch", ("rollouts by", "mean", "deviation", "seeds"), learnt))

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "about twenty minutes, ten of which train the small policy"
 
@@ -26,4 +26,4 @@ def show(report: dict[str, Any], console: Console) -> None:
         for case in report["cases"]
     ]
     columns = ("rows", "drafts", "tokens a row and step", "accepted", "propose us a row", "CPU s", "of no drafts")
-    console.print(table(None, columns, rows))
+    console.print(figures_table(None, columns, rows))

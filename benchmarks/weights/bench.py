@@ -20,8 +20,7 @@ from treering.extras import require
 from treering.runtime.ipc.launcher import Launcher, wait_for_any
 from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.ipc.process import ChildProcess
-from treering.runtime.ipc.published_weights import IncomingWeights, PublishedWeights
-from treering.runtime.ipc.weight_store import WeightStore
+from treering.runtime.ipc.weight_store import IncomingWeights, PublishedWeights, WeightStore
 
 SIZES_MIB = (10, 100, 500)
 STORES = ("shared memory", "object store")

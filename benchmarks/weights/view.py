@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common.tables import table
+from treering.cli.display.tables import figures_table
 
 NOTE = "about two minutes; needs Ray (make ray-test sets an environment up) and four times the largest size of memory"
 
@@ -15,7 +15,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         return
     stores = list(report["sizes"][0]["seconds"])
     console.print(
-        table(
+        figures_table(
             f"seconds from the trainer's weights to the worker's, {report['environment']['cpu']}",
             ("MiB", *(f"{store}: {part}" for store in stores for part in ("publish", "load", "both"))),
             [
@@ -33,7 +33,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         )
     )
     console.print(
-        table(
+        figures_table(
             "on Ray, in virtual time: seconds of a step, and of its controller",
             ("workers", "rollouts", "hand-over", "step", "step, free hand-over", "messages", "wakes, at most"),
             [

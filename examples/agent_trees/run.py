@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import treering
 from treering.data import AgentSpec, RenderedTrajectory, by_task, data_folder, generate_trajectories, read_trajectories
 from treering.data import render as render_trajectories
-from treering.train.loop.folding import fold_ids
+from treering.train.loop.batches import fold_ids
 
 VOCAB_SIZE = 4096
 FILES = {"toolbench": "bench/toolbench_dfsdt.jsonl.gz", "tau": "bench/tau_airline_gpt4o.jsonl.gz"}

@@ -12,10 +12,8 @@ from itertools import accumulate
 from typing import ClassVar
 
 from treering.engine.rollout import Rollout
-from treering.rl.tasks.characters import Characters
-from treering.rl.tasks.sum_task import Parts, SumTask, sum_text
+from treering.rl.tasks.sums import Characters, Parts, SumTask, Terms, sum_text
 from treering.rl.tasks.task import Prompt
-from treering.rl.tasks.terms import Terms
 from treering.types import TokenIds
 
 _CALL = re.compile(r"(?:.* )?\[([0-9]{1,9})\+([0-9]{1,9})\]")

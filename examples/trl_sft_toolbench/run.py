@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 
 from treering.data import AgentSpec, data_folder, generate_trajectories, read_trajectories, render
 from treering.integrations.trl import share_prefixes
-from treering.train.loop.folding import fold_ids
+from treering.train.loop.batches import fold_ids
 
 VOCAB_SIZE = 4096
 FILE = "bench/toolbench_dfsdt.jsonl.gz"

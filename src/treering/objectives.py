@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from treering.extras import require
 
 if TYPE_CHECKING:
-    from treering.train.objectives import cispo as cispo
     from treering.train.objectives import dapo as dapo
     from treering.train.objectives import distill as distill
     from treering.train.objectives import dpo as dpo
     from treering.train.objectives import dr_grpo as dr_grpo
+    from treering.train.objectives import grpo as cispo
     from treering.train.objectives import grpo as grpo
-    from treering.train.objectives import gspo as gspo
     from treering.train.objectives import ppo as ppo
-    from treering.train.objectives import rloo as rloo
+    from treering.train.objectives import sequence_ratio as gspo
+    from treering.train.objectives import sequence_ratio as rloo
     from treering.train.objectives import sft as sft
 
 __all__ = ["cispo", "dapo", "distill", "dpo", "dr_grpo", "grpo", "gspo", "ppo", "rloo", "sft"]

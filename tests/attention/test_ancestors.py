@@ -14,7 +14,7 @@ from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
 from treering.attention import Form, TreeLayout, attend
-from treering.attention.ancestors import MIN_RUN_TOKENS, Ancestor, ancestor_calls
+from treering.attention.ancestors import Ancestor, ancestor_calls
 from treering.attention.gateway import Gateway, KeysValues
 from treering.attention.schedule.build import MAX_STEP_ENTRIES
 from treering.attention.schedule.call import Call, Visibility
@@ -140,20 +140,6 @@ def assert_covered(sight: Sight, calls: Iterable[Call], position: NDArray[np.int
         assert call.visibility is Visibility.MASKED or seen.all()
         covered[np.ix_(np.arange(call.query_start, call.query_stop), call.key_indices())] += seen
     assert np.array_equal(covered, visible)
-
-
-def test_a_long_run_of_keys_is_one_call_that_copies_nothing() -> None:
-    first = np.zeros(MIN_RUN_TOKENS, np.int64)
-    sight = Sight(first=first, stop=first + 10, position=np.arange(MIN_RUN_TOKENS))
-    (call,) = ancestor_calls(sight)
-    assert (call.keys, call.visibility, call.query_stop) == (None, Visibility.FULL, 10)
-
-
-def test_short_runs_share_a_call() -> None:
-    first, stop = np.array([0, 0, 3, 9, 0]), np.array([10, 10, 5, 9, 10])
-    (call,) = ancestor_calls(Sight(first=first, stop=stop, position=np.arange(5)))
-    assert call.keys is not None
-    assert (call.keys.tolist(), call.visibility) == ([0, 1, 2, 4], Visibility.MASKED)
 
 
 def test_a_spine_that_all_rows_see_is_one_unmasked_call_however_many_leaves_hang_off_it() -> None:

@@ -154,24 +154,15 @@ def test_segments_equal_the_reference_in_every_form_on_every_shape(form: str, sh
     assert_equal_with_gradients(*ways, layout_of(SHAPES[shape]), 1e-12, FORMS[form], SINKS)
 
 
-@pytest.mark.parametrize("window", [30, 150, 300, 700, 1100])
+@pytest.mark.parametrize("window", [30, 300, 700])
 @pytest.mark.parametrize(
     "sequences",
-    [comb(600), bushy(120), [[1] * 700 + [2 + i] * 400 for i in range(2)]],
+    [comb(400), bushy(80), [[1] * 700 + [2 + i] * 400 for i in range(2)]],
     ids=["comb", "bushy", "long"],
 )
 def test_windows_of_deep_and_long_forests_equal_the_reference(sequences: list[list[int]], window: int) -> None:
     ways = IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"]
     assert_equal_with_gradients(*ways, layout_of(sequences), 1e-12, Form(scale=SCALE, window=window))
-
-
-@pytest.mark.parametrize(
-    "sequences",
-    [comb(1000), star(1000), bushy(150), [[1] * 700 + [2 + i] * 300 for i in range(3)]],
-    ids=["comb", "star", "bushy", "long"],
-)
-def test_segments_equal_the_reference_on_deep_wide_and_long_forests(sequences: list[list[int]]) -> None:
-    assert_equal_with_gradients(IMPLEMENTATIONS["segments"], IMPLEMENTATIONS["reference"], layout_of(sequences), 1e-12)
 
 
 def test_the_plain_kernel_in_many_row_slices_equals_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def listed_blocks(mask: BlockMask) -> dict[tuple[int, int], bool]:
     return blocks
 
 
-@pytest.mark.parametrize("window", [None, 1, 50, 129])
+@pytest.mark.parametrize("window", [None, 50, 129])
 @pytest.mark.parametrize("name", LONG)
 def test_no_visible_pair_is_outside_the_blocks_and_full_blocks_hide_none(name: str, window: int | None) -> None:
     layout = layout_of(LONG[name])
@@ -92,23 +92,11 @@ def test_most_blocks_of_a_prompt_and_responses_are_skipped_or_full() -> None:
     assert (len(blocks), sum(blocks.values())) == (31, 1 + 4 * (4 + 1))
 
 
-def test_query_lists_are_the_key_lists_transposed() -> None:
-    mask = block_mask(layout_of(LONG["prompt and responses"]), None)
-    assert mask.q_num_blocks is not None
-    assert mask.full_q_num_blocks is not None
-    assert int(mask.q_num_blocks.sum()) == int(mask.kv_num_blocks.sum())
-    # All of the first 128 tokens are prompt: every later block of the 900 rows sees them, the last one being short.
-    assert int(mask.full_q_num_blocks[0, 0, 0]) == 6
-
-
 @pytest.mark.parametrize(
     ("name", "form", "with_sinks"),
     [
-        ("one token", Form(scale=0.3), True),
-        ("a block and a token", Form(scale=0.3), False),
-        ("prompt and responses", Form(scale=0.3, window=120), True),
+        ("a block and a token", Form(scale=0.3), True),
         ("star", Form(scale=0.3, softcap=0.7), True),
-        ("comb", Form(scale=0.3), True),
         ("trees", Form(scale=0.3, window=50, softcap=0.7), False),
     ],
 )
@@ -119,16 +107,11 @@ def test_flex_equals_the_reference(name: str, form: Form, with_sinks: bool) -> N
 
 
 @given(sequences=sequence_sets(), window=st.one_of(st.none(), st.integers(1, 12)))
-@settings(max_examples=5)
+@settings(max_examples=3)
 def test_flex_equals_the_reference_on_random_forests(sequences: list[list[int]], window: int | None) -> None:
     layout = layout_of(sequences)
     inputs = random_inputs(layout.forest.num_tokens)
     assert_flex_equals_the_reference(layout, inputs, Form(scale=0.3, window=window), SINKS)
-
-
-def test_one_query_head_per_key_head() -> None:
-    layout = layout_of(LONG["trees"])
-    assert_flex_equals_the_reference(layout, random_inputs(500, num_heads=2), Form(scale=0.3))
 
 
 def test_keys_of_the_partitions_above_come_first() -> None:

@@ -42,7 +42,7 @@ def expected_mask(forest: Forest, window: int | None) -> np.ndarray:
 TREES = [*(random_tree(seed) for seed in range(8)), large_tree()]
 
 
-@pytest.mark.parametrize("window", [None, 4, 20, 60, 200])
+@pytest.mark.parametrize("window", [None, 4, 60, 200])
 @pytest.mark.parametrize("number", range(len(TREES)))
 def test_calls_cover_the_visible_pairs_once(number: int, window: int | None) -> None:
     forest = TREES[number]
@@ -63,10 +63,10 @@ def test_calls_cover_the_visible_pairs_once(number: int, window: int | None) -> 
     assert (count == expected).all()
 
 
-@pytest.mark.parametrize("backend", ["segments", "triton", "flex"])
-@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize(("backend", "window"), [("segments", None), ("segments", 60), ("triton", 20), ("flex", 60)])
 def test_backends_agree_with_the_reference(backend: str, window: int | None) -> None:
-    forest = TREES[-1]
+    # The interpreter of the kernels is slow.
+    forest = TREES[6] if backend == "triton" else TREES[-1]
     torch.manual_seed(0)
     dtype = torch.float32 if backend == "triton" else torch.float64
     given = [torch.randn(1, heads, forest.num_tokens, 8, dtype=dtype) for heads in (2, 1, 1)]

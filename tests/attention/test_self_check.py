@@ -75,11 +75,13 @@ def not_a_number(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> T
     return reference_attention(query, key, value, **options) * float("nan")
 
 
-FORMS = ({}, {"has_window": True}, {"softcap": 5.0}, {"has_sinks": True})
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        *((dtype, {}) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        (torch.float32, {"has_window": True, "softcap": 5.0, "has_sinks": True}),
+    ],
+)
 @pytest.mark.parametrize("backend", ["segments", "flex"])
 def test_backends_of_a_cpu_pass(backend: Any, dtype: torch.dtype, form: dict[str, Any]) -> None:
     found = check_backend(backend, SHAPE._replace(dtype=dtype, **form))

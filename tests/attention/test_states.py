@@ -8,9 +8,8 @@ from tests.forests import SHAPES
 from tests.partitions import random_partitions
 from treering.attention import TreeLayout
 from treering.attention.gateway import Gateway, KeysValues
-from treering.attention.states import Boundary, StateGateway, States
+from treering.attention.states import Boundary, StateGateway, States, boundary_of
 from treering.errors import StateError
-from treering.train.gradient.boundaries import boundary_of
 from treering.tree.forest import Forest
 
 
@@ -18,30 +17,6 @@ def filled(dtype: torch.dtype = torch.float32) -> StateGateway:
     gateway = StateGateway()
     gateway.export(3, States(torch.ones(2, 4, dtype=dtype), torch.ones(2, 5, 3, dtype=dtype)))
     return gateway
-
-
-def test_many_small_gradients_are_summed_in_float32() -> None:
-    gateway = filled(torch.bfloat16)
-    for _ in range(1000):
-        gateway.add_gradient(3, "context", torch.tensor([1]), torch.full((1, 5, 3), 0.01, dtype=torch.bfloat16))
-    total = gateway.take_gradient(3)
-    assert total is not None
-    assert total.context.dtype == torch.float32
-    assert total.context[1].mean() == pytest.approx(10.0, rel=5e-3)
-    assert float(total.context[0].abs().sum()) == float(total.recurrent.abs().sum()) == 0.0
-
-
-def test_gradients_are_taken_once_and_outlive_the_states() -> None:
-    gateway = filled()
-    gateway.add_gradient(3, "recurrent", torch.tensor([0, 1]), torch.ones(2, 4))
-    gateway.close()
-    gateway.export(3, States(torch.ones(2, 4), torch.ones(2, 5, 3)))
-    with pytest.raises(StateError, match="layer 3 of an ancestor partition is not there"):
-        gateway.read(3)
-    total = gateway.take_gradient(3)
-    assert total is not None
-    assert float(total.recurrent.sum()) == 8.0
-    assert gateway.take_gradient(3) is None
 
 
 def test_closing_a_layout_frees_keys_values_and_states() -> None:

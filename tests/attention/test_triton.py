@@ -31,19 +31,16 @@ UNEVEN = Tiles(forward=TileSize(32, 16), query_gradient=TileSize(16, 32), key_gr
 SHARED = Tiles(forward=TileSize(16, 16), query_gradient=TileSize(16, 16), key_gradient=TileSize(16, 16), max_visits=2)
 FORMS = {
     "plain": Form(scale=0.3),
-    "window of 1": Form(scale=0.3, window=1),
     "window of 20": Form(scale=0.3, window=20),
-    "softcap": Form(scale=0.3, softcap=0.7),
     "window and softcap": Form(scale=0.3, window=9, softcap=0.7),
 }
 FORESTS: dict[str, list[list[int]]] = {
     "one token": [[1]],
-    "one block and a token": [[1] * 17],
     "prompt and responses": [[0] * 35 + [1 + i] * 17 for i in range(2)],
     "bushy": bushy(4),
-    "comb": comb(24),
+    "comb": comb(18),
     "star": star(20, prompt=20, response=2),
-    "chains": SHAPES["forest of chains"][:5],
+    "chains": SHAPES["forest of chains"][:3],
 }
 
 
@@ -84,7 +81,7 @@ def assert_equal_with_gradients(
 
 
 @given(sequences=sequence_sets(max_sequences=6), form=st.sampled_from(sorted(FORMS)), with_sinks=st.booleans())
-@settings(max_examples=8)
+@settings(max_examples=4)
 def test_random_forests_equal_the_reference(sequences: list[list[int]], form: str, with_sinks: bool) -> None:
     assert_equal_with_gradients(sequences, FORMS[form], with_sinks=with_sinks)
 
@@ -101,35 +98,31 @@ def test_every_form_equals_the_reference_with_sinks(form: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tiles"),
-    [("prompt and responses", UNEVEN), ("star", UNEVEN), ("star", SHARED), ("prompt and responses", None)],
+    [("prompt and responses", UNEVEN), ("star", SHARED), ("prompt and responses", None)],
 )
 def test_however_the_work_is_cut_the_result_is_the_same(name: str, tiles: Tiles | None) -> None:
     assert_equal_with_gradients(FORESTS[name], FORMS["window of 20"], tiles=tiles, with_sinks=True)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
-def test_query_heads_share_key_heads(heads: tuple[int, int]) -> None:
-    assert_equal_with_gradients([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9], FORMS["plain"], tiles=SHARED, heads=heads)
+def test_query_heads_share_key_heads() -> None:
+    assert_equal_with_gradients([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9], FORMS["plain"], tiles=SHARED, heads=(4, 2))
 
 
-@pytest.mark.parametrize("size", [1, 20, 96, 256])
+@pytest.mark.parametrize("size", [20, 96])
 def test_any_head_size_is_padded(size: int) -> None:
     assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], FORMS["plain"], tiles=SHARED, size=size)
 
 
-@given(sequences=sequence_sets(max_sequences=5), seed=st.integers(0, 10**6), window=st.sampled_from([None, 7]))
-@settings(max_examples=3)
-def test_gradients_through_gateways_equal_those_of_the_whole_tree(
-    sequences: list[list[int]], seed: int, window: int | None
-) -> None:
+@given(sequences=sequence_sets(max_sequences=5), seed=st.integers(0, 10**6))
+@settings(max_examples=2)
+def test_gradients_through_gateways_equal_those_of_the_whole_tree(sequences: list[list[int]], seed: int) -> None:
     tree = Forest.from_sequences(sequences).trees()[0]
-    assert_partitions_equal_the_tree(tree, seed, 12, Form(scale=0.3, window=window))
+    assert_partitions_equal_the_tree(tree, seed, 12, Form(scale=0.3))
 
 
-@pytest.mark.parametrize("window", [None, 25])
-def test_ancestors_of_several_blocks_equal_the_whole_tree(window: int | None) -> None:
+def test_ancestors_of_several_blocks_under_a_window_equal_the_whole_tree() -> None:
     tree = Forest.from_sequences([[0] * 34 + [1 + i] * 4 for i in range(2)]).trees()[0]
-    assert_partitions_equal_the_tree(tree, 1, 30, Form(scale=0.3, window=window), cut=0.02)
+    assert_partitions_equal_the_tree(tree, 1, 30, Form(scale=0.3, window=25), cut=0.02)
 
 
 def assert_partitions_equal_the_tree(tree: Forest, seed: int, size: int, form: Form, cut: float = 0.15) -> None:

@@ -10,9 +10,16 @@ from tests.forests import SHAPES, sequence_sets
 from treering.attention import TreeLayout
 from treering.attention.blocks import BlockPairs, find_block_pairs
 from treering.attention.triton import TileSize
-from treering.attention.triton.tables import NUM_PROGRAMS, Tables
+from treering.attention.triton.tables import (
+    DIRECT,
+    NUM_PROGRAMS,
+    Tables,
+    WorkList,
+    without_short_blocks,
+    work_by_key,
+    work_by_query,
+)
 from treering.attention.triton.tiles import MAX_HEAD_SIZES, choose_tiles, launches, padded_size
-from treering.attention.triton.work import DIRECT, WorkList, without_short_blocks, work_by_key, work_by_query
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight
 
@@ -79,13 +86,6 @@ def test_a_block_of_keys_that_no_row_sees_still_has_an_item() -> None:
     sight = Sight(first=np.array([0, 5, 5]), stop=np.array([5, 5, 5]), position=np.arange(3))
     pairs = find_block_pairs(sight, np.arange(5), query_size=5, key_size=1)
     assert sorted(work_by_key(pairs, 3).items[:, 0].tolist()) == [0, 1, 2]
-
-
-def test_a_prompt_is_shared_and_responses_are_not() -> None:
-    pairs = pairs_of([[0] * 16 + [1 + i] * 16 for i in range(9)], 16, 16)
-    work = work_by_key(pairs, 4)
-    assert work.splits.tolist() == [[0, 0, 3]]
-    assert (work.items[:, 4] - work.items[:, 1]).tolist() == [4, 3, 3, *[1] * 9]
 
 
 def test_long_stars_give_enough_equal_items_and_chains_are_left_whole() -> None:

@@ -35,9 +35,12 @@ SUBCOMMANDS = {
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
     """Put a module with this `run` in the place of a subcommand's, so that no work is done."""
-    places = {"init": "init.run", "simulate": "simulate.run", "sft": "training", "train": "training"}
-    place = places.get(name, f"{name}.command")
-    place = f"treering.cli.{place}"
+    if name == "init":
+        monkeypatch.setattr("treering.cli.init.command._write", run)
+        return
+    folders = {"inspect": ".command", "demo": ".command", "doctor": ".command", "simulate": ".run"}
+    folders |= {"report": ".command", "push": ".command"}
+    place = f"treering.cli.{'training' if name in ('sft', 'train') else name + folders.get(name, '')}"
     module = ModuleType(place)
     setattr(module, f"run_{name}" if place == "treering.cli.training" else "run", run)
     monkeypatch.setitem(sys.modules, place, module)

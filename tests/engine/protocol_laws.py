@@ -330,15 +330,6 @@ def reprefill_continues_with_the_new_weights(make: MakeEngine) -> None:
     assert all(set(finished["p", 2, i].versions.tolist()) == {3} for i in (2, 3))
 
 
-def an_update_finishes_running_rollouts_by_default(make: MakeEngine) -> None:
-    engine = make(max_batch=1)
-    engine.submit([request_of(0)])
-    engine.step()
-    engine.update_weights(1)
-    (rollout,) = engine.step()
-    assert (rollout.num_tokens, set(rollout.versions.tolist())) == (MAX_TOKENS, {0})
-
-
 def a_rollout_finished_by_an_update_can_still_be_aborted(make: MakeEngine) -> None:
     engine, wholes = half_way(make, "finish")
     (rollout,) = engine.abort([("p", 2, 0)])
@@ -386,32 +377,7 @@ def sampled_tokens_are_counted_once(make: MakeEngine) -> None:
 
 
 LAWS: list[Callable[[MakeEngine], None]] = [
-    an_idle_engine_returns_nothing,
-    generate_yields_every_rollout_once,
-    closing_generate_aborts_its_requests,
-    requests_come_from_any_iterable,
-    batch_and_order_change_no_rollout,
-    progress_counts_tokens_of_running_rollouts,
-    a_rollout_ends_at_max_tokens,
-    a_stop_token_ends_a_rollout_and_is_its_last_token,
-    a_stop_token_at_max_tokens_is_a_stop,
-    a_continued_rollout_equals_an_uninterrupted_one,
-    a_continued_rollout_keeps_its_tokens,
-    peek_returns_what_an_abort_would_and_changes_nothing,
-    a_branch_has_its_parents_tokens_and_goes_on_alone,
-    an_observed_stop_token_does_not_end_a_rollout,
-    duplicate_keys_are_refused,
-    a_key_is_in_use_until_its_rollout_is_returned,
-    a_key_is_free_after_its_rollout_is_returned,
-    abort_returns_partial_rollouts,
-    an_aborted_rollout_continues_on_another_engine,
-    aborting_a_waiting_continuation_returns_its_tokens,
-    finish_uses_the_old_weights,
-    an_update_aborts_running_rollouts,
-    reprefill_continues_with_the_new_weights,
-    an_update_finishes_running_rollouts_by_default,
-    a_rollout_finished_by_an_update_can_still_be_aborted,
-    the_present_version_again_changes_nothing,
-    versions_only_rise,
-    sampled_tokens_are_counted_once,
+    value
+    for value in list(globals().values())
+    if getattr(value, "__annotations__", None) == {"make": MakeEngine, "return": None}
 ]

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -160,31 +159,6 @@ def test_functions_run_in_the_thread_between_steps() -> None:
     assert names == ["treering-engine"]
 
 
-def test_the_noise_of_a_call_is_of_its_context_its_agent_and_how_often_it_was_asked() -> None:
-    context = np.array([5, 6], np.int32)
-    ids = [
-        call_id(context),
-        call_id(context, 1),
-        call_id(context, 0, "critic"),
-        call_id(np.array([5, 6, 0], np.int32)),
-        call_id(np.array([6, 5], np.int32)),
-    ]
-    keys = {row_key(0, "q", 0, 0, call) for call in [*ids, None]}
-    assert len(keys) == 6
-    assert call_id(context.astype(np.int64)) == ids[0]
-
-
-def test_a_cancelled_call_says_so() -> None:
-    engine = CountedEngine()
-    engine.may_step.clear()
-    with EngineHost(engine) as host:
-        call = host.submit(request_of(5))
-        call.cancel()
-        engine.may_step.set()
-        with pytest.raises(CancelledError):
-            call.result()
-
-
 def test_where_calls_queue_the_lowest_rank_goes_first_and_one_that_leaves_is_gone() -> None:
     engine, ended = CountedEngine(max_batch=4), []
     engine.may_step.clear()
@@ -204,3 +178,17 @@ def test_where_calls_queue_the_lowest_rank_goes_first_and_one_that_leaves_is_gon
             again.result()
     assert ended == [4, 1, 2, 3]
     assert engine.num_unfinished == 0
+
+
+def test_the_noise_of_a_call_is_of_its_context_its_agent_and_how_often_it_was_asked() -> None:
+    context = np.array([5, 6], np.int32)
+    ids = [
+        call_id(context),
+        call_id(context, 1),
+        call_id(context, 0, "critic"),
+        call_id(np.array([5, 6, 0], np.int32)),
+        call_id(np.array([6, 5], np.int32)),
+    ]
+    keys = {row_key(0, "q", 0, 0, call) for call in [*ids, None]}
+    assert len(keys) == 6
+    assert call_id(context.astype(np.int64)) == ids[0]

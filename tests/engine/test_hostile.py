@@ -13,8 +13,6 @@ from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
-from treering.history.draft.drafter import Drafter
-from treering.history.store.store import HistoryStore
 
 MAX_STEPS = 2000
 
@@ -46,11 +44,6 @@ def letters(tokens: np.ndarray) -> str:
     return "".join(chr(ord("A") + token) for token in tokens)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
-
-
 def test_a_prefix_in_the_middle_of_the_arena_does_not_block_its_own_rollouts(model: PreTrainedModel) -> None:
     """b's span is allocated after a's; once a's is freed, neither adjacent hole fits b's long rollout."""
     engine = TorchEngine(model, max_tokens=100, max_batch=2)
@@ -66,7 +59,7 @@ def test_a_prefix_in_the_middle_of_the_arena_does_not_block_its_own_rollouts(mod
     assert engine._table.prefixes.allocator.num_free == 100
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_fits_an_empty_arena_finishes_as_if_alone(model: PreTrainedModel, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_slots = int(rng.integers(40, 80))
@@ -82,20 +75,6 @@ def test_whatever_fits_an_empty_arena_finishes_as_if_alone(model: PreTrainedMode
     assert engine._table.prefixes.allocator.num_free == num_slots
 
 
-def test_drafts_that_the_model_has_no_tokens_for_are_cut_off(model: PreTrainedModel) -> None:
-    requests = [request_of("q", 3, sample) for sample in range(6)]
-    plain = run(TorchEngine(model), requests)
-    store = HistoryStore()
-    for rollout in plain.values():
-        foreign = rollout.tokens.copy()
-        foreign[3::4] += VOCAB
-        store.add("q", [foreign], 0)
-    store.publish()
-    engine = TorchEngine(model, Drafter(store, min_acceptance=0.001))
-    assert tokens_of(run(engine, requests)) == tokens_of(plain)
-    assert engine.stats.num_accepted > 0
-
-
 def test_siblings_share_a_group_while_they_run_and_groups_are_forgotten(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, max_batch=4)
     engine.submit([request_of(name, 2, sample) for name in ("a", "bb") for sample in range(2)])
@@ -107,7 +86,7 @@ def test_siblings_share_a_group_while_they_run_and_groups_are_forgotten(model: P
     assert sum(len(value) for value in vars(engine._table).values() if isinstance(value, dict | list)) <= before
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_steps", [1, 4])
 def test_a_stop_string_that_spans_an_abort_ends_the_rollout(model: PreTrainedModel, num_steps: int) -> None:
     whole = run(TorchEngine(model), [request_of("q", 3)])["q", 0, 0]
     stop = letters(whole.tokens[2:6])
@@ -136,26 +115,12 @@ def test_a_stop_string_that_ended_a_turn_does_not_end_the_next(model: PreTrained
         assert second.num_tokens > longer.num_tokens + 1
 
 
-def test_a_prompt_buffer_may_be_reused(model: PreTrainedModel) -> None:
-    expected = run(TorchEngine(model), [request_of("q", 5)])
-    buffer = request_of("q", 5).prompt.copy()
-    engine = TorchEngine(model)
-    engine.submit([Request(prompt_id="q", prompt=buffer, sampling=Sampling(max_tokens=16))])
-    buffer[:] = 0
-    assert tokens_of(run(engine, [])) == tokens_of(expected)
-
-
-@pytest.mark.parametrize("max_tokens", [2, 3, 5, 6])
+@pytest.mark.parametrize("max_tokens", [2, 5])
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_the_smallest_arenas_hold_what_fits_them(model: PreTrainedModel, max_tokens: int, backend: str) -> None:
     request = request_of("q", 2, max_tokens=max_tokens - 1)
     engine = TorchEngine(model, max_tokens=max_tokens, backend=backend)
     assert tokens_of(run(engine, [request])) == tokens_of(run(TorchEngine(model), [request]))
-
-
-def test_a_model_of_few_positions_is_checked_within_them() -> None:
-    engine = TorchEngine(build_float64(max_position_embeddings=3))
-    assert run(engine, [request_of("q", 1, max_tokens=3)])["q", 0, 0].num_tokens == 3
 
 
 def test_tokens_without_an_embedding_are_refused(model: PreTrainedModel) -> None:
@@ -213,17 +178,3 @@ def test_settings_of_the_wrong_type_are_refused_by_name(model: PreTrainedModel) 
         with pytest.raises(ConfigError, match=name):
             request_of("q", 3, **{name: value})
     assert request_of("q", 3, stop_tokens=[2]).sampling == request_of("q", 3, stop_tokens=(2,)).sampling
-    prompt = np.array([1, 2], np.int32)
-    for change in (
-        {"prompt": [1, 2.5]},
-        {"prompt": np.array([1.0])},
-        {"prompt": np.array([-1])},
-        {"prompt": prompt[None]},
-        {"prompt_id": 1.5},
-        {"prompt_id": True},
-        {"prompt_id": None},
-        {"draw": 0.5},
-        {"sample": -1},
-    ):
-        with pytest.raises(InputError):
-            Request(**{"prompt_id": "q", "prompt": prompt, "sampling": Sampling(max_tokens=2), **change})

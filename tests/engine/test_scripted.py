@@ -32,18 +32,6 @@ def test_the_scripted_engine_keeps_the_law(law: Callable[[MakeEngine], None]) ->
     law(make_scripted)
 
 
-def test_every_law_is_listed() -> None:
-    from tests.engine import protocol_laws
-
-    stated = [name for name, value in vars(protocol_laws).items() if callable(value) and is_law(name, value)]
-    assert stated == [law.__name__ for law in LAWS]
-
-
-def is_law(name: str, value: Callable[..., object]) -> bool:
-    arguments = getattr(value, "__annotations__", {})
-    return arguments == {"make": MakeEngine, "return": None} and not name.startswith("_")
-
-
 def test_a_step_gives_every_running_rollout_one_token() -> None:
     engine = ScriptedEngine(lambda request: [7, 8, 9][: 1 + request.sample], max_batch=2)
     engine.submit([request_of(i) for i in range(3)])
@@ -82,30 +70,6 @@ def test_a_script_is_called_once_when_its_request_starts() -> None:
     assert asked == [0, 1]
 
 
-def test_a_script_that_raises_loses_no_request() -> None:
-    answers = iter([RuntimeError("not yet"), [6]])
-
-    def script(_: Request) -> list[int]:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    engine = ScriptedEngine(script)
-    engine.submit([request_of(0)])
-    with pytest.raises(RuntimeError, match="not yet"):
-        engine.step()
-    assert [rollout.tokens.tolist() for rollout in engine.generate([])] == [[6]]
-
-
-def test_keys_and_values_are_computed_again_under_new_weights() -> None:
-    engine = ScriptedEngine(endless)
-    engine.submit([request_of(0)])
-    engine.step()
-    engine.update_weights(1, "reprefill")
-    assert engine.stats.num_prefilled == 5 + (5 + 1)
-
-
 def test_unsupported_requests_are_refused() -> None:
     with pytest.raises(ConfigError, match="got max_batch=0"):
         ScriptedEngine(endless, max_batch=0)
@@ -118,7 +82,3 @@ def test_unsupported_requests_are_refused() -> None:
     with pytest.raises(InputError, match=r"need a tokenizer.*\('end',\)"):
         engine.submit([request_of(0), Request(prompt_id=1, prompt=np.array([1], np.int32), sampling=sampling)])
     assert engine.num_unfinished == 0
-
-
-def test_a_scripted_engine_keeps_the_tokens() -> None:
-    assert make_scripted(1).keeps == "tokens"

@@ -58,11 +58,6 @@ def assert_same(actual: Rollouts, expected: Rollouts, tolerance: float = 1e-10) 
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
-
-
-@pytest.fixture(scope="module")
 def plain(model: PreTrainedModel) -> Rollouts:
     """64 rollouts, one after another, on the plain decoder, without drafts."""
     return run(TorchEngine(model, max_batch=1, backend="plain"), group_requests(stop_tokens=(7,)))
@@ -91,14 +86,6 @@ def test_drafts_batch_and_order_change_no_token(
     assert engine.stats.tokens_per_forward > 1.5
 
 
-def test_misleading_drafts_change_no_token(model: PreTrainedModel, plain: Rollouts) -> None:
-    shifted = {key: plain[("p0", 0, key[2])] for key in plain}
-    wrong = {key: Rollout(**{**fields(shifted[key]), "prompt_id": key[0]}) for key in plain}
-    engine = TorchEngine(model, drafter_of(wrong, min_acceptance=0.001), max_batch=16)
-    assert_same(run(engine, group_requests(stop_tokens=(7,))), plain)
-    assert engine.stats.num_drafted > engine.stats.num_accepted
-
-
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.7}, {"min_p": 0.3, "repetition_penalty": 0.6}], ids=str)
 def test_a_drafted_token_is_penalised_for_its_own_prefix(options: dict[str, float], model: PreTrainedModel) -> None:
     requests = group_requests(6, 4, stop_tokens=(7,), temperature=0.6, **options)
@@ -108,11 +95,6 @@ def test_a_drafted_token_is_penalised_for_its_own_prefix(options: dict[str, floa
     assert engine.stats.num_accepted > 0
     unpenalised = run(TorchEngine(model), group_requests(6, 4, stop_tokens=(7,), temperature=0.6))
     assert any(expected[key].tokens.tolist() != unpenalised[key].tokens.tolist() for key in expected)
-
-
-def test_top_k_0_is_all(model: PreTrainedModel) -> None:
-    requests = group_requests(2, 2)
-    assert_same(run(TorchEngine(model), group_requests(2, 2, top_k=0)), run(TorchEngine(model), requests))
 
 
 def test_requests_that_join_while_others_run_change_no_token(model: PreTrainedModel, plain: Rollouts) -> None:
@@ -150,11 +132,11 @@ def test_policy_logprobs_are_those_of_forward(family: str) -> None:
         np.testing.assert_allclose(rollouts[request.key].policy_logprobs, logprobs[own], atol=1e-10)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"), [("qwen3", torch.float32, 2e-5), ("llama", torch.bfloat16, 0.2)]
+)
 def test_stock_weights_give_the_models_own_logprobs(family: str, dtype: torch.dtype, tolerance: float) -> None:
-    model = build(family, attention_bias=True) if family in ("qwen3", "llama") else build(family)
-    model = model.to(dtype)
+    model = build(family, attention_bias=True).to(dtype)
     requests = group_requests(4, 2)
     rollouts = run(TorchEngine(model, max_batch=5), requests)
     for request in requests:
@@ -265,14 +247,6 @@ def test_a_repeated_prompt_is_recomputed_only_under_new_weights(model: PreTraine
     assert engine.stats.num_prefilled == 24
 
 
-def test_memory_is_freed(model: PreTrainedModel) -> None:
-    engine = TorchEngine(model, max_batch=3, max_tokens=70)
-    for _ in range(3):
-        run(engine, group_requests(16, 2, max_tokens=20))
-        engine._table.rollouts.clear()
-        assert engine._table.prefixes.allocator.num_free == 70
-
-
 def test_a_stop_string_ends_a_rollout_wherever_it_falls(model: PreTrainedModel) -> None:
     letters = "abcdefghijklmnopqrstuvwxyzABCDEF"
 
@@ -377,7 +351,3 @@ def test_diverged_weights_are_reported() -> None:
     engine.submit(group_requests(1, 1))
     with pytest.raises(StateError, match="diverged"):
         engine.step()
-
-
-def fields(rollout: Rollout) -> dict[str, object]:
-    return {name: getattr(rollout, name) for name in Rollout.__slots__}

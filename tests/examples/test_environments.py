@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from treering.cli.main import main
-from treering.rl.environments.find import find_environment
+from treering.rl.environments.environment import find_environment
 
 FOLDER = Path(__file__).parents[2] / "examples" / "environments"
 

@@ -36,11 +36,6 @@ def test_shifts_to_either_side_share_a_bucket_and_bucket_0_is_left_free() -> Non
     assert python("shift_bucket")(10**6) == features.FAR
 
 
-@pytest.mark.parametrize("name", ["length_bucket", "edit_bucket", "depth_bucket", "near_bucket"])
-def test_numbers_beyond_any_table_are_in_the_last_bucket(name: str) -> None:
-    assert python(name)(2**31 - 1) == len(LASTS[name])
-
-
 def test_the_logistic_is_looked_up_to_the_error_of_a_straight_line() -> None:
     # Between two values h apart it is h**2 / 8 times the second derivative, which is no greater than the value.
     for logit in np.linspace(-12, 12, 5001):

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numba import njit
-from numba.core.errors import TypingError
 
 from treering.history.jit import copy_entries, pick
 
@@ -32,28 +31,8 @@ def test_entries_are_copied_to_their_line_and_nowhere_else(line: int, kind: type
     assert to.tolist() == wanted.tolist()
 
 
-def test_entries_of_another_type_are_refused() -> None:
-    with pytest.raises(TypingError):
-        copied(np.zeros((2, 8), np.int32), 0, np.zeros(8, np.float32))
-
-
-def test_a_number_that_is_not_known_when_it_compiles_is_refused() -> None:
-    @njit
-    def some(to: Any, source: Any, num: int) -> None:
-        copy_entries(to, 0, source, num)
-
-    with pytest.raises(TypingError):
-        some(np.zeros((2, 8), np.int32), np.zeros(8, np.int32), 3)
-
-
 @pytest.mark.parametrize("at", [0, 3, 6])
 @pytest.mark.parametrize("which", range(3))
 def test_the_entry_is_of_the_array_that_was_said(which: int, at: int) -> None:
     arrays = [np.arange(7, dtype=np.int32) + 100 * k for k in range(3)]
     assert picked(which, *arrays, at) == arrays[which][at]
-
-
-def test_arrays_of_different_types_are_refused() -> None:
-    numbers = np.zeros(4, np.int32)
-    with pytest.raises(TypingError):
-        picked(0, numbers, numbers.astype(np.int64), numbers, 0)

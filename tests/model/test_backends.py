@@ -13,8 +13,8 @@ launch = pytest.importorskip("treering.attention.triton.launch")
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="float64 runs in triton's interpreter only")
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 8], [1, 2, 3, 4, 9, 7, 6, 5], [5, 6]]
-# Plain attention; windows and softcaps; windows and sinks.
-FAMILIES = ("qwen3", "gemma2", "gpt_oss")
+# Windows and softcaps; windows and sinks.
+FAMILIES = ("gemma2", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,9 +31,8 @@ def test_gradients_of_a_model_on_triton_equal_those_on_segments(family: str) -> 
     assert_gradients_equal(*grads, 1e-10)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss"])
-def test_partitions_of_a_tree_on_triton_equal_the_whole_tree(family: str) -> None:
-    model = build_float64(family)
+def test_partitions_of_a_tree_on_triton_equal_the_whole_tree() -> None:
+    model = build_float64("qwen3", num_hidden_layers=1)
     forest = Forest.from_sequences(SEQUENCES[:3])
     grads = []
     for backend, max_tokens in (("triton", 8), ("segments", None)):

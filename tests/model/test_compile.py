@@ -81,12 +81,6 @@ def test_a_wrapped_model_is_exact_and_compiled_once_for_all_steps() -> None:
     assert num_graphs() == after_one
 
 
-@pytest.mark.slow
-def test_a_compiled_adapter_is_exact() -> None:
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    assert_compiled_is_exact(get_peft_model(build_float64(num_hidden_layers=1), config).double(), wrap)
-
-
 def test_a_compiled_layer_runs_under_the_stock_forward_again_afterwards() -> None:
     model = compile_layers(build_float64(num_hidden_layers=1))
     ids = torch.tensor([[1, 2, 3]])
@@ -162,25 +156,12 @@ def test_layers_under_flash_leave_no_graph_and_are_exact(family: str, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["segments", "triton"])
-def test_layers_under_other_backends_leave_their_graph_for_attention_only_and_are_exact(backend: str) -> None:
+def test_layers_under_segments_leave_their_graph_for_attention_only_and_are_exact() -> None:
     model = build_float64(num_hidden_layers=1)
     expected = gradients(model, backend="reference")
-    assert_gradients_equal(gradients(compile_layers(model), backend=backend), expected, 1e-10)
+    assert_gradients_equal(gradients(compile_layers(model), backend="segments"), expected, 1e-10)
     breaks = torch._dynamo.utils.counters["graph_break"]
     assert breaks_at_attention() == sum(breaks.values()) > 0
-
-
-@pytest.mark.slow
-def test_a_wrapped_model_under_flash_leaves_no_graph_for_attention_and_is_exact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fake_flash.install(monkeypatch)
-    model = build_float64(num_hidden_layers=1)
-    expected = gradients(model, backend="reference")
-    assert_gradients_equal(gradients(wrap(model), backend="flash"), expected, 1e-10)
-    assert num_graphs() > 0
-    assert breaks_at_attention() == 0
 
 
 @pytest.mark.slow

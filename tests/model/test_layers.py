@@ -59,19 +59,19 @@ def random_forest(rng: np.random.Generator) -> Forest:
 
 
 @pytest.mark.slow
-def test_forests_of_twenty_shapes_run_the_same_few_graphs(
+def test_forests_of_ten_shapes_run_the_same_few_graphs(
     num_graphs: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_flash.install(monkeypatch)
     model = build_float64(num_hidden_layers=2)
     names = list(model.state_dict())
     rng = np.random.default_rng(0)
-    forests = [random_forest(rng) for _ in range(20)]
+    forests = [random_forest(rng) for _ in range(10)]
     expected = gradients(model, forests[-1], backend="flash")
     undo = set_layers(model, "compiled")
     for forest in forests:
         actual = gradients(model, forest, backend="flash")
-    assert len({forest.num_tokens for forest in forests}) > 12
+    assert len({forest.num_tokens for forest in forests}) > 6
     assert 0 < num_graphs() <= 4
     assert_gradients_equal(actual, expected, 1e-10)
     assert list(model.state_dict()) == names
@@ -81,11 +81,10 @@ def test_forests_of_twenty_shapes_run_the_same_few_graphs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
-def test_checkpointed_layers_are_compiled_and_exact(mode: str, num_graphs: Callable[[], int]) -> None:
+def test_checkpointed_layers_are_compiled_and_exact(num_graphs: Callable[[], int]) -> None:
     model = build_float64(num_hidden_layers=1)
     expected = gradients(model)
-    enable_gradient_checkpointing(model, mode)
+    enable_gradient_checkpointing(model, "reentrant")
     set_layers(model, "compiled")
     assert_gradients_equal(gradients(model, backend="segments"), expected, 1e-10)
     assert num_graphs() > 0
@@ -93,7 +92,7 @@ def test_checkpointed_layers_are_compiled_and_exact(mode: str, num_graphs: Calla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "glm4"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "glm4"])
 def test_ligers_kernels_are_exact_and_keep_names_weights_and_other_models(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

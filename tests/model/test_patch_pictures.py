@@ -66,7 +66,8 @@ def test_gradients_are_those_of_the_stock_model(family: str, side: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"mm_token_type_ids": None}, "pass on what the processor returns"),
+        ({"mm_token_type_ids": None}, "was not given: pass on what the processor returns"),
+        ({"mm_token_type_ids": torch.ones(4, 25, dtype=torch.int64)}, "sequence 0 of the batch has it elsewhere"),
         ({"image_grid_thw": None}, "image_grid_thw, which was not given"),
         ({"pixel_values_videos": torch.zeros(1, 1)}, "video is not supported"),
         ({"position_ids": torch.zeros(4, 1)}, "positions follow from pictures"),

@@ -63,8 +63,8 @@ def test_every_shape_scores_like_its_sequences(name: str, planning: str, family:
 
 
 @pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("sequences", [comb(60)[::3], star(80, 70, 2), LONG], ids=["comb", "star", "long"])
-@pytest.mark.parametrize("planning", PLANNINGS)
+@pytest.mark.parametrize("sequences", [comb(60)[::6], star(20, 70, 2), LONG], ids=["comb", "star", "long"])
+@pytest.mark.parametrize("planning", ["fork, padded", "mixed"])
 def test_deep_and_wide_and_long_trees_are_exact(planning: str, sequences: list[list[int]], family: str) -> None:
     with planned(planning):
         assert_forward_is_exact(build_wide(family, vocab_size=128), sequences)
@@ -128,8 +128,9 @@ LORA = {"qwen3_5": ["in_proj_qkv", "in_proj_a", "in_proj_b", "out_proj"], "bamba
 
 
 @pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
-@pytest.mark.parametrize("planning", ["fork, padded", "rescan"])
+@pytest.mark.parametrize(
+    ("mode", "planning"), [("none", "rescan"), ("reentrant", "fork, padded"), ("non_reentrant", "rescan")]
+)
 def test_lora_on_the_recurrent_layers_is_exact(planning: str, mode: str, family: str) -> None:
     base = build_wide(family)
     config = LoraConfig(r=4, target_modules=LORA[family], init_lora_weights=False)
@@ -144,7 +145,7 @@ def test_lora_on_the_recurrent_layers_is_exact(planning: str, mode: str, family:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", ["qwen3_5"])
 def test_compiled_layers_are_exact(family: str) -> None:
     model = build_wide(family)
     expected = flat_gradients(model)

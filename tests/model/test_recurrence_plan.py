@@ -117,24 +117,10 @@ def test_a_long_prompt_is_forked_and_a_short_one_rescanned() -> None:
     assert (num_calls(rescanned), num_computed(rescanned)) == (1, 240)
 
 
-def test_a_subtree_may_be_rescanned_below_a_fork_that_is_kept() -> None:
-    prompt = [1] * 4000
-    sequences = [prompt + [branch] * 5 + [leaf] * 5 for branch in (2, 3) for leaf in (4, 5)]
-    plan = make_plan(layout_of(sequences), Price(call=500, row=0))
-    assert (num_calls(plan), num_computed(plan)) == (2, 4000 + 4 * 10)
-
-
 def test_rescanning_stays_within_its_bound_of_tokens() -> None:
     layout = layout_of(star(50, prompt=100, response=10))
     plan = make_plan(layout, Price(call=10**6, row=0))
     assert num_computed(plan) == layout.forest.num_tokens
-
-
-def test_equal_rows_of_a_level_share_a_call_and_unequal_ones_where_padding_is_cheaper() -> None:
-    layout = layout_of([[0] * 8 + [1 + i] * length for i, length in enumerate([4, 4, 4, 9])])
-    for call, lengths in [(0, [8, 9, 4]), (20, [8, 9])]:
-        plan = make_plan(layout, Price(call=call, row=0))
-        assert [call.tokens.shape[1] for level in plan.levels for call in level] == lengths
 
 
 def test_the_price_of_an_accelerator_makes_calls_rare() -> None:

@@ -163,6 +163,7 @@ GUARDS = {
     "sharded value head": ("UnsupportedError", "a value head is whole on every rank"),
     "sharded teacher": ("UnsupportedError", "a teacher reads whole weights"),
     "scored by a sharded teacher": ("UnsupportedError", "a teacher reads whole weights"),
+    "sharded pictures": ("UnsupportedError", r"vision part runs outside.*or by treering\.patch"),
     "sharded engine": ("UnsupportedError", "the engine reads whole weights"),
     "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
     "forward under ZeRO-3": ("UnsupportedError", "ZeRO-3 has partitioned the weights.*treering.patch"),

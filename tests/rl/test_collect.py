@@ -21,7 +21,6 @@ from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError, Interrupted, StateError
 from treering.rl.collect import NUM_MESSAGES, Collected, Group, collect, join
 from treering.rl.tasks.score import RewardValue
-from treering.rl.tasks.sums import ChainedSums
 from treering.rl.tasks.task import Prompt, Task
 
 STOP = 9
@@ -93,13 +92,6 @@ def test_groups_follow_the_prompts_and_rollouts_their_samples(max_batch: int) ->
     assert (finished == expected) == (max_batch == 1)
 
 
-def test_nothing_went_wrong_where_nothing_went_wrong() -> None:
-    collected = run()
-    assert (collected.num_rollouts, collected.num_turns) == (9, 9)
-    assert (collected.num_reward_errors, collected.num_empty, collected.num_overlong) == (0, 0, 0)
-    assert collected.reward_errors == ()
-
-
 def test_requests_carry_draw_prompt_and_sampling() -> None:
     asked: list[Request] = []
 
@@ -144,9 +136,8 @@ def test_a_reward_that_raises_costs_its_rollout_alone(max_batch: int) -> None:
 
 NO_NUMBERS = [
     *(math.nan, math.inf, -math.inf, "1", b"1", 1j, [1.0], (1.0,), {}, 10**400, Fraction(10**400)),
-    *(np.float32("nan"), np.ones(2), np.ones((1, 2)), np.zeros(0), np.array("1"), np.complex64(1)),
-    *(Decimal("NaN"), Decimal("sNaN"), Decimal("Infinity"), Decimal("1e400")),
-    *(torch.ones(2), torch.zeros(0), torch.tensor(math.nan), torch.ones(1, device="meta")),
+    *(np.float32("nan"), np.ones(2), np.array("1"), Decimal("sNaN"), Decimal("1e400")),
+    *(torch.ones(2), torch.tensor(math.nan), torch.ones(1, device="meta")),
 ]
 
 
@@ -278,29 +269,6 @@ def test_an_interrupt_passes_and_leaves_the_engine_idle(stop: type[BaseException
     assert collect(engine, Fake(), PROMPTS, {}, group_size=3, sampling=SAMPLING).num_rollouts == 9
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_an_exception_that_ends_programs_costs_its_rollout_alone(stop: type[BaseException]) -> None:
-    def leave(rollout: Rollout) -> float:
-        if rollout.sample == 1:
-            raise stop("bye")
-        return 1.0
-
-    collected = run(task=Fake(reward=leave))
-    assert (collected.num_reward_errors, collected.num_rollouts) == (3, 6)
-    assert f"it raised {stop.__name__}: bye" in collected.reward_errors[0]
-
-
-def test_an_error_without_a_text_is_told_all_the_same() -> None:
-    class MuteError(ValueError):
-        def __str__(self) -> str:
-            raise KeyError
-
-    def fail(rollout: Rollout) -> float:
-        raise MuteError
-
-    assert "MuteError: its text raises KeyError" in run(task=Fake(reward=fail)).reward_errors[0]
-
-
 def test_an_error_of_the_caller_passes_and_leaves_the_engine_idle() -> None:
     def fail(_: Rollout) -> None:
         raise OSError("the display broke")
@@ -357,18 +325,6 @@ def test_every_rollout_is_kept_or_counted_once(lengths: list[int], max_batch: in
     assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [kept] * 3
 
 
-def test_right_chains_of_sums_are_rewarded() -> None:
-    task = ChainedSums(4, seed=2)
-    answers = {s.task_id: s.sequences[0][s.loss_masks[0]].tolist() for s in task.solutions()}
-    sampling = Sampling(max_tokens=64, stop_tokens=task.stop_tokens)
-
-    def script(request: Request) -> list[int]:
-        return answers[request.prompt_id] if request.sample else task.encode("=1.").tolist()
-
-    collected = collect(ScriptedEngine(script), task, task.prompts, {}, group_size=2, sampling=sampling)
-    assert [group.rewards.tolist() for group in collected.groups] == [[0.0, 1.0]] * 4
-
-
 @pytest.mark.parametrize("max_batch", [1, 3])
 def test_the_order_of_starts_changes_no_group(max_batch: int) -> None:
     started: dict[str, list[tuple[str, int]]] = {"by_prompt": [], "by_sample": []}
@@ -380,39 +336,9 @@ def test_the_order_of_starts_changes_no_group(max_batch: int) -> None:
             return [1 + request.sample, 2]
 
         engine = ScriptedEngine(script, max_batch=max_batch)
-        prompts = [Prompt(prompt_id=name, tokens=np.array([3], np.int32)) for name in ("a", "b")]
-        found = collect(
-            engine,
-            Lengths(prompts),
-            prompts,
-            {},
-            group_size=3,
-            sampling=Sampling(max_tokens=4),
-            order=order,
-        )
+        options = {"group_size": 3, "sampling": Sampling(max_tokens=4), "order": order}
+        found = collect(engine, Fake(), PROMPTS[:2], {}, **options)  # type: ignore[arg-type]
         results[order] = [[r.tokens.tolist() for r in group.rollouts] for group in found.groups]
     assert results["by_prompt"] == results["by_sample"] == [[[1, 2], [2, 2], [3, 2]]] * 2
     assert started["by_prompt"] == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
     assert started["by_sample"] == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-
-
-class Lengths(Task):
-    """Rewards a rollout's length."""
-
-    def __init__(self, prompts: list[Prompt]) -> None:
-        self._prompts = prompts
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        return self._prompts
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def vocab_size(self) -> int:
-        return 8
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        return float(rollout.num_tokens)

@@ -5,7 +5,7 @@ import pytest
 from tests.rl.runs import TinyTask, scripted_loop, share_of_even_tokens
 from treering.engine.rollout import Rollout
 from treering.errors import StateError
-from treering.rl.failed_steps import MAX_FAILED_STEPS
+from treering.rl.checks import MAX_FAILED_STEPS
 
 
 class Failing:

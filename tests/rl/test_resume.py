@@ -6,7 +6,6 @@ Law 7: a lost history costs only speed.
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,29 +24,20 @@ from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 from treering.train.progress import Phase
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The output of `killed_runs`: the uninterrupted run, then the killed ones."""
-    return reports_of("tests.rl.killed_runs", tmp_path_factory.mktemp("runs"))
-
-
 @pytest.mark.slow
-def test_a_run_killed_at_any_file_operation_ends_bitwise_as_one_that_was_not(reports: list[dict[str, Any]]) -> None:
+def test_a_run_killed_at_any_file_operation_ends_bitwise_as_one_that_was_not(tmp_path: Path) -> None:
+    reports = reports_of("tests.rl.killed_runs", tmp_path)
     whole, *killed = reports
     assert len(killed) == NUM_MOMENTS + 1
     assert [report["num_kills"] for report in killed[:-1]] == [1] * NUM_MOMENTS
     assert killed[-1]["num_kills"] > 1
     assert {report["digest"] for report in killed} == {whole["digest"]}
-
-
-@pytest.mark.slow
-def test_metrics_of_a_killed_run_hold_each_step_once(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert report["steps"] == list(range(1, NUM_STEPS + 1))
-        assert report["losses"] == reports[0]["losses"]
+        assert report["steps"] == list(range(1, NUM_STEPS + 1)), "metrics hold each step once"
+        assert report["losses"] == whole["losses"]
 
 
-@pytest.mark.parametrize("stop", range(1, NUM_STEPS))
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
 def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path, stop: int) -> None:
     memories = [eager() for _ in range(3)]
     whole = train(tmp_path / "whole", memory=memories[0])

@@ -163,18 +163,6 @@ def test_the_stem_with_three_leaves_by_hand() -> None:
         assert_close(tree_advantages(forest, [6, 6, 0, 0], baseline), rows, scale=20)
 
 
-def test_a_value_weighs_branches_and_a_mean_over_siblings_weighs_children() -> None:
-    # The left child has 3 branches of reward 1 in subtrees of 2 and 1, the right child one branch of reward 0.
-    sequences = [[0, 1, 1, 1], [0, 1, 1, 2], [0, 1, 2], [0, 2]]
-    advantages = tree_advantages(Forest.from_sequences(sequences), [1, 1, 1, 0])
-    assert [advantages[0][1], advantages[3][1]] == pytest.approx([1 - 3 / 4, 0 - 3 / 4])
-    advantages = tree_advantages(Forest.from_sequences(sequences), [1, 1, 1, 0], "siblings")
-    assert [advantages[0][1], advantages[3][1]] == pytest.approx([1 - 1 / 2, 0 - 1 / 2])
-    # Below the left child, 2 branches of mean 2 stand beside one of -1: their node has 1, not the 1/2 of the children.
-    advantages = tree_advantages(Forest.from_sequences(sequences), [4, 0, -1, 0])
-    assert [advantages[0][1], advantages[0][2], advantages[2][2]] == pytest.approx([1 - 3 / 4, 2 - 1, -1 - 1])
-
-
 def test_a_branch_that_ends_inside_a_segment_splits_it() -> None:
     forest = Forest.from_sequences([[7, 8, 8, 8], [7, 8]])
     assert forest.num_segments == 1
@@ -196,17 +184,6 @@ def test_a_plain_group_has_the_group_s_own_advantages_on_its_completions(rewards
         assert_close(tree_advantages(forest, rewards, **option), expected, scale=100)
     one_tree = tree_advantages(forest, rewards, "tree_grpo", trees=[0] * len(rewards))
     assert_close(one_tree, [[0.0] * 4 + [2 * a] * 3 for a in group_advantages(array, "grpo").tolist()], scale=100)
-
-
-@given(rewarded(), st.sampled_from(RELATIVE), st.sampled_from(["none", "group"]))
-def test_branches_have_the_same_advantages_at_tokens_that_they_share(
-    data: tuple[list[list[int]], list[float]], baseline: Baseline, scale_rewards: Any
-) -> None:
-    forest = Forest.from_sequences(data[0])
-    of_token: dict[int, float] = {}
-    for branch, row in enumerate(tree_advantages(forest, data[1], baseline, scale_rewards=scale_rewards)):
-        for token, advantage in zip(forest.path(branch).tolist(), row.tolist(), strict=True):
-            assert of_token.setdefault(token, advantage) == advantage
 
 
 @pytest.mark.parametrize("baseline", get_args(Baseline))

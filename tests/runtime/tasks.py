@@ -27,15 +27,6 @@ class Slow(TinyTask):
         return share_of_even_tokens(rollout)
 
 
-class Deadly(TinyTask):
-    """One rollout of each group in the first step always kills the reward worker."""
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        if (rollout.draw, rollout.sample) == (0, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return share_of_even_tokens(rollout)
-
-
 class DeadlyOnce(TinyTask):
     """The reward worker dies at the very first reward, and never again."""
 
@@ -47,15 +38,6 @@ class DeadlyOnce(TinyTask):
         if not self._marker.exists():
             self._marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return share_of_even_tokens(rollout)
-
-
-class Raising(TinyTask):
-    """One rollout of each group has a reward that raises."""
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        if rollout.sample == 3:
-            raise ValueError("no number")
         return share_of_even_tokens(rollout)
 
 
@@ -129,16 +111,18 @@ ENDING: Mapping[str, Callable[[], object]] = {
 
 
 class Doing(TinyTask):
-    """One rollout of each group in the first step does something first, or every rollout."""
+    """The first samples of each group in the first step do something first, one each; or every rollout the first."""
 
-    def __init__(self, name: str, *, always: bool = False) -> None:
+    def __init__(self, *names: str, always: bool = False) -> None:
         super().__init__()
-        self._act = {**HARMLESS, **RAISING, **ENDING}[name]
+        self._acts = [{**HARMLESS, **RAISING, **ENDING}[name] for name in names]
         self._always = always
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        if self._always or (rollout.draw, rollout.sample) == (0, 1):
-            self._act()
+        if self._always:
+            self._acts[0]()
+        elif rollout.draw == 0 and rollout.sample < len(self._acts):
+            self._acts[rollout.sample]()
         return share_of_even_tokens(rollout)
 
 

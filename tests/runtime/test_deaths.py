@@ -55,29 +55,28 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-@pytest.mark.parametrize("victim", ["rollout worker 0", "reward worker", "trainer"])
-def test_each_kind_of_process_may_die(undisturbed: Result, victim: str) -> None:
-    with killing({9: victim, 30: victim}) as dead, pipeline(num_steps=NUM_STEPS, staleness=1) as loop:
+def test_each_kind_of_process_may_die(undisturbed: Result) -> None:
+    kinds = ["rollout worker 0", "reward worker", "trainer"] * 2
+    moments = dict(zip((9, 16, 23, 30, 37, 44), kinds, strict=True))
+    with killing(moments) as dead, pipeline(num_steps=NUM_STEPS, staleness=1) as loop:
         result = run(loop, NUM_STEPS)
         account = loop.account
-    assert dead == [victim, victim]
+    assert dead == kinds
     assert_same(result, undisturbed)
     assert is_complete(account)
-    deaths = (account.worker_deaths, account.reward_worker_deaths, account.trainer_deaths)
-    assert deaths == tuple(2 * (victim == name) for name in ("rollout worker 0", "reward worker", "trainer"))
+    assert (account.worker_deaths, account.reward_worker_deaths, account.trainer_deaths) == (2, 2, 2)
 
 
-@pytest.mark.parametrize("victim", ["rollout worker 0", "trainer"])
-def test_a_process_that_hangs_with_work_is_replaced(undisturbed: Result, victim: str) -> None:
+def test_a_process_that_hangs_with_work_is_replaced(undisturbed: Result) -> None:
     # The first message comes from a process that is ready; later ones tell that there is work.
-    stopping = killing({5: victim}, signal.SIGSTOP)
+    stopping = killing({5: "rollout worker 0", 6: "trainer"}, signal.SIGSTOP)
     with stopping as hung, pipeline(num_steps=NUM_STEPS, staleness=1, worker_time_limit_s=20.0) as loop:
         result = run(loop, NUM_STEPS)
         account = loop.account
-    assert hung == [victim]
+    assert hung == ["rollout worker 0", "trainer"]
     assert_same(result, undisturbed)
     assert is_complete(account)
-    assert account.worker_deaths + account.trainer_deaths >= 1
+    assert min(account.worker_deaths, account.trainer_deaths) >= 1
 
 
 def test_many_deaths_do_not_end_a_run_that_makes_progress() -> None:
@@ -125,19 +124,6 @@ def test_twenty_kills_at_random_moments_leave_the_same_weights_and_an_exact_acco
     assert account.reward_workers_stopped == 0
 
 
-def test_the_rollouts_of_a_dead_worker_are_sampled_again() -> None:
-    with pipeline(num_steps=3, num_workers=1) as loop:
-        loop.step()
-        worker = loop.pids["rollout worker 0"]
-        os.kill(worker, signal.SIGKILL)
-        # It may already have sampled the second step, so its death may show only in the third.
-        for _ in range(2):
-            loop.step()
-        assert loop.pids["rollout worker 0"] != worker
-        assert loop.account.worker_deaths == 1
-        assert is_complete(loop.account, 8 + 8 + 4)
-
-
 def test_a_reward_over_the_time_limit_leaves_out_only_its_rollout() -> None:
     with pipeline(TinyRecipe(task=tasks.Slow), num_steps=1, reward_time_limit_s=3.0) as loop:
         report = loop.step().rollouts
@@ -153,16 +139,6 @@ def test_a_reward_over_the_time_limit_leaves_out_only_its_rollout() -> None:
     assert is_complete(account, 8)
 
 
-def test_a_rollout_that_kills_three_reward_workers_is_left_out() -> None:
-    with pipeline(TinyRecipe(task=tasks.Deadly), num_steps=1) as loop:
-        report = loop.step().rollouts
-        account = loop.account
-    assert report.num_reward_errors == 2
-    assert account.reward_worker_deaths == 6
-    assert all("ended the reward worker (signal SIGKILL), 3 times" in message for message in report.reward_errors)
-    assert is_complete(account, 8)
-
-
 def test_a_rollout_that_kills_one_reward_worker_is_evaluated_again(tmp_path: Path) -> None:
     recipe = TinyRecipe(task=partial(tasks.DeadlyOnce, str(tmp_path / "died")))
     with pipeline(recipe, num_steps=1) as loop:
@@ -170,14 +146,6 @@ def test_a_rollout_that_kills_one_reward_worker_is_evaluated_again(tmp_path: Pat
         assert loop.account.reward_worker_deaths == 1
         assert loop.account.evaluated_again >= 1
         assert is_complete(loop.account, 8)
-
-
-def test_a_reward_that_raises_is_left_out_as_in_the_synchronous_loop() -> None:
-    with pipeline(TinyRecipe(task=tasks.Raising), num_steps=1) as loop:
-        report = loop.step().rollouts
-        assert report.num_reward_errors == loop.account.reward_errors == 2
-        assert "ValueError: no number" in report.reward_errors[0]
-        assert loop.account.reward_worker_deaths == 0
 
 
 def test_rewards_may_start_processes_of_their_own() -> None:
@@ -216,17 +184,6 @@ def test_an_error_in_a_child_is_raised_here_with_its_type_and_text() -> None:
 def test_a_process_that_always_dies_ends_the_run() -> None:
     with pytest.raises(StateError, match=r"rollout worker 0 died 5 times in a row.*signal SIGKILL"):
         pipeline(DeadlyEngines(), num_steps=1, num_workers=1).step()
-
-
-def test_processes_end_with_the_loop() -> None:
-    with pipeline(num_steps=2) as loop:
-        loop.step()
-        pids = loop.pids
-        assert sorted(pids) == [
-            *("reward worker", "rollout worker 0", "rollout worker 1", "spare reward worker", "trainer")
-        ]
-        assert all(lives(pid) for pid in pids.values())
-    assert not any(lives(pid) for pid in pids.values())
 
 
 @pytest.mark.slow

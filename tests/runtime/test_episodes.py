@@ -218,16 +218,6 @@ class AllFaulty(Faulty):
         raise ValueError("no such file")
 
 
-def test_lengths_of_runs_are_planned_with() -> None:
-    recipe = EnvRecipe(world=WORLDS["Linear"])
-    with in_workers(recipe, 2, num_workers=1) as loop:
-        loop.step()
-        [(_, _, lengths)] = loop.state()["planner"]["observed"]
-        # Four turns of at most eight tokens.
-        assert lengths.numel() == 6
-        assert 4 <= int(lengths.min()) <= int(lengths.max()) <= 32
-
-
 def test_a_killed_worker_leaves_no_process_of_its_group() -> None:
     read, write = os.pipe()
     child = os.fork()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.rl.runs import SAMPLING
 from tests.runtime import tasks
 from tests.runtime.runs import MAX_BATCH, Lopsided, TinyRecipe, pipeline
 from tests.runtime.test_pipeline import rows_of
@@ -78,45 +77,22 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return sent
 
 
-@pytest.mark.parametrize(
-    ("sampling", "launcher", "is_written"),
-    [
-        pytest.param(SAMPLING, LocalLauncher(), False, id="drawn, without a folder"),
-        pytest.param(GREEDY, Elsewhere(), True, id="greedy, on other hosts"),
-    ],
-)
-def test_sent_history_drafts_what_mapped_history_drafts(
-    sampling: Sampling, launcher: LocalLauncher, is_written: bool, tmp_path: Path, messages: list[object]
-) -> None:
+def test_sent_history_drafts_what_mapped_history_drafts(tmp_path: Path, messages: list[object]) -> None:
     # Equal rewards, so the weights stay: greedily, every rollout of a prompt is the same in both epochs.
     recipe = TinyRecipe(task=tasks.Constant)
-    started = partial(pipeline, recipe, num_steps=NUM_STEPS, sampling=sampling)
+    started = partial(pipeline, recipe, num_steps=NUM_STEPS, sampling=GREEDY)
     _, expected = run(started())
     mapped, mapped_rows = run(started(drafting=drafting(tmp_path / "mapped")))
     assert not any(isinstance(message, PromptHistories) for message in messages)
-    folder = tmp_path / "unread" if is_written else None
-    sent, sent_rows = run(started(drafting=drafting(folder), launcher=launcher))
+    sent, sent_rows = run(started(drafting=drafting(tmp_path / "unread"), launcher=Elsewhere()))
     assert sent_rows == mapped_rows == expected
     assert any(isinstance(message, PromptHistories) for message in messages)
     # Each rollout stays on its worker, and no clock decides what is drafted.
     assert drafts_of(sent) == drafts_of(mapped)
     first, second = sent[:PER_EPOCH], sent[PER_EPOCH:]
     assert all(engine.num_drafted == 0 for engine in first)
-    assert all(engine.num_drafted > 0 for engine in second)
-    if sampling is GREEDY:
-        # They repeat the first epoch: most tokens come from drafts.
-        assert sum(engine.num_accepted for engine in second) > sum(engine.num_sampled for engine in second) / 2
-
-
-def test_one_worker_drafts_from_other_prompts_as_with_the_folder(tmp_path: Path) -> None:
-    # It samples all prompts, so it is sent all of the history, and that of a step when the step is over.
-    def loop(folder: Path | None) -> PipelineLoop:
-        history = drafting(folder, sources=("others",))
-        return pipeline(num_steps=PER_EPOCH, num_workers=1, drafting=history, sampling=GREEDY)
-
-    sent, mapped = (drafts_of(run(loop(folder), PER_EPOCH)[0]) for folder in (None, tmp_path))
-    assert sent == mapped
-    assert [num_drafted > 0 for num_drafted, _ in sent] == [False, True, True]
+    # They repeat the first epoch: most tokens come from drafts.
+    assert sum(engine.num_accepted for engine in second) > sum(engine.num_sampled for engine in second) / 2
 
 
 def has_history(drafter: Drafter) -> bool:

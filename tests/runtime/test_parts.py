@@ -16,7 +16,7 @@ from treering.runtime.step.planning import Planner, RolloutPlan
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import linear_latency
 from treering.schedule.policy import Assignment, PlanRequest
-from treering.schedule.predict.lengths import MedianLengths
+from treering.schedule.predict.lengths import LengthPredictor
 
 
 def cluster(staleness: int = 1, num_workers: int = 2) -> Cluster:
@@ -64,18 +64,6 @@ def test_with_stealing_little_more_goes_out_than_can_run_and_the_longest_queue_i
     assert names(run.take(1, num_running=0, max_batch=4)) == [7, 3, 0]
     assert run.account.stolen == 1
     assert names(run.take(1, num_running=3, max_batch=4)) == []
-
-
-def test_num_spare_requests_queue_in_an_engine() -> None:
-    run = step_run([0, 0, 0, 1, 0, 0, 0, 1], stealing="queued")
-    assert names(run.take(0, num_running=0, max_batch=2, num_spare=3)) == [6, 5, 4, 2, 1]
-    assert names(run.take(0, num_running=4, max_batch=2, num_spare=3)) == [0]
-
-
-def test_a_worker_without_a_share_steals_nothing() -> None:
-    run = step_run([0] * 8, stealing="queued")
-    assert not run.has_work(1)
-    assert run.take(1, num_running=0, max_batch=4) == []
 
 
 def test_any_worker_with_room_takes_the_requests_of_a_dead_one() -> None:
@@ -133,7 +121,7 @@ class Watching(Dealt):
 def planner(policy: Watching, num_steps: int = 5, **changes: int) -> Planner:
     return Planner(
         policy,
-        MedianLengths(guess=10),
+        LengthPredictor("median", guess=10),
         cluster(**changes),
         prompt_ids=["a", "b", "c"],
         prompts_of=lambda step: np.array([[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]][step - 1]),
@@ -175,11 +163,3 @@ def test_restored_plans_are_not_made_again() -> None:
     assert [(kind, step) for kind, step, _ in policies[2].seen] == [("told", 1), ("asked", 2), ("asked", 3)]
     np.testing.assert_array_equal(first.plan(2).assignment.workers, second.plan(2).assignment.workers)
     assert other.plan(2).assignment.workers.max() == 2
-
-
-def test_the_lengths_of_another_predictor_are_a_warning() -> None:
-    first, second = planner(Watching()), planner(Watching())
-    state = first.state() | {"lengths": {"name": "ema", "seen": [], "prompts": []}}
-    with pytest.warns(UserWarning, match="learnt anew"):
-        second.load_state(state)
-    assert second.plan(1).predicted.tolist() == [10.0] * 4

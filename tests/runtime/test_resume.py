@@ -67,7 +67,7 @@ def planned(staleness: int) -> PipelineLoop:
     return pipeline(num_steps=NUM_STEPS, staleness=staleness, policy=policy, rebalancing="none")
 
 
-@pytest.mark.parametrize(("make", "staleness", "save_every"), [(dealt_out, 2, 1), (planned, 1, 1), (planned, 1, None)])
+@pytest.mark.parametrize(("make", "staleness", "save_every"), [(dealt_out, 2, 1), (planned, 1, None)])
 def test_a_stale_run_resumes_bitwise(
     make: Callable[[int], PipelineLoop], staleness: int, save_every: int | None, tmp_path: Path
 ) -> None:

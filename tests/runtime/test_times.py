@@ -1,21 +1,25 @@
 """Plans use the measured times of the run, except with rebalancing "none"."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.runtime.runs import Dealt, pipeline
 from treering.engine.protocol import EngineStats
-from treering.runtime.step.planning import NUM_TIMED, Planner
-from treering.runtime.workers.pass_timer import PassTimer
+from treering.runtime.pools.trainer_client import TrainerClient
+from treering.runtime.run_state import RunState
+from treering.runtime.step.planning import Planner
+from treering.runtime.workers.rollout_worker import PassTimer
 from treering.schedule.cluster import Cluster, Rebalancing
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.measured_latency import PassTimes
 from treering.schedule.policy import Assignment, PlanRequest
-from treering.schedule.predict.lengths import MedianLengths
+from treering.schedule.predict.lengths import LengthPredictor
 
 GIVEN = linear_latency(step_s=20.0, row_s=0.05)
 
@@ -35,7 +39,7 @@ class Listening(Dealt):
 def planner(policy: Listening, rebalancing: Rebalancing = "queued") -> Planner:
     return Planner(
         policy,
-        MedianLengths(guess=10),
+        LengthPredictor("median", guess=10),
         Cluster(num_workers=2, num_slots=4, max_tokens=12, staleness=1, latency=GIVEN, rebalancing=rebalancing),
         prompt_ids=["a", "b"],
         prompts_of=lambda step: np.array([0, 1]),
@@ -76,14 +80,6 @@ def test_plans_use_the_given_times_until_some_are_measured() -> None:
     assert policy.told[1] is policy.told[2] is GIVEN
     assert line(policy.told[3]) == line(plans.measured) == [0.75, 1.0]
     assert policy.told[3].training_s == 3.0
-
-
-def test_old_times_are_dropped() -> None:
-    plans = planner(Listening())
-    plans.note_times(times(0.5, 0.25))
-    for _ in range(NUM_TIMED):
-        plans.note_times(times(5.0, 2.5))
-    assert line(plans.measured) == [7.5, 10.0]
 
 
 def test_without_rebalancing_plans_keep_the_given_times() -> None:
@@ -133,45 +129,13 @@ def test_a_pass_is_timed_from_the_end_of_the_previous_one_or_from_its_start() ->
     assert timer.take() == PassTimes()
 
 
-def test_the_time_after_all_rollouts_were_removed_is_left_out() -> None:
-    readings = clock(0.0, 1.0, 2.0, 50.0, 53.0)
-    timer = PassTimer(lambda: next(readings))
-    timer.note_engine(stats(0, 0))
-    for count in (1, 2, 3):
-        timer.begin()
-        timer.end(stats(count, count), num_unfinished=1)
-        if count == 2:
-            timer.pause()
-    expected = PassTimes()
-    for seconds in (1.0, 3.0):
-        expected.note_pass(seconds, num_rows=1, num_prefilled=0, num_sampled=1)
-    assert timer.take() == expected
-
-
-def test_an_engine_step_without_a_pass_is_not_timed() -> None:
-    readings = clock(0.0, 1.0, 2.0, 3.0, 4.0)
-    timer = PassTimer(lambda: next(readings))
-    timer.note_engine(stats(0, 0))
-    for count in (0, 1, 1, 3):
-        timer.begin()
-        timer.end(stats(count, 2 * count), num_unfinished=1)
-    expected = PassTimes()
-    expected.note_pass(1.0, num_rows=4, num_prefilled=0, num_sampled=4, num_passes=2)
-    assert timer.take() == expected
-
-
-@pytest.mark.parametrize("rebalancing", ["queued", "none"])
-def test_a_run_measures_its_passes_and_uses_them_if_allowed(rebalancing: Rebalancing) -> None:
+def test_a_run_measures_its_passes_and_plans_with_them() -> None:
     policy = Listening()
-    with pipeline(num_steps=6, staleness=1, policy=policy, rebalancing=rebalancing) as loop:
+    with pipeline(num_steps=6, staleness=1, policy=policy) as loop:
         for _ in range(6):
             loop.step()
         state, measured = through_a_file(loop.state()), loop.measured
     assert np.array_equal(policy.told[1].token_s(3), GIVEN.token_s(3))
-    if rebalancing == "none":
-        assert measured is None
-        assert len({id(latency) for latency in policy.told.values()}) == 1
-        return
     assert measured is not None
     seconds = measured.token_s(3)[1:]
     # The given ones are 20 s; a pass of this model takes milliseconds.
@@ -179,7 +143,48 @@ def test_a_run_measures_its_passes_and_uses_them_if_allowed(rebalancing: Rebalan
     assert (seconds < 10).all()
     assert 0 < measured.training_s < 60
     assert 0 < measured.load_s < 60
-    with pipeline(num_steps=7, staleness=1, policy=Listening(), rebalancing=rebalancing) as again:
+    with pipeline(num_steps=7, staleness=1, policy=Listening()) as again:
         again.load_state(state)
         assert again.measured is not None
         np.testing.assert_array_equal(again.measured.token_s(3), measured.token_s(3))
+
+
+class Noting(Dealt):
+    """Records when steps are planned and learnt."""
+
+    def __init__(self, events: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self._events = events
+
+    def assign(self, request: PlanRequest) -> Assignment:
+        self._events.append(("planned", request.step))
+        return super().assign(request)
+
+    def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
+        self._events.append(("learnt", step))
+
+
+def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    staleness = 1
+    events: list[tuple[str, int]] = []
+    monkeypatch.setattr(TrainerClient, "train", noting(TrainerClient.train, "sent", events))
+    monkeypatch.setattr(RunState, "complete_step", noting(RunState.complete_step, "trained", events))
+    with pipeline(num_steps=4, staleness=staleness, policy=Noting(events)) as loop:
+        for _ in range(4):
+            loop.step()
+    first = [("planned", step) for step in range(1, 2 + staleness)]
+    for step in range(1, 5):
+        later = step + 1 + staleness
+        planned = [("planned", later)] if later <= 4 else []
+        first += [("sent", step), ("learnt", step), *planned, ("trained", step)]
+    assert events == first
+
+
+def noting(method: Callable[..., Any], name: str, events: list[tuple[str, int]]) -> Callable[..., Any]:
+    """Wraps a method to record the step of its first argument."""
+
+    def noted(self: Any, what: Any, *arguments: Any) -> Any:
+        events.append((name, what if isinstance(what, int) else what.open_step.step))
+        return method(self, what, *arguments)
+
+    return noted

@@ -15,7 +15,7 @@ from tests.runtime.runs import TinyRecipe, pipeline
 from tests.runtime.test_deaths import is_complete
 from tests.runtime.test_pipeline import Result, run
 from tests.runtime.test_resume import train
-from treering.errors import ConfigError, InputError, StateError
+from treering.errors import InputError, StateError
 from treering.runtime.ipc.process import MAX_DEATHS
 from treering.train.loop.adapters import LoraOptions, add_lora
 
@@ -119,15 +119,14 @@ def test_ranks_publish_adapters_alone_and_train_them_as_one_process_does() -> No
     assert_exact(results[1], results[0])
 
 
-@pytest.mark.parametrize("victim", ["trainer", "trainer rank 1"])
-def test_any_rank_may_die(of_one: Result, victim: str) -> None:
+def test_any_rank_may_die(of_one: Result) -> None:
     with (
-        killing({9: victim, 30: victim}) as dead,
+        killing({9: "trainer", 30: "trainer rank 1"}) as dead,
         pipeline(num_steps=NUM_STEPS, staleness=1, num_trainer_ranks=2, ranks=RANKS) as loop,
     ):
         result = run(loop, NUM_STEPS)
         account = loop.account
-    assert dead == [victim, victim]
+    assert dead == ["trainer", "trainer rank 1"]
     assert_exact(result, of_one)
     assert is_complete(account, account.scheduled)
     assert (account.worker_deaths, account.reward_worker_deaths, account.trainer_deaths) == (0, 0, 2)
@@ -170,8 +169,3 @@ def test_ranks_that_die_again_and_again_end_the_run() -> None:
     loop = pipeline(OneDies(), num_steps=1, num_trainer_ranks=2, ranks=RANKS)
     with loop, pytest.raises(StateError, match=f"died {MAX_DEATHS} times in a row"):
         loop.step()
-
-
-def test_a_run_without_a_trainer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="num_trainer_ranks=0"):
-        pipeline(num_steps=1, num_trainer_ranks=0)

@@ -43,11 +43,6 @@ def test_the_synchronous_loops_run_at_staleness_0_and_all_others_as_asked():
     assert everyone[0].policy == ONE_STEP_OFF
 
 
-def test_sync_comes_along_with_every_choice():
-    assert [setup.name for setup in policy_setups(1, ["histopipe"])] == [SYNC, "histopipe"]
-    assert [setup.name for setup in policy_setups(1, [SYNC])] == [SYNC]
-
-
 def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are():
     with pytest.raises(ConfigError, match=r"policies are sync, .*histopipe.*, got fastest; choose"):
         policy_setups(1, ["histopipe", "fastest"])
@@ -108,12 +103,6 @@ def test_policies_are_told_what_is_believed_and_nobody_else(monkeypatch):
     assert told == [(0, 1.1)] * 4 + [(1, 1.1)] * 4 + [(0, pytest.approx(3.3))] * 4 + [(1, pytest.approx(3.3))] * 4
 
 
-def test_each_run_is_announced():
-    told = []
-    compare(policy_setups(1, ["longest_first"]), [case(0), case(1)], told.append)
-    assert told == [SYNC, "longest_first"] * 2
-
-
 def test_training_takes_its_share_of_the_mean_steps_work():
     trace, cluster, _ = case()
     # The best batch is all 8 slots: 1.8 s for 8 tokens.
@@ -121,11 +110,3 @@ def test_training_takes_its_share_of_the_mean_steps_work():
     trained = with_training(cluster, trace, 0.07)
     assert trained.latency.training_s == pytest.approx(0.07 * work)
     assert trained.latency.token_s(8).tolist() == cluster.latency.token_s(8).tolist()
-
-
-def test_a_scaled_belief_leaves_training_and_loading_as_they_are():
-    latency = linear_latency(step_s=1.0, row_s=0.1, prefill_s=0.01, load_s=3.0, training_s=30.0)
-    cluster = replace(case()[1], latency=latency)
-    believed = with_decode_scaled(cluster, 2.0).latency
-    assert believed.token_s(4).tolist() == pytest.approx((2.0 * latency.token_s(4)).tolist())
-    assert (believed.prefill_s, believed.load_s, believed.training_s) == (0.02, 3.0, 30.0)

@@ -5,15 +5,6 @@ from treering.errors import InputError
 from treering.schedule.latency import Latency, is_among, linear_latency, shape_of
 
 
-def test_a_linear_step_grows_by_each_row():
-    assert linear_latency(step_s=20, row_s=0.05).token_s(64)[[1, 2, 64]].tolist() == pytest.approx([20.05, 20.1, 23.2])
-
-
-def test_no_rows_take_no_time():
-    assert linear_latency(step_s=20, row_s=0.05).token_s(3)[0] == 0
-    assert linear_latency(step_s=20, row_s=0.05).token_s(3).shape == (4,)
-
-
 def test_steps_are_linear_between_measured_rows_flat_before_and_go_on_behind():
     latency = Latency(num_rows=[2, 4, 8], decode_s=[10.0, 11.0, 15.0])
     assert latency.token_s(10).tolist() == [0, 10, 10, 10.5, 11, 12, 13, 14, 15, 16, 17]
@@ -38,19 +29,6 @@ def test_rows_that_do_not_rise_or_lack_a_time_are_refused(rows, seconds):
 def test_steps_that_take_no_time_or_less_with_more_rows_are_refused(seconds):
     with pytest.raises(InputError, match="a decode step takes time"):
         Latency(num_rows=[1, 2], decode_s=seconds)
-
-
-@pytest.mark.parametrize("gains", [[0.5, 1.0], [1.0], [1.0, np.nan]])
-def test_speculation_that_loses_tokens_is_refused(gains):
-    with pytest.raises(InputError, match="at least one token a step"):
-        Latency(num_rows=[1, 2], decode_s=[1.0, 2.0], tokens_per_step=gains)
-
-
-@pytest.mark.parametrize("name", ["prefill_s", "load_s", "training_s"])
-@pytest.mark.parametrize("seconds", [-1.0, np.nan, np.inf])
-def test_times_below_0_are_refused_by_name(name, seconds):
-    with pytest.raises(InputError, match=f"{name} is a time"):
-        linear_latency(step_s=1.0, row_s=0.0, **{name: seconds})
 
 
 def alike(one, other, max_rows):
@@ -85,3 +63,10 @@ def test_what_speculation_gains_counts_where_it_depends_on_rows():
     uneven = Latency(num_rows=[1, 8], decode_s=[10.0, 12.0], tokens_per_step=[3, 2])
     assert alike(plain, even, 8)
     assert not alike(plain, uneven, 8)
+
+
+@pytest.mark.parametrize("name", ["prefill_s", "load_s", "training_s"])
+@pytest.mark.parametrize("seconds", [-1.0, np.nan, np.inf])
+def test_times_below_0_are_refused_by_name(name, seconds):
+    with pytest.raises(InputError, match=f"{name} is a time"):
+        linear_latency(step_s=1.0, row_s=0.0, **{name: seconds})

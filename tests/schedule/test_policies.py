@@ -8,7 +8,7 @@ from tests.schedule.clusters import cluster, plan_request, trace
 from treering.errors import ConfigError
 from treering.schedule.plan.baselines import Fifo, PlanPolicy
 from treering.schedule.plan.plans import PlacementPlan
-from treering.schedule.policies import POLICIES, RUN_POLICIES, make_policy
+from treering.schedule.policies import POLICIES, make_policy
 from treering.schedule.simulator.run import simulate
 
 
@@ -29,12 +29,8 @@ def test_an_unknown_policy_is_refused_with_the_nearest():
             make_policy(wrong)
 
 
-def test_policies_of_runs_are_all_but_the_one_that_changes_steps():
-    assert set(POLICIES) - set(RUN_POLICIES) == {"tail_batching"}
-
-
-@pytest.mark.parametrize("name", RUN_POLICIES)
-def test_policies_of_runs_place_each_step_s_own_rollouts(name):
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_place_each_step_s_own_rollouts(name):
     run = trace([5, 1, 7], [2, 2], [9] * 6)
     timeline = simulate(make_policy(name), run, workers=cluster(3, 2))
     per_step = np.bincount(timeline.steps, weights=timeline.num_rollouts)[1:]
@@ -57,33 +53,6 @@ def test_fifo_deals_shards_of_equal_size_at_random_and_anew_in_each_step():
     flat = Fifo().assign(plan_request(where, np.ones(102)))
     assert flat.workers.tolist() == shares[0].workers.tolist()
     assert Fifo(seed=1).assign(plan_request(where, lengths)).workers.tolist() != shares[0].workers.tolist()
-
-
-def test_work_stealing_is_fifo_that_steals():
-    where, lengths = cluster(4, 2), np.arange(1.0, 30.0)
-    stealing = make_policy("work_stealing").assign(plan_request(where, lengths))
-    assert stealing.stealing == "queued"
-    assert stealing.workers.tolist() == make_policy("fifo").assign(plan_request(where, lengths)).workers.tolist()
-
-
-def test_a_plan_takes_no_more_turns_than_there_are_workers():
-    policy = PlanPolicy(PlacementPlan(name="turns", num_turns=5))
-    for step in (1, 2, 3):
-        workers = policy.assign(plan_request(cluster(2, 2), [3.0, 4.0], step=step)).workers
-        assert set(workers.tolist()) == {step % 2}
-
-
-def test_halves_take_turns_and_the_others_do_not():
-    where = cluster(4, 2)
-    used = {}
-    for name in RUN_POLICIES:
-        policy = make_policy(name)
-        if name != "histopipe":
-            used[name] = [
-                len(set(policy.assign(plan_request(where, np.arange(1.0, 20.0), step=k)).workers)) for k in (1, 2)
-            ]
-    assert used.pop("halves") == [2, 2]
-    assert all(counts == [4, 4] for counts in used.values())
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from tests.schedule.clusters import cluster, forecast
-from treering.errors import ConfigError, InputError
-from treering.schedule.policy import Assignment, Forecast, PlanRequest
+from treering.errors import InputError
+from treering.schedule.policy import Assignment, Forecast
 from treering.schedule.traces.trace import Trace, TraceStep
 
 
@@ -30,20 +30,6 @@ def test_predicted_lengths_are_a_positive_length_for_each_rollout():
     for predicted in ([1.0], [1.0, 0.0], [1.0, np.nan]):
         with pytest.raises(InputError, match="one positive length a rollout"):
             Assignment(workers=[0, 0], order=[0, 1], predicted_lengths=predicted)
-
-
-def test_an_outlook_has_a_step_from_1_and_a_forecast():
-    with pytest.raises(InputError, match="steps count from 1"):
-        PlanRequest(step=0, cluster=cluster(), forecasts=(forecast([1.0]),))
-    with pytest.raises(InputError, match="steps count from 1"):
-        PlanRequest(step=1, cluster=cluster(), forecasts=())
-
-
-@pytest.mark.parametrize("name", ["num_workers", "num_slots", "max_tokens", "staleness"])
-def test_a_cluster_counts_in_whole_numbers(name):
-    for wrong in (-1, 1.5, True):
-        with pytest.raises(ConfigError, match=f"{name} is a whole number"):
-            cluster(**{name: wrong})
 
 
 @pytest.mark.parametrize(("staleness", "versions"), [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (3, [0, 0, 0, 0, 1])])

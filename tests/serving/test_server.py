@@ -129,13 +129,6 @@ def test_an_episode_that_samples_a_context_again_gets_another_answer_and_episode
     assert len({tuple(tokens) for tokens in taken[0]}) == 3
 
 
-def test_a_session_may_come_in_a_header(server: Server) -> None:
-    body = {"token_ids": [4, 4], "sampling_params": {"max_tokens": 8}}
-    (_, first), (_, again) = (ask(server, GENERATE, body, **{"X-Session-ID": "s"}) for _ in range(2))
-    assert ids(first["choices"]) == ids(generate(server, [4, 4], salt="s|0|0"))
-    assert ids(first["choices"]) != ids(again["choices"])
-
-
 def test_temperature_zero_takes_the_likeliest_token_and_tells_its_probability(server: Server) -> None:
     (choice,) = generate(server, [3, 5, 7], temperature=0)
     assert ids([choice]) == ids(generate(server, [3, 5, 7], temperature=0))

@@ -10,10 +10,10 @@ from tests.forests import SHAPES
 from tests.models import build_float64, take_gradients
 from tests.train.gradient.test_backward import batch_of, forests_of
 from tests.train.loop.runs import assert_bitwise_equal, tensors_of, tiny_loop
+from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_objectives import data_of
-from tests.train.objectives.objective_cases import CASES
+from treering.train.gradient.activations import ParentsOption
 from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.gradient.memory.activation_policy import ParentsOption
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.sft import SftLoop
 from treering.train.objectives import Objective, sft
@@ -76,8 +76,7 @@ def assert_rises(counts: list[tuple[int, int]], total: int) -> None:
     assert list(done) == sorted(set(done))
 
 
-@pytest.mark.parametrize("parents", ["keep", "recompute"])
-@pytest.mark.parametrize("max_tokens", BUDGETS)
+@pytest.mark.parametrize(("max_tokens", "parents"), [(None, "keep"), (12, "keep"), (4, "keep"), (4, "recompute")])
 def test_training_reaches_the_tokens_of_the_plan(max_tokens: int | None, parents: ParentsOption) -> None:
     result, phases = heard(sft(BATCH.masks), max_tokens, parents)
     assert list(phases) == ["training"]
@@ -97,7 +96,7 @@ def test_what_trains_nothing_and_is_left_out_counts_as_done(max_tokens: int | No
 @pytest.mark.parametrize("router_losses", [None, RouterLosses(balance=0.5)])
 def test_passes_without_gradients_are_a_phase_of_their_own(router_losses: RouterLosses | None) -> None:
     data = data_of(GROUPS, MODEL, seed=7)
-    result, phases = heard(CASES["gspo clip (0.15, 0.25)"].make(data), 4, router_losses=router_losses)
+    result, phases = heard(CASES["gspo as in its paper"].make(data), 4, router_losses=router_losses)
     assert list(phases) == ["scoring", "training"]
     assert_rises(phases["scoring"], result.num_scoring_tokens)
     assert_rises(phases["training"], result.plan.num_tokens)

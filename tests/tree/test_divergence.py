@@ -57,11 +57,6 @@ def test_what_a_branch_repeats_of_its_own_path_does_not_count() -> None:
     assert losses([[1, *RUN, 2, *RUN, 3, *RUN]]).num_repeated_tokens == 0
 
 
-def test_shared_tokens_before_the_fork_do_not_count() -> None:
-    found = only(losses([[*RUN, 2, *OTHER_RUN], [*RUN, 3, *OTHER_RUN]]))
-    assert (found.position, found.num_tokens) == (40, 40)
-
-
 def test_several_runs_behind_one_fork_add_up_and_the_longest_gives_the_shift() -> None:
     ours = [1, 3, *RUN, 8, 9, *OTHER_RUN[:20]]
     found = only(losses([[1, 2, *RUN, 7, *OTHER_RUN[:20]], ours]))
@@ -98,11 +93,6 @@ def test_equal_forests_have_no_token_at_the_difference() -> None:
     assert (found.position, found.token, found.other_token) == (40, None, None)
     longer = only(losses([RUN], [[*RUN, 1]]))
     assert (longer.position, longer.token, longer.other_token) == (40, 1, None)
-
-
-def test_trees_of_one_forest_that_differ_in_the_first_token() -> None:
-    found = only(losses([[1, *RUN], [2, 3, *RUN]]))
-    assert (found.position, found.token, found.other_token, found.num_tokens, found.shift) == (0, 2, 1, 40, 1)
 
 
 def test_nothing_has_no_losses() -> None:

@@ -14,7 +14,7 @@ from treering import Drafter, DraftRows, HistoryStore
 from treering.analysis.recording import Recorded
 from treering.analysis.replay import ReplayRows
 from treering.arrays import Int64Array
-from treering.history.draft.reliability import calibration_error
+from treering.history.draft.acceptance import calibration_error
 from treering.history.draft.settings import Shape
 from treering.history.types import Drafts
 

@@ -129,7 +129,7 @@ def evaluate(
     Example: treering eval models/qwen3 --file test.jsonl --reward exact_answer eval.temperature=1 eval.num_samples=8
     """
     require("treering eval")
-    from treering.cli.eval.command import run
+    from treering.cli.eval import run
 
     run(
         name=name,
@@ -171,7 +171,7 @@ def serve(
     """
     require("treering serve")
     require("treering serve", "aiohttp")
-    from treering.cli.serve.command import ServeOptions, run
+    from treering.cli.serve import ServeOptions, run
 
     run(
         ServeOptions(
@@ -243,7 +243,7 @@ def compile_all(json_output: JsonOutput = False) -> int:
 
     Example: treering compile
     """
-    from treering.cli.compile.command import run as run_compile
+    from treering.cli.compile import run as run_compile
 
     return run_compile(json_output=json_output)
 
@@ -300,7 +300,7 @@ def watch(
 
     Example: treering watch runs/train
     """
-    from treering.cli.watch.command import run
+    from treering.cli.watch import run
 
     run(folder=folder, once=once, json_output=json_output)
 
@@ -361,6 +361,6 @@ def trl(
     if not arguments or arguments[0] in ("--help", "-h"):
         print(context.get_help())
         return
-    from treering.cli.trl.command import run
+    from treering.cli.trl import run
 
     run(arguments)

@@ -24,8 +24,7 @@ from treering.data import (
 from treering.data.cache.build import ReadOptions
 from treering.data.cache.dataset import TokenDataset
 from treering.errors import InputError
-from treering.train.loop.batches import TrainingTask, group_by_task
-from treering.train.loop.folding import fold_ids
+from treering.train.loop.batches import TrainingTask, fold_ids, group_by_task
 
 _RELEASE_TOKENS = 1 << 24
 

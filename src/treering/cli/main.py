@@ -13,10 +13,9 @@ from typing import Any
 import typer
 
 from treering.cli.commands import app
-from treering.cli.notes import notes_on_stderr
+from treering.cli.messages import in_words_of, notes_on_stderr
 from treering.cli.ranks import num_started, speaks_of_end
 from treering.cli.signals import describe, ended_by_signals, exit_code, leave, leave_at_once
-from treering.cli.wording import in_words_of
 from treering.errors import Interrupted, TreeringError
 
 EXIT_BAD_INPUT = 2

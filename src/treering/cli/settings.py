@@ -1,9 +1,9 @@
 """Settings of every training subcommand: translated to the records that training takes, and as a run's identity."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -40,34 +40,33 @@ _SHAPE = (
 )
 
 
+class _Record(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+def of_same_name(record: type[_Record], section: Config) -> dict[str, Any]:
+    """The settings of a section that a record of options has under the same names."""
+    return {
+        each.name: getattr(section, each.name) for each in fields(record) if each.name in type(section).model_fields
+    }
+
+
 def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:
     """The optimizer's options for a run of `num_steps` steps."""
-    return OptimOptions(
-        learning_rate=config.learning_rate,
-        schedule=config.schedule,
-        warmup_steps=config.warmup_steps,
-        num_steps=num_steps if config.schedule == "cosine" else None,
-        min_learning_rate=config.min_learning_rate,
-        weight_decay=config.weight_decay,
-        betas=config.betas,
-        eps=config.eps,
-        max_grad_norm=config.max_grad_norm,
-    )
+    length = {"num_steps": num_steps if config.schedule == "cosine" else None}
+    return OptimOptions(**of_same_name(OptimOptions, config) | length)
 
 
 def compute_options(
     model: ModelConfig, section: TrainConfig | LoopConfig, num_steps: int | None = None
 ) -> ComputeOptions:
     """How the steps of a section are computed, without costs; `num_steps` of the run, for layers that are measured."""
-    return ComputeOptions(
-        max_tokens=section.max_batch_tokens,
-        parents=section.parents,
-        max_bytes=section.max_bytes,
-        autocast="bfloat16" if model.dtype == "bfloat16" else "none",
-        gradient_checkpointing=section.gradient_checkpointing,
-        layers=section.layers,
-        num_steps=num_steps,
-    )
+    own = {
+        "max_tokens": section.max_batch_tokens,
+        "autocast": "bfloat16" if model.dtype == "bfloat16" else "none",
+        "num_steps": num_steps,
+    }
+    return ComputeOptions(**of_same_name(ComputeOptions, section) | own)
 
 
 def with_costs(

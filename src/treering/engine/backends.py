@@ -56,46 +56,52 @@ def make_backend(
     """
     if backend not in get_args(Backend):
         raise ConfigError(f"backend is one of {', '.join(get_args(Backend))}, got {backend!r}; choose one")
-    device = weights.device.type
-    if takes_pictures:
-        return _for_pictures(weights, num_slots, backend)
-    if backend == "fused" or (backend == "auto" and supports(weights)):
-        if not supports(weights):
-            raise UnsupportedError(
-                f"the fused backend computes float32 and float64 on cpu, and the model is {weights.dtype} on "
-                f'{weights.device}; use backend="auto"'
-            )
-        return BackendParts(
-            CpuDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, f"fused on {device}"
-        )
-    unsupported = _cuda_unsupported_reason(weights)
-    if backend == "cuda" and unsupported is not None:
-        raise UnsupportedError(f'the cuda backend {unsupported}; use backend="auto"')
-    if backend == "cuda" or (backend == "auto" and device == "cuda" and unsupported is None):
-        return _on_cuda(weights, num_slots, timing)
-    reason = f" (cuda {unsupported})" if backend == "auto" and device == "cuda" else ""
-    return BackendParts(
-        TorchDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, f"plain on {device}{reason}"
-    )
-
-
-def _for_pictures(weights: DecoderWeights, num_slots: int, backend: Backend) -> BackendParts:
-    if backend in ("fused", "cuda"):
+    if takes_pictures and backend in ("fused", "cuda"):
         raise UnsupportedError(
             f'the {backend} backend computes models of text, and this model takes pictures; use backend="auto"'
         )
-    reason = " (the model takes pictures)" if backend == "auto" else ""
-    name = f"plain on {weights.device.type}{reason}"
-    return BackendParts(TorchDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, name)
+    reason = "the model takes pictures" if takes_pictures else None
+    if reason is None and (backend == "fused" or (backend == "auto" and supports(weights))):
+        return _fused(weights, num_slots)
+    if reason is None and (backend == "cuda" or (backend == "auto" and weights.device.type == "cuda")):
+        unsupported = _cuda_unsupported_reason(weights)
+        if unsupported is None:
+            return _on_cuda(weights, num_slots, timing)
+        if backend == "cuda":
+            raise UnsupportedError(f'the cuda backend {unsupported}; use backend="auto"')
+        reason = f"cuda {unsupported}"
+    name = f"plain on {weights.device.type}{f' ({reason})' if reason and backend == 'auto' else ''}"
+    # The off-switch samples by the reference's compiled form, whatever the device.
+    sampler = sample_and_verify if backend == "plain" else _sampler_on(weights)
+    return BackendParts(TorchDecoder(weights, num_slots), SpanAllocator(num_slots), sampler, name)
+
+
+def _fused(weights: DecoderWeights, num_slots: int) -> BackendParts:
+    if not supports(weights):
+        raise UnsupportedError(
+            f"the fused backend computes float32 and float64 on cpu, and the model is {weights.dtype} on "
+            f'{weights.device}; use backend="auto"'
+        )
+    name = f"fused on {weights.device.type}"
+    return BackendParts(CpuDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, name)
 
 
 def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:
     """Why the CUDA kernels do not support these weights, as the end of a sentence; None if they do."""
     if not has_triton():
         return "needs triton, which is not installed: pip install triton"
-    from treering.engine.decoder.cuda.limits import unsupported_reason
+    from treering.engine.decoder.cuda.decoder import unsupported_reason
 
     return unsupported_reason(weights)
+
+
+def _sampler_on(weights: DecoderWeights) -> SampleAndVerify:
+    """A sampler that leaves the logits on a CUDA device, where triton is there."""
+    if weights.device.type != "cuda" or not has_triton():
+        return sample_and_verify
+    from treering.engine.decoder.cuda.verify import DeviceSampler
+
+    return DeviceSampler(weights.device).sample_and_verify
 
 
 def _on_cuda(weights: DecoderWeights, num_slots: int, timing: Timing) -> BackendParts:

@@ -56,10 +56,6 @@ class EngineStats:
         """The counts of the time since `earlier`."""
         return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in self.__slots__})
 
-    def plus(self, other: "EngineStats") -> "EngineStats":
-        """The counts of two engines together."""
-        return EngineStats(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
-
 
 class Engine(ABC):
     """Samples rollouts; a request's result depends on weights, prompt, sampling, seed and key alone (law 5).

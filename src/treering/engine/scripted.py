@@ -1,7 +1,8 @@
 """A model-free engine for tests: plain Python that returns scripted tokens through the engine protocol."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,12 +38,12 @@ class ScriptedEngine(Engine):
         self._version = version
         self._stats = EngineStats()
         self._waiting: dict[RolloutKey, Request] = {}
-        self._running: dict[RolloutKey, _RunningRequest] = {}
+        self._running: dict[RolloutKey, _Row] = {}
         self._finished: dict[RolloutKey, Rollout] = {}
 
     @property
     def version(self) -> int:
-        """Policy version of the weights."""
+        """See `Engine.version`."""
         return self._version
 
     @property
@@ -52,28 +53,24 @@ class ScriptedEngine(Engine):
 
     @property
     def stats(self) -> EngineStats:
-        """Counts so far."""
+        """See `Engine.stats`."""
         return self._stats
 
     @property
     def num_unfinished(self) -> int:
-        """Submitted requests whose rollouts no step has returned yet."""
+        """See `Engine.num_unfinished`."""
         return len(self._waiting) + len(self._running) + len(self._finished)
 
     def progress(self) -> dict[RolloutKey, int]:
-        """Tokens of each running rollout, `so_far` included; waiting requests are left out."""
-        return {key: row.num_generated for key, row in self._running.items()}
+        """See `Engine.progress`."""
+        return {key: row.rollout.num_tokens for key, row in self._running.items()}
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queues requests, in order.
-
-        Raises:
-            InputError: a key that is already in use, or stop strings, which need a tokenizer; then no request is
-                queued.
-        """
+        """See `Engine.submit`; stop strings need a tokenizer, and are refused."""
         queued: dict[RolloutKey, Request] = {}
+        taken = {*self._waiting, *self._running, *self._finished}
         for request in requests:
-            if request.key in queued or any(request.key in group for group in self._by_stage):
+            if request.key in queued or request.key in taken:
                 raise InputError(
                     f"an engine holds one request of a key at a time, got {request.key} twice; count draws and samples"
                 )
@@ -87,25 +84,28 @@ class ScriptedEngine(Engine):
 
     def step(self) -> list[Rollout]:
         """Advances running rollouts by one token and returns the finished ones; [] when idle."""
-        self._start()
+        while self._waiting and len(self._running) < self._max_batch:
+            key, request = next(iter(self._waiting.items()))
+            row = _Row(request, deque(self._script(request)), replace(request.unstarted(), reward=None))
+            del self._waiting[key]
+            self._running[key] = row
+            self._count(num_prefilled=row.num_tokens)
         self._advance()
         finished, self._finished = list(self._finished.values()), {}
         return finished
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """Partial rollouts of running requests; ignores other keys."""
-        return [self._running[key].rollout("abort") for key in keys if key in self._running]
+        """See `Engine.peek`."""
+        return [self._running[key].rollout for key in keys if key in self._running]
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
-        return [rollout for key in keys if (rollout := self._abort_one(key)) is not None]
+        """See `Engine.abort`."""
+        aborted = [self._finished.pop(key) for key in keys if key in self._finished]
+        aborted += [self._running.pop(key).rollout for key in keys if key in self._running]
+        return [*aborted, *(self._waiting.pop(key).unstarted() for key in keys if key in self._waiting)]
 
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
-        """Continues as `version`.
-
-        Raises:
-            InputError: a version below the current one.
-        """
+        """See `Engine.update_weights`."""
         check_update(version, self._version, when_running)
         if version == self._version:
             return
@@ -113,92 +113,56 @@ class ScriptedEngine(Engine):
             while self._running:
                 self._advance()
         elif when_running == "abort":
-            self._finished |= {key: row.rollout("abort") for key, row in self._running.items()}
+            self._finished |= {key: row.rollout for key, row in self._running.items()}
             self._running.clear()
         else:
-            self._count(num_prefilled=sum(row.num_read + row.num_written for row in self._running.values()))
+            self._count(num_prefilled=sum(row.num_tokens for row in self._running.values()))
         self._version = version
-
-    @property
-    def _by_stage(
-        self,
-    ) -> tuple[dict[RolloutKey, Request], "dict[RolloutKey, _RunningRequest]", dict[RolloutKey, Rollout]]:
-        return self._waiting, self._running, self._finished
-
-    def _start(self) -> None:
-        while self._waiting and len(self._running) < self._max_batch:
-            key, request = next(iter(self._waiting.items()))
-            row = _RunningRequest(request=request, script=np.array(self._script(request), np.int32))
-            del self._waiting[key]
-            self._running[key] = row
-            self._count(num_prefilled=row.num_read)
 
     def _advance(self) -> None:
         rows = [row for row in self._running.values() if row.finish_reason is None]
         for row in rows:
-            row.versions.append(self._version)
+            row.rollout = _with_token(row.rollout, row.left.popleft(), self._version)
         self._count(num_forwards=int(bool(rows)), num_rows=len(rows), num_sampled=len(rows))
         for key, row in list(self._running.items()):
             if row.finish_reason is not None:
-                self._finished[key] = row.rollout(row.finish_reason)
+                self._finished[key] = replace(row.rollout, finish_reason=row.finish_reason)
                 del self._running[key]
-
-    def _abort_one(self, key: RolloutKey) -> Rollout | None:
-        if key in self._waiting:
-            return _RunningRequest(request=self._waiting.pop(key), script=np.zeros(0, np.int32)).rollout("abort")
-        if key in self._running:
-            return self._running.pop(key).rollout("abort")
-        return self._finished.pop(key, None)
 
     def _count(self, **more: int) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + num for name, num in more.items()})
 
 
-@dataclass(slots=True, kw_only=True)
-class _RunningRequest:
-    """A running request: its script, and the policy version of each token written so far."""
+@dataclass(slots=True)
+class _Row:
+    """A running request, what is left of its script, and its rollout so far."""
 
     request: Request
-    script: TokenIds
-    versions: list[int] = field(default_factory=list)
+    left: deque[int]
+    rollout: Rollout
 
     @property
-    def num_written(self) -> int:
-        return len(self.versions)
-
-    @property
-    def num_read(self) -> int:
-        """Tokens known at the start: the prompt and `so_far`."""
-        return self.request.prompt.size + self._so_far.num_tokens
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens after the prompt."""
-        return self._so_far.num_tokens + self.num_written
+    def num_tokens(self) -> int:
+        """Of the prompt and the rollout."""
+        return self.request.prompt.size + self.rollout.num_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        sampling = self.request.sampling
-        if self.num_written and int(self.script[self.num_written - 1]) in sampling.stop_tokens:
+        sampling, rollout = self.request.sampling, self.rollout
+        so_far = 0 if self.request.so_far is None else self.request.so_far.num_tokens
+        if rollout.num_tokens > so_far and int(rollout.tokens[-1]) in sampling.stop_tokens:
             return "stop"
-        if self.num_generated >= sampling.max_tokens:
+        if rollout.num_tokens >= sampling.max_tokens:
             return "length"
-        return "stop" if self.num_written == self.script.size else None
+        return None if self.left else "stop"
 
-    def rollout(self, finish_reason: FinishReason) -> Rollout:
-        before, num_new = self._so_far, self.num_written
-        logprobs = np.full(num_new, LOGPROB)
-        return replace(
-            before,
-            tokens=np.concatenate([before.tokens, self.script[:num_new]]),
-            logprobs=np.concatenate([before.logprobs, logprobs]),
-            policy_logprobs=np.concatenate([before.policy_logprobs, logprobs]),
-            loss_mask=np.concatenate([before.loss_mask, np.ones(num_new, bool)]),
-            versions=np.concatenate([before.versions, np.array(self.versions, np.int32)]),
-            finish_reason=finish_reason,
-            reward=None,
-        )
 
-    @property
-    def _so_far(self) -> Rollout:
-        return self.request.unstarted()
+def _with_token(rollout: Rollout, token: int, version: int) -> Rollout:
+    return replace(
+        rollout,
+        tokens=np.append(rollout.tokens, np.int32(token)),
+        logprobs=np.append(rollout.logprobs, LOGPROB),
+        policy_logprobs=np.append(rollout.policy_logprobs, LOGPROB),
+        loss_mask=np.append(rollout.loss_mask, True),
+        versions=np.append(rollout.versions, np.int32(version)),
+    )

@@ -10,28 +10,26 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from treering.engine.admission import Admission
+from treering.engine.admission import Admission, check_duplicate_rows, check_settings
 from treering.engine.backends import Backend, Timing, make_backend
 from treering.engine.batch.commit import NOT_FINISHED, STOPPED, CommittedTokens, commit_tokens, counts_of
 from treering.engine.batch.duplicate_rows import DuplicateRows, leaders_of, resolve
-from treering.engine.batch.pictures import with_pictures
-from treering.engine.batch.prefill import join, plan_chunks
+from treering.engine.batch.pictures import VisionSnapshot, with_pictures
 from treering.engine.batch.sampler import never_sampling
 from treering.engine.batch.state import StepInputs, plan_pass
 from treering.engine.batch.table import Table
-from treering.engine.decoder.self_check import check_decoder
+from treering.engine.batch.token_batch import join, plan_chunks
+from treering.engine.decoder.support import check_decoder
 from treering.engine.decoder.weights import read_weights
 from treering.engine.kv_cache.rollout_cache import Continuation
 from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning, check_update
 from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
-from treering.engine.settings import check_duplicate_rows, check_settings
 from treering.engine.speculation.draft_prices import measure_with_prices
 from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.engine.speculation.speculation import Speculation
 from treering.engine.speculation.verify_costs import Costs
 from treering.engine.stop_strings import Decode
-from treering.engine.vision import VisionSnapshot
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
@@ -293,13 +291,13 @@ class TorchEngine(Engine):
         )
         inputs = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
         start = self._clock()
-        batch = join(inputs, chunks)
+        batch = join(inputs.batch, chunks)
         if self._vision is not None:
             batch = with_pictures(batch, chunks, table, self._vision)
         logits = self._decoder.run(batch)
         verified = self._sampler(logits, inputs, table.columns, drafts)
         if not chunks:
-            self._speculation.note_pass(inputs.tokens.size, self._clock() - start)
+            self._speculation.note_pass(inputs.batch.num_tokens, self._clock() - start)
         committed = commit_tokens(table.columns, inputs, self._version, *verified)
         if committed.sources.size:
             self._decoder.move(committed.sources, committed.targets)

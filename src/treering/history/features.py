@@ -2,16 +2,17 @@
 
 A candidate has one feature of each kind. The weights of its features, plus its vote fractions times their own weights,
 add up to the logit of its acceptance. General kinds mean the same with every tokenizer; the kinds after them tell
-single tokens apart and have separate weights.
+single tokens apart.
 """
 
 import math
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.arrays import Int32Array, Int64Array
 from treering.lean import lean
 
 Source = Literal["history", "siblings", "own", "others"]
@@ -42,30 +43,87 @@ NUM_HASHES = 1024
 NUM_PAIRS = 4 * NUM_HASHES
 """Hashes of pairs and triples of tokens."""
 
-GENERAL_SIZES = (
-    1,
-    NUM_SOURCES * NUM_LENGTHS,
-    NUM_EDITS * NUM_LENGTH_CLASSES,
-    NUM_SHIFTS,
-    NUM_SHARES * NUM_NEAR,
-    NUM_COUNTS * NUM_SOURCES,
-    NUM_DEPTHS,
-    _NUM_STARTS * NUM_LENGTHS,
-    NUM_RANKS,
-    (NUM_STATES + 1) * NUM_SOURCES,
-    NUM_NEAR * NUM_LENGTHS,
-)
-"""Weights of each general kind of feature."""
-TOKEN_SIZES = (NUM_HASHES, NUM_HASHES, NUM_PAIRS, NUM_PAIRS, NUM_HASHES, NUM_HASHES)
-"""Weights of each kind that tells tokens apart."""
-NUM_GENERAL_KINDS = len(GENERAL_SIZES)
-NUM_KINDS = NUM_GENERAL_KINDS + len(TOKEN_SIZES)
-NUM_GENERAL = sum(GENERAL_SIZES)
-NUM_TOKEN_WEIGHTS = sum(TOKEN_SIZES)
-FIRST = (*accumulate(GENERAL_SIZES[:-1], initial=0), *accumulate(TOKEN_SIZES[:-1], initial=0))
-"""The first weight of each kind, counted separately for general kinds and kinds of tokens."""
 NUM_VOTES = 2 + NUM_SOURCES
 """Vote fractions of a candidate: of all matches by weight, of each source, and of the longest matches."""
+
+
+class Kinds(NamedTuple):
+    """A number for each kind of feature. The last six tell tokens apart."""
+
+    any: int
+    """The same for all candidates."""
+    match: int
+    """Source of the strongest match, and the length of the longest."""
+    edit: int
+    """What agrees after an edit, and the length."""
+    shift: int
+    """How far the strongest match's position is from the row's."""
+    share: int
+    """Share of the votes, and the depth."""
+    matches: int
+    """Source, and the number of matches."""
+    depth: int
+    """Tokens drafted before it."""
+    start: int
+    """Outcome of the row's latest draft at the first token, the depth at others; and the length."""
+    rank: int
+    """Candidates with more votes."""
+    outcome: int
+    """Outcome of the row's latest draft, at the first token; and the source."""
+    near: int
+    """Depth and length."""
+    before: int
+    """The token before it."""
+    token: int
+    """Its own token."""
+    pair: int
+    """Both."""
+    triple: int
+    """Both, and the one before them."""
+    token_source: int
+    """Its token, and the source."""
+    token_length: int
+    """Its token, and the length."""
+
+
+SIZES = Kinds(
+    any=1,
+    match=NUM_SOURCES * NUM_LENGTHS,
+    edit=NUM_EDITS * NUM_LENGTH_CLASSES,
+    shift=NUM_SHIFTS,
+    share=NUM_SHARES * NUM_NEAR,
+    matches=NUM_SOURCES * NUM_COUNTS,
+    depth=NUM_DEPTHS,
+    start=_NUM_STARTS * NUM_LENGTHS,
+    rank=NUM_RANKS,
+    outcome=(NUM_STATES + 1) * NUM_SOURCES,
+    near=NUM_NEAR * NUM_LENGTHS,
+    before=NUM_HASHES,
+    token=NUM_HASHES,
+    pair=NUM_PAIRS,
+    triple=NUM_PAIRS,
+    token_source=NUM_HASHES,
+    token_length=NUM_HASHES,
+)
+"""Weights of each kind."""
+NUM_KINDS = len(SIZES)
+NUM_GENERAL_KINDS = Kinds._fields.index("before")
+FIRST = Kinds(*accumulate(SIZES[:-1], initial=NUM_VOTES))
+"""The first weight of each kind; those of vote fractions come before."""
+NUM_WEIGHTS = NUM_VOTES + sum(SIZES)
+KIND = Kinds(*range(NUM_KINDS))
+"""Where a candidate has its feature of each kind."""
+
+
+@lean
+def put_feature(features: Int32Array, kind: int, number: int) -> None:
+    """Writes the weight of a candidate's feature of one kind, int32 [kinds], by its number within the kind."""
+    features[kind] = FIRST[kind] + number
+
+
+def sources_of(features: Int32Array) -> Int64Array:
+    """int64 [D]: the source of the strongest match of each of so many candidates, from their features [D, kinds]."""
+    return (features[:, KIND.match].astype(np.int64) - FIRST.match) // NUM_LENGTHS
 
 
 @lean

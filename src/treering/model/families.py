@@ -5,7 +5,7 @@ do so and refuses everything else by name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ def find_parts(model: nn.Module, *, calls_modules: bool = False) -> ModelParts:
     shards = find_shards(model, decoder=decoder, head=head, run=run)
     if shards is not None:
         _check_tied(config, embedding, head)
-        _check_whole_vision(vision)
+        vision = _sharded_vision(vision, shards, calls_modules=calls_modules)
         run = shards.run_decoder
     return ModelParts(
         decoder=decoder,
@@ -270,12 +270,21 @@ def _check_tied(config: PreTrainedConfig, embedding: nn.Module, head: nn.Module)
         )
 
 
-def _check_whole_vision(vision: VisionPart | None) -> None:
-    if vision is not None:
+def _sharded_vision(vision: VisionPart | None, shards: Shards, *, calls_modules: bool) -> VisionPart | None:
+    """The vision part where units gather its weights: inside the model's own forward, which calls modules.
+
+    Raises:
+        UnsupportedError: another caller, which would run it outside of the units around it.
+    """
+    if vision is None:
+        return None
+    if not calls_modules:
         raise UnsupportedError(
             f"fully_shard has sharded a model of type {vision.family!r}, whose vision part runs outside of the "
-            "decoder's units: train it on one rank, or whole on every rank (DDP)"
+            "decoder's units: train it on one rank, whole on every rank (DDP), or by treering.patch, which calls the "
+            "model itself"
         )
+    return replace(vision, device=shards.device)
 
 
 def _check_head(head: nn.Module, config: PreTrainedConfig) -> None:

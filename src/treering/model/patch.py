@@ -33,6 +33,7 @@ from treering.model.picture_batch import OF_PICTURES, pictures_of_batch
 from treering.model.replaced_forward import is_replaced, replace_forward
 from treering.model.tree_counts import TreeCounts
 from treering.model.wrappers import unwrap
+from treering.ranks.agreement import check_pictures_together
 from treering.tree.forest import Forest
 from treering.tree.padded import split_padded
 
@@ -50,7 +51,9 @@ _REFUSED = MappingProxyType(
         "token_type_ids": "types may differ between equal tokens",
     }
 )
-_OWN = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict"})
+_CACHES = frozenset({"cache", "past_key_values"})
+"""Names of a decoder's cache: transformers has "cache" since 5.24."""
+_OWN = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict"}) | _CACHES
 """Arguments that the decoder gets anew."""
 
 
@@ -165,6 +168,8 @@ class TreePatch:
         parts = find_parts(self._causal_lm, calls_modules=True)
         if self._vision is not None:
             check_forest(forest, parts)
+            if parts.shards is not None:
+                check_pictures_together(has_pictures=bool(forest.pictures))
             original = parts.decoder
         own = _OWN | _PACKING | _REFUSED.keys() | OF_PICTURES
         options = {name: value for name, value in kwargs.items() if name not in own}
@@ -180,7 +185,8 @@ class TreePatch:
                 **options,
             )
         if self._vision is not None:
-            output.image_hidden_states = None
+            # What the model's head reads beside the states, before transformers 5.24 and since.
+            output.image_hidden_states = output.image_outputs = output.video_outputs = None
         if getattr(output, "router_logits", None) is not None:
             layers: Any = output.router_logits
             output["router_logits"] = tuple(_spread(layer, batch.places).flatten(0, 1) for layer in layers)
@@ -215,7 +221,7 @@ class TreePatch:
         return as_batch(outputs, pairs, mask, given["num_items_in_batch"])
 
     def _stays_flat(self, kwargs: Mapping[str, Any]) -> bool:
-        is_generating = kwargs.get("past_key_values") is not None or kwargs.get("use_cache")
+        is_generating = any(kwargs.get(name) is not None for name in _CACHES) or kwargs.get("use_cache")
         is_evaluating = self._when == "training" and not self._mode_of.training
         return bool(self._is_flat or "tree_layout" in kwargs or is_generating or is_evaluating)
 

@@ -16,6 +16,7 @@ from treering.arrays import Int32Array
 from treering.data.picture import Picture, PlacedPicture
 from treering.errors import InputError, UnsupportedError
 from treering.model.pictures import VisionPart
+from treering.tree.padded import split_padded
 
 OF_PICTURES = frozenset({"pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids"})
 """Arguments that say which pictures a batch has, and where."""
@@ -55,20 +56,37 @@ def pictures_of_batch(
     for name, why in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"a model that runs on trees takes no {name}: {why}; leave it out")
+    _check_types(vision, sequences, kwargs)
     if kwargs.get("pixel_values") is None:
         return [[] for _ in sequences]
-    types = _TYPES.get(vision.family)
-    if types is not None and kwargs.get(types) is None:
-        raise InputError(
-            f"model type {vision.family!r} learns from {types} where its pictures are, and it was not given: pass on "
-            "what the processor returns"
-        )
     left = iter(_pictures(vision, kwargs["pixel_values"], kwargs.get("image_grid_thw")))
     placed = [list(_placed(tokens, vision, left)) for tokens in sequences]
     rest = sum(1 for _ in left)
     if rest:
         raise InputError(f"pixel_values hold {rest} pictures more than input_ids have places for: were rows cut?")
     return placed
+
+
+def _check_types(vision: VisionPart, sequences: Sequence[Int32Array], kwargs: Mapping[str, Any]) -> None:
+    """Refuses types of tokens by which a stock model would see or rotate its pictures otherwise than a forest does."""
+    name = _TYPES.get(vision.family)
+    if name is None:
+        return
+    types, mask = kwargs.get(name), kwargs.get("attention_mask")
+    if types is None:
+        if kwargs.get("pixel_values") is None:
+            return
+        raise InputError(
+            f"model type {vision.family!r} learns from {name} where its pictures are, and it was not given: pass on "
+            "what the processor returns"
+        )
+    own = split_padded(types.cpu(), None if mask is None else mask.cpu(), None).sequences
+    for row, (tokens, marked) in enumerate(zip(sequences, own, strict=True)):
+        if ((tokens == vision.placeholders[0]) != (marked == 1)).any():
+            raise InputError(
+                f"{name} is 1 at the placeholders of pictures and nowhere else, and sequence {row} of the batch has it "
+                "elsewhere: pass on what the processor returns"
+            )
 
 
 def _placed(tokens: Int32Array, vision: VisionPart, left: Iterator[Picture]) -> Iterator[PlacedPicture]:

@@ -89,7 +89,7 @@ class VisionPart:
 
         One call of the tower; differentiable.
         """
-        values = torch.cat([torch.from_numpy(np.array(picture.values)) for picture in pictures]).to(self.device)
+        values = torch.from_numpy(np.concatenate([picture.values for picture in pictures])).to(self.device)
         grids = {}
         if self.merge is not None:
             grids["image_grid_thw"] = torch.tensor([picture.grid for picture in pictures], device=self.device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from treering.errors import StateError, TreeringError
-from treering.ranks.group import RankGroup
+from treering.ranks.group import RankGroup, all_ranks
 
 
 class Passes(NamedTuple):
@@ -58,6 +58,25 @@ def agreeing(group: RankGroup) -> Iterator[Agreement]:
     facts = group.gather(tuple(agreement.own))
     _raise_others(facts)
     agreement.num_passes = common_passes([Passes(*fact) for fact in facts])
+
+
+def check_pictures_together(*, has_pictures: bool) -> None:
+    """Refuses micro-batches of a sharded model of which some have pictures and some have none.
+
+    Every rank of a sharded model calls this before a forward, because the tower's weights are gathered by all or by
+    none.
+
+    Raises:
+        StateError: on every rank; names a rank with pictures and one without.
+
+    Example: two ranks with pictures, and two without, are fine.
+    """
+    facts = all_ranks().gather(has_pictures)
+    if len(set(facts)) > 1:
+        raise StateError(
+            f"ranks of a sharded model run its vision tower together, and rank {facts.index(True)} has pictures where "
+            f"rank {facts.index(False)} has none: give every micro-batch a picture, or train under DDP"
+        )
 
 
 def common_passes(passes: Sequence[Passes]) -> int:

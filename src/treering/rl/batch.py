@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from treering.engine.rollout import Logprobs
 from treering.ranks.group import RankGroup
-from treering.rl.advantages import Estimator
+from treering.rl.advantages import BranchAdvantages, Estimator, branch_advantages, branch_weights
 from treering.rl.collect import Group
-from treering.rl.run_advantages import BranchAdvantages, branch_advantages, branch_weights
 from treering.train.loop.batches import Layout, StepBatch, TrainingTask, make_batch
 from treering.train.loop.ranks import share_batch
 from treering.train.loss_weights import Normalizer

@@ -13,15 +13,14 @@ from treering.engine.protocol import Engine, EngineStats
 from treering.history.draft.drafter import Drafter
 from treering.ranks.group import RankGroup
 from treering.ranks.state import copy_weights
+from treering.rl.checks import FailedSteps, check_contexts, check_prompts
 from treering.rl.drafting import Drafting
-from treering.rl.failed_steps import FailedSteps
 from treering.rl.options import RlOptions
-from treering.rl.prompt_checks import check_contexts, check_prompts
+from treering.rl.rollout_log import as_trajectories
 from treering.rl.sampler import Sampler
 from treering.rl.step_report import Phases, RlStepReport, rollout_report, total_stats
 from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trainer
-from treering.rl.trajectories import as_trajectories
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.reference import MakeReference

@@ -6,13 +6,13 @@ from typing import Any
 from treering.engine.protocol import Engine
 from treering.engine.rollout import Rollout
 from treering.ranks.group import RankGroup
+from treering.rl.checks import with_stops
 from treering.rl.collect import Collected, Order, collect, join
 from treering.rl.drafting import Drafting
 from treering.rl.environments.collect import check_failures, collect_episodes
-from treering.rl.environments.forecast import EpisodeForecast
 from treering.rl.environments.task import EnvironmentTask
+from treering.rl.environments.waiting import EpisodeForecast
 from treering.rl.options import RlOptions
-from treering.rl.prompt_checks import with_stops
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.progress import OnProgress, PhaseProgress
 from treering.types import PromptId

@@ -9,10 +9,10 @@ from torch import nn
 
 from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
+from treering.rl.advantages import BranchAdvantages
 from treering.rl.batch import RlBatch, make_rl_batch, own_tokens, share_of, with_penalties
 from treering.rl.collect import Group
 from treering.rl.options import RlOptions, known
-from treering.rl.run_advantages import BranchAdvantages
 from treering.train.gradient.router_losses import check_routers
 from treering.train.loop.compute import num_threads
 from treering.train.loop.distill import check_teacher

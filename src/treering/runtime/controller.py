@@ -208,13 +208,12 @@ class Controller:
         if self._on_finished is not None and self._on_finished(rollout):
             self._rollout_pool.refresh()
 
-    def _request_reward(self, open_step: OpenStep, request: RewardRequest) -> None:
-        [rollout] = request.rollouts
+    def _request_reward(self, open_step: OpenStep, rollout: Rollout) -> None:
         if rollout.num_tokens == 0:
             # An empty rollout needs no reward.
             self._take(open_step, RewardResult(rollout=rollout))
             return
-        self._add(open_step, request)
+        self._add(open_step, RewardRequest(rollouts=[rollout]))
 
     def _add(self, open_step: OpenStep, request: RewardRequest) -> None:
         assert self._reward_client is not None, "rollouts have rewards"

@@ -11,9 +11,8 @@ from treering.rl.drafting import Drafting
 from treering.rl.options import RlOptions
 from treering.runtime.account import Account
 from treering.runtime.controller import Controller
-from treering.runtime.ipc.launcher import Launcher
-from treering.runtime.ipc.messages import RewardSettings, TrainerSettings, WorkerSettings
-from treering.runtime.ipc.recipe import Recipe
+from treering.runtime.ipc.launcher import Launcher, Recipe
+from treering.runtime.ipc.messages import TrainerSettings, WorkerSettings
 from treering.runtime.ipc.weight_store import BASE
 from treering.runtime.pools.reward_client import RewardClient
 from treering.runtime.pools.rollout_pool import RolloutPool
@@ -129,7 +128,7 @@ def start_controller(
 
 def _rewards(spec: RunSpec, account: Account) -> RewardClient:
     return RewardClient(
-        RewardSettings(recipe=spec.recipe),
+        spec.recipe,
         spec.launcher,
         reward_name=spec.reward_name,
         time_limit_s=spec.time_limit_s,

@@ -15,17 +15,16 @@ from treering.closing import Closing
 from treering.data import Trajectory
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, Interrupted, StateError
+from treering.rl.checks import check_contexts
 from treering.rl.drafting import Drafting
 from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
-from treering.rl.prompt_checks import check_contexts
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account
 from treering.runtime.controller import Controller, FinishedStep
-from treering.runtime.ipc.launcher import Launcher
+from treering.runtime.ipc.launcher import Launcher, Recipe
 from treering.runtime.ipc.local_launcher import LocalLauncher
-from treering.runtime.ipc.recipe import Recipe
 from treering.runtime.launch import RunSpec, StartState, start_controller
 from treering.runtime.reports import report_of
 from treering.runtime.run_state import RunState

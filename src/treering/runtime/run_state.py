@@ -1,25 +1,30 @@
-"""The progress of a run: steps done and open, their plans, the policy version and the account."""
+"""The progress of a run: steps done and open, their prompts and plans, the policy version and the account."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from treering.data import Trajectory
 from treering.errors import StateError
-from treering.rl.failed_steps import FailedSteps
+from treering.rl.checks import FailedSteps, check_prompts, with_stops
+from treering.rl.collect import Collection
+from treering.rl.environments.collect import EpisodeCollection
+from treering.rl.environments.task import EnvironmentTask
 from treering.rl.options import RlOptions
-from treering.rl.tasks.task import Task
-from treering.rl.trajectories import as_trajectories
+from treering.rl.rollout_log import as_trajectories
+from treering.rl.tasks.task import Prompt, Task
 from treering.runtime.account import Account
 from treering.runtime.controller import FinishedStep
 from treering.runtime.reports import settle_account
 from treering.runtime.step.migration import prices_of
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.step.planning import Planner
-from treering.runtime.step.prompt_schedule import PromptSchedule
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import Latency
 from treering.schedule.policy import Policy
 from treering.schedule.predict.lengths import LengthPredictor
+from treering.train.loop.batches import StepPlan
+from treering.types import PromptId
 
 
 class RunState:
@@ -44,7 +49,13 @@ class RunState:
         Raises:
             InputError: no prompt, or two prompts of one id.
         """
-        self._prompt_schedule = PromptSchedule(task, options)
+        check_prompts(task)
+        self._task, self._options = task, options
+        self._sampling = with_stops(options.sampling, task)
+        self._steps = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
+        self.num_steps_done = 0
+        """Steps done since the start of the run."""
+        self._draws: dict[PromptId, int] = {}
         self.account = Account()
         self.version = 0
         self._num_steps, self._cluster = num_steps, cluster
@@ -54,20 +65,15 @@ class RunState:
             predictor,
             cluster,
             prompt_ids=[prompt.prompt_id for prompt in task.prompts],
-            prompts_of=self._prompt_schedule.plan.tasks_of,
+            prompts_of=self._steps.tasks_of,
             group_size=options.group_size,
             num_steps=num_steps,
         )
 
     @property
-    def num_steps_done(self) -> int:
-        """Steps done since the start of the run."""
-        return self._prompt_schedule.num_steps_done
-
-    @property
     def epoch(self) -> int:
         """Epoch of the latest step."""
-        return self._prompt_schedule.plan.epoch_of(self.num_steps_done)
+        return self._steps.epoch_of(self.num_steps_done)
 
     @property
     def measured(self) -> Latency | None:
@@ -95,12 +101,12 @@ class RunState:
         """Steps that may start now. Each is planned after the same earlier steps in every run."""
         last = min(self._num_steps, self.num_steps_done + 1 + self._cluster.staleness)
         for step in range(max(last_open, self.num_steps_done) + 1, last + 1):
-            collection = self._prompt_schedule.collection(step)
+            collection = self._collection(step)
             version = self._cluster.version_of(step)
             plan = self._planner.plan(step)
             cluster = self._planner.cluster
             # Episodes stay where they began.
-            may_move = cluster.rebalancing == "running" and not self._prompt_schedule.runs_episodes
+            may_move = cluster.rebalancing == "running" and not isinstance(self._task, EnvironmentTask)
             yield OpenStep(
                 plan,
                 collection,
@@ -127,7 +133,7 @@ class RunState:
         collected = open_step.collection.result()
         self._failed_steps.note(open_step.step, collected)
         self.account.add(settle_account(finished))
-        self._prompt_schedule.note_done(open_step.step)
+        self._draws, self.num_steps_done = self._draws_before(open_step.step + 1), open_step.step
         self._planner.note_times(finished.times)
         self.version += trained.update is not None
         return as_trajectories(
@@ -142,7 +148,7 @@ class RunState:
         return {
             "num_steps_done": self.num_steps_done,
             "version": self.version,
-            "draws": dict(self._prompt_schedule.draws),
+            "draws": dict(self._draws),
             "planner": self._planner.state(),
             "account": self.account.as_dict(),
         }
@@ -164,11 +170,31 @@ class RunState:
                 f"{sorted(missing)} too, and the checkpoint has none; resume with the staleness that it was saved with"
             )
         self.version = state["version"]
-        self._prompt_schedule.resume_after(step, state["draws"])
+        self.num_steps_done, self._draws = step, dict(state["draws"])
         self.account = Account(**state.get("account", {}))
         if "planner" in state:
             self._planner.load_state(state["planner"])
         return past
+
+    def _prompts_of(self, step: int) -> list[Prompt]:
+        return [self._task.prompts[number] for number in self._steps.tasks_of(step)]
+
+    def _draws_before(self, step: int) -> dict[PromptId, int]:
+        """How often each prompt is scheduled before a future step.
+
+        With 5 prompts in steps of 2, step 4 starts the second epoch, and its prompts have draw 1.
+        """
+        draws = Counter(self._draws)
+        for earlier in range(self.num_steps_done + 1, step):
+            draws.update(prompt.prompt_id for prompt in self._prompts_of(earlier))
+        return dict(draws)
+
+    def _collection(self, step: int) -> Collection | EpisodeCollection:
+        """An empty collection for a future step."""
+        prompts, draws, group_size = self._prompts_of(step), self._draws_before(step), self._options.group_size
+        if isinstance(self._task, EnvironmentTask):
+            return EpisodeCollection(self._task, prompts, draws, group_size=group_size, sampling=self._sampling)
+        return Collection(prompts, draws, group_size=group_size, sampling=self._sampling)
 
     def _past(self, step: int) -> range:
         return range(max(0, step - self._cluster.staleness), step)

@@ -20,7 +20,6 @@ ONE_STEP_OFF = "fifo"
 """One-step-off training without a scheduler: FIFO over random static shards."""
 BY_LENGTH = "histopipe_by_length"
 """HistoPipe with forecasts of lengths alone, where rollouts wait too."""
-_NO_WAITS = "tail_batching"
 _SYNCHRONOUS = {SYNC: ONE_STEP_OFF, SYNC_LONGEST_FIRST: "longest_first"}
 
 
@@ -95,9 +94,7 @@ def policy_setups(staleness: int, names: Sequence[str] | None = None, *, has_wai
     """
     everyone = [PolicySetup(name=name, policy=policy, staleness=0) for name, policy in _SYNCHRONOUS.items()]
     everyone += [
-        PolicySetup(name=name, policy=name, staleness=staleness, knows_waits=name == "histopipe")
-        for name in POLICIES
-        if not (has_waits and name == _NO_WAITS)
+        PolicySetup(name=name, policy=name, staleness=staleness, knows_waits=name == "histopipe") for name in POLICIES
     ]
     if has_waits:
         everyone.append(PolicySetup(name=BY_LENGTH, policy="histopipe", staleness=staleness))

@@ -8,7 +8,6 @@ from treering.errors import ConfigError
 from treering.schedule.plan.baselines import Fifo, PlanPolicy
 from treering.schedule.plan.histopipe import HistoPipe
 from treering.schedule.plan.plans import PlacementPlan
-from treering.schedule.plan.tail_batching import TailBatching
 from treering.schedule.policy import Policy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
@@ -20,14 +19,10 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
         "two_tier": lambda: PlanPolicy(PlacementPlan(name="two_tier", placing="two_tier")),
         "equal_work": lambda: PlanPolicy(PlacementPlan(name="equal_work", placing="equal_sums")),
         "halves": lambda: PlanPolicy(PlacementPlan(name="halves", num_turns=2)),
-        "tail_batching": TailBatching,
         "histopipe": HistoPipe,
     }
 )
-"""Policy factories. tail_batching changes which rollouts a step trains, and is for simulations only."""
-
-RUN_POLICIES = tuple(name for name in POLICIES if name != "tail_batching")
-"""Policies allowed in a run: they move work, not results."""
+"""Policy factories. All of them move work, not results."""
 
 
 def make_policy(name: str) -> Policy:

@@ -1,10 +1,9 @@
 """OpenAI's `POST /v1/chat/completions`: chats as tokens, each turn after the tokens that were sampled before.
 
-A session, named as in `treering.serving.calls`, remembers its chats: a chat that begins with the messages of an earlier
-answer goes on after the ids that this answer had, and nothing of it is rendered anew.
+A session, named as in `treering.serving.sampler`, remembers its chats: a chat that begins with the messages of an
+earlier answer goes on after the ids that this answer had, and nothing of it is rendered anew.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +14,12 @@ import numpy as np
 from treering.data.trajectory import Message, ToolCall
 from treering.engine.rollout import Rollout
 from treering.errors import InputError, UnsupportedError
-from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools
-from treering.rl.environments.tool_calls import split_calls, turn_message
-from treering.serving.calls import MAX_IDENTITIES
+from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools, split_calls, turn_message
 from treering.serving.completions import ids_of, text_of
 from treering.serving.fields import Fields
+from treering.serving.sampler import MAX_IDENTITIES
 from treering.serving.sampling_params import Asked
-from treering.serving.tokens import logprobs_of, usage
+from treering.serving.tokens import completion, logprobs_of
 from treering.types import TokenIds
 
 
@@ -83,14 +81,8 @@ class Chats:
         self, request_id: str, model: str, chat: Chat, rollouts: Sequence[Rollout], asked: Asked
     ) -> dict[str, Any]:
         """The body of the answer; the session remembers each choice."""
-        return {
-            "id": request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [self._choice(i, request_id, chat, rollout, asked) for i, rollout in enumerate(rollouts)],
-            "usage": usage(chat.context.size, rollouts),
-        }
+        choices = [self._choice(i, request_id, chat, rollout, asked) for i, rollout in enumerate(rollouts)]
+        return completion(request_id, "chat.completion", model, chat.context, rollouts, choices)
 
     def _choice(self, index: int, request_id: str, chat: Chat, rollout: Rollout, asked: Asked) -> dict[str, Any]:
         text, calls = self._read(chat, rollout, asked)

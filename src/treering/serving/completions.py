@@ -1,6 +1,5 @@
 """OpenAI's `POST /v1/completions`: a text or token ids in, text out, token ids beside it if asked for."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from treering.errors import InputError, UnsupportedError
 from treering.rl.tasks.text_tokens import TextTokens
 from treering.serving.fields import Fields
 from treering.serving.sampling_params import Asked
-from treering.serving.tokens import logprobs_of, token_ids, usage
+from treering.serving.tokens import completion, logprobs_of, token_ids
 from treering.types import TokenIds
 
 DEFAULT_MAX_TOKENS = 16
@@ -60,14 +59,8 @@ def answer(
     has_ids: bool,
 ) -> dict[str, Any]:
     """The body of the answer."""
-    return {
-        "id": request_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [_choice(i, context, rollout, asked, texts, has_ids) for i, rollout in enumerate(rollouts)],
-        "usage": usage(context.size, rollouts),
-    }
+    choices = [_choice(i, context, rollout, asked, texts, has_ids) for i, rollout in enumerate(rollouts)]
+    return completion(request_id, "text_completion", model, context, rollouts, choices)
 
 
 def _choice(

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from treering.closing import Closing
-from treering.errors import ConfigError
+from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.extras import require
 from treering.rl.environments.chat import ChatTokens
 from treering.rl.tasks.text_tokens import TextTokens
 from treering.runtime.ipc.address import is_loopback, listener_at
 from treering.serving import completions, tokens
 from treering.serving.chats import Chats
-from treering.serving.errors import Refusal, as_json, refusal_of
 from treering.serving.fields import Fields
 from treering.serving.sampler import Caller, Sampler
 from treering.serving.sampling_params import take_sampling
@@ -31,6 +30,37 @@ if TYPE_CHECKING:
 
 IDENTITY_HEADER = "X-Session-ID"
 _Route = Callable[[Mapping[str, Any], str | None], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(Exception):  # noqa: N818 - not an error of the server
+    """A call that is not answered; the text states the rule, the value and the fix."""
+
+    status: int
+    """HTTP status: 400 bad input, 401 no key, 404 unknown model or path, 413 too large, 500 the engine's error."""
+    text: str
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What a client is told of an error.
+
+    Example:
+        >>> refusal_of(InputError("a prompt holds at least one token")).status
+        400
+    """
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, InputError | ConfigError | UnsupportedError):
+        return Refusal(400, str(error))
+    if isinstance(error, StateError):
+        return Refusal(503, str(error))
+    return Refusal(500, f"{type(error).__name__}: {error}")
+
+
+def as_json(refusal: Refusal) -> dict[str, Any]:
+    """The body of a refusal, as OpenAI's clients read it."""
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {"error": {"message": refusal.text, "type": kind, "code": refusal.status}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +96,7 @@ class Server(Closing):
 
     Routes: `POST /inference/v1/generate`, `POST /v1/completions`,
     `POST /v1/chat/completions`, `GET /v1/models`, `GET /health`. Calls carry their
-    identity in `cache_salt` or the header X-Session-ID; see `treering.serving.calls`.
+    identity in `cache_salt` or the header X-Session-ID; see `treering.serving.sampler`.
 
     Example:
         >>> with EngineHost(engine) as host:                                                    # doctest: +SKIP

@@ -3,6 +3,7 @@
 Source: the token route of vLLM's server, and `renderers.client.generate`, which reads the answer.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,6 +82,25 @@ def answer(request_id: str, context: TokenIds, rollouts: Sequence[Rollout], aske
             }
             for i, rollout in enumerate(rollouts)
         ],
+        "usage": usage(context.size, rollouts),
+    }
+
+
+def completion(
+    request_id: str,
+    kind: str,
+    model: str,
+    context: TokenIds,
+    rollouts: Sequence[Rollout],
+    choices: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The body of an answer as OpenAI's clients read it; `kind` is "chat.completion" or "text_completion"."""
+    return {
+        "id": request_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
         "usage": usage(context.size, rollouts),
     }
 

@@ -176,7 +176,8 @@ class BranchingCounter:
         self._num_branch_points += _num_branch_points(forest)
         self._max_depth = max(self._max_depth, int(forest.position.max()) + 1)
         self._max_segments = max(self._max_segments, _max_segments(forest))
-        self._lengths.append(np.diff(forest.segment_start, append=np.int32(forest.num_tokens)))
+        bounds = np.append(forest.segment_start, np.int32(forest.num_tokens))
+        self._lengths.append(bounds[1:] - bounds[:-1])
 
     def total(self) -> Branching:
         """The shape of all forests together."""

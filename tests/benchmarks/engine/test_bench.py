@@ -5,18 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from benchmarks.engine import controls as engine_controls
 from benchmarks.engine import drafting as engine_drafting
 from benchmarks.engine import flips as engine_flips
-from benchmarks.engine import runs as engine_runs
-from benchmarks.engine import speed as engine_speed
-from benchmarks.engine.cases import SHAPE, Policy
-from benchmarks.engine.controls import measure_controls
-from benchmarks.engine.drafting import DraftingSide, measure_drafting, remember
-from benchmarks.engine.flips import compare, measure_flips
+from benchmarks.engine.cases import Policy
+from benchmarks.engine.drafting import DraftingSide, measure_drafting
+from benchmarks.engine.flips import measure_flips
 from benchmarks.engine.generate import CACHES, generate
-from benchmarks.engine.runs import count_differing, first_difference, run_all
-from benchmarks.engine.speed import measure_speed
+from benchmarks.engine.runs import first_difference, run_all
 from benchmarks.tree.cases import build_model
 from transformers import PreTrainedModel
 
@@ -109,49 +104,6 @@ def test_generate_ends_rollouts_with_their_first_stop_token_and_counts_no_paddin
     assert len({tokens.size for tokens in stopped}) > 2
 
 
-def test_speeds_belong_to_the_fastest_setting_of_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {("dynamic", 1): 4.0, ("static", 1): 3.0, ("dynamic", 2): 2.0, ("static", 2): 5.0}
-    seconds |= {("engine", 1): 0.5, ("engine", 2): 1.0}
-    monkeypatch.setattr(engine_speed, "thread_counts", lambda: [1, 2])
-    monkeypatch.setattr(
-        engine_runs,
-        "interleaved_seconds",
-        lambda steps, *_: {f"{name} {count}": [value] for (name, count), value in seconds.items()},
-    )
-    (result,) = measure_speed(
-        build_model(shape=SHAPE), num_runs=1, on_progress=lambda _: None, batch_sizes=(2,), response_length=4
-    )
-    assert result == {
-        "batch_size": 2,
-        "num_tokens": 8,
-        "generate": {"setting": {"side": "generate", "num_threads": 2, "cache": "dynamic"}, "tokens_per_s": 4.0},
-        "engine": {"setting": {"side": "engine", "num_threads": 1, "cache": None}, "tokens_per_s": 16.0},
-        "ratio": 4.0,
-    }
-
-
-def test_drafting_adds_up_and_counts_what_the_rollouts_say() -> None:
-    policy = tiny_policy()
-    results = measure_drafting(policy, num_runs=1, on_progress=lambda _: None, batch_sizes=(1, 4))
-    rollouts = run_all(TorchEngine(policy.model), policy.requests(draw=1))
-    assert [result.batch_size for result in results] == [1, 4]
-    for result in results:
-        assert result.num_rollouts == len(rollouts) == NUM_PROMPTS * GROUP_SIZE
-        assert result.num_tokens == sum(tokens.size for tokens in rollouts.values())
-        assert result.plain_tokens_per_forward == 1.0
-        assert min(result.generate_tokens_per_s, result.plain_tokens_per_s) > 0
-        drafted = result.drafting
-        assert drafted.ratio == pytest.approx(drafted.tokens_per_s / result.plain_tokens_per_s)
-        assert drafted.ratio_to_each == pytest.approx(drafted.tokens_per_s / result.each_tokens_per_s)
-        # A forward gives accepted drafts and one token more, but for a rollout that ends with a draft.
-        accepted = drafted.acceptance * drafted.drafted_per_forward
-        num_forwards = result.num_tokens / drafted.tokens_per_forward
-        missing = (1 + accepted - drafted.tokens_per_forward) * num_forwards
-        assert -1e-9 < missing < result.num_rollouts + 1e-9
-        assert drafted.num_differing == 0
-        assert drafted.tokens_per_forward > 1.5
-
-
 def test_a_side_that_changed_tokens_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lossy(DraftingSide):
         def run(self, requests: list[Request]) -> dict:
@@ -161,36 +113,6 @@ def test_a_side_that_changed_tokens_would_be_counted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine_drafting, "DraftingSide", Lossy)
     (result,) = measure_drafting(tiny_policy(), num_runs=1, on_progress=lambda _: None, batch_sizes=(2,))
     assert result.drafting.num_differing == 1
-
-
-def test_every_run_of_a_drafting_side_starts_from_the_same_knowledge() -> None:
-    policy = tiny_policy()
-    history = remember(run_all(TorchEngine(policy.model), policy.requests(draw=0)))
-    side = DraftingSide(policy, history, TorchEngine(policy.model, max_batch=4), num_threads=1)
-    requests = policy.requests(draw=1)
-    # Once before, because an engine keeps the prompts of its latest run, and so rows become ready in another order.
-    side.run(requests)
-    _, first = side.run_counted(requests)
-    for _ in range(3):
-        side.run(requests)
-    _, last = side.run_counted(requests)
-    assert first == last
-    assert first.num_drafted > 0
-
-
-def test_flips_are_reported_for_each_type_and_change() -> None:
-    policy = tiny_policy(certainty=1.0)
-    results = measure_flips(policy, on_progress=lambda _: None, dtypes=[torch.float64], batch_size=4)
-    assert [(result.dtype, result.change) for result in results] == [
-        ("float64", change) for change in ("batch", "batch and drafts")
-    ]
-    assert next(policy.model.parameters()).dtype == torch.float32
-    for result in results:
-        assert (result.num_rollouts, result.batch_size) == (NUM_PROMPTS * GROUP_SIZE, 4)
-        assert result.differing_share == pytest.approx(result.num_differing / result.num_rollouts)
-        assert result.flip_rate == pytest.approx(result.num_differing / result.num_compared)
-        assert result.num_rollouts <= result.num_compared <= result.num_rollouts * MAX_TOKENS
-    assert [result.num_differing for result in results] == [0, 0]
 
 
 def test_flips_are_found_where_an_engine_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,30 +135,3 @@ def test_flips_are_found_where_an_engine_makes_them(monkeypatch: pytest.MonkeyPa
         tokens.size if place is None else place + 1 for place, tokens in zip(found, expected.values(), strict=True)
     )
     assert drafts.num_differing > 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "others", "place"),
-    [([5, 6, 7], [5, 8], 1), ([5, 6, 7], [5, 6], 2), ([5], [5, 6], 1), ([5, 6], [5, 6], None), ([], [], None)],
-)
-def test_rollouts_differ_at_their_first_other_token_or_where_one_of_them_ends(
-    tokens: list[int], others: list[int], place: int | None
-) -> None:
-    assert first_difference(tokens_of(*tokens), tokens_of(*others)) == place
-
-
-def test_what_stands_behind_a_difference_is_not_compared() -> None:
-    rollouts = {"a": tokens_of(5, 6, 7), "b": tokens_of(1, 2, 3, 4)}
-    assert compare(rollouts, {"a": tokens_of(5, 8, 9), "b": tokens_of(1, 2, 3, 4)}) == (1, 2 + 4)
-    assert compare(rollouts, rollouts) == (0, 3 + 4)
-    assert count_differing(rollouts, {"a": tokens_of(5), "b": tokens_of(0)}) == 2
-
-
-def test_each_control_has_the_history_that_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_controls, "paired_ratios", lambda drafted, plain, num_pairs: [0.5, 3.0, 1.25, 1.0])
-    results = measure_controls(tiny_policy(), on_progress=lambda _: None, num_pairs=4, batch_size=2)
-    for result in results.values():
-        assert (result.ratio, result.low, result.high, result.num_pairs) == (1.125, 0.5, 3.0, 4)
-        assert (result.num_differing, result.num_rollouts) == (0, NUM_PROMPTS * GROUP_SIZE)
-    # Only one of them has history.
-    assert results["creative"].tokens_per_forward > results["none"].tokens_per_forward

@@ -16,11 +16,9 @@ from benchmarks.gpu.attention.cases import (
 from benchmarks.gpu.attention.check import WrongResultError, check_backend, draw_inputs
 from benchmarks.gpu.budget import PartReport
 from benchmarks.gpu.clock import Stopwatch
-from benchmarks.gpu.flops import attention_flops, num_visible_pairs, tera_per_second
-from benchmarks.gpu.workloads import chain, deep_tree, star
+from benchmarks.gpu.workloads import chain, star
 
 from treering.attention import TreeLayout
-from treering.tree.forest import Forest
 
 ONCE = Stopwatch(device="cpu", min_runs=1, max_runs=1)
 CASE = AttentionCase(name="star", forest=star(prompt=150, response=9, group=3), heads=TINY)
@@ -28,26 +26,6 @@ CASE = AttentionCase(name="star", forest=star(prompt=150, response=9, group=3), 
 
 def report() -> PartReport:
     return PartReport("attention", 1e9, environment={"device": "here"}, goals=dict(gpu_attention.GOALS))
-
-
-def test_pairs_and_flops_are_those_counted_by_hand() -> None:
-    forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9]])
-    # The path 5, 6 has 1 + 2 pairs, 7 sees 3, 8 sees 3, and 9 sees 4.
-    assert num_visible_pairs(forest) == 13
-    assert num_visible_pairs(forest, window=2) == 1 + 2 + 2 + 2 + 2
-    assert num_visible_pairs(forest, window=9) == 13
-    # Scores and weighted values: 2 * 8 each, for 13 pairs and 2 heads.
-    assert attention_flops(13, num_heads=2, head_size=8, of="forward") == 13 * 2 * (16 + 16)
-    assert attention_flops(13, num_heads=2, head_size=8, of="backward") == 13 * 2 * 5 * 16
-    assert attention_flops(13, num_heads=2, head_size=8, of="both") == 13 * 2 * 7 * 16
-    assert tera_per_second(2 * 10**12, 0.5) == 4.0
-
-
-@pytest.mark.parametrize("window", [None, 1, 4, 1000])
-def test_pairs_are_those_of_the_mask(window: int | None) -> None:
-    forest = deep_tree(segment=3, depth=4)
-    visible = TreeLayout(forest, torch.device("cpu")).visible(window)
-    assert num_visible_pairs(forest, window) == int(visible.sum())
 
 
 def test_every_case_is_checked_timed_and_rated() -> None:

@@ -2,25 +2,15 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from benchmarks.gpu import loop as gpu_loop
 from benchmarks.gpu.bench import TINY_SPEC
 from benchmarks.gpu.budget import PartReport
-from benchmarks.gpu.data import Workload
 from benchmarks.gpu.engine.cases import tiny_plans
 from benchmarks.gpu.loop import measure_loop, measure_recorded, measure_sums, requests_of_groups
 from benchmarks.gpu.workloads import generated_workload
 
 from tests.benchmarks.loop.loops import TINY, random_start
-
-
-def test_prompts_end_before_the_first_trained_token_and_rollouts_have_the_rest_of_the_length() -> None:
-    branches = tuple(np.arange(size, dtype=np.int32) for size in (9, 6))
-    masks = tuple(np.arange(size) >= 5 for size in (9, 6))
-    ((first, second),) = requests_of_groups(Workload(name="by hand", groups=(branches,), masks=masks))
-    assert (first.prompt.tolist(), first.sampling.max_tokens) == ([0, 1, 2, 3, 4], 4)
-    assert (second.prompt.size, second.sampling.max_tokens) == (5, 1)
 
 
 def test_drafts_and_trees_do_the_work_of_plain_sampling_and_flat_training() -> None:

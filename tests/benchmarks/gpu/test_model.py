@@ -9,24 +9,16 @@ import torch
 from benchmarks.common.timing import Step
 from benchmarks.gpu.data import Workload
 from benchmarks.gpu.model import gradient as gpu_model_gradient
-from benchmarks.gpu.model.bench import compare
 from benchmarks.gpu.model.cases import (
     TINY_SHAPE,
     ModelPlan,
     build_on_device,
-    count,
-    num_scored_rows,
     tiny_plans,
 )
 from benchmarks.gpu.model.gradient import WrongGradientError, check_gradients, gradient_distance
-from benchmarks.gpu.model.kernels import Kernel, group_of, summarize
-from benchmarks.gpu.model.steps import Rows, build_step, packed_micro_batches
+from benchmarks.gpu.model.steps import Rows, build_step
 from benchmarks.gpu.model.varlen import TORCH_VARLEN, _torch_varlen, hidden_states, pack_row, varlen_attention
-from benchmarks.gpu.workloads import shared_prefix
 from transformers import PreTrainedModel
-
-from treering.tree.forest import Forest
-from treering.tree.stats import bounds, train_flops
 
 
 def by_hand(*groups: list[list[int]], masks: list[list[int]] | None = None) -> Workload:
@@ -118,85 +110,10 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
-def test_rows_are_packed_up_to_the_budget_and_long_sequences_stand_alone() -> None:
-    lengths = [5, 9, 4, 8, 30]
-    rows = packed_micro_batches(lengths, 13)
-    assert sorted(i for row in rows for i in row) == [0, 1, 2, 3, 4]
-    assert [4] in rows
-    assert all(sum(lengths[i] for i in row) <= 13 for row in rows if row != [4])
-    assert len(rows) == 3
-    assert packed_micro_batches([], 13) == []
-
-
-def test_counts_are_those_made_by_hand() -> None:
-    found = count(by_hand([[5, 6, 7], [5, 6, 8]]), TINY_SHAPE)
-    assert (found["flat_tokens"], found["unique_tokens"], found["trained_tokens"]) == (6, 4, 4)
-    assert found["token_bound"] == 1.5
-    # The head runs behind 5 and 6 of each branch, and behind 5 and 6 of the tree.
-    head, body = TINY_SHAPE.hidden_size * TINY_SHAPE.vocab_size, TINY_SHAPE.params_per_token
-    pair = 4 * TINY_SHAPE.num_layers * TINY_SHAPE.num_heads * TINY_SHAPE.head_size
-    flat = 3 * (2 * (body - head) * 6 + 2 * head * 4 + pair * 12)
-    tree = 3 * (2 * (body - head) * 4 + 2 * head * 2 + pair * 9)
-    assert (found["flat_scored_flops"], found["tree_scored_flops"]) == (flat, tree)
-    assert found["scored_flop_bound"] == flat / tree
-    assert found["flop_bound"] == train_flops(TINY_SHAPE, 6, 12) / train_flops(TINY_SHAPE, 4, 9)
-    assert found["flop_bound"] == bounds(Forest.from_sequences([[5, 6, 7], [5, 6, 8]]), TINY_SHAPE).flop_bound
-
-
-def test_the_heads_rows_are_parents_of_what_any_branch_trains() -> None:
-    forests = [Forest.from_sequences(group) for group in UNEVEN.groups]
-    # Tree 1: behind 6 (7, 9), behind 5 (the third branch trains 6), behind 7 (8), behind the second, fourth and
-    # fifth 9. Tree 2: behind 3, and behind the first, third and fourth 4. Tree 3: nothing.
-    assert num_scored_rows(forests, UNEVEN.masks) == (1 + 1 + 1 + 3) + (1 + 3)
-
-
-@pytest.mark.parametrize("sharing", [0.0, 0.5, 0.95])
-def test_the_sweep_shares_what_it_says(sharing: float) -> None:
-    workload = shared_prefix(sharing)
-    found = count(workload, TINY_SHAPE)
-    assert found["sharing"] == pytest.approx(sharing, abs=1e-3)
-    assert found["flat_tokens"] == 65_536
-    assert (found["sharing"] == 0.0) == (sharing == 0.0)
-
-
 def row(way: str, *seconds: float) -> dict[str, Any]:
     shares = way.startswith("tree")
     flops = 2e12 if shares else 7.2e12
     return {"way": way, "is_tree": shares, "seconds": list(seconds), "flops": flops, "peak_bytes": None}
-
-
-def test_the_fastest_tree_step_is_compared_with_the_fastest_baseline_by_medians() -> None:
-    counts = {"flop_bound": 4.0, "scored_flop_bound": 3.6, "sharing": 0.5}
-    rows = [row("varlen", 3.6, 3.0, 9.0), row("padded", 4.0), row("tree, stock", 2.0), row("tree", 1.0, 0.5, 1.1)]
-    found = compare(rows, counts, 8.0)
-    assert (found["tree"], found["tree_s"], found["baseline"], found["baseline_s"]) == ("tree", 1.0, "varlen", 3.6)
-    assert found["speedup"] == 3.6
-    assert found["share_of_flop_bound"] == pytest.approx(0.9)
-    assert found["share_of_scored_flop_bound"] == pytest.approx(1.0)
-    assert found["loss_without_sharing"] is None
-    assert (found["tree_tflops"], found["baseline_tflops"]) == (2.0, pytest.approx(2.0))
-    assert (found["mfu"], found["baseline_mfu"]) == (0.25, pytest.approx(0.25))
-    assert compare(rows, counts | {"sharing": 0.0}, None)["loss_without_sharing"] == pytest.approx(1.0 / 3.6 - 1)
-
-
-def test_the_devices_time_is_split_by_kernels_and_gaps() -> None:
-    vocab_size = 1000
-    found = summarize(
-        [
-            Kernel(name="nvjet_tst", start_us=0, stop_us=3, shapes=((8, 16), (16, 24))),
-            # Beside it on another stream.
-            Kernel(name="vectorized_elementwise_kernel", start_us=2, stop_us=4),
-            Kernel(name="nvjet_tst", start_us=6, stop_us=10, shapes=((8, 16), (16, vocab_size))),
-            Kernel(name="_gradient_kernel", start_us=10, stop_us=11),
-            Kernel(name="key_gradient_kernel", start_us=12, stop_us=13),
-        ],
-        vocab_size,
-    )
-    assert (found["num_kernels"], found["busy_ms"], found["idle_ms"]) == (5, 0.01, 0.003)
-    assert found["group_ms"] == {"head": 0.005, "products": 0.003, "elementwise": 0.002, "attention": 0.001}
-    assert summarize([], vocab_size)["busy_ms"] == 0
-    lookup = Kernel(name="indexSelectLargeIndex", start_us=0, stop_us=1, shapes=((vocab_size, 16), (8,)))
-    assert group_of(lookup, vocab_size) == "elementwise"
 
 
 def test_a_wrong_gradient_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +125,6 @@ def test_a_wrong_gradient_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_model_gradient, "build_step", wrong)
     with pytest.raises(WrongGradientError, match="flat sequences"):
         check_gradients(plan(), "cpu")
-
-
-def test_distances_are_over_all_weights_together() -> None:
-    got, expected = ({"a": torch.tensor([3.0]), "b": torch.tensor([b])} for b in (4.0, 5.0))
-    assert gradient_distance(got, expected) == pytest.approx(1 / 34**0.5)
 
 
 @pytest.mark.gpu

@@ -13,8 +13,7 @@ from tests.models import build_float64
 from treering.cli.demo import command as demo
 from treering.cli.demo.policy import WarmStart, demo_task, measure_accuracy, warm_start
 from treering.cli.demo.report import DemoReport
-from treering.cli.demo.run import SIDES, DemoSize, write_config
-from treering.cli.demo.threads import best_threads, fastest
+from treering.cli.demo.run import SIDES, DemoSize, best_threads, fastest, write_config
 from treering.cli.train.run import open_training
 from treering.config import RlConfig, load
 from treering.data import read_trajectories

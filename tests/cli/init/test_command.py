@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.cli.hub_cache import save_model, save_tokenizer
-from treering.cli.init.toml import comments, pair
+from treering.cli.init.texts import comments, pair
 from treering.cli.main import main
 from treering.data import Trajectory, write_trajectories
 

@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.cli.runs import Commands
-from treering.cli.train.completions import MAX_CHARACTERS, completions_of
+from treering.cli.train.logs import MAX_CHARACTERS, completions_of
 from treering.cli.train.task import TaskSource
 from treering.data import Trajectory
 from treering.rl.tasks.sums import ChainedSums

@@ -16,7 +16,7 @@ from treering.data import read_trajectories
 from treering.errors import ConfigError, StateError
 from treering.report.timeline import read_timeline
 from treering.schedule.latency import Latency, linear_latency
-from treering.schedule.policies import RUN_POLICIES
+from treering.schedule.policies import POLICIES
 from treering.schedule.predict.lengths import PredictorName
 
 __all__ = ["folder"]
@@ -115,5 +115,5 @@ def test_steps_overlap_only_where_there_are_workers(folder: Path) -> None:
 
 
 def test_settings_name_what_there_is() -> None:
-    assert get_args(Schedule) == RUN_POLICIES
+    assert get_args(Schedule) == tuple(POLICIES)
     assert get_args(Lengths) == get_args(PredictorName)

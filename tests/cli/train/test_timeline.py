@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from treering.cli.train.timeline import TimelineLog
+from treering.cli.train.logs import TimelineLog
 from treering.report.timeline import TIMELINE_FILE, read_timeline
 from treering.rl.step_report import WorkerSpan
 

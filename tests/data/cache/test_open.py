@@ -74,7 +74,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     )
 
 
-@given(st.lists(trajectories(), min_size=1, max_size=8), st.integers(1, 12))
+@given(st.lists(trajectories(), min_size=1, max_size=8), st.integers(1, 2000))
 def test_the_rows_are_those_of_direct_rendering_however_the_parts_are_cut(
     tmp_path_factory: pytest.TempPathFactory, given_rows: list[Trajectory], part_size: int
 ) -> None:
@@ -95,6 +95,8 @@ def test_the_rows_are_those_of_direct_rendering_however_the_parts_are_cut(
         found = dataset.rows[["epoch", "step"]].tolist()
         assert found == [tuple(-1 if count is None else count for count in pair) for pair in known]
         assert dataset.rows["num_sampled"].tolist() == [int(one.loss_mask.sum()) for one in rendered]
+        assert dataset.rows["num_prompt_tokens"].tolist() == [one.num_prompt_tokens for one in rendered]
+        assert dataset.last_turn_ends.tolist() == [max([0, *one.turn_ends.tolist()]) for one in rendered]
         dataset.release()
         assert agrees(dataset, rendered)
     assert len(entries(folder / "cache")) == 1

@@ -1,32 +1,24 @@
 """Duplicate rows are computed once without changing results (law 5)."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree, chain
+from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
-from tests.models import VOCAB, build, build_float64
+from tests.models import VOCAB
 from treering.engine.batch.duplicate_rows import leaders_of, resolve
 from treering.engine.batch.state import BatchState, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import ConfigError
 from treering.history.draft.drafter import Drafter
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 5, 6, 20
 # Cold enough that siblings agree for some tokens, warm enough that most of them diverge.
 SAMPLING = {"temperature": 0.1, "stop_tokens": (7,)}
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def requests_of(**options: object) -> list[Request]:
@@ -69,8 +61,10 @@ def drafter_for(drafting: str, rollouts: Rollouts) -> Drafter | None:
     return branching(rollouts) if drafting == "branching" else drafter_of(rollouts, min_acceptance=0.01)
 
 
-@pytest.mark.parametrize("drafting", ["none", "history", "branching"])
-@pytest.mark.parametrize(("backend", "max_batch"), [("fused", 4), ("fused", 30), ("plain", 9)])
+@pytest.mark.parametrize(
+    ("drafting", "backend", "max_batch"),
+    [("none", "fused", 30), ("history", "fused", 4), ("branching", "fused", 30), ("branching", "plain", 9)],
+)
 def test_rollouts_equal_those_of_separate_rows(
     model: PreTrainedModel, plain: Rollouts, drafting: str, backend: str, max_batch: int
 ) -> None:
@@ -85,15 +79,6 @@ def test_rollouts_equal_those_of_separate_rows(
     assert (engine.stats.num_accepted > 0) == (drafting != "none")
     assert engine.stats.acceptance <= 1.0
     assert engine.stats.num_sampled == sum(rollout.num_tokens for rollout in plain.values())
-
-
-def test_prompts_with_a_common_ending_are_not_duplicates(model: PreTrainedModel) -> None:
-    prompts = [np.array([first, 9], np.int32) for first in range(1, 9)]
-    sampling = Sampling(max_tokens=12, temperature=0.1)
-    requests = [Request(prompt_id=str(prompt[0]), prompt=prompt, sampling=sampling) for prompt in prompts]
-    engine = TorchEngine(model, max_batch=8, duplicate_rows="once")
-    assert_same(run(engine, requests), one_by_one(model, requests))
-    assert engine.stats.num_duplicate_rows == 0
 
 
 def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:
@@ -168,46 +153,6 @@ def test_a_removed_leader_leaves_its_keys_and_values_to_its_duplicates(
     assert_same({r.key: r for r in finished}, {r.key: plain[r.key] for r in requests if r.key != aborted[0].key})
 
 
-@pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_rows_are_duplicates_again_after_a_reprefill(model: PreTrainedModel, plain: Rollouts, backend: str) -> None:
-    """New weights equal to the old ones: rollouts continue unchanged."""
-    engine = TorchEngine(model, max_batch=30, max_prefill=40, backend=backend, duplicate_rows="once")
-    engine.submit(requests_of())
-    finished = [rollout for _ in range(3) for rollout in engine.step()]
-    engine.update_weights(1, when_running="reprefill")
-    before = engine.stats.num_duplicate_rows
-    while engine.num_unfinished:
-        finished += engine.step()
-    assert_same({rollout.key: rollout for rollout in finished}, plain)
-    assert engine.stats.num_duplicate_rows > before
-
-
-def test_a_migrated_rollout_duplicates_local_ones(model: PreTrainedModel, plain: Rollouts) -> None:
-    requests = requests_of()[-GROUP_SIZE:]
-    away = TorchEngine(model, max_batch=GROUP_SIZE)
-    away.submit(requests)
-    away.step()
-    moved = away.abort([requests[2].key])
-    engine = TorchEngine(model, max_batch=GROUP_SIZE, duplicate_rows="once")
-    others = [request for request in requests if request.key != requests[2].key]
-    engine.submit(others)
-    engine.step()
-    engine.submit([replace(requests[2], so_far=moved[0])])
-    finished = []
-    while engine.num_unfinished:
-        finished += engine.step()
-    assert_same({r.key: r for r in finished}, {request.key: plain[request.key] for request in requests})
-
-
-def test_float32_draws_the_same_tokens() -> None:
-    model = build("qwen3").eval()
-    requests = requests_of()
-    expected = one_by_one(model, requests)
-    engine = TorchEngine(model, branching(expected), max_batch=30, duplicate_rows="once")
-    assert_same(run(engine, requests), expected, 1e-4)
-    assert engine.stats.num_duplicate_rows > 0
-
-
 def test_feedback_of_duplicate_rows_is_along_the_leaders_draft(model: PreTrainedModel) -> None:
     stops = tuple(range(0, VOCAB, 4))
     requests = requests_of(stop_tokens=stops)
@@ -233,28 +178,6 @@ def test_feedback_of_duplicate_rows_is_along_the_leaders_draft(model: PreTrained
     # A drafted stop token is sampled but never computed, so the engine does not count it.
     assert num_heard == engine.stats.num_accepted
     assert num_of_led > num_stops > 0
-
-
-def test_duplicates_accept_the_leaders_chain_as_far_as_they_agree(model: PreTrainedModel) -> None:
-    requests = requests_of(stop_tokens=())[:GROUP_SIZE]
-    expected = one_by_one(model, requests)
-    first = expected[requests[0].key].tokens.tolist()
-    drafter = ScriptedDrafter(
-        lambda prompt_id, so_far, max_drafts: chain(first[len(so_far) :][: max_drafts if not so_far else 0])
-    )
-    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, duplicate_rows="once")
-    engine.submit(requests)
-    engine.step()
-    feedback = drafter.seen[0]
-    lengths = [_common(first, expected[request.key].tokens.tolist()) for request in requests]
-    assert feedback["accepted"].tolist() == [min(length, feedback["drafts"].tokens.size) for length in lengths]
-    assert feedback["leaders"].tolist() == [0] * GROUP_SIZE
-    assert len(set(lengths)) > 1
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Length of the common beginning of two rollouts."""
-    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
 
 
 ROWS = st.tuples(
@@ -294,10 +217,3 @@ def test_the_leader_is_the_first_row_with_the_same_tokens(rows: list[tuple[int, 
 def test_auto_is_once_on_cpu_only() -> None:
     assert [resolve("auto", device) for device in ("cpu", "cuda")] == ["once", "each"]
     assert resolve("once", "cuda") == "once"
-
-
-def test_an_unknown_mode_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match="duplicate_rows is one of auto, once, each, got 'twice'"):
-        TorchEngine(model, duplicate_rows="twice")
-    with pytest.raises(ConfigError, match="got True"):
-        TorchEngine(model).use_duplicate_rows(True)

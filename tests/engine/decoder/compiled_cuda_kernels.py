@@ -13,11 +13,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.engine.decoder.compiled_code import copies_wait_for_loads, copy_bytes, num_buffers
-from treering.engine.decoder.cuda.attention import LOG2_E, attend_kernel, num_stages
+from treering.engine.decoder.cuda.attention import LOG2_E, add_parts_kernel, attend_kernel, num_stages
 from treering.engine.decoder.cuda.gumbel import gumbel_max_kernel, reduce_tiles_kernel
 from treering.engine.decoder.cuda.layers import gate_kernel, norm_kernel, rotate_kernel
 from treering.engine.decoder.cuda.linear import NUM_STAGES, WIDTHS, add_depths_kernel, linear_kernel, step_of
-from treering.engine.decoder.cuda.parts import add_parts_kernel
 from treering.engine.decoder.cuda.verify import walk_kernel
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
 
@@ -36,7 +35,8 @@ GUMBEL_MAX = {
 }  # fmt: skip
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Kernels for float16 differ from those for bfloat16 in the type alone."""
 
 
 def compile_kernel(
@@ -65,23 +65,17 @@ def _type_of(name: str, dtype: str, constants: dict[str, Any], other: dict[str, 
 
 def compile_attention(dtype: str) -> None:
     for rows in (16, 64):
-        for head_size in (64, 128):
-            tile = {
-                "ROWS": rows,
-                "KEY_TILE": 32 if dtype == "fp32" else 64,
-                "HEAD_SIZE": head_size,
-                "PADDED": head_size,
-            }
-            stages, cache = num_stages(rows, DTYPES[dtype]), {"keys_ptr": f"*{dtype}"}
-            for whole in (False, True):
-                constants = {**ATTEND, **tile, "FACTOR": LOG2_E / 11.3, "WHOLE": whole}
-                report("attend", dtype, compile_kernel(attend_kernel, dtype, constants, 4, stages, **cache))
+        tile = {"ROWS": rows, "KEY_TILE": 32 if dtype == "fp32" else 64}
+        stages, cache = num_stages(rows, DTYPES[dtype]), {"keys_ptr": f"*{dtype}"}
+        for whole in (False, True):
+            constants = {**ATTEND, **tile, "FACTOR": LOG2_E / 11.3, "WHOLE": whole}
+            report("attend", dtype, compile_kernel(attend_kernel, dtype, constants, 4, stages, **cache))
     added = {"HEADS": 32, "HEAD_SIZE": 128, "PADDED": 128, "PARTS": 16}
     report("add_parts", dtype, compile_kernel(add_parts_kernel, dtype, added, 1))
 
 
 def compile_products(dtype: str) -> None:
-    for tokens in (16, 32, 64):
+    for tokens in (16, 64):
         for columns, parts in (*((width, 1) for width in WIDTHS), (32, 2)):
             tile = {"TOKENS": tokens, "COLUMNS": columns, "STEP": step_of(tokens, columns), "PARTS": parts}
             constants = {**tile, "HAS_BIAS": parts == 1, "WIDE": False}

@@ -4,10 +4,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.cuda.pages import PAGE_SLOTS
+
+# Without triton, whoever imports this file is skipped.
+pytest.importorskip("triton")
+INTERPRETED_ONLY = pytest.mark.skipif(
+    not pytest.importorskip("treering.attention.triton.ops").INTERPRETED,
+    reason="the kernels are compiled here; test_gpu_engine holds them to the same laws",
+)
 
 APART = 128
 """Addresses from one row's prefix to the next one's; its own span begins in the middle."""

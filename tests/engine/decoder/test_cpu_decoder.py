@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models import build, build_float64
+from tests.models import build_float64
+from treering.engine.batch.token_batch import of_sequence
 from treering.engine.decoder.cpu import decoder as decoder_cpu
 from treering.engine.decoder.cpu.decoder import CpuDecoder
 from treering.engine.decoder.protocol import Decoder
-from treering.engine.decoder.reference import TorchDecoder
-from treering.engine.decoder.self_check import _single_sequence
 from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.model.families import find_parts
 
@@ -28,7 +27,7 @@ def matrices_of(weights: DecoderWeights) -> list[Tensor]:
 
 
 def logits_of(decoder: Decoder) -> np.ndarray:
-    return decoder.run(_single_sequence(TOKENS)).numpy().copy()
+    return decoder.run(of_sequence(TOKENS)).numpy().copy()
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
@@ -62,18 +61,3 @@ def test_new_weights_reach_a_decoder_with_transposed_matrices() -> None:
     weights.read(find_parts(model))
     np.testing.assert_array_equal(logits_of(decoder), logits_of(CpuDecoder(weights_of(model), num_slots=8)))
     assert np.abs(logits_of(decoder) - before).max() > 1e-3
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_plain_decoder_computes_the_same_from_the_same_weights(family: str) -> None:
-    weights = weights_of(build_float64(family))
-    expected = logits_of(TorchDecoder(weights, num_slots=8))
-    np.testing.assert_allclose(logits_of(CpuDecoder(weights, num_slots=8)), expected, rtol=0, atol=1e-11)
-    np.testing.assert_allclose(logits_of(TorchDecoder(weights, num_slots=8)), expected, rtol=0, atol=1e-11)
-
-
-def test_a_models_own_weights_are_not_moved() -> None:
-    model = build("qwen3")
-    before = {name: (parameter.data_ptr(), parameter.stride()) for name, parameter in model.named_parameters()}
-    CpuDecoder(weights_of(model), num_slots=8)
-    assert {name: (p.data_ptr(), p.stride()) for name, p in model.named_parameters()} == before

@@ -52,7 +52,7 @@ class Case:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("head_size", [2, 8, 16, 24, 32, 48, 64, 128])
+@pytest.mark.parametrize("head_size", [2, 16, 24, 32, 128])
 def test_heads_are_normed_and_rotated_and_keys_and_values_are_in_their_slots(
     dtype: np.dtype, has_norms: bool, head_size: int
 ) -> None:

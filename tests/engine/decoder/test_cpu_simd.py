@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tests.engine.decoder.vector_cases import DTYPES, Floats, pad_to_vector
 from treering.engine.decoder.cpu.attention import attend
 from treering.engine.decoder.cpu.kernels import silu_mul
-from treering.engine.decoder.cpu.simd import exponential, lanes, lanes_of, largest, load, select, store, total
+from treering.engine.decoder.cpu.simd import exponential, lanes, lanes_of, load, store
 
 SLACK = 8
 """Units in the last place, for sums in another order."""
@@ -18,17 +18,6 @@ SLACK = 8
 def exponentials(x: Floats, out: Floats) -> None:
     for at in range(0, x.size, lanes(x)):
         store(out, at, exponential(load(x, at)))
-
-
-@njit
-def reduced(x: Floats) -> tuple[float, float]:
-    vector = load(x, 1)
-    return largest(vector), total(vector)
-
-
-@njit
-def chosen(bits: int, x: Floats, out: Floats) -> None:
-    store(out, 0, select(bits, load(x, 0), load(x, lanes(x))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,24 +48,6 @@ def test_exponentials_keep_nan_and_have_ends(dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_vector_is_reduced_from_any_index(dtype: np.dtype) -> None:
-    for best in range(lanes_of(dtype)):
-        x = np.arange(lanes_of(dtype) + 2).astype(dtype)
-        x[0] = x[-1] = 1e6
-        x[1 + best] = 1000
-        assert reduced(x) == (1000, x[1:-1].sum())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [0, 1, 0b101101, 1 << 7, -1, (1 << 40) + 2, -(1 << 62)])
-def test_the_lowest_bits_choose_between_two_vectors(dtype: np.dtype, bits: int) -> None:
-    size = lanes_of(dtype)
-    x, out = np.arange(2 * size).astype(dtype), np.zeros(size, dtype)
-    chosen(bits, x, out)
-    assert out.tolist() == [lane if bits >> lane & 1 else size + lane for lane in range(size)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 5, 8, 16, 20, 37])
 def test_silu_times_up_is_the_formula_for_every_width(dtype: np.dtype, size: int) -> None:
     gate_up = np.random.default_rng(size).normal(0, 4, (3, 2 * size)).astype(dtype)
@@ -85,15 +56,6 @@ def test_silu_times_up_is_the_formula_for_every_width(dtype: np.dtype, size: int
     gate, up = gate_up[:, :size].astype(np.longdouble), gate_up[:, size:].astype(np.longdouble)
     expected = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(out, expected.astype(float), rtol=SLACK * np.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_of_diverged_gates_is_nan_alone(dtype: np.dtype) -> None:
-    gate_up = np.array([[np.nan, 1.0, 2.0, 3.0]], dtype)
-    out = pad_to_vector(np.zeros((1, 2), dtype))
-    silu_mul(pad_to_vector(gate_up), out)
-    assert np.isnan(out[0, 0])
-    assert np.isfinite(out[0, 1])
 
 
 class Case:
@@ -144,12 +106,12 @@ class Case:
         return np.concatenate(result)
 
 
-SHAPES = [(2, 2, 1), (6, 2, 2), (8, 4, 2), (16, 3, 1), (24, 2, 1), (32, 4, 2), (64, 2, 2), (8, 10, 2)]
+SHAPES = [(2, 2, 1), (16, 3, 1), (24, 2, 1), (32, 4, 2), (8, 10, 2)]
 """Head size, query heads, key-value heads."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("context", [1, 3, 11, 16, 40, 77])
+@pytest.mark.parametrize("context", [1, 16, 77])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_is_the_softmax_of_what_each_token_sees(
     dtype: np.dtype, shape: tuple[int, int, int], context: int

@@ -4,16 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.decoder.cuda_cases import Row, batch_of, expected_attention, random_case
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, Row, batch_of, expected_attention, random_case
 from treering.engine.decoder.cuda.passes import PassTables, bucket, plan_tables
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 attend_module = pytest.importorskip("treering.engine.decoder.cuda.attention")
-parts_module = pytest.importorskip("treering.engine.decoder.cuda.parts")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 
 CHAINS = [Row(prefix=0, own=1), Row(prefix=5, own=3), Row(prefix=20, own=33, num_fed=3)]
 TREES = [
@@ -75,14 +70,6 @@ def test_one_part_takes_one_kernel_and_equals_two_parts_with_one_empty(
     assert torch.equal(attended(case, tables, num_parts=1, **sizes), both)
 
 
-def test_long_runs_are_split_into_tiles() -> None:
-    case = random_case([Row(prefix=6, own=40, num_fed=37), Row(prefix=0, own=2)], num_heads=4, num_kv_heads=1)
-    tables = plan_tables(case["batch"], 4)
-    assert (tables.rows, tables.tiles[:, 1].tolist()) == (64, [16, 16, 5, 1])
-    out = attended(case, tables, num_parts=2, num_tokens=38, num_tiles=4)
-    assert torch.allclose(out, expected_attention(case), rtol=0, atol=1e-5)
-
-
 def test_a_tree_of_64_drafts_uses_every_bit() -> None:
     parents = tuple(int(p) for p in np.maximum(np.arange(64) - 3, -1))
     case = random_case([Row(prefix=2, own=3, parents=parents)], num_heads=2, num_kv_heads=1)
@@ -126,13 +113,6 @@ def test_invisible_slots_do_not_matter_even_if_they_hold_nan() -> None:
     assert torch.allclose(out, expected_attention(case), rtol=0, atol=1e-5)
 
 
-def test_tokens_of_one_row_share_a_tile() -> None:
-    tables = plan_tables(batch_of([Row(prefix=9, own=5, num_fed=1, parents=(-1, -1)), Row(prefix=9, own=1)]), 4)
-    # Of the first row, its last token and both drafts; rows are 128 addresses apart.
-    assert tables.rows == 16
-    assert tables.tiles.tolist() == [[0, 3, 0, 9, 64, 7], [3, 1, 128, 9, 192, 1]]
-
-
 @pytest.mark.parametrize(("longest", "groups", "rows"), [(1, 4, 16), (4, 4, 16), (5, 4, 64), (1, 20, 64), (900, 1, 64)])
 def test_tiles_are_as_large_as_the_longest_row_needs(longest: int, groups: int, rows: int) -> None:
     tables = plan_tables(batch_of([Row(prefix=0, own=longest, num_fed=longest), Row(prefix=0, own=1)]), groups)
@@ -146,7 +126,3 @@ def test_buckets_are_few_and_never_too_small() -> None:
     assert all(size >= count for count, size in enumerate(buckets, 1))
     assert len({*buckets}) == 7 + 15
     assert [bucket(count) for count in (1, 3, 64, 65, 130)] == [1, 4, 64, 128, 192]
-
-
-def test_fewer_tiles_mean_more_parts() -> None:
-    assert [parts_module.num_parts(tiles, 8, 132) for tiles in (1, 2, 16, 64, 1000)] == [32, 32, 4, 1, 1]

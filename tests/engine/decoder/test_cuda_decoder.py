@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.engine.decoder.cuda_cases import APART, Row, batch_of
+from tests.engine.decoder.cuda_cases import APART, INTERPRETED_ONLY, Row, batch_of
 from tests.models import VOCAB, build
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.reference import TorchDecoder
@@ -13,12 +13,8 @@ from treering.engine.decoder.support import FAMILIES
 from treering.engine.decoder.weights import DecoderWeights, read_weights
 from treering.model.families import find_parts
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 cuda = pytest.importorskip("treering.engine.decoder.cuda.decoder")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 
 NUM_SLOTS = 3 * APART
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -65,15 +61,6 @@ def test_a_pass_that_wants_few_logits_or_none_writes_the_same_keys() -> None:
     filling, growing = (batch_of(rows, VOCAB) for rows in (FILLING, GROWING))
     batches = [wanting(filling, [4, 7]), wanting(growing, []), growing]
     assert_close(*both(weights_of(build("qwen3", **SMALL)), batches), 1e-5)
-
-
-def test_the_same_pass_gives_the_same_bits_whatever_ran_between() -> None:
-    decoder = cuda.CudaDecoder(weights_of(build("qwen3", **SMALL)), NUM_SLOTS)
-    filling, growing = (batch_of(rows, VOCAB) for rows in (FILLING, GROWING))
-    decoder.run(filling)
-    first = decoder.run(growing).clone()
-    decoder.run(filling)
-    assert torch.equal(decoder.run(growing), first)
 
 
 def test_padding_tokens_touch_no_page_in_use() -> None:

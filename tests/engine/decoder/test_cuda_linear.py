@@ -6,20 +6,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from tests.engine.decoder.cuda_cases import batch_of
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, batch_of
 from tests.engine.decoder.test_cuda_decoder import FILLING, GROWING, NUM_SLOTS, assert_close, wanting, weights_of
 from tests.models import VOCAB, build
 from treering.engine.decoder.reference import TorchDecoder
 from treering.engine.decoder.weights import DecoderWeights
-from treering.engine.torch_engine import TorchEngine
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 linear_module = pytest.importorskip("treering.engine.decoder.cuda.linear")
 products_module = pytest.importorskip("treering.engine.decoder.cuda.products")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 CudaDecoder = pytest.importorskip("treering.engine.decoder.cuda.decoder").CudaDecoder
 LinearTile = linear_module.LinearTile
 
@@ -49,23 +44,12 @@ def assert_rounded_once(
     assert ((out.double() - wide).abs() <= summed + EPSILON[out.dtype] * (wide.abs() + summed)).all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 8, 16, 17, 31, 32, 33, 50, 64])
-@pytest.mark.parametrize(
-    "tile", [LinearTile(16, 1), LinearTile(32, 1), LinearTile(64, 1), LinearTile(16, 2), LinearTile(32, 4)], ids=str
-)
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 33, 64])
+@pytest.mark.parametrize("tile", [LinearTile(16, 1), LinearTile(64, 1), LinearTile(32, 4)], ids=str)
 def test_a_product_is_that_of_float64_rounded_once(num_tokens: int, tile: LinearTile) -> None:
     x, weight, bias = (numbers(*shape, dtype=torch.bfloat16) for shape in ((num_tokens, 520), (70, 520), (70,)))
     assert_rounded_once(product(x, weight, None, tile), x, weight)
     assert_rounded_once(product(x, weight, bias, tile), x, weight, bias)
-
-
-@pytest.mark.parametrize("dtype", [*EPSILON])
-@pytest.mark.parametrize(("num_columns", "depth"), [(1, 1), (7, 13), (33, 257), (65, 1025), (16, 512), (128, 1024)])
-def test_any_number_of_columns_and_any_depth_will_do(num_columns: int, depth: int, dtype: torch.dtype) -> None:
-    x, weight = numbers(5, depth, dtype=dtype), numbers(num_columns, depth, dtype=dtype, seed=1)
-    bias = numbers(num_columns, dtype=dtype, seed=2)
-    for tile in (LinearTile(16, 1), LinearTile(64, 1), LinearTile(32, 2)):
-        assert_rounded_once(product(x, weight, bias, tile), x, weight, bias)
 
 
 def test_whole_numbers_are_exact_whatever_the_cut_and_no_other_memory_is_written() -> None:
@@ -78,47 +62,6 @@ def test_whole_numbers_are_exact_whatever_the_cut_and_no_other_memory_is_written
         # 65 rounds of -4 to 3, which sum to -4 each, without the last five numbers.
         assert (buffer[1:4] == -260 - (-1 + 0 + 1 + 2 + 3)).all()
         assert (buffer[[0, 4]] == 9).all()
-
-
-def test_rows_do_not_depend_on_other_rows() -> None:
-    x, weight = numbers(16, 300, dtype=torch.bfloat16), numbers(40, 300, dtype=torch.bfloat16, seed=1)
-    for tile in (LinearTile(32, 1), LinearTile(16, 2)):
-        together = product(x, weight, None, tile)
-        assert all(torch.equal(product(x[row : row + 1], weight, None, tile)[0], together[row]) for row in range(16))
-
-
-@pytest.mark.parametrize("which", ["x", "weight", "out"])
-def test_views_that_are_not_contiguous_are_refused(which: str) -> None:
-    tensors = {"x": numbers(4, 8, dtype=torch.bfloat16), "weight": numbers(6, 8, dtype=torch.bfloat16)}
-    tensors["out"] = torch.zeros(4, 6).bfloat16()
-    tensors[which] = tensors[which].T.contiguous().T
-    with pytest.raises(AssertionError):
-        linear_module.linear(tensors["x"], tensors["weight"], None, tensors["out"], LinearTile(16, 1), None)
-
-
-@pytest.mark.parametrize(
-    ("num_columns", "tiles"),
-    [
-        (151_936, [(64, 1), (32, 1)]),
-        (24_576, [(64, 1), (32, 1)]),
-        (6_144, [(32, 1), (16, 1)]),
-        (4_096, [(32, 1), (16, 1)]),
-        (2_048, [(16, 1), (32, 2)]),
-        (1_024, [(16, 2), (32, 4)]),
-    ],
-)
-def test_tiles_keep_132_multiprocessors_busy_with_few_parts(num_columns: int, tiles: list[tuple[int, int]]) -> None:
-    weight = torch.empty(num_columns, 4096, dtype=torch.bfloat16, device="meta")
-    assert linear_module.tiles_of(weight, 16, 132) == tiles
-    assert all(-(-num_columns // columns) * parts >= 0.9 * 132 for columns, parts in tiles)
-
-
-def test_unsupported_products_have_no_tiles() -> None:
-    def tiles(num_tokens: int, depth: int, dtype: torch.dtype) -> list[LinearTile]:
-        return linear_module.tiles_of(torch.empty(64, depth, dtype=dtype, device="meta"), num_tokens, 1)
-
-    assert len(tiles(64, 64, torch.float16)) == 2
-    assert tiles(65, 64, torch.float16) == tiles(1, 72, torch.float16) == tiles(1, 64, torch.float32) == []
 
 
 Seconds = dict[int, tuple[float, float, float]]
@@ -170,50 +113,6 @@ def test_the_fastest_is_chosen_once_for_each_matrix_and_number_of_tokens(
     assert len(timed) == 10
 
 
-def test_timing_takes_the_shortest_run_after_a_flush(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[str] = []
-    takes = iter([5.0, 7.0, 3.0, 6.0, 4.0, 9.0, 8.0, 8.0])
-
-    class Event:
-        """Records the simulated time in milliseconds."""
-
-        now = 0.0
-
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = Event.now
-
-        def synchronize(self) -> None:
-            log.append("waited")
-
-        def elapsed_time(self, other: "Event") -> float:
-            return other.at - self.at
-
-    def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        work()
-        return work
-
-    def runs() -> None:
-        log.append("runs")
-        # The first two runs are the captures.
-        Event.now += next(takes) if len(log) > 2 else 100.0
-
-    def has_no_room() -> None:
-        raise products_module.OutOfResources(300_000, 232_448, "shared memory")
-
-    monkeypatch.setattr(products_module, "capture", captured)
-    monkeypatch.setattr(products_module, "_FLUSH_BYTES", 16)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    seconds = products_module.seconds_of([runs, has_no_room, runs], torch.device("cpu"))
-    # Alternating: 5, 3, 4 and 8 ms for the first, 7, 6, 9 and 8 ms for the last.
-    assert seconds == [pytest.approx(0.003), float("inf"), pytest.approx(0.006)]
-    assert log == ["runs"] * 2 + ["runs", "waited"] * 8
-
-
 @pytest.mark.parametrize("by", ["measured", "torch"])
 def test_without_a_device_or_switched_off_torch_computes_untimed(
     weights: DecoderWeights, by: str, monkeypatch: pytest.MonkeyPatch
@@ -230,12 +129,6 @@ def test_no_clock_decides_under_deterministic_algorithms(monkeypatch: pytest.Mon
     assert products_module._may_time(torch.device("cuda", 0))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not products_module._may_time(torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("costs", ["measured", "none"])
-def test_an_engine_without_measured_costs_does_not_time_kernels(costs: str) -> None:
-    engine = TorchEngine(build("qwen3", num_hidden_layers=1).eval(), backend="cuda", costs=costs)
-    assert engine._decoder.products._by == ("measured" if costs == "measured" else "torch")
 
 
 def test_passes_with_our_products_give_the_logits_of_the_plain_decoder(weights: DecoderWeights) -> None:

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.engine.decoder.cuda.paged_allocator import PagedAllocator
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PageAllocator
-from treering.errors import InputError
+from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PageAllocator, PagedAllocator
 
 NUM_PAGES = 12
 
@@ -23,22 +21,6 @@ def allocate_prompt(pages: PageAllocator, tokens: np.ndarray) -> list[int]:
     taken = pages.allocate_prompt(tokens)
     assert taken is not None
     return taken
-
-
-def test_prompts_with_a_common_beginning_share_its_full_pages() -> None:
-    pages = PageAllocator(8)
-    first = allocate_prompt(pages, prompt(1, 2, rest=8))
-    pages.set_computed(first, 40)
-    second = allocate_prompt(pages, prompt(1, 2, rest=15))
-    assert second[:2] == first[:2]
-    assert second[2] != first[2]
-    assert (pages.num_computed(second), pages.num_free) == (32, 4)
-
-
-def test_a_page_is_identified_by_all_tokens_before_it() -> None:
-    pages = PageAllocator(9)
-    taken = [allocate_prompt(pages, prompt(*blocks)) for blocks in ((1, 2), (3, 2), (2, 1))]
-    assert len({page for own in taken for page in own}) == 6
 
 
 def test_freed_pages_are_cached_and_the_oldest_evicted_first() -> None:
@@ -58,22 +40,6 @@ def test_freed_pages_are_cached_and_the_oldest_evicted_first() -> None:
     assert one is not None
     pages.free([*one, *known])
     assert pages.num_computed(allocate_prompt(pages, prompt(1, 1))) == 32
-
-
-def test_uncomputed_pages_are_not_cached() -> None:
-    pages = PageAllocator(4)
-    taken = allocate_prompt(pages, prompt(1, 2))
-    pages.set_computed(taken, 20)
-    pages.free(taken)
-    assert pages.num_computed(allocate_prompt(pages, prompt(1, 2))) == 16
-
-
-def test_computed_counts_never_fall() -> None:
-    pages = PageAllocator(4)
-    taken = allocate_prompt(pages, prompt(1, 2))
-    pages.set_computed(taken, 32)
-    pages.set_computed(taken, 20)
-    assert pages.num_computed(taken) == 32
 
 
 def test_new_weights_leave_nothing_computed() -> None:
@@ -102,11 +68,6 @@ def test_too_few_pages_allocate_nothing() -> None:
     # Its two cached pages are free, but the prompt needs them and two others.
     assert pages.allocate_prompt(prompt(1, 2, 3, 4)) is None
     assert pages.num_computed(allocate_prompt(pages, prompt(1, 2, rest=1))) == 32
-
-
-def test_a_cache_without_pages_is_refused() -> None:
-    with pytest.raises(InputError, match="at least one page"):
-        PageAllocator(0)
 
 
 OPERATIONS = st.lists(
@@ -195,17 +156,6 @@ def test_spans_are_addresses_whose_pages_are_shared() -> None:
     assert len({*others, *slots_of(spans, 0, 16)}) == 16 + len(others)
 
 
-def test_freeing_a_span_frees_its_addresses_and_pages() -> None:
-    spans = PagedAllocator(64)
-    whole = spans.num_free
-    for allocate in (lambda: spans.allocate(40), lambda: spans.allocate_prompt(prompt(1, 2))):
-        start = allocate()
-        assert spans.num_free < whole
-        spans.free(start)
-        assert spans.num_free == whole
-        assert start == 0
-
-
 @pytest.mark.parametrize(("length", "num_pages"), [(1, 1), (16, 1), (17, 2), (40, 3)])
 def test_a_span_that_shrinks_keeps_its_first_pages(length: int, num_pages: int) -> None:
     spans = PagedAllocator(64)
@@ -218,27 +168,6 @@ def test_a_span_that_shrinks_keeps_its_first_pages(length: int, num_pages: int) 
     assert slots_of(spans, start, length) == kept
     spans.free(start)
     assert spans.num_free == num_pages * PAGE_SLOTS
-
-
-def test_without_pages_no_address_is_lost() -> None:
-    spans = PagedAllocator(16)
-    most = spans.num_free
-    assert spans.allocate(most + 1) is None
-    assert spans.allocate(most) == 0
-    assert spans.allocate_prompt(prompt(1)) is None
-
-
-def test_without_addresses_no_page_is_lost() -> None:
-    spans = PagedAllocator(16)
-    whole, starts = spans.num_free, []
-    while (start := spans.allocate_prompt(prompt(1))) is not None:
-        starts.append(start)
-    # They all read one page.
-    assert spans.num_free == whole - PAGE_SLOTS
-    assert len(starts) == spans.table.size
-    for start in starts:
-        spans.free(start)
-    assert spans.num_free == whole
 
 
 @pytest.mark.parametrize("num_slots", [1, 15, 16, 17, 100])

@@ -4,19 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY
 from tests.engine.speculation.scripted_drafts import make_drafts
-from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees, clip_drafts, no_drafts
-from treering.engine.batch.sampler import VerifiedTokens, _verify_in_torch, sample_and_verify
+from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees, clip_drafts
+from treering.engine.batch.sampler import VerifiedTokens, sample_and_verify
 from treering.engine.batch.state import BatchState, StepInputs, make_columns
+from treering.engine.batch.token_batch import of_sequence
 from treering.engine.sampling.noise import row_key
 from treering.errors import StateError
 
-pytest.importorskip("triton")
-ops = pytest.importorskip("treering.attention.triton.ops")
 verify = pytest.importorskip("treering.engine.decoder.cuda.verify")
-pytestmark = pytest.mark.skipif(
-    not ops.INTERPRETED, reason="the kernels are compiled here; test_gpu_engine holds them to the same laws"
-)
+pytestmark = INTERPRETED_ONLY
 CPU = torch.device("cpu")
 NOTHING = np.zeros(0, np.int64)
 
@@ -47,7 +45,7 @@ def columns_of(num_rows: int) -> BatchState:
 def inputs_of(rows: list[int], drafts: DraftTrees) -> StepInputs:
     """Step inputs in which each row is sampled after its context and after each draft."""
     counts, sampled = 1 + np.diff(drafts.offsets)[rows], np.array(rows, np.int64)
-    return StepInputs(*[NOTHING] * 9, np.arange(counts.sum()), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
+    return StepInputs(of_sequence(np.arange(counts.sum())), sampled, sampled, np.cumsum(counts) - counts, NOTHING)
 
 
 def assert_same(actual: VerifiedTokens, expected: VerifiedTokens) -> None:
@@ -80,32 +78,10 @@ def test_trees_give_the_tokens_of_the_walk_on_cpu(seed: int, cut: str) -> None:
         columns.num_tokens[:] = 1
         columns.penalty[::2] = 3.0
     inputs = inputs_of([0, 1, 2, 3, 4, 5], drafts)
-    logits = torch.from_numpy(rng.normal(size=(inputs.wanted.size, 3)).astype(np.float32))
+    logits = torch.from_numpy(rng.normal(size=(inputs.batch.num_tokens, 3)).astype(np.float32))
     expected = sample_and_verify(logits, inputs, columns, drafts)
     assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)
     assert (expected.num_tokens > 1).any()
-
-
-def test_a_full_tree_is_followed_to_its_end() -> None:
-    parents = list(range(-1, MOST_DRAFTS - 1))
-    drafts = drafts_of([([0] * MOST_DRAFTS, parents), ([], [])], 2)
-    inputs = inputs_of([0, 1], drafts)
-    logits = torch.tensor([[0.0, -torch.inf]]).repeat(MOST_DRAFTS + 2, 1)
-    verified = verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns_of(2), drafts)
-    assert verified.num_tokens.tolist() == [MOST_DRAFTS + 1, 1]
-    assert verified.path[0].tolist() == [*range(MOST_DRAFTS), -1]
-
-
-def test_rows_that_are_not_sampled_are_skipped() -> None:
-    drafts = drafts_of([([1], [-1]), ([], []), ([0, 1], [-1, -1])], 2)
-    columns, inputs = columns_of(3), inputs_of([0, 2], drafts)
-    logits = torch.randn(5, 2, generator=torch.Generator().manual_seed(0))
-    assert_same(
-        verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts),
-        sample_and_verify(logits, inputs, columns, drafts),
-    )
-    none = inputs_of([], drafts)
-    assert verify.DeviceSampler(CPU).sample_and_verify(logits[:0], none, columns, drafts).num_tokens.size == 0
 
 
 def test_one_sampler_serves_steps_of_any_size() -> None:
@@ -113,7 +89,7 @@ def test_one_sampler_serves_steps_of_any_size() -> None:
     for num_rows in (1, 7, 2):
         drafts = drafts_of([random_tree(rng, 3, 5) for _ in range(num_rows)], 3)
         columns, inputs = columns_of(num_rows), inputs_of([*range(num_rows)], drafts)
-        logits = torch.from_numpy(rng.normal(size=(inputs.wanted.size, 3)).astype(np.float32))
+        logits = torch.from_numpy(rng.normal(size=(inputs.batch.num_tokens, 3)).astype(np.float32))
         assert_same(
             sampler.sample_and_verify(logits, inputs, columns, drafts),
             sample_and_verify(logits, inputs, columns, drafts),
@@ -140,7 +116,7 @@ def test_duplicate_rows_sample_from_their_leaders_logits_with_their_own_noise() 
     columns.num_tokens[:] = columns.num_tokens[leaders]
     first = np.array([0, 1 + len(trees[0][0])])[[0, 0, 1, 0, 1]]
     logits = torch.from_numpy(rng.normal(size=(2 + len(trees[0][0]) + len(trees[2][0]), 3)).astype(np.float32))
-    inputs = StepInputs(*[NOTHING] * 9, np.arange(len(logits)), rows, leaders, first, NOTHING)
+    inputs = StepInputs(of_sequence(np.arange(len(logits))), rows, leaders, first, NOTHING)
     # The same with separate logits and drafts for each row.
     apart = drafts_of([trees[leader] for leader in leaders], 3)
     places = np.concatenate(
@@ -150,14 +126,3 @@ def test_duplicate_rows_sample_from_their_leaders_logits_with_their_own_noise() 
     assert len({tuple(line) for line in expected.path[leaders == 0].tolist()}) > 1
     assert_same(sample_and_verify(logits, inputs, columns, drafts), expected)
     assert_same(verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts), expected)
-    batched = VerifiedTokens(*(np.full_like(column, -1 if column is expected.path else 0) for column in expected))
-    _verify_in_torch(logits, inputs, columns, drafts, np.diff(apart.offsets), batched)
-    assert_same(batched, expected)
-
-
-def test_without_drafts_every_row_appends_one_token() -> None:
-    columns, inputs = columns_of(4), inputs_of([0, 1, 2, 3], no_drafts(4))
-    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
-    verified = verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, no_drafts(4))
-    assert verified.tokens.shape == (4, 1)
-    assert_same(verified, sample_and_verify(logits, inputs, columns, no_drafts(4)))

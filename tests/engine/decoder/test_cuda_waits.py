@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.engine.decoder.cuda_cases import batch_of
+from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, batch_of
 from tests.models import VOCAB, build
 from treering.engine.batch.draft_tree import no_drafts
 from treering.engine.batch.state import StepInputs, make_columns
+from treering.engine.batch.token_batch import of_sequence
 
-pytest.importorskip("triton")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 cases = pytest.importorskip("tests.engine.decoder.test_cuda_decoder")
 verify = pytest.importorskip("treering.engine.decoder.cuda.verify")
 pytestmark = [
-    pytest.mark.skipif(not cases.ops.INTERPRETED, reason="the kernels are compiled here"),
+    INTERPRETED_ONLY,
     pytest.mark.usefixtures("started"),
 ]
 META = torch.device("meta")
@@ -106,7 +106,7 @@ def test_sampling_makes_one_copy_to_the_device_and_waits_once(
     rows = np.arange(2)
     first = rows * 0 if has_duplicates else rows
     zeros = np.zeros(0, np.int64)
-    inputs = StepInputs(*[zeros] * 9, np.arange(1 + first[-1]), rows, first, first, zeros)
+    inputs = StepInputs(of_sequence(np.arange(1 + first[-1])), rows, first, first, zeros)
     columns = make_columns(max_rows=2, max_context=1, max_stops=1)
     with Operations() as operations:
         verify.DeviceSampler(META).sample_and_verify(

@@ -1,12 +1,10 @@
 """Slot allocation, and cached prompts."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treering.engine.kv_cache.allocator import SpanAllocator
-from treering.errors import InputError
 
 
 def prompt(number: int, length: int) -> np.ndarray:
@@ -20,13 +18,6 @@ def computed(spans: SpanAllocator, tokens: np.ndarray) -> int:
     return start
 
 
-def test_the_example() -> None:
-    spans = SpanAllocator(10)
-    assert [spans.allocate(4), spans.allocate(4), spans.allocate(4)] == [0, 4, None]
-    spans.free(0)
-    assert spans.allocate(4) == 0
-
-
 def test_a_repeated_prompt_is_cached() -> None:
     spans = SpanAllocator(20)
     start = computed(spans, prompt(1, 6))
@@ -35,23 +26,6 @@ def test_a_repeated_prompt_is_cached() -> None:
     assert spans.allocate(8) == 6
     assert spans.allocate_prompt(prompt(1, 6)) == start
     assert spans.num_computed(start) == 6
-
-
-@pytest.mark.parametrize("tokens", [prompt(2, 6), prompt(1, 5), prompt(1, 7)])
-def test_other_tokens_are_not_cached(tokens: np.ndarray) -> None:
-    spans = SpanAllocator(20)
-    spans.free(computed(spans, prompt(1, 6)))
-    start = spans.allocate_prompt(tokens)
-    assert start is not None
-    assert spans.num_computed(start) == 0
-
-
-def test_a_partly_computed_prompt_is_not_cached() -> None:
-    spans = SpanAllocator(20)
-    start = spans.allocate_prompt(prompt(1, 6))
-    spans.set_computed(start, 5)
-    spans.free(start)
-    assert spans.num_computed(spans.allocate_prompt(prompt(1, 6))) == 0
 
 
 def test_new_weights_clear_the_cache() -> None:
@@ -80,11 +54,6 @@ def test_of_two_equal_prompts_one_is_cached() -> None:
         spans.free(start)
     assert spans.num_free == 10
     assert spans.allocate(6) == 4
-
-
-def test_no_slots_are_refused() -> None:
-    with pytest.raises(InputError, match="raise max_tokens"):
-        SpanAllocator(0)
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,18 +4,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from tests.models import VOCAB, build_float64
-from treering.engine.kv_cache.copies import Source, plan_copies
+from tests.models import VOCAB
+from treering.engine.kv_cache.rollout_cache import Source, plan_copies
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.torch_engine import TorchEngine
 
 PROMPT = np.arange(5, 25, dtype=np.int32) % VOCAB
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def ask(engine: TorchEngine, context: np.ndarray, call: int, num_tokens: int = 6) -> Rollout:
@@ -72,13 +67,6 @@ def test_the_off_switch_computes_all_again(model: PreTrainedModel) -> None:
     ask(engine, PROMPT, 0)
     longer = np.concatenate([PROMPT, [3]]).astype(np.int32)
     assert prefilled(engine, longer, 1) == PROMPT.size
-
-
-def test_new_weights_drop_what_could_be_reused(model: PreTrainedModel) -> None:
-    engine = TorchEngine(model)
-    ask(engine, PROMPT, 0)
-    engine.update_weights(1)
-    assert prefilled(engine, np.concatenate([PROMPT, [3]]).astype(np.int32), 1) == PROMPT.size
 
 
 def test_copies_chain_spans_without_a_gap_and_take_the_longest() -> None:

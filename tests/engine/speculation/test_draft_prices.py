@@ -7,17 +7,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import group_requests, run
-from tests.models import build_float64
 from treering.engine.speculation.draft_prices import StepTimes, SyntheticSteps, measure_prices, prices_of
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.costs import DraftPrices
 from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def spent(prices: DraftPrices, num_rows: int, num_drafted: int) -> StepTimes:
@@ -42,12 +36,6 @@ def test_steps_at_fixed_prices_give_these_prices(num_rows: int, values: list[flo
 def test_noise_never_makes_a_negative_price(seconds: list[float], counts: list[int]) -> None:
     steps = (StepTimes(*seconds[4 * k : 4 * k + 4], counts[k]) for k in range(3))
     assert (prices_of(*steps, num_rows=8).to_array() >= 0).all()
-
-
-def test_a_single_row_has_no_row_price() -> None:
-    one = StepTimes(1e-4, 0.0, 0.0, 5e-5, 1)
-    found = prices_of(StepTimes(2e-4, 0.0, 0.0, 6e-5, 11), one, one, num_rows=1)
-    np.testing.assert_allclose(found.to_array(), [9e-5, 0.0, 1e-5, 4.9e-5, 1e-6])
 
 
 class Clock:
@@ -93,14 +81,14 @@ class Struck(Clock):
         self.now += 1e-4 * (1.0 if self._rng.random() < 0.4 else self._rng.uniform(3, 10))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_load_on_most_passes_is_no_price_of_a_search(seed: int) -> None:
     # 15 rounds of about 4 ms: the chance that every pass of a kind is disturbed is 0.6 ** 15 = 0.0005.
     clock = Struck(seed)
     assert measure_prices(clock.one_pass, max_batch=8, clock=clock).look < 1e-6
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
+@pytest.mark.parametrize("num_rows", [1, 8, 20])
 def test_synthetic_rows_are_replaced_and_stay_in_their_limits(num_rows: int) -> None:
     steps = SyntheticSteps(num_rows, lambda: None, Clock())
     table = steps._table
@@ -116,7 +104,7 @@ def test_synthetic_rows_are_replaced_and_stay_in_their_limits(num_rows: int) -> 
         assert (lengths <= 256).all()
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 20])
+@pytest.mark.parametrize("num_rows", [1, 8, 20])
 def test_synthetic_rows_are_drafted_up_to_the_limit(num_rows: int) -> None:
     steps = SyntheticSteps(num_rows, lambda: None, Clock())
     few = [steps.draft(1).num_drafted for _ in range(70)]
@@ -131,13 +119,3 @@ def test_an_engines_measured_costs_have_prices_and_its_drafter_gets_them(model: 
     assert drafter.costs is not None
     assert drafter.costs.prices != DraftPrices()
     assert drafter.costs.prices.look > 0
-
-
-def test_measuring_does_not_change_the_drafter(model: PreTrainedModel) -> None:
-    drafter = Drafter(HistoryStore())
-    engine = TorchEngine(model, drafter, max_batch=2, costs="none")
-    before = drafter.state()
-    engine.measure_costs()
-    after = drafter.state()
-    assert all(np.array_equal(before[name], after[name]) for name in before)
-    assert drafter.costs is None

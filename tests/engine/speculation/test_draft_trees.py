@@ -11,12 +11,9 @@ from tests.engine.speculation.scripted_drafts import Script, ScriptedDrafter, Tr
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
 from tests.models import VOCAB, build, build_float64
 from treering.engine.batch.draft_tree import MOST_DRAFTS, clip_drafts, count_accepted
-from treering.engine.batch.sampler import VerifiedTokens, _verify_in_torch, sample_and_verify
-from treering.engine.batch.state import StepInputs, make_columns
-from treering.engine.batch.token_batch import TokenBatch
+from treering.engine.batch.token_batch import PER_TOKEN, TokenBatch, of_sequence
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import StateError
-from treering.history.types import DraftRows, Drafts
 
 STOP = 7
 NUM_PROMPTS = 5
@@ -24,11 +21,6 @@ NUM_PROMPTS = 5
 
 def requests_of(max_tokens: int = 20) -> list:
     return group_requests(NUM_PROMPTS, 3, stop_tokens=(STOP,), max_tokens=max_tokens)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +83,15 @@ def wide_and_full(right: list[int], rng: np.random.Generator, max_drafts: int) -
     return [*others, *right[:2]][:max_drafts], [*[-1] * (len(others) + 1), len(others)][:max_drafts]
 
 
-SHAPES = [right_chain, wrong_chain, right_last, random_tree, wide_and_full]
+CASES = [
+    (right_chain, "fused", 1),
+    (wrong_chain, "fused", 16),
+    (right_last, "plain", 7),
+    (right_last, "fused", 16),
+    (random_tree, "fused", 16),
+    (random_tree, "plain", 1),
+    (wide_and_full, "fused", 7),
+]
 
 
 def script_of(shape, truth: Truth) -> Script:
@@ -99,8 +99,7 @@ def script_of(shape, truth: Truth) -> Script:
     return lambda prompt_id, so_far, max_drafts: shape(truth.after(prompt_id, so_far), rng, max_drafts)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
-@pytest.mark.parametrize(("backend", "max_batch"), [("fused", 1), ("fused", 16), ("plain", 7)])
+@pytest.mark.parametrize(("shape", "backend", "max_batch"), CASES)
 def test_the_shape_of_drafts_changes_no_token(
     model: PreTrainedModel, plain: Rollouts, shape, backend: str, max_batch: int
 ) -> None:
@@ -134,24 +133,6 @@ def test_a_tree_larger_than_its_rows_slots_does_not_change_other_rows(model: Pre
     assert engine.stats.num_rows > engine.stats.num_forwards
 
 
-@pytest.mark.parametrize("shape", [right_last, random_tree], ids=lambda shape: shape.__name__)
-def test_float32_draws_the_same_tokens(shape) -> None:
-    model = build("llama").eval()
-    expected = run(TorchEngine(model, max_batch=4), requests_of())
-    for backend in ("fused", "plain"):
-        drafter = ScriptedDrafter(script_of(shape, Truth(expected)))
-        assert_same(run(TorchEngine(model, drafter, max_batch=4, backend=backend), requests_of()), expected, 1e-4)
-
-
-def test_bfloat16_drafts_along_its_own_rollouts_are_accepted(model: PreTrainedModel) -> None:
-    small = build("qwen2").bfloat16().eval()
-    expected = run(TorchEngine(small, max_batch=1), requests_of())
-    engine = TorchEngine(small, ScriptedDrafter(script_of(right_last, Truth(expected))), max_batch=1)
-    engine.submit(requests_of()[:1])
-    engine.step()
-    assert engine.stats.num_accepted > 0 or expected["p0", 0, 0].num_tokens == 1
-
-
 def test_feedback_has_accepted_counts_and_leaves(model: PreTrainedModel, plain: Rollouts) -> None:
     drafter = ScriptedDrafter(script_of(right_last, Truth(plain)))
     engine = TorchEngine(model, drafter, max_batch=4)
@@ -175,28 +156,6 @@ def test_feedback_has_accepted_counts_and_leaves(model: PreTrainedModel, plain: 
     assert num_stops > 0
     assert any((step["leaves"] > step["accepted"]).any() for step in feedback)
     assert all(step["ended"] is None for step in feedback)
-
-
-def test_row_ids_are_stable_and_unique(model: PreTrainedModel, plain: Rollouts) -> None:
-    contexts: dict[int, list[int]] = {}
-
-    class Watching(ScriptedDrafter):
-        def propose(self, rows: DraftRows) -> Drafts:
-            assert rows.row_ids is not None
-            assert len(set(rows.row_ids.tolist())) == len(rows.prompt_ids)
-            for row, number in enumerate(rows.row_ids.tolist()):
-                context = rows.tokens[row, : rows.num_tokens[row]].tolist()
-                earlier = contexts.get(number, context[: rows.num_prompt_tokens[row]])
-                assert context[: len(earlier)] == earlier
-                contexts[number] = context
-            return super().propose(rows)
-
-    drafter = Watching(script_of(right_chain, Truth(plain)))
-    engine = TorchEngine(model, drafter, max_batch=4)
-    assert_same(run(engine, requests_of()), plain)
-    assert len(contexts) == len(plain)
-    run(engine, requests_of())
-    assert len(contexts) == 2 * len(plain)
 
 
 def test_drafts_are_clipped_to_the_first_valid_tokens_that_fit() -> None:
@@ -289,21 +248,7 @@ def logits_of_tree(
     """Logits after each draft token: one pass for the context, half of it as a prefix, and one for the tree."""
     num_prefix = context.size // 2
     own_start = first_slot + num_prefix
-    zeros, order = np.zeros(context.size, np.int64), np.arange(context.size)
-    engine._decoder.run(
-        TokenBatch(
-            tokens=context,
-            positions=order,
-            slots=first_slot + order,
-            prefix_start=zeros,
-            num_prefix=zeros,
-            own_start=zeros + first_slot,
-            num_own=order + 1,
-            tree_start=zeros,
-            tree_bits=zeros,
-            wanted=order,
-        )
-    )
+    engine._decoder.run(of_sequence(context, first_slot=first_slot))
     depths, bits = [0], []
     for number, parent in enumerate(parents):
         depths.append(depths[parent + 1] + 1)
@@ -337,50 +282,9 @@ def test_slots_move_in_order_so_that_a_slot_may_be_source_and_target(backend: st
     logits_of_tree(engine, context, tokens, parents)
     first = 5 + context.size
     engine._decoder.move(first + np.array(path), first + np.arange(3))
-    num_seen, one = context.size + 4, np.ones(1, np.int64)
-    logits = engine._decoder.run(
-        TokenBatch(
-            tokens=one * 21,
-            positions=one * (num_seen - 1),
-            slots=one * (5 + num_seen - 1),
-            prefix_start=one,
-            num_prefix=0 * one,
-            own_start=5 * one,
-            num_own=num_seen * one,
-            tree_start=one,
-            tree_bits=0 * one,
-            wanted=0 * one,
-        )
-    )
+    num_seen = context.size + 4
+    last = {name: getattr(of_sequence(np.full(num_seen, 21), first_slot=5), name)[-1:] for name in PER_TOKEN}
+    logits = engine._decoder.run(TokenBatch(**last, wanted=np.zeros(1, np.int64)))
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([[*range(9), 15, 17, 19, 21]])).logits[0, -1]
     torch.testing.assert_close(logits[0], expected, atol=1e-10, rtol=0)
-
-
-def test_batched_sampling_walks_the_same_paths_as_the_compiled_walk() -> None:
-    """On a device `sample_and_verify` samples at every node, then walks; on CPU it samples along the path only."""
-    rng, num_rows = np.random.default_rng(4), 60
-    trees = [random_tree(rng.integers(0, 2, 6).tolist(), rng, 24) for _ in range(num_rows)]
-    trees = [([token % 2 for token in tokens], parents) for tokens, parents in trees]
-    drafts = clip_drafts(make_drafts(trees), np.full(num_rows, 64), 2)
-    rows = np.flatnonzero(rng.random(num_rows) < 0.7)
-    num_drafts = np.diff(drafts.offsets)[rows]
-    columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
-    columns.keys[:] = rng.integers(0, 1 << 60, num_rows)
-    columns.num_tokens[:] = rng.integers(1, 50, num_rows)
-    columns.temperature[:] = rng.uniform(0.5, 2, num_rows)
-    columns.top_k[:] = rng.integers(0, 3, num_rows)
-    none = np.zeros(0, np.int64)
-    first = np.cumsum([0, *(1 + num_drafts)])
-    inputs = StepInputs(*[none] * 9, np.arange(first[-1]), rows, rows, first[:-1], none)
-    logits = torch.from_numpy(rng.normal(size=(first[-1], 2)))
-    shape = (rows.size, 1 + num_drafts.max())
-    batched = VerifiedTokens(
-        np.zeros(shape, np.int32), np.zeros(shape), np.zeros(shape), np.zeros(rows.size, int), np.full(shape, -1)
-    )
-    _verify_in_torch(logits, inputs, columns, drafts, num_drafts, batched)
-    one_by_one = sample_and_verify(logits, inputs, columns, drafts)
-    assert one_by_one.num_tokens.max() >= 4
-    assert (one_by_one.path > np.arange(shape[1])).any()
-    for expected, actual in zip(one_by_one, batched, strict=True):
-        np.testing.assert_allclose(actual, expected, atol=1e-12)

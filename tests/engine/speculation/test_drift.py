@@ -5,20 +5,14 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import assert_same, group_requests, run
-from tests.models import build_float64
 from treering.engine.protocol import EngineStats
-from treering.engine.speculation.drift import CostDrift
+from treering.engine.speculation.verify_costs import CostDrift
 from treering.engine.torch_engine import TorchEngine
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
 
 COSTS = VerifyCosts(num_tokens=np.array([1, 8, 64]), seconds=np.array([1.0, 2.0, 8.0]))
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def watched(seconds: list[float], num_tokens: int = 8) -> list[int]:
@@ -38,10 +32,6 @@ def test_costs_end_when_passes_take_less_than_half_of_them(num_tokens: int, seco
     assert watched([0.49 * seconds] * 100, num_tokens) == [64]
 
 
-def test_slow_passes_do_not_end_costs() -> None:
-    assert watched([50.0] * 500) == []
-
-
 def test_windows_grow_so_that_measuring_stays_cheap() -> None:
     assert watched([0.5] * 2000) == [64, 64 + 256, 64 + 256 + 1024]
 
@@ -49,11 +39,6 @@ def test_windows_grow_so_that_measuring_stays_cheap() -> None:
 def test_a_few_fast_passes_do_not_end_costs() -> None:
     assert watched(([0.5] * 32 + [1.5] * 32) * 10) == []
     assert watched([0.5] * 33 + [1.5] * 31) == [64]
-
-
-def test_each_window_is_counted_separately() -> None:
-    # 64 passes at the measured time, then faster ones, which count from the next window on.
-    assert watched([1.5] * 64 + [0.5] * 64) == [128]
 
 
 def test_without_costs_no_measurement_is_requested() -> None:

@@ -5,19 +5,12 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.engine.test_torch_engine import assert_same, drafter_of, group_requests, run
-from tests.models import build_float64
 from treering.engine.speculation.observed_costs import LOAD_S, ObservedCosts
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import ConfigError
 from treering.history.budget.pass_times import PassTimes
 
 NUM_ROWS = 8
 PLAIN_S = 0.5
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
 
 
 def step(costs: ObservedCosts, *, num_new: int = 1, drafted: bool = False, seconds: float = PLAIN_S) -> None:
@@ -116,14 +109,6 @@ def test_an_engine_drafts_where_it_pays_and_changes_no_token(model: PreTrainedMo
     assert costs.total_s > 0
 
 
-def test_without_a_budget_nothing_is_drafted(model: PreTrainedModel) -> None:
-    requests = group_requests(4, 4)
-    expected = run(TorchEngine(model), requests)
-    engine = TorchEngine(model, drafter_of(expected), costs=ObservedCosts(max_loss=0.0))
-    assert_same(run(engine, requests), expected)
-    assert engine.stats.num_drafted == 0
-
-
 def test_pass_times_are_averages_without_outliers() -> None:
     times = PassTimes()
     for _ in range(60):
@@ -133,14 +118,3 @@ def test_pass_times_are_averages_without_outliers() -> None:
     times.note(8, 50.0)
     assert times.seconds_of(8) == pytest.approx(0.85 * 2.0 + 0.15 * 4.0)
     assert (times.knows(5), times.knows(30), times.knows(3)) == (True, True, False)
-
-
-def test_a_single_size_is_extended_by_its_seconds_per_token() -> None:
-    times = PassTimes()
-    times.note(10, 1.0)
-    assert times.seconds_of(20) == pytest.approx(1.0 + 0.7)
-
-
-def test_an_impossible_share_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_loss"):
-        ObservedCosts(max_loss=2)

@@ -15,7 +15,6 @@ from tests.engine.sampling.sampling_cases import (
     verified,
 )
 from treering.arrays import Int64Array
-from treering.engine.sampling.verify_cpu import verify
 
 # Next-token logits of a toy language of three tokens; rollouts start after token 0.
 CHAIN = np.array([[1.0, 0.2, -0.5], [-0.4, 0.9, 0.3], [0.0, 0.0, 1.2]])
@@ -101,21 +100,6 @@ def test_sampling_stops_after_the_first_rejected_draft() -> None:
     assert (done.code, done.num.tolist()) == (-1, [3])
     assert done.tokens.tolist() == [[2, 0, 1, -9]]
     assert np.isnan(done.logprobs).tolist() == [[False, False, False, True]]
-
-
-def test_rollouts_may_have_different_numbers_of_drafts_and_rows_in_any_order() -> None:
-    logits = 1e6 * np.eye(4)[[0, 1, 2, 3, 1]]
-    out = [np.full((3, 3), -9, np.int32), *np.zeros((2, 3, 3)), np.zeros(3, np.int64), np.full((3, 3), -9, np.int32)]
-    first_row, num_drafts = np.array([3, 2, 0]), np.array([1, 0, 1])
-    drafts, parents, offsets = np.array([3, 0], np.int32), np.full(2, -1, np.int32), np.array([0, 1, 1, 2])
-    every = np.ones(3)
-    rules = every, np.zeros(3, int), every, np.full(3, -np.inf), every
-    numbers = np.arange(3), np.arange(3), *rules, np.zeros((3, 1), np.int32), np.arange(3)
-    code = verify(logits, first_row, num_drafts, drafts, parents, offsets, *numbers, *out)
-    assert code == -1
-    assert out[0].tolist() == [[3, 1, -9], [2, -9, -9], [0, 1, -9]]
-    assert out[3].tolist() == [2, 1, 2]
-    assert out[4].tolist() == [[0, -1, -9], [-1, -9, -9], [0, -1, -9]]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Measured costs of verification: the passes run, the fit, and that rollouts do not change."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,13 +10,11 @@ from transformers import PreTrainedModel
 
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, chain
 from tests.engine.test_torch_engine import assert_same, group_requests, run
-from tests.models import build, build_float64
 from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.speculation.verify_costs import measure, needs_another_round
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import ConfigError, InputError
 from treering.history.budget.costs import VerifyCosts
 
 
@@ -42,11 +39,6 @@ class Timed(Decoder):
         raise AssertionError("nothing is accepted for good")
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build_float64("qwen3").eval()
-
-
 @pytest.mark.parametrize(
     ("max_batch", "sizes"),
     [
@@ -67,15 +59,6 @@ def test_every_size_is_timed(max_batch: int, sizes: list[int]) -> None:
     assert [batch.num_tokens for batch in decoder.batches] == sizes * 2
 
 
-def test_short_passes_are_timed_often_and_the_minimum_counts() -> None:
-    # Each of 8 sizes has one undisturbed round: the first for 1 token, the last for 2, others in between.
-    quiet = {8 + size + 8 * number for size, number in enumerate([0, 24, 12, 3, 7, 20, 1, 18])}
-    decoder = Timed(spikes={number: 50.0 + number for number in range(8, 8 * 26) if number not in quiet})
-    costs = measure(decoder, num_slots=100, max_batch=1, context=10, clock=lambda: decoder.now * 1e-6)
-    assert len(decoder.batches) == 8 * (1 + 25)
-    np.testing.assert_allclose(costs.seconds, [size**2 * 1e-6 for size in range(1, 9)])
-
-
 @pytest.mark.parametrize(
     ("round_s", "num_rounds"), [(0.001, 25), (0.01, 20), (0.045, 5), (0.15, 5), (0.6, 2), (0.99, 2), (2.0, 1)]
 )
@@ -86,22 +69,6 @@ def test_few_rounds_are_measured_in_more_time_than_many(round_s: float, num_roun
     assert done == num_rounds
     # Even if the clock jumped before the first round.
     assert needs_another_round(0, 100.0, most=25, budget_s=0.2)
-
-
-class Blocks(Timed):
-    """Computes four tokens at a time, so that the fifth takes as long as the eighth."""
-
-    def run(self, batch: TokenBatch) -> Tensor:
-        self.now += -(-batch.num_tokens // 4) - batch.num_tokens**2
-        return super().run(batch)
-
-
-def test_a_decoder_with_stepped_costs_is_measured_at_every_draft_count() -> None:
-    decoder = Blocks()
-    costs = measure(decoder, num_slots=100, max_batch=8, context=10, clock=lambda: decoder.now)
-    drafted = np.arange(9)
-    expected = [2, 3, 3, 3, 3, 4, 4, 4, 4]
-    assert np.interp(8 + drafted, costs.num_tokens, costs.seconds).tolist() == expected
 
 
 def test_measured_passes_write_one_slot_and_see_a_typical_context() -> None:
@@ -159,39 +126,3 @@ def test_an_engine_measures_once_before_its_first_pass(model: PreTrainedModel) -
     engine.update_weights(1)
     run(engine, group_requests(3, 1, draw=2))
     assert [costs.num_tokens.tolist() for costs in drafter.received] == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 16]]
-
-
-def test_given_costs_are_passed_on_and_none_are_not(model: PreTrainedModel) -> None:
-    costs = VerifyCosts(num_tokens=np.array([1, 4]), seconds=np.array([0.1, 0.2]))
-    given, silent = Listener(), Listener()
-    run(TorchEngine(model, given, costs=costs), group_requests(2, 1))
-    run(TorchEngine(model, silent, costs="none"), group_requests(2, 1))
-    assert (given.received, silent.received) == ([costs], [])
-    run(TorchEngine(model, costs=costs), group_requests(2, 1))
-
-
-def test_a_model_with_few_positions_is_measured_within_them() -> None:
-    engine = TorchEngine(build(max_position_embeddings=16), max_batch=3, max_tokens=500)
-    engine.measure_costs()
-    seen: list[int] = []
-    original: Callable[[TokenBatch], Tensor] = engine._decoder.run
-
-    def spy(batch: TokenBatch) -> Tensor:
-        seen.append(int((batch.num_prefix + batch.num_own).max()))
-        return original(batch)
-
-    engine._decoder.run = spy
-    engine.measure_costs()
-    assert max(seen) == 16
-
-
-@pytest.mark.parametrize("costs", ["measure", None, 1.5, [1.0]])
-def test_other_sources_of_costs_are_refused(model: PreTrainedModel, costs: object) -> None:
-    with pytest.raises(ConfigError, match='"measured", "none", a VerifyCosts or an ObservedCosts'):
-        TorchEngine(model, costs=costs)
-
-
-@pytest.mark.parametrize("limits", [{"max_batch": 0}, {"context": 0}, {"num_slots": 0}])
-def test_limits_without_a_pass_are_refused(limits: dict[str, int]) -> None:
-    with pytest.raises(InputError, match=next(iter(limits))):
-        measure(Timed(), **{"num_slots": 4, "max_batch": 1, "context": 1, **limits})

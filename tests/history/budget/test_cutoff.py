@@ -9,12 +9,10 @@ from tests.history.budget.test_probe import CHEAP, KNOWN, hopeless_drafter
 from tests.history.reference import Row, draft_rows, drafted, first_tokens, likeliest_path, same_drafts, store_of, walk
 from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
-from treering.history.budget.selection import choose_bins
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import ROWS_PER_PROBE
 from treering.history.draft.output import BINS, Output, cut
-from treering.history.draft.token_weights import WEIGHT_UNIT
-from treering.history.features import FIRST, NO_DRAFT, NUM_GENERAL_KINDS, NUM_KINDS, NUM_SOURCES, NUM_VOTES
+from treering.history.features import FIRST, NO_DRAFT, NUM_KINDS, NUM_SOURCES, NUM_VOTES
 from treering.history.types import DraftRows
 
 # A second for a pass of one token and 0.1 s for each further one.
@@ -87,8 +85,8 @@ def test_a_row_whose_tokens_were_all_taken_out_is_one_without_a_draft_at_its_nex
     drafter = Drafter(store_of(history), sources=("history",))
     drafter.use_costs(VerifyCosts(num_tokens=SIZES, seconds=SECONDS))
     state = drafter.state()
-    state["token_weights"][FIRST[NUM_GENERAL_KINDS + 1] + np.arange(200, 230)] = -8.0 / WEIGHT_UNIT
-    state["weights"][NUM_VOTES + FIRST[9] + NO_DRAFT * NUM_SOURCES] = 40.0
+    state["weights"][FIRST.token + np.arange(200, 230)] = -8.0
+    state["weights"][FIRST.outcome + NO_DRAFT * NUM_SOURCES] = 40.0
     drafter.load_state(state)
 
     def rows(num_sure: int, num_poor: int) -> DraftRows:
@@ -129,9 +127,3 @@ def test_what_is_looked_at_follows_what_paid_up_and_down() -> None:
         leasts.append(spending.leasts[0])
     # Half of 0.1, 0.5, 0.7 and so on: each time half way to what paid, and never below 0.02.
     assert leasts == pytest.approx([0.25, 0.35, 0.175, 0.0875, 0.04375, 0.021875, 0.02, 0.5 * (0.021875 / 2 + 0.45)])
-
-
-def test_no_bin_pays_where_a_token_costs_a_step() -> None:
-    counts, gains = np.zeros(64), np.zeros(64)
-    counts[0], gains[0] = 1, 0.99
-    assert choose_bins(1, counts, gains, DEAR.num_tokens, DEAR.seconds) == 0

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tests.history.reference import Row, draft_rows, same_drafts, store_of, walk
 from treering.errors import InputError
 from treering.history.budget import controller as spending
-from treering.history.budget.controller import DraftController
+from treering.history.budget.controller import DraftController, step_costs
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.budget.selection import Backoff
-from treering.history.budget.step_costs import step_costs
 from treering.history.draft.drafter import Drafter
 from treering.history.types import Drafts
 
@@ -162,15 +161,6 @@ def test_resting_counts_what_was_found_and_not_only_what_was_drafted() -> None:
         assert rest.is_due() == is_due
 
 
-@pytest.mark.parametrize("worth", [None, [0.5] * 8])
-def test_the_dearer_a_look_is_the_more_is_drafted_where_it_was_taken(worth: list[float] | None) -> None:
-    rows = draft_rows(ROWS, worth=worth)
-    for name in ("look", "row"):
-        sizes = [drafter_of(costs_of(DraftPrices(**{name: p}))).propose(rows).tokens.size for p in (0, 1.0, 50.0)]
-        assert sizes == sorted(sizes)
-        assert sizes[0] < sizes[-1], name
-
-
 def test_a_drafter_rests_for_what_it_finds_and_leaves_out() -> None:
     for num_grown, is_due in ((20, True), (1000, False)):
         spending = DraftController(0.5)
@@ -179,20 +169,6 @@ def test_a_drafter_rests_for_what_it_finds_and_leaves_out() -> None:
         spending.note_drafts(8, 20, 0.1, num_grown)
         spending.note_accepted(8, 20, 20)
         assert spending.is_due() == is_due
-
-
-def test_a_dearer_look_that_finds_nothing_is_followed_by_a_longer_rest() -> None:
-    lengths = []
-    for look in (0.0, 0.02, 0.05):
-        rest, length = Backoff(DraftPrices(look=look, row=0.0)), 0
-        for _ in range(9):
-            rest.note_nothing(4, 1.0)
-            length = 0
-            while not rest.is_due():
-                length += 1
-        lengths.append(length)
-    # 0.02 s are half a percent of 4 s.
-    assert lengths == [0, 4, 10]
 
 
 def test_asking_first_whether_a_step_rests_changes_no_draft() -> None:

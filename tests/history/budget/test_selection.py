@@ -33,17 +33,6 @@ def test_seconds_are_linear_between_entries_and_go_on_with_the_last_slope(num_to
     assert seconds_of(num_tokens, np.array([1, 8]), np.array([1.0, 2.4])) == pytest.approx(expected)
 
 
-@given(CURVES, st.integers(1, 40))
-def test_seconds_equal_an_interpolation_within_the_curve(entries: list[tuple[int, float]], num_tokens: int) -> None:
-    sizes, seconds = curve_of(entries)
-    bounded = min(num_tokens, int(sizes[-1]))
-    assert seconds_of(float(bounded), sizes, seconds) == pytest.approx(np.interp(bounded, sizes, seconds))
-
-
-def test_a_curve_of_one_entry_is_flat() -> None:
-    assert seconds_of(50.0, np.array([4]), np.array([0.25])) == 0.25
-
-
 def test_bins_are_seven_per_cent_of_probability_wide_and_fall() -> None:
     chances = np.geomspace(1.0, 1e-6, 500)
     bins = [bin_of(chance) for chance in chances]
@@ -78,14 +67,6 @@ def test_the_chosen_bins_give_the_most_tokens_a_second(
         return float((num_rows + gains[:num_bins].sum()) / (within + beyond * slope))
 
     assert speed(chosen) == pytest.approx(max(speed(num_bins) for num_bins in range(NUM_BINS + 1)))
-
-
-def test_the_documented_choice_takes_the_first_token_alone() -> None:
-    counts, gains = np.zeros(NUM_BINS), np.zeros(NUM_BINS)
-    for chance in (0.9, 0.05):
-        counts[bin_of(chance)] += 1
-        gains[bin_of(chance)] += chance
-    assert choose_bins(1, counts, gains, np.array([1, 2]), np.array([1.0, 1.1])) == bin_of(0.9) + 1
 
 
 def history_of(num_prompts: int) -> dict[Any, Any]:
@@ -246,16 +227,6 @@ def test_a_long_rest_makes_up_for_what_drafting_takes_longer_behind_it() -> None
     assert [losing(rest, 1e-3) for _ in range(5)] == [1, 4, 16, 36, 36]
 
 
-def test_only_the_first_step_behind_a_long_rest_takes_longer() -> None:
-    rest = Backoff(DraftPrices(look=101e-6, row=0, grown=0, learn=0, drafted=0))
-    assert [losing(rest, 1e-3) for _ in range(4)] == [1, 4, 16, 36]
-    # Behind losses of a tenth, a quarter more tokens count half: 1.1 times the time for 1.125 times the tokens.
-    rest.note(8, 40, 2, 1e-3, 1e-3)
-    assert rest.is_due()
-    # And then for 1.0625 times the tokens: 0.0375 steps are lost, half a percent of 7.5, and 80 us more were of 23.
-    assert losing(rest, 1e-3) == 7
-
-
 @pytest.mark.parametrize(("num_gone", "num_left"), [(0, 16), (5, 11), (16, 0), (28, 0), (64, 0)])
 def test_news_shorten_a_rest_to_what_makes_the_loss_two_percent_of_it(num_gone: int, num_left: int) -> None:
     rest = Backoff(DraftPrices(look=181e-6, row=0, grown=0, learn=0, drafted=0))
@@ -268,17 +239,6 @@ def test_news_shorten_a_rest_to_what_makes_the_loss_two_percent_of_it(num_gone: 
         rest.note_news()
     assert [rest.is_due() for _ in range(num_left + 1)] == [False] * num_left + [True]
     assert losing(rest, 1e-3) > 16, "where it loses again, the next rest is as long as it was"
-
-
-def test_news_spare_a_short_rest_nothing_and_a_step_that_drafts_nothing() -> None:
-    rest = Backoff(DraftPrices(look=15e-6, row=0, grown=0, learn=0, drafted=0))
-    rest.note_news()
-    assert rest.is_due()
-    # 15 us are half a percent of 3 steps and two percent of less than one: a rest is a step at least.
-    for length in (1, 1, 1):
-        rest.note_nothing(8, 1e-3)
-        rest.note_news()
-        assert [rest.is_due() for _ in range(length + 1)] == [False] * length + [True]
 
 
 def test_a_drafter_that_rests_looks_soon_where_its_store_publishes() -> None:
@@ -360,8 +320,3 @@ def test_a_step_that_gains_exactly_its_cost_is_no_gain_for_drafts_must_be_made()
     even = Backoff()
     even.note(8, 20, 8, 1e-3, 2e-3 - 152e-6 - 1e-9)
     assert even.is_due()
-
-
-def test_a_drafter_says_which_costs_it_goes_by() -> None:
-    assert with_costs(None).costs is None
-    assert with_costs(DEAR).costs is DEAR

@@ -5,24 +5,34 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numba import njit
 
 from tests.history.reference import Row, draft_rows, likeliest_path, store_of, walk
-from treering.history.draft.acceptance import NUM_TRAINED, OFFSET, SCALE, Acceptance, estimate, learn
+from treering.history.draft.acceptance import (
+    NUM_TRAINED,
+    OFFSET,
+    SCALE,
+    Acceptance,
+    ReliabilityBin,
+    as_bins,
+    calibration_error,
+    estimate,
+    learn,
+)
+from treering.history.draft.candidates import SHARES
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.prior import EDIT_FACTORS, LENGTH_FACTORS, NO_TOKEN_VOTES, SHARES, SHIFT_FACTORS
-from treering.history.draft.reliability import ReliabilityBin, calibration_error
-from treering.history.draft.token_weights import ROOT_UNIT, WEIGHT_UNIT, make_token_weights
-from treering.history.features import FIRST, NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_TOKEN_WEIGHTS, NUM_VOTES
+from treering.history.features import FIRST, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, SIZES
 
 ROW = Row(rollout=(1,))
 STOP = 9
 
 
 @njit
-def estimate_of(weights: np.ndarray, tokens: np.ndarray, shares: np.ndarray, features: np.ndarray) -> float:
+def estimate_of(weights: np.ndarray, shares: np.ndarray, features: np.ndarray) -> float:
     """The compiled estimate, called from a compiled function as it is made for."""
-    return float(estimate(weights, tokens, shares, features))
+    return float(estimate(weights, shares, features))
 
 
 def drafter_of(*rollouts: list[int], **options: Any) -> Drafter:
@@ -86,37 +96,31 @@ def plain_model() -> tuple[np.ndarray, np.ndarray]:
     return weights, squares
 
 
-def one_observation(was_accepted: int, *, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Weights and squares after a candidate with shares 0.5 each and one feature of each kind; tokens' last."""
+def one_observation(was_accepted: int, *, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and squares after a candidate with shares 0.5 each and the first feature of each kind."""
     weights, squares = plain_model()
-    tokens, roots = make_token_weights()
     weights[SCALE], weights[NUM_VOTES] = scale, 2.0
     reliability = np.zeros((20, 3))
     learn(
         np.array([0, 1]), np.array([-1], np.int32), np.array([0.5], np.float32),
         np.full((1, NUM_VOTES), 0.5, np.float32), np.array([FIRST], np.int32), np.array([was_accepted], np.int8),
-        weights, squares, tokens, roots, reliability,
+        weights, squares, reliability,
     )  # fmt: skip
     assert reliability[10].tolist() == [1, 0.5, was_accepted]
     assert reliability.sum() == 1.5 + was_accepted
-    return weights, squares, tokens * WEIGHT_UNIT, roots * ROOT_UNIT
+    return weights, squares
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("was_accepted", [0, 1])
 def test_a_weight_moves_by_the_models_error_less_the_more_it_has_moved(was_accepted: int, scale: float) -> None:
-    weights, squares, tokens, roots = one_observation(was_accepted, scale=scale)
+    weights, squares = one_observation(was_accepted, scale=scale)
     # The bias is 2, all other weights are 0; what the scale makes of the logit is not the model's error.
     error = was_accepted - 1 / (1 + math.exp(-2))
-    touched = [NUM_VOTES + first for first in FIRST[:NUM_GENERAL_KINDS]]
-    moved = weights[touched] - np.eye(NUM_GENERAL_KINDS)[0] * 2
+    touched, rates = list(FIRST), np.where(np.arange(NUM_KINDS) < NUM_GENERAL_KINDS, 0.15, 0.4)
+    moved = weights[touched] - np.eye(NUM_KINDS)[0] * 2
     # Beside a weight of 2, a float32 keeps a step of 0.05 to five digits.
-    np.testing.assert_allclose(moved, 0.15 * error / math.sqrt(4 + error**2), rtol=1e-4)
-    # Those of tokens move further, to the nearest unit.
-    of_tokens = list(FIRST[NUM_GENERAL_KINDS:])
-    np.testing.assert_allclose(tokens[of_tokens], 0.4 * error / math.sqrt(4 + error**2), atol=WEIGHT_UNIT / 2)
-    np.testing.assert_allclose(roots[of_tokens], math.sqrt(4 + error**2), atol=ROOT_UNIT / 2)
-    assert np.count_nonzero(tokens) == np.count_nonzero(roots != 2) == len(of_tokens)
+    np.testing.assert_allclose(moved, rates * error / math.sqrt(4 + error**2), rtol=1e-4)
     np.testing.assert_allclose(squares[touched], 4 + error**2, rtol=1e-6)
     np.testing.assert_allclose(weights[:NUM_VOTES], 0.02 * error / 2 / math.sqrt(4 + error**2 / 4), rtol=1e-6)
     others = np.setdiff1d(np.arange(NUM_VOTES, SCALE), touched)
@@ -125,7 +129,7 @@ def test_a_weight_moves_by_the_models_error_less_the_more_it_has_moved(was_accep
 
 @pytest.mark.parametrize("was_accepted", [0, 1])
 def test_scale_and_offset_move_by_the_error_of_the_estimate(was_accepted: int) -> None:
-    weights, squares, *_ = one_observation(was_accepted, scale=0.5)
+    weights, squares = one_observation(was_accepted, scale=0.5)
     # A logit of 2 is estimated as the logistic of 0.5 * 2.
     error = was_accepted - 1 / (1 + math.exp(-1))
     np.testing.assert_allclose(weights[SCALE] - 0.5, 0.3 * 2 * error / math.sqrt(100 + (2 * error) ** 2), rtol=1e-5)
@@ -136,22 +140,18 @@ def test_scale_and_offset_move_by_the_error_of_the_estimate(was_accepted: int) -
 def test_an_estimate_is_the_logistic_of_the_scaled_sum_of_shares_and_features() -> None:
     rng = np.random.default_rng(0)
     weights = rng.normal(size=NUM_TRAINED)
-    tokens = rng.integers(-2000, 2000, NUM_TOKEN_WEIGHTS).astype(np.int16)
     shares = rng.normal(size=NUM_VOTES).astype(np.float32)
-    general, of_tokens = rng.integers(0, NUM_GENERAL, NUM_GENERAL_KINDS), rng.integers(0, NUM_TOKEN_WEIGHTS, 6)
-    features = np.concatenate([general, of_tokens]).astype(np.int32)
-    assert features.size == NUM_KINDS
-    logit = weights[:NUM_VOTES] @ shares.astype(float) + weights[NUM_VOTES + general].sum()
-    logit += tokens[of_tokens].sum() / 2048
+    features = (np.array(FIRST) + rng.integers(0, SIZES)).astype(np.int32)
+    logit = weights[:NUM_VOTES] @ shares.astype(float) + weights[features].sum()
     expected = 1 / (1 + math.exp(-(weights[SCALE] * logit + weights[OFFSET])))
     # A straight line between 64 values of the logistic for each 1 of a logit.
-    assert estimate_of(weights, tokens, shares, features) == pytest.approx(expected, rel=1 / (8 * 64**2))
+    assert estimate_of(weights, shares, features) == pytest.approx(expected, rel=1 / (8 * 64**2))
     weights[SCALE] = 1
     for sign in (-1, 1):
         certain = weights + 0
         certain[:SCALE] = sign * 1000
-        assert 0 < sign * (estimate_of(certain, tokens, np.zeros_like(shares), features) - 0.5) + 0.5 < 1
-        assert sign * (estimate_of(certain, tokens, np.zeros_like(shares), features) - 0.5) > 0.5 - 1e-5
+        assert 0 < sign * (estimate_of(certain, np.zeros_like(shares), features) - 0.5) + 0.5 < 1
+        assert sign * (estimate_of(certain, np.zeros_like(shares), features) - 0.5) > 0.5 - 1e-5
 
 
 def test_a_token_counts_only_where_those_before_it_were_accepted() -> None:
@@ -159,28 +159,6 @@ def test_a_token_counts_only_where_those_before_it_were_accepted() -> None:
     for truth, expected in (((7,), 1), ((2, 7), 3), ((2, 3, 7), 6), ((2, 3, 4), 9)):
         observe(drafter, truth)
         assert num_tried(drafter) == expected
-
-
-def test_siblings_of_an_accepted_token_were_tried_and_what_hangs_on_them_was_not() -> None:
-    drafter = drafter_of([1, 2, 3], [1, 4, 5, 6])
-    rows = draft_rows([ROW])
-    assert sorted(drafter.propose(rows).tokens.tolist()) == [2, 3, 4, 5, 6]
-    drafter = drafter_of([1, 2, 3], [1, 4, 5, 6])
-    observe(drafter, (2, 3))
-    # 2 and 4 behind the context, 3 behind 2; 5 and 6 stand behind a refused token.
-    assert num_tried(drafter) == 3
-    accepted = sum(item.accepted * item.num_drafted for item in drafter.reliability())
-    assert accepted == pytest.approx(2)
-
-
-def test_a_row_that_was_cut_off_did_not_try_the_next_token() -> None:
-    drafter = drafter_of()
-    before = drafter.state()
-    observe(drafter, (7,), ended=True)
-    assert num_tried(drafter) == 0
-    assert all((drafter.state()[name] == values).all() for name, values in before.items())
-    observe(drafter, (2, 7), ended=True)
-    assert num_tried(drafter) == 1
 
 
 @pytest.mark.parametrize("has_prior", [True, False])
@@ -251,20 +229,34 @@ def test_what_is_taken_for_granted_is_how_places_vote_and_nothing_of_features() 
     assert acceptance.weights[:NUM_VOTES].tolist() == np.float32(SHARES).tolist()
     assert not acceptance.weights[NUM_VOTES:SCALE].any()
     assert acceptance.weights[SCALE:].tolist() == [1, 0]
-    assert acceptance.token_weights.size == NUM_TOKEN_WEIGHTS == acceptance.token_roots.size
-    assert not acceptance.token_weights.any()
 
 
-def test_a_vote_grows_with_the_match_and_with_what_agrees_after_an_edit() -> None:
-    tables = (LENGTH_FACTORS, EDIT_FACTORS, SHIFT_FACTORS, NO_TOKEN_VOTES)
-    assert all((table > 0).all() for table in tables)
-    length, edit = LENGTH_FACTORS.reshape(4, 11), EDIT_FACTORS.reshape(7, 5)
-    np.testing.assert_allclose(length[:, 1:] / length[:, :-1], math.exp(0.6))
-    np.testing.assert_allclose(length[2] / length[0], math.exp(-0.5))
-    assert (np.diff(edit, axis=1) > 0).all()
-    assert (edit[0, 1:] > edit[6, 1:]).all()
-    assert (edit[:, 0] == 1).all()
-    # Own context has no shift; the farther from the same position of a rollout, the less a vote counts.
-    assert SHIFT_FACTORS.shape == (6,)
-    assert (np.diff(SHIFT_FACTORS[1:]) < 0).all()
-    assert (np.diff(NO_TOKEN_VOTES) > 0).all()
+OUTCOMES = st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=60)
+
+
+def table_of(outcomes: list[tuple[float, bool]]) -> np.ndarray:
+    table = np.zeros((20, 3))
+    for estimated, was_accepted in outcomes:
+        table[int(estimated * 20)] += (1, estimated, was_accepted)
+    return table
+
+
+@given(OUTCOMES)
+def test_bins_hold_means_and_leave_out_what_is_empty(outcomes: list[tuple[float, bool]]) -> None:
+    bins = as_bins(table_of(outcomes))
+    groups = {}
+    for estimated, was_accepted in outcomes:
+        groups.setdefault(int(estimated * 20), []).append((estimated, was_accepted))
+    assert [item.num_drafted for item in bins] == [len(groups[k]) for k in sorted(groups)]
+    for item, k in zip(bins, sorted(groups), strict=True):
+        estimates, accepted = zip(*groups[k], strict=True)
+        assert item.estimate == pytest.approx(np.mean(estimates))
+        assert item.accepted == pytest.approx(np.mean(accepted))
+
+
+def test_the_error_weighs_bins_by_their_tokens() -> None:
+    bins = (
+        ReliabilityBin(num_drafted=100, estimate=0.5, accepted=0.6),
+        ReliabilityBin(num_drafted=300, estimate=0.9, accepted=0.9),
+    )
+    assert calibration_error(bins) == pytest.approx(0.025)

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from treering.history.draft.candidates import Texts, count_votes
-from treering.history.draft.prior import LENGTH_FACTORS
-from treering.history.draft.vote_fractions import sum_up, write_shares
+from treering.history.draft.candidates import LENGTH_FACTORS, Texts, count_votes, sum_up, write_shares
 from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NUM_LENGTHS, NUM_SOURCES, NUM_VOTES, stretch
 from treering.history.match.matches import MATCH

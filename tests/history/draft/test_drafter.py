@@ -20,9 +20,8 @@ from tests.history.reference import (
     store_of,
     walk,
 )
-from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.features import FIRST, NUM_VOTES
+from treering.history.features import FIRST
 from treering.history.types import Drafts
 
 TOKENS = st.integers(0, 2)
@@ -90,7 +89,7 @@ def test_drafts_stay_allowed_while_rollouts_grow_and_estimates_move(
 def sure(drafter: Drafter) -> Drafter:
     """The same, estimating far higher: only limits end its drafts."""
     state = drafter.state()
-    state["weights"][NUM_VOTES + FIRST[0]] += 8
+    state["weights"][FIRST.any] += 8
     drafter.load_state(state)
     return drafter
 
@@ -136,24 +135,6 @@ def reached(drafts: Drafts) -> list[float]:
     return sorted(chances, reverse=True)
 
 
-@pytest.mark.parametrize("least", [0.018, 0.1, 0.3])
-def test_tokens_behind_others_of_their_row_must_be_likelier(least: float) -> None:
-    rng = np.random.default_rng(3)
-    rollouts = [[1, *rng.integers(2, 4, 60)] for _ in range(8)]
-    sizes = {}
-    for has_costs in (False, True):
-        drafter = simple(*rollouts, max_draft=64, min_acceptance=least)
-        if has_costs:
-            drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 1000]), seconds=np.array([1.0, 1.001])))
-        chances = reached(drafter.propose(draft_rows([Row(rollout=(1,))])))
-        sizes[has_costs] = len(chances)
-        if not has_costs:
-            behind = np.arange(len(chances))
-            assert (np.array(chances) >= least + 0.0036 * behind * (1 + behind / 32) - 1e-6).all()
-    # Without the rise there are as many as with costs that ask for no more.
-    assert 3 < sizes[False] < sizes[True]
-
-
 @pytest.mark.parametrize("least", [0.018, 0.05, 0.1, 0.3])
 def test_a_draft_ends_where_the_next_likeliest_token_is_too_unlikely_and_not_before(least: float) -> None:
     rng = np.random.default_rng(3)
@@ -186,11 +167,6 @@ def test_no_draft_reads_another_prompts_history_unless_it_is_asked_for() -> None
         assert one_draft(Drafter(store, sources=sources, min_acceptance=1e-6), row) == []
     assert one_draft(Drafter(store, min_acceptance=1e-6), row) == [36, 37]
     assert one_draft(Drafter(store, min_acceptance=1e-6, max_other_tokens=0), row) == []
-
-
-def test_other_prompts_never_stand_for_the_prompts_own_history() -> None:
-    store = store_of({"q": {0: [[3, 4, 5, 6, 7]]}, "p": {0: [[1]]}})
-    assert one_draft(Drafter(store, min_acceptance=1e-6, sources=("others",)), Row(rollout=(3, 4))) == []
 
 
 def test_a_source_that_is_left_out_is_not_drafted_from() -> None:

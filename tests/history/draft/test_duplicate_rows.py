@@ -54,17 +54,6 @@ def test_each_row_is_repeated_with_its_leaders_draft(leaders: list[int], sizes: 
             assert getattr(repeated, name)[own].tolist() == getattr(drafts, name)[led].tolist()
 
 
-def test_the_documented_examples() -> None:
-    repeated, matches = repeat(drafts_of([2, 0, 1]), np.array([0, 0, 2]))
-    assert matches.tolist() == [0, 1, 0, 1, 2]
-    assert repeated.offsets.tolist() == [0, 2, 4, 5]
-    for worth, shared in ((None, [2, 0, 1]), ([0.5, 3, 1], [3.5, 0, 1])):
-        leaders, values, num_leading = read_leaders(draft_rows([Row()] * 3, leaders=[0, 0, 2], worth=worth))
-        assert (leaders.tolist(), values.tolist(), num_leading) == ([0, 0, 2], shared, 2)
-    leaders, values, num_leading = read_leaders(draft_rows([Row()] * 2))
-    assert (leaders.tolist(), values.tolist(), num_leading) == ([0, 1], [1, 1], 2)
-
-
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
@@ -209,10 +198,3 @@ def test_a_leader_that_is_none_is_refused_and_nothing_is_lost(leaders: list[int]
     with pytest.raises(InputError, match="in row 2; correct the counts, or its leader 1"):
         drafter.propose(draft_rows([rows[0]] * 3, leaders=[0, 0, 1]))
     assert drafted(drafter.propose(draft_rows(rows, leaders=[0, 0, 2])))[1] == []
-
-
-def test_leaders_are_one_whole_number_for_each_row() -> None:
-    for leaders in (np.zeros(2, np.int64), np.zeros(1, np.int32), [0, 0]):
-        rows = draft_rows([Row()])
-        with pytest.raises(InputError, match="leaders is int64 of shape"):
-            type(rows)(**{**{name: getattr(rows, name) for name in rows.__slots__}, "leaders": leaders})

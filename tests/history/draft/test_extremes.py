@@ -21,8 +21,8 @@ from tests.history.reference import (
 )
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
-from treering.history.match.arena import Arena
 from treering.history.match.hash_chains import make_hash_chains
+from treering.history.match.published import Arena
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.store import HistoryStore
 from treering.types import PromptId
@@ -44,12 +44,6 @@ def test_the_first_token_is_drafted_from_where_rollouts_began() -> None:
         row = Row(prompt=prompt, rollout=())
         if row.context:
             assert first_tokens(drafter.propose(draft_rows([row]))) == {4, 7}
-
-
-def test_rollouts_of_one_token_are_drafted_and_end_there() -> None:
-    drafter = simple([4], sources=("history",))
-    assert one_draft(drafter, Row()) == [4]
-    assert one_draft(drafter, Row(rollout=(4,))) == []
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
@@ -74,26 +68,6 @@ def test_a_repeating_row_longer_than_what_is_kept_live_is_drafted_from_its_newes
     for length in (31, 32, 33, 40, 47, 48, 200, 201):
         rollout = tuple((cycle * 30)[:length])
         assert one_draft(drafter, Row(rollout=rollout, max_drafts=4)) == (cycle * 30)[length : length + 4]
-
-
-def test_what_left_the_live_window_is_not_drafted() -> None:
-    rng = np.random.default_rng(0)
-    rollout = rng.permutation(1000).tolist()
-    for max_live_tokens, found in ((16, False), (500, True)):
-        drafter = Drafter(HistoryStore(), max_live_tokens=max_live_tokens, sources=("own",), min_acceptance=1e-6)
-        draft = one_draft(drafter, Row(rollout=(*rollout[:200], *rollout[20:30]), max_drafts=4))
-        assert draft == (rollout[30:34] if found else [])
-
-
-def test_a_new_snapshot_is_read_at_the_next_call() -> None:
-    store = store_of({"q": {0: [[1, 2]] * 2}}, max_epochs=1)
-    drafter = Drafter(store, min_acceptance=1e-6)
-    rows = draft_rows([Row(rollout=(1,))])
-    assert drafted(drafter.propose(rows)) == [[2]]
-    store.add("q", [np.array([1, 3], np.int32)] * 2, 1)
-    assert drafted(drafter.propose(rows)) == [[2]]
-    store.publish()
-    assert drafted(drafter.propose(rows)) == [[3]]
 
 
 @dataclass
@@ -201,14 +175,6 @@ def test_rows_may_be_a_view_of_a_larger_buffer_and_stay_as_they_are() -> None:
     for view in (buffer[:2], buffer[:2, : rows.tokens.shape[1]]):
         assert same_drafts(simple([1, 2, 4]).propose(replace(rows, tokens=view)), expected)
     np.testing.assert_array_equal(buffer, before)
-
-
-def test_drafts_handed_out_stay_as_they_are() -> None:
-    drafter = simple([1, 2, 4], [1, 3, 5])
-    first = drafter.propose(draft_rows([Row(rollout=(1,))]))
-    copy = drafted(first), first.parents.tolist(), first.acceptance.tolist()
-    drafter.propose(draft_rows([Row(rollout=(1, 3)), Row(rollout=(1, 2))]))
-    assert copy == (drafted(first), first.parents.tolist(), first.acceptance.tolist())
 
 
 def test_the_usual_length_of_a_prompt_is_the_median_of_what_is_published() -> None:

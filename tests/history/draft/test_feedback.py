@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treering.history.draft.feedback import mark
+from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
+from treering.history.match.running_rows import RowStates
 
 UNKNOWN = -2
 
@@ -16,15 +18,18 @@ UNKNOWN = -2
 def marked(
     drafts: Sequence[Sequence[int]], accepted: Sequence[int], leaves: Sequence[int], was_cut: Sequence[bool]
 ) -> tuple[list[list[int]], list[int]]:
-    """For each row, given by its parents, what became of its tokens; how many stood behind the last accepted one."""
-    offsets = np.cumsum([0, *map(len, drafts)])
-    was_accepted, num_left = np.full(offsets[-1], 9, np.int8), np.full(len(drafts), 9, np.int64)
+    """For each row, given by its parents, what became of its tokens and of its draft; 9 where nothing is written."""
+    offsets, num = np.cumsum([0, *map(len, drafts)]), len(drafts)
+    was_accepted, states = np.full(offsets[-1], 9, np.int8), RowStates(*np.full((3, num), 9, np.int64))
     parents = np.array([parent for row in drafts for parent in row], np.int32)
     mark(
         offsets, parents, np.array(accepted, np.int64), np.array(leaves, np.int64), np.array(was_cut, np.bool_),
-        was_accepted, num_left,
+        was_accepted, states, np.arange(num),
     )  # fmt: skip
-    return [was_accepted[a:b].tolist() for a, b in pairwise(offsets)], num_left.tolist()
+    # A context of 9 tokens has the accepted ones then, and the one sampled after them.
+    expected = [9 + count + 1 if row else 9 for row, count in zip(drafts, accepted, strict=True)]
+    assert states.num_expected.tolist() == expected
+    return [was_accepted[a:b].tolist() for a, b in pairwise(offsets)], states.state.tolist()
 
 
 CHAIN = [-1, 0, 1]
@@ -33,24 +38,24 @@ TREE = [-1, 0, 1, 0, -1, 4]
 
 
 @pytest.mark.parametrize(
-    ("parents", "accepted", "leaf", "expected", "num_left"),
+    ("parents", "accepted", "leaf", "expected", "state"),
     [
-        (CHAIN, 0, -1, [0, -1, -1], 1),
-        (CHAIN, 2, 1, [1, 1, 0], 1),
-        (CHAIN, 3, 2, [1, 1, 1], 0),
-        ([], 0, -1, [], 0),
-        (TREE, 0, -1, [0, -1, -1, -1, 0, -1], 2),
-        (TREE, 1, 0, [1, 0, -1, 0, 0, -1], 2),
-        (TREE, 2, 1, [1, 1, 0, 0, 0, -1], 1),
-        (TREE, 3, 2, [1, 1, 1, 0, 0, -1], 0),
-        (TREE, 2, 3, [1, 0, -1, 1, 0, -1], 0),
-        (TREE, 2, 5, [0, -1, -1, -1, 1, 1], 0),
+        (CHAIN, 0, -1, [0, -1, -1], REFUSED),
+        (CHAIN, 2, 1, [1, 1, 0], REFUSED),
+        (CHAIN, 3, 2, [1, 1, 1], ACCEPTED),
+        ([], 0, -1, [], 9),
+        (TREE, 0, -1, [0, -1, -1, -1, 0, -1], REFUSED),
+        (TREE, 1, 0, [1, 0, -1, 0, 0, -1], REFUSED),
+        (TREE, 2, 1, [1, 1, 0, 0, 0, -1], REFUSED),
+        (TREE, 3, 2, [1, 1, 1, 0, 0, -1], ACCEPTED),
+        (TREE, 2, 3, [1, 0, -1, 1, 0, -1], ACCEPTED),
+        (TREE, 2, 5, [0, -1, -1, -1, 1, 1], ACCEPTED),
     ],
 )
 def test_with_a_leaf_every_token_behind_an_accepted_one_was_tried(
-    parents: list[int], accepted: int, leaf: int, expected: list[int], num_left: int
+    parents: list[int], accepted: int, leaf: int, expected: list[int], state: int
 ) -> None:
-    assert marked([parents], [accepted], [leaf], [False]) == ([expected], [num_left])
+    assert marked([parents], [accepted], [leaf], [False]) == ([expected], [state])
 
 
 @pytest.mark.parametrize(
@@ -77,23 +82,23 @@ def test_a_chain_needs_no_leaf(accepted: int, was_cut: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parents", "accepted", "expected", "num_left"),
+    ("parents", "accepted", "expected", "state"),
     [
         # None accepted: no choice is open.
-        (TREE, 0, [0, -1, -1, -1, 0, -1], 2),
+        (TREE, 0, [0, -1, -1, -1, 0, -1], REFUSED),
         # Which of 0 and 4 was accepted is not known, and nothing below either.
-        (TREE, 1, [-1, -1, -1, -1, -1, -1], -1),
-        (TREE, 2, [-1, -1, -1, -1, -1, -1], -1),
+        (TREE, 1, [-1, -1, -1, -1, -1, -1], NOT_TRIED),
+        (TREE, 2, [-1, -1, -1, -1, -1, -1], NOT_TRIED),
         # A trunk of two tokens before it branches.
-        ([-1, 0, 1, 1], 1, [1, 0, -1, -1], 1),
-        ([-1, 0, 1, 1], 2, [1, 1, 0, 0], 2),
-        ([-1, 0, 1, 1], 3, [1, 1, -1, -1], -1),
+        ([-1, 0, 1, 1], 1, [1, 0, -1, -1], REFUSED),
+        ([-1, 0, 1, 1], 2, [1, 1, 0, 0], REFUSED),
+        ([-1, 0, 1, 1], 3, [1, 1, -1, -1], NOT_TRIED),
     ],
 )
 def test_without_a_leaf_a_tree_tells_as_much_as_it_leaves_no_choice(
-    parents: list[int], accepted: int, expected: list[int], num_left: int
+    parents: list[int], accepted: int, expected: list[int], state: int
 ) -> None:
-    assert marked([parents], [accepted], [UNKNOWN], [False]) == ([expected], [num_left])
+    assert marked([parents], [accepted], [UNKNOWN], [False]) == ([expected], [state])
 
 
 PARENTS = st.integers(0, 12).flatmap(lambda size: st.tuples(*(st.integers(-1, i - 1) for i in range(size))).map(list))
@@ -113,6 +118,8 @@ def test_rows_are_marked_by_their_paths(rows: list[tuple[list[int], int, bool]])
             tried -= {i for i, parent in enumerate(parents) if parent == leaf}
         expected.append([1 if i in path else 0 if i in tried else -1 for i in range(len(parents))])
         depths.append(len(path))
-    found, num_left = marked([row[0] for row in rows], depths, [row[1] for row in rows], [row[2] for row in rows])
+    found, states = marked([row[0] for row in rows], depths, [row[1] for row in rows], [row[2] for row in rows])
     assert found == expected
-    assert num_left == [parents.count(leaf) for parents, leaf, _ in rows]
+    for state, (parents, leaf, was_cut) in zip(states, rows, strict=True):
+        tried = REFUSED if leaf in parents else ACCEPTED
+        assert state == (9 if not parents else NOT_TRIED if was_cut else tried)

@@ -42,13 +42,6 @@ def test_a_step_that_rested_may_be_observed_once() -> None:
         drafter.observe(rows, np.zeros(4, np.int64))
 
 
-def test_a_step_that_rested_is_observed_with_its_own_rows() -> None:
-    drafter, rows = resting()
-    with pytest.raises(StateError, match="its rows object"):
-        drafter.observe(draft_rows(ROWS), np.zeros(4, np.int64))
-    drafter.observe(rows, np.zeros(4, np.int64))
-
-
 @pytest.mark.parametrize(
     "observation",
     [
@@ -64,17 +57,6 @@ def test_what_cannot_be_of_a_step_that_rested_is_refused_and_can_be_corrected(ob
     with pytest.raises(InputError):
         drafter.observe(rows, **observation)
     drafter.observe(rows, np.zeros(4, np.int64))
-
-
-def test_a_step_that_rested_may_be_of_other_rows_than_the_step_before() -> None:
-    drafter, _ = resting()
-    rows = draft_rows([Row(rollout=(1,), group=b) for b in range(9)])
-    while drafter.propose(rows).tokens.size > 0:
-        drafter.observe(rows, np.zeros(9, np.int64))
-    drafter.observe(rows, np.zeros(9, np.int64))
-    # It was taken: the same step is not observed twice.
-    with pytest.raises(StateError):
-        drafter.observe(rows, np.zeros(9, np.int64))
 
 
 @pytest.mark.parametrize("costs", [None, MIXED])

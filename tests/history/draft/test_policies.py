@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import pytest
-
-from tests.history.reference import Row, draft_rows, first_tokens, one_draft, store_of
+from tests.history.reference import Row, draft_rows, one_draft, store_of
 from treering.history.draft.drafter import Drafter
 
 AFTER_ONE = Row(rollout=(1,))
@@ -13,12 +11,6 @@ AFTER_ONE = Row(rollout=(1,))
 def drafter_of(history: Any, policy: Any, *, shape: Any = "tree") -> Drafter:
     store = store_of({"q": history}, max_epochs=9)
     return Drafter(store, policy=policy, shape=shape, min_acceptance=1e-6, sources=("history",))
-
-
-@pytest.mark.parametrize("shape", ["tree", "chain"])
-def test_frequency_counts_each_match_alike_whatever_its_age(shape: str) -> None:
-    drafter = drafter_of({0: [[1, 2], [1, 2]], 5: [[1, 3]]}, "frequency", shape=shape)
-    assert drafter.propose(draft_rows([AFTER_ONE])).tokens.tolist() == [2]
 
 
 def test_frequency_counts_the_longest_matches_alone() -> None:
@@ -35,14 +27,6 @@ def test_frequency_follows_the_most_votes_at_every_branch() -> None:
     assert drafts.parents.tolist() == [-1, 0, 1]
     calibrated = drafter_of(history, "calibrated").propose(draft_rows([AFTER_ONE]))
     assert set(calibrated.tokens.tolist()) == {2, 3, 4, 5, 6, 7, 8, 9}
-
-
-def test_equal_frequencies_are_branches_of_a_tree_and_one_of_them_is_a_chain() -> None:
-    for shape, num_branches in (("tree", 2), ("chain", 1)):
-        drafter = drafter_of({0: [[1, 2, 5], [1, 3, 6], [1, 2, 5], [1, 3, 6], [1, 4, 7]]}, "frequency", shape=shape)
-        first = first_tokens(drafter.propose(draft_rows([AFTER_ONE])))
-        assert first <= {2, 3}
-        assert len(first) == num_branches
 
 
 def test_calibrated_prefers_the_longer_match_and_keeps_the_others_as_branches() -> None:

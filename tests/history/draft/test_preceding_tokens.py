@@ -5,21 +5,19 @@ import pytest
 
 from tests.history.reference import Row, draft_rows, store_of
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.token_weights import WEIGHT_UNIT
-from treering.history.features import FIRST, NUM_GENERAL_KINDS, NUM_HASHES, NUM_PAIRS, hash_of
+from treering.history.features import FIRST, NUM_HASHES, NUM_PAIRS, hash_of
 
 ROWS = draft_rows([Row(rollout=(5, 6, 7))])
 TRIPLES = [(30, 7, 6), (31, 30, 7), (32, 31, 30), (33, 32, 31)]
-BEHIND_ONE, TOKEN, PAIR, TRIPLE = FIRST[NUM_GENERAL_KINDS:][:4]
 
 
 def weights_of(token: int, before: int, earlier: int) -> dict[str, int]:
     """The weights that are the token's behind the two others."""
     return {
-        "behind one": BEHIND_ONE + before % NUM_HASHES,
-        "token": TOKEN + token % NUM_HASHES,
-        "pair": PAIR + hash_of.py_func(token, before, 0, NUM_PAIRS),
-        "triple": TRIPLE + hash_of.py_func(token, before, earlier + 1, NUM_PAIRS),
+        "behind one": FIRST.before + before % NUM_HASHES,
+        "token": FIRST.token + token % NUM_HASHES,
+        "pair": FIRST.pair + hash_of.py_func(token, before, 0, NUM_PAIRS),
+        "triple": FIRST.triple + hash_of.py_func(token, before, earlier + 1, NUM_PAIRS),
     }
 
 
@@ -30,7 +28,7 @@ def test_a_weight_of_tokens_moves_the_estimate_of_these_alone(place: int, kind: 
     plain = drafter.propose(ROWS)
     assert plain.tokens.tolist() == [token for token, _, _ in TRIPLES]
     state = drafter.state()
-    state["token_weights"][weights_of(*TRIPLES[place])[kind]] += int(1.0 / WEIGHT_UNIT)
+    state["weights"][weights_of(*TRIPLES[place])[kind]] += 1.0
     drafter.load_state(state)
     moved = np.flatnonzero(drafter.propose(ROWS).acceptance > plain.acceptance + 0.01)
     assert moved.tolist() == [place]

@@ -23,18 +23,11 @@ def drafter_of(rollouts: list[list[int]]) -> Drafter:
     ("options", "message"),
     [
         ({"max_draft": 0}, "max_draft of a drafter is a whole number from 1 to 64, got 0; correct it"),
-        ({"max_draft": 65}, "from 1 to 64, got 65"),
-        ({"max_draft": 2.5}, "max_draft of a drafter is a whole number .* got 2.5"),
-        ({"max_draft": True}, "max_draft of a drafter is a whole number .* got True"),
         ({"max_live_tokens": 15}, "max_live_tokens of a drafter is a whole number from 16 .* got 15"),
         ({"max_other_tokens": -1}, "max_other_tokens of a drafter is a whole number from 0 .* got -1"),
         ({"min_acceptance": 0.0}, r"min_acceptance is a probability in \(0, 1\], got 0.0"),
-        ({"min_acceptance": 1.5}, r"in \(0, 1\], got 1.5"),
-        ({"min_acceptance": float("nan")}, r"in \(0, 1\], got nan"),
         ({"min_acceptance": "0.1"}, r"in \(0, 1\], got '0.1'"),
         ({"policy": "newest"}, "policy is one of calibrated, frequency, got 'newest'; choose one"),
-        ({"shape": "graph"}, "shape is one of tree, chain, got 'graph'"),
-        ({"sources": ()}, r"at least one, got \(\)"),
         ({"sources": ("histroy",)}, "got .'histroy'"),
     ],
 )
@@ -43,40 +36,19 @@ def test_a_setting_out_of_range_is_refused(options: dict[str, Any], message: str
         Drafter(HistoryStore(), **options)
 
 
-def test_something_else_than_a_store_is_refused() -> None:
-    for store in (None, {}, "history"):
-        with pytest.raises(ConfigError, match=r"reads a treering.HistoryStore, got .*; make one, empty if need be"):
-            Drafter(store)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tokens": np.zeros((1, 4), np.int64)}, r"int32 of shape \(1, L\), got int64"),
-        ({"tokens": np.zeros((2, 4), np.int32)}, r"shape \(1, L\), got int32 of shape \(2, 4\)"),
         ({"tokens": np.zeros(4, np.int32)}, r"got int32 of shape \(4,\)"),
         ({"groups": np.zeros(2, np.int64)}, r"groups is int64 of shape \(1,\).*\(2,\)"),
-        ({"num_tokens": np.zeros((1, 1), np.int64)}, r"num_tokens is int64 of shape \(1,\).*\(1, 1\)"),
-        ({"num_prompt_tokens": np.zeros(1)}, r"num_prompt_tokens is int64 .* got float64"),
         ({"max_drafts": np.zeros(1, np.int32)}, r"max_drafts is int64 .* got int32"),
-        ({"row_ids": np.zeros(2, np.int64)}, r"row_ids is int64 of shape \(1,\).*\(2,\)"),
-        ({"row_ids": [7, 8]}, r"row_ids is int64 of shape \(1,\).*\(2,\)"),
         ({"row_ids": [7.5]}, r"row_ids of rows holds int64 numbers, got \[7.5\]"),
         ({"row_ids": [[7], []]}, r"row_ids of rows holds lists of different lengths, got \[\[7\], \[\]\]; flatten it"),
         ({"worth": np.zeros(1)}, r"worth is float64 of shape \(1,\) and above 0.* or other values; leave it out"),
-        ({"worth": np.array([np.nan])}, "worth is float64 .* above 0"),
-        ({"worth": np.ones(1, np.float32)}, "worth is float64 .* got float32"),
-        ({"worth": np.ones(2)}, r"worth is float64 .* of shape \(2,\)"),
-        ({"worth": ["a"]}, r"worth of rows holds float64 numbers, got \['a'\]"),
-        ({"worth": [0]}, "worth is float64 .* above 0"),
-        ({"tokens": [[1, 2], [3]]}, r"tokens of 1 rows .* got int32 of shape \(2, 2\)"),
         ({"tokens": [[1.5]]}, r"tokens of rows holds int32 numbers, got \[1.5\]"),
-        ({"tokens": [[1 << 31]]}, r"tokens of rows holds int32 numbers, got \[2147483648\]"),
         ({"tokens": [[[1]]]}, "lists within them; flatten each row"),
-        ({"groups": "ab"}, r"groups is int64 .* got str"),
-        ({"prompt_ids": ["a", "b"]}, r"tokens of 2 rows"),
         ({"prompt_ids": [["a"]]}, r"prompt_ids are strings or integers, got \[\['a'\]\]; convert them"),
-        ({"prompt_ids": [1.5]}, "prompt_ids are strings or integers"),
     ],
 )
 def test_rows_of_other_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -93,16 +65,6 @@ def test_counts_that_contradict_are_refused_before_anything_is_read(name: str, v
     getattr(rows, name)[1] = value
     drafter = drafter_of(LINE)
     with pytest.raises(InputError, match="in row 1; correct the counts"):
-        drafter.propose(rows)
-    assert drafter.propose(draft_rows([Row(rollout=(1,))])).tokens.tolist() == [2, 3]
-
-
-@pytest.mark.parametrize(("name", "value"), [("num_tokens", -1), ("num_tokens", 6), ("num_prompt_tokens", 3)])
-def test_counts_that_contradict_are_refused_in_a_first_call_too(name: str, value: int) -> None:
-    rows = draft_rows([Row()], num_spare=3)
-    getattr(rows, name)[0] = value
-    drafter = drafter_of(LINE)
-    with pytest.raises(InputError, match="in row 0; correct the counts"):
         drafter.propose(rows)
     assert drafter.propose(draft_rows([Row(rollout=(1,))])).tokens.tolist() == [2, 3]
 
@@ -126,25 +88,6 @@ def test_lists_are_the_rows_that_arrays_of_them_are() -> None:
     assert same_drafts(one.propose(lists), other.propose(arrays))
 
 
-def test_lists_of_different_lengths_are_filled_up() -> None:
-    rows = replace(draft_rows([Row(), Row()]), tokens=[[5, 6, 1], [5, 6]], num_tokens=[3, 2])
-    assert rows.tokens.tolist() == [[5, 6, 1], [5, 6, 0]]
-
-
-def test_what_is_no_rows_and_what_is_no_costs_is_named() -> None:
-    drafter = drafter_of(LINE)
-    for rows in (None, [Row()], "rows"):
-        with pytest.raises(InputError, match="a drafter drafts for a DraftRows record, got"):
-            drafter.propose(rows)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"costs of a drafter are a VerifyCosts, .* got 'fast'; make one"):
-        drafter.use_costs("fast")  # type: ignore[arg-type]
-
-
-def test_numpys_whole_numbers_are_settings() -> None:
-    drafter = Drafter(HistoryStore(max_epochs=np.int32(2)), max_draft=np.int64(3), max_live_tokens=np.int64(64))
-    assert drafter.propose(draft_rows([Row(rollout=(1,))])).tokens.size == 0
-
-
 def test_observe_belongs_to_the_latest_propose() -> None:
     drafter = drafter_of(LINE)
     first, second = (draft_rows([Row(rollout=(1,))]) for _ in range(2))
@@ -164,20 +107,13 @@ def test_observe_belongs_to_the_latest_propose() -> None:
     ("accepted", "ended", "leaves", "message"),
     [
         (np.array([4]), None, None, r"got \[4\] of \[3\]; count drafted tokens only"),
-        (np.array([-1]), None, None, r"got \[-1\] of \[3\]"),
         (np.array([1, 1]), None, None, r"all of shape \(1,\), got int64 of shape \(2,\)"),
         (np.array([1.0]), None, None, "got float64"),
-        (np.array([True]), None, None, "got bool"),
         (np.array([1]), np.array([True, False]), None, r"bool of shape \(2,\)"),
-        (np.array([1]), np.array([1]), None, "ended booleans"),
         (np.array([1]), None, np.array([0, 0]), r"int64 of shape \(2,\)"),
-        (np.array([1]), None, np.array([0.0]), "float64 of shape"),
         # Numbers 0 and 1 are the path 2 3, number 2 is 4.
         (np.array([1]), None, np.array([1]), r"as deep as the row's accepted tokens.*got \[1\] for \[1\] of \[3\]"),
-        (np.array([2]), None, np.array([2]), r"got \[2\] for \[2\]"),
-        (np.array([1]), None, np.array([3]), r"got \[3\]"),
         (np.array([0]), None, np.array([0]), r"got \[0\] for \[0\]"),
-        (np.array([1]), None, np.array([-1]), r"got \[-1\] for \[1\]"),
         (np.array([1]), None, np.array([-2]), r"got \[-2\] for \[1\]"),
     ],
 )
@@ -192,14 +128,3 @@ def test_a_wrong_observation_is_refused_and_nothing_is_learnt(
     assert all((drafter.state()[name] == values).all() for name, values in before.items())
     drafter.observe(rows, np.array([1]), None, np.array([0]))
     assert (drafter.state()["weights"] != before["weights"]).any()
-
-
-def test_counts_of_any_integer_type_are_taken() -> None:
-    states = []
-    for dtype in (np.int64, np.int32, np.uint8):
-        drafter, rows = drafter_of(FORK), draft_rows([Row(rollout=(1,))])
-        drafter.propose(rows)
-        drafter.observe(rows, np.array([2], dtype), None, np.array([1], dtype))
-        states.append(drafter.state())
-    for state in states[1:]:
-        assert all((state[name] == values).all() for name, values in states[0].items())

@@ -16,14 +16,14 @@ from treering.history.match.matches import IN_RUNNING, MATCH
 from treering.history.store.prompt_index import MARKER
 
 SIZE, MOST, NONE = 300, 40, -9
-WEIGHTS = Acceptance().weights, Acceptance().token_weights
+WEIGHTS = Acceptance().weights
 SETTINGS = [(True, False), (True, True), (False, False)]
 
 
 @njit
 def grown(texts: Any, matches: Any, workspace: Any, num_matches: int, model: Any, row: Any) -> int:
     """The compiled growth, called from a compiled function as it is made for."""
-    return grow(texts, matches, workspace, num_matches, model, row)
+    return grow(texts, matches, workspace, num_matches, model, row)[0]
 
 
 @njit
@@ -71,7 +71,7 @@ def test_a_nodes_places_are_those_that_go_on_as_its_path(
 ) -> None:
     rng = np.random.default_rng((draw, num_tokens))
     texts, matches = some_places(rng, num_tokens, [1, 7, 20, 64][draw])
-    model = Model(*WEIGHTS, is_calibrated, is_chain)
+    model = Model(WEIGHTS, is_calibrated, is_chain)
     workspace = WORKSPACE.new()
     workspace.nodes["parent"] = NONE
     num_nodes = grown(texts, matches, workspace, matches.size, model, Row(0, 5, 6, MOST, least, 0.002))
@@ -100,7 +100,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
         5,
         1.0,
     )
-    model = Model(*WEIGHTS, True, False)
+    model = Model(WEIGHTS, True, False)
     workspace = WORKSPACE.new()
     num_nodes = grown(texts, matches, workspace, num_matches, model, Row(0, 5, 6, 64, 0.0, 0.0))
     assert sorted(path_of(workspace, index) for index in range(num_nodes)) == [[100 + k] for k in range(12)]
@@ -112,7 +112,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
 @pytest.mark.parametrize("draw", range(4))
 def test_what_is_known_of_each_node_is_written_behind_its_parent(draw: int) -> None:
     texts, matches = some_places(np.random.default_rng(draw), 3, 20)
-    model = Model(*WEIGHTS, True, False)
+    model = Model(WEIGHTS, True, False)
     workspace, at, size = WORKSPACE.new(), 7, 7 + MOST + 1
     num_nodes = grown(texts, matches, workspace, matches.size, model, Row(0, 5, 6, MOST, 0.01, 0.0))
     output = Output(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.history.reference import Row, draft_rows, first_tokens, likeliest_path, store_of
+from tests.history.reference import Row, draft_rows, likeliest_path, store_of
 from treering.history.draft.drafter import Drafter
 
 OLD = np.random.default_rng(0).permutation(900)[:40].tolist()
@@ -50,23 +50,6 @@ def test_the_aligned_place_wins_over_more_places_of_the_same_token(edit: str) ->
     for drafts in (stepped(rollout, store), Drafter(store).propose(draft_rows([Row(rollout=rollout)]))):
         assert likeliest_path(drafts)[:3] == OLD[at + 1 : at + 4]
         assert 1200 not in likeliest_path(drafts)
-
-
-def test_matches_by_length_alone_would_not_know_the_place() -> None:
-    # The law above is one of alignment: other policies see seven places of equal length.
-    elsewhere = [[1000 + k, 1100 + k, OLD[11], 1200, 1300] for k in range(6)]
-    store = store_of({"q": {0: [*elsewhere, OLD]}})
-    row = Row(rollout=(*OLD[:10], NEW, OLD[11]))
-    assert likeliest_path(Drafter(store, policy="frequency").propose(draft_rows([row])))[0] == 1200
-    assert likeliest_path(Drafter(store).propose(draft_rows([row])))[0] == OLD[12]
-
-
-def test_a_row_finds_back_to_its_trajectory_after_a_few_foreign_tokens() -> None:
-    # OLD[13] stands in many other matches, and all that agrees before it lies four tokens back.
-    elsewhere = [[1000 + k, 1100 + k, OLD[13], 1200 + k, 1300 + k] for k in range(6)]
-    store = store_of({"q": {0: [*elsewhere[:3], OLD, *elsewhere[3:]]}})
-    rollout = (*OLD[:10], 7000, 7001, 7002, OLD[13])
-    assert OLD[14] in first_tokens(stepped(rollout, store, min_acceptance=0.01))
 
 
 def test_the_edit_may_stand_anywhere() -> None:

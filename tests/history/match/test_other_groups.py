@@ -28,11 +28,6 @@ def test_three_tokens_that_agree_lead_into_another_groups_rollout(
     assert drafted(drafter_of("others").propose(draft_rows([AHEAD, row])))[1] == expected
 
 
-def test_another_groups_prompt_is_drafted_from_too() -> None:
-    rows = [Row(prompt=(7, 8, 9, 10, 11)), Row(prompt_id="p", prompt=(1,), rollout=(8, 9, 10), group=1)]
-    assert drafted(drafter_of("others").propose(draft_rows(rows))) == [[], [11]]
-
-
 def test_nothing_of_the_rows_own_group_counts_as_another_groups() -> None:
     rows = [replace(AHEAD, prompt=(30, 7, 8, 9, 31)), Row(prompt=(30, 7, 8, 9, 31), rollout=(7, 8, 9, 12, 7, 8, 9))]
     assert drafted(drafter_of("others").propose(draft_rows(rows))) == [[], []]
@@ -49,15 +44,6 @@ def test_the_newest_four_places_count() -> None:
     row = Row(prompt_id="p", rollout=(7, 8, 9), group=9)
     drafts = drafter_of("others").propose(draft_rows([*queries, row]))
     assert first_tokens(drafts, 6) == {22, 23, 24, 25}
-
-
-def test_a_rollout_that_grows_is_followed_from_its_newest_tokens() -> None:
-    drafter, text = drafter_of("others"), tuple(range(100, 160))
-    for length in range(5, 50, 4):
-        rows = [Row(rollout=text[:length]), Row(prompt_id="p", rollout=text[length - 4 : length - 1], group=1)]
-        # The second row is another one each time.
-        drafts = drafter.propose(draft_rows(rows, row_ids=[0, length]))
-        assert drafted(drafts)[1] == [text[length - 1]]
 
 
 def test_what_was_written_over_is_drafted_no_more() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.history.reference import Row, draft_rows, drafted, store_of
 from treering.history.draft.drafter import Drafter
-from treering.history.match.batched_search import MAX_QUERIES
+from treering.history.match.suffix_search import MAX_QUERIES
 
 TOKENS = st.integers(0, 3)
 ROLLOUTS = st.lists(st.lists(TOKENS, max_size=30), min_size=1, max_size=4)

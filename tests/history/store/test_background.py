@@ -10,7 +10,6 @@ from hypothesis import given
 
 from tests.history.stores import ADDS, assert_equal_snapshots, contents, ids
 from treering.errors import StateError
-from treering.history.store.background import Background
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.store import HistoryStore
 
@@ -84,17 +83,6 @@ def test_an_error_surfaces_once_at_the_next_call_and_nothing_is_lost(
     assert contents(store) == contents(loaded) == {"a": {0: [-1, 1, -1, 2]}}
 
 
-def test_an_error_in_front_of_the_caller_loses_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HistoryStore()
-    store.add("a", [ids(1)], 0)
-    with monkeypatch.context() as patched:
-        patched.setattr(PromptIndex, "build", None)
-        with pytest.raises(TypeError):
-            store.publish()
-    store.publish()
-    assert contents(store) == {"a": {0: [-1, 1]}}
-
-
 def test_closing_ends_what_is_under_way_and_later_calls_are_refused(held: threading.Event, tmp_path: Path) -> None:
     with HistoryStore(tmp_path) as store:
         store.add("a", [ids(1)], 0)
@@ -106,13 +94,3 @@ def test_closing_ends_what_is_under_way_and_later_calls_are_refused(held: thread
             call()
     with HistoryStore(tmp_path) as again:
         assert_equal_snapshots(store, again)
-
-
-def test_work_runs_in_another_thread_only_when_started() -> None:
-    background, seen = Background(), []
-    background.run(lambda: seen.append(threading.current_thread()))
-    background.wait()
-    background.start(lambda: seen.append(threading.current_thread()))
-    background.wait()
-    assert seen[0] is threading.current_thread()
-    assert seen[1] is not seen[0]

@@ -1,6 +1,5 @@
 """Damage to a folder costs one warning and the damaged data; everything else is read, and nothing wrong is (law 7)."""
 
-import shutil
 import struct
 import warnings
 from pathlib import Path
@@ -119,28 +118,6 @@ def test_without_its_manifest_a_folder_gives_the_last_of_every_prompt(three: Pat
         assert_equal_snapshots(store, reopened(three))
         assert reader.refresh()
         assert_equal_snapshots(store, reader)
-
-
-def test_a_file_of_the_same_number_from_another_folder_is_refused(tmp_path: Path) -> None:
-    for name in "ab":
-        write(tmp_path / name, {name: [1]})
-    shutil.copy(tmp_path / "b" / "history-00000000.bin", tmp_path / "a")
-    with pytest.warns(UserWarning, match="another file stands in its place"):
-        assert contents(reopened(tmp_path / "a")) == {}
-
-
-def test_without_a_manifest_a_damaged_newest_file_keeps_its_name(three: Path) -> None:
-    victim = data_files(three)[-1]
-    victim.write_bytes(b"?")
-    (three / MANIFEST).unlink()
-    with pytest.warns(UserWarning, match=r"is left out|cannot be used"):
-        store = HistoryStore(three)
-    store.add("e", [ids(3)], 9)
-    store.publish()
-    store.close()
-    assert victim.read_bytes() == b"?"
-    with pytest.warns(UserWarning, match=f"{victim.name} is left out"):
-        assert sorted(contents(reopened(three))) == ["a", "b", "c", "e"]
 
 
 def test_files_found_without_a_manifest_may_disagree_about_places(tmp_path: Path) -> None:

@@ -49,14 +49,6 @@ def test_the_store_keeps_what_a_search_through_all_of_it_keeps(adds: list[Any], 
         assert store.num_bytes == num_bytes_of(model)
 
 
-def test_what_no_longer_holds_does_not_pile_up() -> None:
-    store = HistoryStore(max_epochs=1)
-    for version in range(500):
-        store.add("a", [np.array([version], np.int32)], version)
-        store.publish()
-    assert len(store._eviction._queue) < 100
-
-
 def test_a_prompt_that_comes_back_has_lost_its_old_place() -> None:
     """Bytes: a is 40, then 56 with two rollouts; b is 176; c is 40."""
     store = HistoryStore(max_bytes=230)

@@ -10,8 +10,8 @@ import pytest
 
 from treering.errors import InputError
 from treering.history.store import manifest
-from treering.history.store.files import clear_unfinished, seal, unseal, write_whole
-from treering.history.store.manifest import Listed, Manifest, data_file
+from treering.history.store.files import seal, unseal, write_whole
+from treering.history.store.manifest import Listed, Manifest
 
 MAGIC = b"RINGTEST"
 
@@ -64,21 +64,9 @@ def test_a_file_on_a_full_disk_does_not_appear_and_the_old_one_stays(tmp_path: P
     assert file.read_bytes() == b"old!"
 
 
-def test_what_a_killed_writer_left_is_cleared_and_nothing_else(tmp_path: Path) -> None:
-    for name in (".unfinished-x", ".hidden", "file"):
-        (tmp_path / name).touch()
-    clear_unfinished(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".hidden", "file"]
-
-
 def test_a_manifest_comes_back_and_nothing_may_stand_behind_it() -> None:
     files = [Listed(number=i, digest="ab" * 32, alive=np.packbits([1, 0, 1] * (i + 1)).tobytes()) for i in range(4)]
     state = Manifest(next_number=9, files=files)
     assert manifest.decode(manifest.encode(state)) == state
     with pytest.raises(InputError, match="after its end"):
         manifest.decode(manifest.encode(state) + b"\0")
-
-
-def test_data_files_are_named_by_number(tmp_path: Path) -> None:
-    assert data_file(tmp_path, 7).name == "history-00000007.bin"
-    assert data_file(tmp_path, 10**9).name == "history-1000000000.bin"

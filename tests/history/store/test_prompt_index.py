@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.history.store.prompt_index import MARKER, PromptIndex, as_text, sort_contexts
+from treering.history.store.prompt_index import MARKER, PromptIndex, as_text
 
 ROLLOUTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=5)
 VERSIONS = st.dictionaries(st.integers(0, 4), ROLLOUTS, min_size=1, max_size=3)
@@ -55,24 +55,6 @@ def test_awkward_texts_are_sorted_as_far_as_promised(rollouts: list[list[int]]) 
     assert build({0: rollouts}).order.tolist() == sorted_places(rollouts)
 
 
-def test_a_place_before_which_nothing_stands_comes_before_all_that_go_on() -> None:
-    # Read backwards: -1; -1; 5 -1; 5 7 -1; 7 -1.
-    assert build({3: [[7, 5]], 4: [[5]]}).order.tolist() == [0, 2, 1, 4, 3]
-
-
-def test_places_of_long_texts_are_sorted_by_their_contexts() -> None:
-    rng = np.random.default_rng(0)
-    motif = rng.integers(0, 50, 300)
-    rollouts = [np.where(rng.random(300) < 0.03, rng.integers(0, 50, 300), motif).tolist() for _ in range(6)]
-    assert build({0: rollouts}).order.tolist() == sorted_places(rollouts)
-
-
-def test_sorting_needs_places_in_the_order_of_their_entries_alone() -> None:
-    text = text_of([[4, 4, 9], [9, 4]])
-    order = sort_contexts(text, np.argsort(text, kind="stable"))
-    assert order.tolist() == sorted_places([[4, 4, 9], [9, 4]])
-
-
 @given(VERSIONS)
 def test_versions_stand_newest_first_and_give_their_texts_back(versions: dict[int, list[list[int]]]) -> None:
     index = build(versions)
@@ -99,12 +81,6 @@ def test_an_index_without_its_oldest_version_is_the_one_built_without_it(version
     assert rest.num_bytes == sum(getattr(rest, name).nbytes for name in ARRAYS)
     for name in ("text", "order"):
         assert getattr(rest, name).base is None, "a view would keep what was evicted in memory"
-
-
-def test_a_token_and_the_marker_of_a_rollout_cost_eight_bytes_each() -> None:
-    small, large = build({0: [[1] * 10]}), build({0: [[1] * 110]})
-    assert large.num_bytes - small.num_bytes == 8 * 100
-    assert build({0: [[1], [1]]}).num_bytes - build({0: [[1]]}).num_bytes == 2 * 8
 
 
 @given(VERSIONS)

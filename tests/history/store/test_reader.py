@@ -4,25 +4,17 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.history.stores import MANIFEST, assert_equal_snapshots, contents, data_files, ids, large, reopened, write
-from treering.errors import StateError
 from treering.history.store import blocks
 from treering.history.store import reader as reader_module
-from treering.history.store.reader import HistoryReader
+from treering.history.store.reader import BackgroundReader, HistoryReader
 from treering.history.store.store import HistoryStore
-
-READING = """
-import json, sys
-from pathlib import Path
-from treering.history.store.reader import HistoryReader
-reader = HistoryReader(Path(sys.argv[1]))
-print(json.dumps({prompt_id: index.text.tolist() for prompt_id, index in reader.snapshot.items()}), flush=True)
-"""
 
 
 def add(store: HistoryStore, prompt_id: str, *tokens: int, version: int = 0) -> None:
@@ -50,16 +42,6 @@ def test_a_reader_follows_what_is_published_and_only_that(tmp_path: Path) -> Non
     assert_equal_snapshots(store, HistoryReader(folder))
 
 
-def test_prompts_that_did_not_change_are_shared_between_snapshots(tmp_path: Path) -> None:
-    write(tmp_path, {"a": large(1)})
-    reader = HistoryReader(tmp_path)
-    index = reader.snapshot["a"]
-    with HistoryStore(tmp_path) as store:
-        add(store, "b", 1)
-    assert reader.refresh()
-    assert reader.snapshot["a"] is index
-
-
 def test_indexes_lie_in_the_file_and_stay_when_it_goes(tmp_path: Path) -> None:
     write(tmp_path / "h", {"a": [1, 2, 3], "b": [4]})
     reader = HistoryReader(tmp_path / "h")
@@ -73,15 +55,6 @@ def test_indexes_lie_in_the_file_and_stay_when_it_goes(tmp_path: Path) -> None:
     write(tmp_path / "h", {"c": [5]})
     assert reader.refresh()
     assert contents(reader) == {"c": {0: [-1, 5]}}
-
-
-def test_another_process_reads_while_the_store_is_open(tmp_path: Path) -> None:
-    with HistoryStore(tmp_path) as store:
-        add(store, "a", 1, 2)
-        command = [sys.executable, "-c", READING, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
-        assert done.stdout == '{"a": [-1, 1, 2]}\n'
-        add(store, "b", 3)
 
 
 WRITING = """
@@ -188,8 +161,23 @@ def test_a_damaged_manifest_leaves_what_was_read_and_warns_once(tmp_path: Path) 
     assert_equal_snapshots(reader, reopened(tmp_path))
 
 
-def test_a_path_that_is_a_file_is_refused_with_the_fix(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StateError, match="is a file; give the folder"):
-        HistoryReader(tmp_path / "file")
-    assert len(HistoryReader(tmp_path / "file" / "below").snapshot) == 0
+def test_a_publish_is_seen_without_a_call(tmp_path: Path) -> None:
+    with HistoryStore(tmp_path) as store, BackgroundReader(HistoryReader(tmp_path)) as background:
+        background.start(interval_s=0.01)
+        background.start(interval_s=0.01)
+        store.add("q", [ids(1, 2)], version=0)
+        store.publish()
+        ends = time.monotonic() + 60
+        while "q" not in background.snapshot and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert background.snapshot["q"].text.tolist() == [-1, 1, 2]
+
+
+def test_a_snapshot_stays_valid_after_close(tmp_path: Path) -> None:
+    with HistoryStore(tmp_path) as store:
+        store.add("q", [ids(1, 2)], version=0)
+        store.publish()
+        background = BackgroundReader(HistoryReader(tmp_path))
+        background.start(interval_s=0.01)
+        background.close()
+    assert background.snapshot["q"].text.tolist() == [-1, 1, 2]

@@ -57,14 +57,6 @@ def test_a_change_copies_what_it_falls_into_and_shares_the_rest() -> None:
         after[8]
 
 
-def test_a_new_prompt_stands_behind_prompts_at_given_places() -> None:
-    placed = Snapshot().placed({"b": (7, index_of(0)), "a": (3, index_of(0))})
-    assert list(placed) == ["a", "b"]
-    after = placed.changed({"c": index_of(1), "a": index_of(2)})
-    assert [after.place(prompt_id) for prompt_id in after] == [3, 7, 8]
-    assert list(after) == ["a", "b", "c"]
-
-
 def test_a_snapshot_is_the_same_mapping_in_another_process(tmp_path: Path) -> None:
     # Strings have another hash in every process, and the other one must not have ours.
     snapshot = Snapshot().changed({"b": index_of(7), "a": index_of(8), 3: index_of(9)}).changed({"a": None})

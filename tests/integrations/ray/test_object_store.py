@@ -9,10 +9,9 @@ from torch import nn
 
 from treering.errors import StateError
 from treering.integrations.ray.object_store import ObjectAccess, ObjectStore, Offers
-from treering.runtime.ipc.published_weights import PublishedWeights
 from treering.runtime.ipc.weight_layout import model_tensors
 from treering.runtime.ipc.weight_ring import WeightRing
-from treering.runtime.ipc.weight_store import BASE, WeightStore
+from treering.runtime.ipc.weight_store import BASE, PublishedWeights, WeightStore
 
 HOST = "127.0.0.1"
 

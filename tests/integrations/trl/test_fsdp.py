@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.trl import runs
-from tests.integrations.trl.fsdp_run import CASES
+from tests.integrations.trl.fsdp_run import CASES, REFUSALS
 from tests.integrations.trl.launch import on_ranks
 from tests.integrations.trl.test_exactness import GRADIENTS
 
@@ -17,7 +17,7 @@ FOUR = ("sft tied", "grpo offloaded checkpointed")
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """What each rank saved, by their number."""
-    names = {2: [name for name in CASES if name not in FOUR] + ["wrong"], 4: list(FOUR)}
+    names = {2: [name for name in CASES if name not in FOUR] + [*REFUSALS], 4: list(FOUR)}
     return {num: on_ranks(num, "fsdp_run", tmp_path_factory.mktemp("fsdp"), *given) for num, given in names.items()}
 
 
@@ -36,3 +36,9 @@ def test_a_wrong_tree_on_one_rank_stops_all(ranks: dict[int, list[dict[str, Any]
     first, second = (saved["wrong"] for saved in ranks[2])
     assert first == second
     assert "the first micro-batch's gradients on trees" in first
+
+
+def test_pictures_on_one_rank_alone_are_refused_on_all(ranks: dict[int, list[dict[str, Any]]]) -> None:
+    first, second = (saved["pictures on one rank"] for saved in ranks[2])
+    assert first == second
+    assert "rank 0 has pictures where rank 1 has none" in first

@@ -41,13 +41,6 @@ def test_what_would_not_be_exact_is_refused_before_training(options: Any, rule: 
     assert not hasattr(trainer, "_treering_shared_prefixes")
 
 
-def test_images_are_refused_by_name(tmp_path: Path) -> None:
-    trainer = runs.sft(runs.saved(), tmp_path)
-    trainer._is_vlm = True
-    with pytest.raises(UnsupportedError, match="images"):
-        share_prefixes(trainer)
-
-
 @pytest.mark.parametrize(
     ("make", "options", "rule"),
     [

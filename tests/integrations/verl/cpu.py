@@ -17,6 +17,14 @@ class _NoMemory:
     max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
 
     @staticmethod
+    def is_available() -> bool:
+        """No, or verl would look for memory to empty."""
+        return False
+
+    @staticmethod
+    def empty_cache() -> None: ...
+
+    @staticmethod
     def mem_get_info() -> tuple[int, int]:
         return 0, 0
 
@@ -74,7 +82,7 @@ class CpuPlatform(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []

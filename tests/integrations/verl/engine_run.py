@@ -6,6 +6,8 @@ Trains each case with verl's engine and with the tree engine, and saves outputs,
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import verl  # noqa: F401 - its plugins are loaded before the platform is set
+from tensordict import NonTensorStack
 from verl.plugin.platform import set_platform
 
 from tests.integrations.verl.cpu import CpuPlatform
@@ -32,7 +35,7 @@ from verl.workers.config import (  # noqa: E402
 from verl.workers.config.engine import TrainingWorkerConfig  # noqa: E402
 from verl.workers.engine import EngineRegistry  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
-from verl.workers.engine_workers import TrainingWorker  # noqa: E402
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker  # noqa: E402
 from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
 from treering.integrations.verl import plugin  # noqa: E402
@@ -111,6 +114,8 @@ def batch_of(rows: list[tuple[list[int], list[int]]], loss: str, options: dict[s
         "old_log_probs": nested([0.3 * x - 3.5 for x in like_responses]),
         "ref_log_prob": nested([0.2 * x - 3.4 for x in like_responses]),
         "advantages": nested([x.roll(1) for x in like_responses]),
+        # As verl's agent loops write it for text.
+        "multi_modal_inputs": NonTensorStack(*({} for _ in rows)),
     }
     if loss == "sft":
         masks = zip(rows, response_mask, strict=True)
@@ -158,20 +163,34 @@ def engine_of(kind: type, model: Path, name: str) -> Any:
     return engine
 
 
-def ppo_step(model: Path, rows: list[tuple[list[int], list[int]]], *, size: int) -> dict[str, Any]:
-    """One PPO step by verl's own worker: two mini-batches, in a shuffled order, with clipped gradients."""
-    worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs_of(model, "plain")))
+def ppo_step(
+    kind: type[TrainingWorker], model: Path, rows: list[tuple[list[int], list[int]]], *, size: int
+) -> dict[str, Any]:
+    """One PPO step by a worker of verl: three mini-batches, with clipped gradients; by its own, in a shuffled order."""
+    worker = kind(TrainingWorkerConfig(model_type="language_model", **configs_of(model, "plain")))
     worker.reset()
     worker.set_loss_fn(loss_of("ppo", PPO))
     before = {name: weight.full_tensor().clone() for name, weight in worker.engine.module.named_parameters()}
     data = batch_of(rows, "ppo", DYNAMIC, size=size)
-    steps = {"num_mini_batch": 2, "epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": True}}
+    steps = {"num_mini_batch": 3, "epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": kind is TrainingWorker}}
     tu.assign_non_tensor(data, **steps)
-    output = worker.train_mini_batch(data)
+    with counted_tokens(worker.engine) as counted:
+        output = worker.train_mini_batch(data)
     after = {name: weight.full_tensor().clone() for name, weight in worker.engine.module.named_parameters()}
     logged = tu.get(output, "metrics")
     metrics = {name: [float(value) for value in values] for name, values in logged.items() if name in SHOWN}
-    return {"engine": type(worker.engine).__name__, "before": before, "after": after, "metrics": metrics}
+    engine = type(worker.engine).__name__
+    return {"engine": engine, "before": before, "after": after, "metrics": metrics, "tokens": counted}
+
+
+@contextmanager
+def counted_tokens(engine: Any) -> Iterator[list[int]]:
+    """Tokens of each call of the embedding."""
+    counted: list[int] = []
+    embedding = engine.module.get_input_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda module, args: counted.append(args[0].numel()))
+    yield counted
+    hook.remove()
 
 
 def _fill_adapters(module: Any) -> None:
@@ -185,10 +204,7 @@ def _fill_adapters(module: Any) -> None:
 
 
 def train(engine: Any, data: Any, loss: Any) -> dict[str, Any]:
-    counted: list[int] = []
-    embedding = engine.module.get_input_embeddings()
-    hook = embedding.register_forward_pre_hook(lambda module, args: counted.append(args[0].numel()))
-    with engine.train_mode():
+    with counted_tokens(engine) as counted, engine.train_mode():
         engine.optimizer_zero_grad()
         tu.assign_non_tensor(data, return_model_output=True)
         output = engine.forward_backward_batch(data, loss, forward_only=False)
@@ -197,7 +213,6 @@ def train(engine: Any, data: Any, loss: Any) -> dict[str, Any]:
             for name, weight in engine.module.named_parameters()
             if weight.grad is not None
         }
-    hook.remove()
     values = {name: list(value.unbind()) for name, value in output["model_output"].items()}
     metrics = {name: value for name, value in output["metrics"].items() if name == "tree/token_ratio"}
     return {"gradients": gradients, "outputs": values, "tokens": counted, "loss": sum(output["loss"]), **metrics}
@@ -218,10 +233,14 @@ def main(folder: Path, rank: int, size: int) -> None:
     # Every group is on all ranks, as where verl balances rows by length.
     rows = [row for other in range(size) for row in rows_of(other)][rank::size]
     saved: dict[str, Any] = {"rows": [[*prompt, *response] for prompt, response in rows]}
-    saved["step/stock"] = ppo_step(folder / "plain", rows, size=size)
+    os.environ["TREERING_VERL_GROUPS"] = "whole_mini_batches"
     plugin.register()
+    workers = {"step": TrainingWorker, "grouped step": ActorRolloutRefWorker.actor_worker_cls}
+    for name, worker in workers.items():
+        saved[f"{name}/stock"] = ppo_step(worker, folder / "plain", rows, size=size)
     os.environ[plugin.VARIABLE] = plugin.VENDOR
-    saved["step/tree"] = ppo_step(folder / "plain", rows, size=size)
+    for name, worker in workers.items():
+        saved[f"{name}/tree"] = ppo_step(worker, folder / "plain", rows, size=size)
     ours = EngineRegistry.get_engine_cls("language_model", "fsdp2")
     models = {"plain": folder / "plain", "tied": folder / "tied", "lora": folder / "plain"}
     engines = {

@@ -1,4 +1,4 @@
-"""What verl's trainer deals to its ranks, by its own functions: groups taken apart, which the engine makes whole."""
+"""What verl's trainer deals to its ranks, by its own functions: groups taken apart, and made whole."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -10,7 +10,9 @@ import pytest
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed: make verl-test", allow_module_level=True)
 
-from treering.integrations.verl.rank_shares import dealt_rows, share_rows
+from tests.integrations.verl.common import num_distinct
+from treering.errors import UnsupportedError
+from treering.integrations.verl.rank_shares import dealt_rows, order_rows, share_rows
 from treering.tree.forest import Forest
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]
@@ -73,9 +75,38 @@ def test_what_verl_has_dealt_becomes_whole_groups(num_ranks: int) -> None:
 
 
 def busiest(rows: dict[str, list[int]], keys: list[str], rank_of_row: Any) -> int:
-    return max(num_tokens(rows, keys, rank_of_row == rank) for rank in set(rank_of_row.tolist()))
+    ranks = set(rank_of_row.tolist())
+    return max(num_distinct([rows[keys[row]] for row in np.flatnonzero(rank_of_row == rank)]) for rank in ranks)
 
 
-def num_tokens(rows: dict[str, list[int]], keys: list[str], is_own: Any) -> int:
-    own = [rows[key] for key, is_one in zip(keys, is_own, strict=True) if is_one]
-    return len({tuple(row[: end + 1]) for row in own for end in range(len(row))})
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_mini_batches_of_whole_groups_compute_fewer_tokens_than_those_that_verl_cuts(num_ranks: int) -> None:
+    rows = rows_by_key()
+    keys = [key for own in dealt_by_verl(rows, num_ranks, balance_batch=True) for key in own]
+    groups = [key.partition("_")[0] for key in keys]
+    num_mini_batches = 3
+
+    def computed(rows_by_rank: Any) -> int:
+        """Tokens of the busiest rank, mini-batches together, where ranks swap rows of each."""
+        parts = [part.ravel() for part in np.split(rows_by_rank, num_mini_batches, axis=1)]
+        num_tokens = 0
+        for part in parts:
+            own = [keys[row] for row in part]
+            forest = Forest.from_sequences([rows[key] for key in own])
+            num_tokens += busiest(rows, own, share_rows(forest, [groups[row] for row in part], num_ranks))
+        return num_tokens
+
+    whole = order_rows(groups, num_ranks, num_mini_batches)
+    by_mini_batch = np.split(np.array(groups)[whole], num_mini_batches, axis=1)
+    assert sum(len(set(part.ravel())) for part in by_mini_batch) == NUM_GROUPS
+    assert computed(whole) < computed(np.arange(len(keys)).reshape(num_ranks, -1))
+
+
+def test_shuffled_rows_are_refused_where_mini_batches_have_whole_groups() -> None:
+    from verl.utils import tensordict_utils as tu
+
+    from treering.integrations.verl.mini_batches import GroupedWorker
+
+    data = tu.get_tensordict({}, {"dataloader_kwargs": {"shuffle": True}})
+    with pytest.raises(UnsupportedError, match=r"actor.shuffle=True mixes rows.*write False"):
+        GroupedWorker.train_mini_batch(SimpleNamespace(), data)

@@ -4,15 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.integrations.verl.common import num_distinct
 from treering.errors import InputError
 from treering.integrations.verl.micro_batches import plan_rows, split_rows
 from treering.tree.forest import Forest
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
-
-
-def num_distinct(rows: list[list[int]]) -> int:
-    return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
 
 
 @given(rows=ROWS, max_tokens=st.integers(8, 30), data=st.data())

@@ -1,30 +1,30 @@
 """The plugin does nothing without the opt-in, and never lets verl train with another engine by mistake."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
+from tests.integrations.verl.common import ROOT, environment
 from treering.integrations.verl import plugin
 
-ROOT = Path(__file__).parents[3]
 SHOW = """
 import json, sys
 before = set(sys.modules)
 import verl
 loaded = sorted(name for name in sys.modules if name.startswith("treering"))
 import verl.workers.engine as engine
+from verl.workers.engine_workers import ActorRolloutRefWorker
 print(json.dumps({
     "loaded": loaded,
     "engines": {f"{model}/{backend}": {str(key): kind.__name__ for key, kind in kinds.items()}
                 for model, backends in engine.EngineRegistry._engines.items() for backend, kinds in backends.items()},
     "chosen": engine.EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__,
     "critic": engine.EngineRegistry.get_engine_cls("value_model", "fsdp2").__name__,
+    "worker": ActorRolloutRefWorker.actor_worker_cls.__name__,
 }))
 """
 needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed: make verl-test")
@@ -42,12 +42,11 @@ def test_an_engine_that_cannot_be_imported_ends_the_process(monkeypatch: pytest.
         plugin.register()
 
 
-def shown(**environment: str) -> dict[str, object]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+def shown(**chosen: str) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SHOW],
         cwd=ROOT,
-        env={**env, **environment},
+        env=environment(**chosen),
         capture_output=True,
         text=True,
     )
@@ -66,11 +65,12 @@ def test_without_the_opt_in_nothing_of_verl_changes() -> None:
     assert {name: value for name, value in without.items() if name != "loaded"} == {
         name: value for name, value in stock.items() if name != "loaded"
     }
-    assert without["chosen"] == "FSDPEngineWithLMHead"
+    assert (without["chosen"], without["worker"]) == ("FSDPEngineWithLMHead", "TrainingWorker")
 
 
 @needs_verl
 @pytest.mark.slow
 def test_with_the_opt_in_language_models_train_on_trees_and_critics_stay() -> None:
-    chosen = shown(VERL_ENGINE_VENDOR="treering")
+    chosen = shown(VERL_ENGINE_VENDOR="treering", TREERING_VERL_GROUPS="whole_mini_batches")
     assert (chosen["chosen"], chosen["critic"]) == ("TreeEngine", "FSDPEngineWithValueHead")
+    assert chosen["worker"] == "GroupedWorker"

@@ -7,14 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.integrations.verl.common import num_distinct
 from treering.errors import ConfigError, InputError
-from treering.integrations.verl.rank_shares import dealt_rows, share_rows
-from treering.integrations.verl.requirements import keeps_groups
+from treering.integrations.verl.rank_shares import dealt_rows, order_rows, share_rows
+from treering.integrations.verl.requirements import grouping
 from treering.tree.forest import Forest
-
-
-def num_distinct(rows: list[list[int]]) -> int:
-    return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
 
 
 def busiest(rows: list[list[int]], ranks: list[int]) -> int:
@@ -60,14 +57,39 @@ def test_a_group_is_split_only_where_no_rank_has_room_for_it() -> None:
     assert sorted(len(set(ranks[group::3].tolist())) for group in range(3)) == [1, 1, 2]
 
 
+@given(
+    num_ranks=st.integers(1, 4),
+    groups_each=st.integers(1, 3),
+    size=st.integers(1, 4),
+    num_mini_batches=st.integers(1, 3),
+)
+def test_mini_batches_of_all_ranks_have_whole_groups_that_fill_them_and_every_row_once(
+    num_ranks: int, groups_each: int, size: int, num_mini_batches: int
+) -> None:
+    # A mini-batch has `groups_each` groups for each rank, of `size` rows.
+    num_groups = num_ranks * groups_each * num_mini_batches
+    groups = np.random.default_rng(size).permutation(np.repeat(np.arange(num_groups), size))
+    by_rank = order_rows(groups.tolist(), num_ranks, num_mini_batches)
+    assert sorted(by_rank.ravel().tolist()) == list(range(groups.size))
+    mini_batches = np.split(by_rank, num_mini_batches, axis=1)
+    held = [set(groups[part].ravel().tolist()) for part in mini_batches]
+    assert sum(map(len, held)) == num_groups
+
+
+def test_groups_come_in_the_order_in_which_their_last_rows_were_done() -> None:
+    # Rank 0 was done with c, a, b and rank 1 with a, c, b: a and c ended second, a on the earlier rank.
+    assert order_rows("cabacb", 2, 3).tolist() == [[1, 0, 2], [3, 4, 5]]
+
+
 def test_rows_that_ranks_cannot_have_equally_many_of_are_refused() -> None:
     with pytest.raises(InputError, match="2 ranks get equally many rows, and there are 3"):
         share_rows(Forest.from_sequences([[1], [2], [3]]), "abc", 2)
+    with pytest.raises(InputError, match=r"2 mini-batches of 3 ranks .* there are 3; give a multiple of 6"):
+        order_rows("abc", 3, 2)
 
 
-def test_the_off_switch_is_one_word_and_others_are_refused() -> None:
-    assert keeps_groups({})
-    assert keeps_groups({"TREERING_VERL_GROUPS": "whole"})
-    assert not keeps_groups({"TREERING_VERL_GROUPS": "as_dealt"})
-    with pytest.raises(ConfigError, match="TREERING_VERL_GROUPS is whole or as_dealt, got '0'"):
-        keeps_groups({"TREERING_VERL_GROUPS": "0"})
+def test_where_groups_are_made_whole_is_one_word_and_others_are_refused() -> None:
+    assert grouping({}) == "whole"
+    assert grouping({"TREERING_VERL_GROUPS": "as_dealt"}) == "as_dealt"
+    with pytest.raises(ConfigError, match="TREERING_VERL_GROUPS is whole, whole_mini_batches or as_dealt, got '0'"):
+        grouping({"TREERING_VERL_GROUPS": "0"})

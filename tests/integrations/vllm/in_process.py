@@ -40,14 +40,14 @@ def make_llm(model: Path, **settings: Any) -> Any:
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": "treering.integrations.vllm.WorkerExtension",
         }
-        with mock.patch.object(dispatcher, "_rebind_kernels", _without_llvmlite(dispatcher._rebind_kernels)):
+        with mock.patch.object(dispatcher, "_rebind_kernels", without_llvmlite(dispatcher._rebind_kernels)):
             return vllm.LLM(str(model), **plain | settings)
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _without_llvmlite(rebind: Callable[..., None]) -> Callable[..., None]:
+def without_llvmlite(rebind: Callable[..., None]) -> Callable[..., None]:
     """vLLM's start of a worker that hides from it a module of numba's which it fails on; here numba is imported."""
 
     def rebind_kernels(*args: Any) -> None:

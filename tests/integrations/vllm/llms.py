@@ -1,6 +1,7 @@
 """Tiny models and the LLMs that sample for them, shared by the tests of this folder."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+Cut = Callable[[torch.Tensor], torch.Tensor]
+"""Logits of what is sampled, from those of the model."""
 VOCAB = 64
 MAX_MODEL_LEN = 256
 MAX_BATCH = 8
@@ -63,6 +66,25 @@ def logprobs_of(model: torch.nn.Module, prompt: Any, tokens: Any, temperature: f
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def z_of(model: torch.nn.Module, contexts: list[list[int]], rollouts: list[list[int]], cut: Cut = lambda x: x) -> float:
+    """How many standard deviations -log p of the tokens is from its expectation, the entropy, under Hugging Face."""
+    size = len(contexts[0])
+    total, variance = 0.0, 0.0
+    for begin in range(0, len(contexts), 64):
+        part = slice(begin, begin + 64)
+        ids = torch.tensor([c + r for c, r in zip(contexts[part], rollouts[part], strict=True)])
+        with torch.no_grad():
+            logits = model(ids).logits[:, size - 1 : -1].double()
+        logp = cut(logits).log_softmax(-1)
+        p = logp.exp()
+        minus = torch.where(p > 0, -logp, 0.0)
+        entropy = (p * minus).sum(-1)
+        chosen = -logp.gather(2, ids[:, size:, None])[..., 0]
+        total += float((chosen - entropy).sum())
+        variance += float(((p * minus**2).sum(-1) - entropy**2).sum())
+    return total / variance**0.5
 
 
 def disturb(model: torch.nn.Module, size: float = 0.03, seed: int = 1) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.history.stores import data_files
+from tests.integrations.vllm.llms import z_of
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm import record, request_args
 
@@ -183,25 +184,6 @@ def test_new_weights_give_their_own_tokens_whatever_the_old_ones_left_in_history
     assert greedy(helpers, drafting_llm) == expected
 
 
-def z_of(model: torch.nn.Module, contexts: list[list[int]], rollouts: list[list[int]], cut: Any) -> float:
-    """How many standard deviations -log p of the tokens is from its expectation, the entropy, under Hugging Face."""
-    size = len(contexts[0])
-    total, variance = 0.0, 0.0
-    for begin in range(0, len(contexts), 64):
-        part = slice(begin, begin + 64)
-        ids = torch.tensor([c + r for c, r in zip(contexts[part], rollouts[part], strict=True)])
-        with torch.no_grad():
-            logits = model(ids).logits[:, size - 1 : -1].double()
-        logp = cut(logits).log_softmax(-1)
-        p = logp.exp()
-        minus = torch.where(p > 0, -logp, 0.0)
-        entropy = (p * minus).sum(-1)
-        chosen = -logp.gather(2, ids[:, size:, None])[..., 0]
-        total += float((chosen - entropy).sum())
-        variance += float(((p * minus**2).sum(-1) - entropy**2).sum())
-    return total / variance**0.5
-
-
 def truncated(logits: torch.Tensor) -> torch.Tensor:
     """Logits at temperature 0.7 of the 20 likeliest tokens, then of the fewest with 0.9 of the mass."""
     scaled = logits / 0.7
@@ -249,4 +231,4 @@ def test_the_check_of_the_distribution_fails_where_the_sampling_is_wrong(
 ) -> None:
     # If this fails because vLLM's CPU build samples right, the shim has done its work: remove both.
     contexts, rollouts, _ = sampled(helpers, drafting_llm, temperature=1.0)
-    assert abs(z_of(hf_model, contexts, rollouts, lambda logits: logits)) > 50
+    assert abs(z_of(hf_model, contexts, rollouts)) > 50

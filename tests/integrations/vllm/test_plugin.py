@@ -23,6 +23,7 @@ from treering.history.draft.request_drafter import RequestDrafter
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm import HistoryProposer, WorkerExtension, record, request_args, session
 from treering.integrations.vllm.content_rows import ContentRows
+from treering.integrations.vllm.draft_gate import DraftGate
 from treering.integrations.vllm.plugin import wrap_runner
 from treering.integrations.vllm.prompt_table import PromptTable
 from treering.integrations.vllm.request_args import read_request_args
@@ -124,6 +125,7 @@ def test_settings_are_read_from_two_variables(tmp_path: Path) -> None:
         ('costs = "measured"', 'costs is "observed" or "none", got \'measured\''),
         ("sources = [1]", r"sources is a list of texts, got \[1\]"),
         ("max_live_tokens = true", "max_live_tokens is a whole number, got True"),
+        ("min_gain = -1", "min_gain is 0 or more, got -1"),
         ("refresh_interval_s = -1", "refresh_interval_s is 0 or more, got -1"),
         ("=", "names a TOML file .* cannot be read"),
     ],
@@ -140,9 +142,15 @@ def test_a_runner_with_another_signature_is_left_alone_with_a_warning() -> None:
         def propose_draft_token_ids(self, scheduler_output: Any, sampled: Any) -> Any:
             return "drafts"
 
-    with pytest.warns(UserWarning, match="requests are told apart by their tokens, because Runner"):
+        def _sample(self, logits: Any) -> Any:
+            return "tokens"
+
+    with (
+        pytest.warns(UserWarning, match="requests are told apart by their tokens, because Runner"),
+        pytest.warns(UserWarning, match="steps without drafts are verified as if they had some, because Runner"),
+    ):
         assert not wrap_runner(Runner)
-    assert Runner().propose_draft_token_ids(None, None) == "drafts"
+    assert (Runner().propose_draft_token_ids(None, None), Runner()._sample(None)) == ("drafts", "tokens")
     with pytest.warns(UserWarning, match="takes nothing instead of"):
         assert not wrap_runner(object)
 
@@ -158,15 +166,58 @@ def test_a_runner_is_wrapped_once_and_tells_only_this_drafter(proposer: Any) -> 
         ) -> Any:  # fmt: skip
             return "drafts"
 
+        def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+            return logits, spec_decode_metadata
+
     assert wrap_runner(Runner)
-    wrapped = Runner.propose_draft_token_ids
+    wrapped = Runner.propose_draft_token_ids, Runner._sample
     assert wrap_runner(Runner)
-    assert Runner.propose_draft_token_ids is wrapped
+    assert (Runner.propose_draft_token_ids, Runner._sample) == wrapped
     runner = Runner()
     assert runner.propose_draft_token_ids("step", *[None] * 8) == "drafts"
+    empty, full = SimpleNamespace(num_draft_tokens=[0, 0]), SimpleNamespace(num_draft_tokens=[0, 3])
+    assert [runner._sample("logits", metadata)[1] for metadata in (None, empty, full)] == [None, empty, full]
     runner.drafter = proposer
     assert runner.propose_draft_token_ids("step", *[None] * 7, slot_mappings=None) == "drafts"
     assert proposer._step == (runner, "step")
+    # Without a draft the step is one without a drafter.
+    assert [runner._sample("logits", metadata)[1] for metadata in (None, empty, full)] == [None, None, full]
+
+
+@pytest.mark.parametrize(("num_accepted", "pays"), [(0, False), (3, False), (4, True)])
+def test_where_drafts_gain_too_little_one_step_in_16_looks_for_them_until_history_is_news(
+    num_accepted: int, pays: bool
+) -> None:
+    gate, total, history = DraftGate(1 / 16), 0, dict[Any, Any]()
+
+    def looks(num_steps: int, gain: int, known: Any) -> str:
+        nonlocal total
+        said = ""
+        for _ in range(num_steps):
+            said += "-a"[gate.is_due(known)]
+            if said[-1] == "a":
+                gate.note(64, total)
+                total += gain
+        return said
+
+    # 512 rows are judged; the gain of a look is known at the next one.
+    assert looks(41, num_accepted, history) == ("a" * 41 if pays else "a" * 9 + ("-" * 15 + "a") * 2)
+    assert looks(8, num_accepted, {}) == "a" * 8
+    if not pays:
+        assert looks(200, 64, {**history})[-16:] == "a" * 16
+
+
+@pytest.mark.parametrize(("options", "num_looks"), [({}, 67), ({"min_gain": 0.0}, 100), ({"costs": "observed"}, 100)])
+def test_steps_that_do_not_look_draft_nothing(
+    options: dict[str, Any], num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = DraftSession(PluginSettings(**options), max_draft=4, max_model_len=32, vocab_size=50, is_on_cpu=True)
+    monkeypatch.setattr(made.requests, "propose", lambda names, *_: [[7]] * len(names))
+    counts, tokens = buffer(*[[5, 6, b] for b in range(8)])
+    drafts = [made.propose([[b] for b in range(8)], counts, tokens, None) for _ in range(100)]
+    # 64 looks are 512 rows, which gained nothing.
+    assert [lists == [[7]] * 8 for lists in drafts].count(True) == num_looks
+    assert [lists == [[]] * 8 for lists in drafts].count(True) == 100 - num_looks
 
 
 def test_drafts_come_by_the_contract_alone_and_fit_the_longest_length(proposer: Any) -> None:

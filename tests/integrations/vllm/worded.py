@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -28,3 +29,26 @@ def save_worded_model(folder: Path) -> None:
     model = build(tied=False, vocab_size=VOCAB)
     model.config.eos_token_id = model.generation_config.eos_token_id = fast.eos_token_id
     model.save_pretrained(folder)
+
+
+def save_lora(folder: Path, *, rank: int = 4, seed: int = 0) -> None:
+    """Saves an adapter of the attention's queries and values as PEFT does, large enough to change what is likeliest."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(2):
+        for name, size in (("q_proj", 64), ("v_proj", 32)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(rank, 64, generator=generator)
+            weights[f"{place}.lora_B.weight"] = 0.3 * torch.randn(size, rank, generator=generator)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -49,9 +49,7 @@ def scores(tensors: list[Tensor], kind: Any, *, temperature: float, max_rows: in
     return kind.apply(*tensors[:2], bias, TARGETS, torch.from_numpy(ROW_OF), pieces, temperature, entropy_of)
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("max_rows", "temperature", "with_bias"), [(1, 1.0, True), (3, 0.6, False), (100, 0.6, True)])
 @pytest.mark.parametrize("upstream", ["logprobs", "entropy", "both"])
 def test_scores_and_gradients_are_those_of_a_softmax(
     max_rows: int, temperature: float, with_bias: bool, upstream: str

@@ -10,10 +10,9 @@ import pytest
 from treering.data.trajectory import ToolCall
 from treering.errors import ConfigError, InputError
 from treering.rl.environments.adapters import StepEnvironment, ToolEnvironment, tool_schema
-from treering.rl.environments.environment import Environment, EnvTask, Outcome, as_outcome
-from treering.rl.environments.find import find_environment
+from treering.rl.environments.chat import split_calls
+from treering.rl.environments.environment import Environment, EnvTask, Outcome, as_outcome, find_environment
 from treering.rl.environments.policy import ContextFullError, Reply
-from treering.rl.environments.tool_calls import split_calls
 
 
 class Spoken:

@@ -15,7 +15,7 @@ from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected
 from treering.rl.environments.environment import EnvTask
 from treering.rl.environments.policy import Policy
-from treering.rl.evaluation.rewards import EvalOptions, HeldOutRewards
+from treering.rl.evaluation import EvalOptions, HeldOutRewards
 from treering.rl.options import RlOptions
 from treering.rl.sampler import Sampler
 from treering.rl.trainer import Trainer

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 from tests.rl.environments.worlds import WORLDS, World, collect, engine_of, model_of, task_of, user
 from treering.data import append_trajectories, read_trajectories
 from treering.rl.environments.environment import EnvTask
-from treering.rl.environments.forecast import EpisodeForecast
 from treering.rl.environments.policy import Policy
-from treering.rl.environments.turn_clock import TurnClock
-from treering.rl.trajectories import as_trajectories
+from treering.rl.environments.waiting import EpisodeForecast, TurnClock
+from treering.rl.rollout_log import as_trajectories
 from treering.schedule.traces.logs import read_log
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.rewards.bound import bind
-from treering.rl.tasks.rewards.find import find_reward
+from treering.rl.tasks.rewards.named import find_reward
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.score import Score
 from treering.rl.tasks.task import Prompt

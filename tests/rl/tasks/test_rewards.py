@@ -10,8 +10,7 @@ from tests.rl.rollouts import prompt_of
 from treering.data.formats import files
 from treering.errors import ConfigError, InputError, MissingExtraError
 from treering.rl.tasks.rewards import named
-from treering.rl.tasks.rewards.find import find_reward
-from treering.rl.tasks.rewards.named import check_answer, contains_answer, exact_answer, math_verify
+from treering.rl.tasks.rewards.named import check_answer, contains_answer, exact_answer, find_reward, math_verify
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from treering.data.rendering.template import ChatTemplate
 from treering.engine.request import Request, Sampling
 from treering.engine.scripted import ScriptedEngine
 from treering.errors import ConfigError, InputError
-from treering.rl.prompt_checks import with_stops
+from treering.rl.checks import with_stops
 from treering.rl.tasks.prompts_file import PromptsFile
 from treering.rl.tasks.stop_tokens import find_stop_tokens
 from treering.rl.tasks.text_tokens import TextTokens, end_of_turn

@@ -46,13 +46,6 @@ def test_without_unnamed_memory_the_room_is_that_of_the_temporary_folder(monkeyp
         SharedMemory(EXBIBYTE)
 
 
-def test_a_system_that_does_not_tell_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_free_memory", lambda: None)
-    memory = SharedMemory(64)
-    assert len(memory.view) == 64
-    memory.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_run_takes_nothing_from_dev_shm(setup: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The weight ring returns exactly the written weights of the requested version, or refuses."""
+"""The weight ring and messages return exactly the written weights of the requested version, or refuse."""
 
 import copy
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import build
 from treering.errors import StateError
-from treering.runtime.ipc.shared_memory import SharedMemory
+from treering.runtime.ipc import weight_store
 from treering.runtime.ipc.weight_ring import WeightRing
-from treering.runtime.ipc.weight_store import BASE
+from treering.runtime.ipc.weight_store import BASE, IncomingWeights, parts_of
 
 
 class Mixed(nn.Module):
@@ -69,12 +68,6 @@ def test_the_base_lies_beside_the_ring() -> None:
     assert same(target, base)
 
 
-def test_tied_weights_are_stored_once() -> None:
-    tied, apart = (build("qwen3", tie_word_embeddings=tie) for tie in (True, False))
-    head = apart.lm_head.weight
-    assert WeightRing(apart, 1).num_bytes - WeightRing(tied, 1).num_bytes == head.numel() * head.element_size()
-
-
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_damaged_weights_are_refused(place: str) -> None:
     model = nn.Linear(8, 2, bias=False)
@@ -110,10 +103,24 @@ def test_another_model_is_refused() -> None:
         WeightRing(nn.Linear(8, 3), 2, ring.memory)
 
 
-def test_memory_lasts_as_long_as_somebody_looks() -> None:
-    memory = SharedMemory(64)
-    view = memory.view
-    view[:3] = b"abc"
-    memory.close()
-    memory.close()
-    assert view[:4] == b"abc\0"
+WEIGHTS = bytes(range(100))
+
+
+@pytest.mark.parametrize("part_bytes", [1, 33, 50, 100, 101])
+def test_the_parts_make_the_weights(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_store, "PART_BYTES", part_bytes)
+    incoming = IncomingWeights()
+    for version in (1, 2):
+        *firsts, last = parts_of(version, WEIGHTS)
+        assert len(firsts) == (100 - 1) // part_bytes
+        assert [incoming.take(part) for part in firsts] == [None] * len(firsts)
+        assert incoming.take(last) == WEIGHTS
+
+
+def test_a_new_trainer_starts_from_the_first_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_store, "PART_BYTES", 60)
+    incoming = IncomingWeights()
+    assert incoming.take(next(parts_of(1, WEIGHTS))) is None
+    first, last = parts_of(1, WEIGHTS[::-1])
+    assert incoming.take(first) is None
+    assert incoming.take(last) == WEIGHTS[::-1]

@@ -17,11 +17,10 @@ from treering.rl.drafting import DraftOptions
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import (
     BeginStep,
+    EndedWork,
     GiveUp,
     PromptHistories,
-    RefreshHistory,
     ReportReceived,
-    SampledRollouts,
     SampleRequests,
     WorkerSettings,
 )
@@ -32,7 +31,7 @@ from treering.runtime.step.open_step import OpenStep
 from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.measured_latency import PassTimes
 from treering.schedule.policy import Assignment
-from treering.schedule.simulator.destinations import Prices
+from treering.schedule.simulator.migration import Prices
 
 PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 POLICY_VERSIONS = {0: 0, 1: 1}
@@ -122,10 +121,10 @@ def step_run(
     return OpenStep(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
 
 
-def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, progress: Any = None) -> SampledRollouts:
-    return SampledRollouts(
+def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, progress: Any = None) -> EndedWork:
+    return EndedWork(
         step=step,
-        rollouts=list(rollouts),
+        ended=list(rollouts),
         given=given,
         progress=progress or {},
         stats=EngineStats(),
@@ -198,19 +197,6 @@ def test_an_answer_after_the_end_of_its_step_gives_nothing(rollout_pool, monkeyp
     assert rollout_pool.busy_s == 1.0
 
 
-def test_a_report_is_acknowledged_and_does_not_count_as_progress(rollout_pool) -> None:
-    run = step_run()
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    child = children(rollout_pool)[0]
-    first = requests_of(child)[0]
-    child.says.append(says(1, progress={first.key: 2}))
-    rollout_pool.receive({1: run})
-    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 0)
-    child.says.append(says(1, written(first, 3, "length")))
-    rollout_pool.receive({1: run})
-    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 1)
-
-
 def test_a_tail_stays_if_no_later_step_could_start(rollout_pool, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(module, "choose_move", lambda run, *_: asked.append(run.step))
@@ -276,54 +262,14 @@ def test_history_comes_before_the_requests_of_its_prompt_and_once(monkeypatch: p
     assert (len(first.of(SampleRequests)), len(first.of(PromptHistories))) == (2, 1)
 
 
-def test_new_history_reaches_the_workers_that_run_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HistoryStore()
-    rollout_pool = make_pool(monkeypatch, store)
-    first, second = children(rollout_pool)
-    second.is_ready = False
-    rollout_pool.dispatch({1: step_run()}, POLICY_VERSIONS)
-    assert first.of(PromptHistories) == []
-    published(store, 5, 6)
-    rollout_pool.refresh()
-    rollout_pool.refresh()
-    assert [message.indexes for message in first.of(PromptHistories)] == [{"p0": store.snapshot["p0"]}]
-    # It runs nothing, and nobody reads a folder.
-    assert second.sent == first.of(RefreshHistory) == []
-
-
-def test_the_replacement_of_a_worker_gets_the_history_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = published(HistoryStore(), 5, 6)
-    rollout_pool, run = make_pool(monkeypatch, store), step_run()
+def test_a_report_is_acknowledged_and_does_not_count_as_progress(rollout_pool) -> None:
+    run = step_run()
+    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
     child = children(rollout_pool)[0]
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    assert len(child.of(PromptHistories)) == 1
-    child.is_dead = True
+    first = requests_of(child)[0]
+    child.says.append(says(1, progress={first.key: 2}))
     rollout_pool.receive({1: run})
-    assert child.sent == []
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    assert [message.indexes for message in child.of(PromptHistories)] == [{"p0": store.snapshot["p0"]}]
-
-
-def test_without_a_history_to_send_workers_read_their_folder(rollout_pool: RolloutPool) -> None:
-    rollout_pool.dispatch({1: step_run()}, POLICY_VERSIONS)
-    rollout_pool.refresh()
-    for child in children(rollout_pool):
-        assert (len(child.of(RefreshHistory)), len(child.of(PromptHistories))) == (1, 0)
-
-
-@pytest.mark.parametrize("keeps_others", [True, False])
-def test_the_history_of_earlier_steps_stays_if_others_are_drafted_from(
-    keeps_others: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = published(HistoryStore(), 5, 6)
-    rollout_pool = make_pool(monkeypatch, store, sources=SOURCES if keeps_others else ("history", "own"))
-    child, run = children(rollout_pool)[0], step_run()
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    child.says.append(says(1, *(written(request, 3, "length") for request in requests_of(child))))
+    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 0)
+    child.says.append(says(1, written(first, 3, "length")))
     rollout_pool.receive({1: run})
-    published(store, 7)
-    child.sent.clear()
-    rollout_pool.dispatch({2: step_run(2, prompt=1)}, POLICY_VERSIONS)
-    assert [message.indexes for message in child.of(PromptHistories)] == [
-        {"p0": store.snapshot["p0"] if keeps_others else None}
-    ]
+    assert (len(child.of(ReportReceived)), child.num_progress) == (1, 1)

@@ -1,19 +1,14 @@
 """A worker that is sent the history has what is published of the prompts that it needs, and little more."""
 
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.store import HistoryStore
-from treering.rl.drafting import DraftOptions
-from treering.runtime.pools import sent_history as module
-from treering.runtime.pools.sent_history import SentHistory
-from treering.runtime.workers.draft_history import DraftHistory, ReceivedHistory
-from treering.types import PromptId
+from treering.runtime.pools import worker_state as module
+from treering.runtime.pools.worker_state import SentHistory
+from treering.runtime.workers.step_engine import ReceivedHistory
 
 NUM_PROMPTS, NUM_STEPS, PER_STEP = 12, 30, 3
 MAX_LENGTH = 9
@@ -30,13 +25,6 @@ def published(store: HistoryStore, *prompt_ids: str) -> HistoryStore:
         store.add(prompt_id, [np.array([5, 6], np.int32)], version=0)
     store.publish()
     return store
-
-
-@dataclass(slots=True, eq=False)
-class Changing:
-    """A history that is replaced as a whole."""
-
-    snapshot: Mapping[PromptId, PromptIndex]
 
 
 @pytest.mark.parametrize("max_others", [0, 20, 10**6])
@@ -95,16 +83,6 @@ def test_the_finished_rollouts_of_a_step_come_with_the_next_one() -> None:
     assert sent.changes(["next"]) == {}
 
 
-def test_history_that_is_gone_is_dropped_in_the_worker_too() -> None:
-    source = Changing(filled("q", "r").snapshot)
-    sent = SentHistory(source)
-    sent.changes(["q", "r"])
-    source.snapshot = {}
-    assert sent.changes(["q"]) == {"q": None}
-    sent.begin()
-    assert sent.changes(["q"]) == {"r": None}
-
-
 def test_of_earlier_prompts_those_sent_first_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(*"abcd")
     # Each prompt has three entries.
@@ -115,24 +93,3 @@ def test_of_earlier_prompts_those_sent_first_go_first(monkeypatch: pytest.Monkey
         assert sent.changes([prompt_id]) == {prompt_id: store.snapshot[prompt_id]}
     sent.begin()
     assert sent.changes(["d"]) == {"d": store.snapshot["d"], "a": None}
-
-
-def test_without_drafts_from_others_a_worker_keeps_its_step_alone() -> None:
-    store = filled("a", "b")
-    sent = SentHistory(store, keeps_others=False)
-    sent.changes(["a", "new"])
-    published(store, "a", "new")
-    sent.begin()
-    # It never had history of the new one.
-    assert sent.changes(["b"]) == {"b": store.snapshot["b"], "a": None}
-
-
-def test_every_change_is_a_new_snapshot_for_the_drafter() -> None:
-    history, store = DraftHistory(None, DraftOptions()), filled("q")
-    received = history._source
-    before = received.snapshot
-    history.take({"q": store.snapshot["q"]})
-    during = received.snapshot
-    history.take({"q": None})
-    assert (len(before), len(during), len(received.snapshot)) == (0, 1, 0)
-    assert during is not before

@@ -12,10 +12,10 @@ from tests.runtime.pools.test_rollout_pool import QuietChild
 from tests.runtime.runs import TinyRecipe
 from treering.errors import StateError
 from treering.runtime.ipc.messages import FetchState, Rendezvous, TrainerSettings
-from treering.runtime.pools import trainer_ranks
-from treering.runtime.pools.trainer_ranks import TrainerRanks
-from treering.runtime.workers import trainer_ranks as joining
+from treering.runtime.pools import trainer_client as trainer_ranks
+from treering.runtime.pools.trainer_client import TrainerRanks
 from treering.runtime.workers import trainer_worker
+from treering.runtime.workers import trainer_worker as joining
 
 SETTINGS = TrainerSettings(recipe=TinyRecipe(), optim=PLAIN, options=options(), version=0, state=b"")
 MEETING = Rendezvous(host="127.0.0.1", port=1)

@@ -18,15 +18,6 @@ def expectations(predicted, *, initial=None, ratios=(1.0,), max_tokens=1000) -> 
     )
 
 
-def test_what_is_believed_stands_until_a_sibling_is_over() -> None:
-    group = expectations([100] * 8, initial=[70] * 8)
-    group.note_progress(0, 90)
-    assert group.expected.tolist() == [70] * 8
-    group.note_finished(5, 60)
-    assert group.expected[:4].tolist() == [70] * 4
-    assert (group.expected[4:] != 70).tolist() == [True, False, True, True]
-
-
 def test_the_example() -> None:
     group = expectations([100] * 4)
     group.note_finished(0, 300)
@@ -34,15 +25,6 @@ def test_the_example() -> None:
     # Two lengths that were seen, and the prediction with the weight of two: (300 + 320 + 2 * 100) / 4.
     assert group.expected[2:].tolist() == [205, 205]
     assert group.lengths.tolist() == [300, 320, 0, 0]
-
-
-def test_a_running_rollout_is_expected_beyond_what_it_has() -> None:
-    group = expectations([100] * 4)
-    group.note_progress(2, 200)
-    group.note_finished(0, 300)
-    # Beyond 200 tokens only the 300 have been seen.
-    assert (group.expected[2], group.so_far(2)) == (300, 200)
-    assert group.expected[3] < 300
 
 
 @given(

@@ -48,15 +48,6 @@ def test_what_is_drawn_is_believed_with_its_spread():
     assert problem.traces[0].steps[0].lengths.tolist() != problem.traces[1].steps[0].lengths.tolist()
 
 
-def test_no_drawn_length_is_beyond_what_is_possible():
-    problem = search_problem(
-        plan_request(cluster_of(), np.full(50, 499.0), np.full(50, 1.0)), CalibratedLengths(2.0), seed=0
-    )
-    for drawn in problem.traces:
-        assert max(step.lengths.max() for step in drawn.steps) == 500
-        assert min(step.lengths.min() for step in drawn.steps) == 1
-
-
 @pytest.mark.parametrize(
     ("num_workers", "num_rollouts", "planned"),
     [(32, 4096, 32), (1000, 4000, 32), (32, 8192, 16), (64, 65536, 8), (4, 65536, 4)],
@@ -69,10 +60,6 @@ def test_large_clusters_are_planned_for_by_a_sample(num_workers, num_rollouts, p
     assert sampled.size == round(num_rollouts * planned / num_workers)
     # As many rollouts a worker, and alike in all quantiles.
     assert np.quantile(sampled, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(lengths, [0.1, 0.5, 0.9]), rel=0.04)
-
-
-def test_at_staleness_0_no_plan_takes_turns_or_alternates():
-    assert [plan.name for plan in plain_plans(cluster_of(staleness=0))] == ["longest first"]
 
 
 def test_no_plan_takes_more_turns_than_the_staleness_allows_or_than_there_are_workers():
@@ -159,17 +146,6 @@ def test_a_plan_scales_with_the_cluster():
     assert rescaled(PlacementPlan(name="long workers", long_share=0.2, num_long_workers=7), 3, 8).num_long_workers == 2
     plain = PlacementPlan(name="plain")
     assert rescaled(plain, 1000, 32) is plain
-
-
-def test_updates_that_take_no_time_are_taken_not_to_be_known():
-    lengths = lengths_of(400)
-    unknown = search_problem(plan_request(cluster_of(), lengths), CalibratedLengths(), seed=0).cluster
-    step = search_problem(plan_request(cluster_of(), lengths), CalibratedLengths(), seed=0).traces[0].steps
-    tokens = np.mean([int(each.lengths.sum()) for each in step])
-    # 8 workers with 8 rows each, 20 + 0.5 x 8 = 24 s for 8 tokens.
-    assert unknown.latency.training_s == pytest.approx(0.07 * tokens * 3 / 8)
-    known = replace(cluster_of(), latency=replace(cluster_of().latency, training_s=5.0))
-    assert search_problem(plan_request(known, lengths), CalibratedLengths(), seed=0).cluster.latency.training_s == 5.0
 
 
 def test_turns_do_not_look_free_where_no_update_was_seen():

@@ -84,39 +84,6 @@ def test_small_cases_are_near_the_best_of_all_ways_to_share_out(seed):
     assert two_steps(groups, share_out(groups, where), where) <= 1.25 * best
 
 
-def test_the_example():
-    groups = [np.full(8, 100.0), np.full(8, 400.0)]
-    where = cluster(5, 8, step_s=20.0, row_s=1.0)
-    assert share_out(groups, where).tolist() == [3, 2]
-    # 4 or 3 rollouts of 400 tokens, and 3 of 100; against 3 of 400 in both.
-    assert two_steps(groups, [3, 2], where) == pytest.approx(400 * 24 + 100 * (20 + 8 / 3))
-    assert two_steps(groups, [2, 3], where) == pytest.approx(800 * (20 + 8 / 3))
-
-
-@pytest.mark.parametrize("num_workers", [8, 9, 12])
-@pytest.mark.parametrize("power", [0.3, 0.5])
-def test_concave_profiles_on_small_pools_have_a_plan(num_workers, power):
-    groups = groups_of(4000 * np.linspace(0.01, 1, 4096) ** power, 8)
-    counts = share_out(groups, cluster(num_workers, 64, step_s=20.0, row_s=0.05))
-    assert (counts.min(), counts.sum()) == (1, num_workers)
-
-
-@pytest.mark.parametrize("num_workers", [64, 73, 100, 128])
-def test_large_pools_leave_no_worker_unassigned(num_workers):
-    groups = groups_of(np.random.default_rng(0).exponential(3000, 4096).clip(1), 8)
-    assert share_out(groups, cluster(num_workers, 64, step_s=20.0, row_s=0.05)).sum() == num_workers
-
-
-def test_the_shortest_group_does_not_take_the_workers_of_the_longest():
-    # The printed planner, where training is short, gives 16 of 32 to the shortest and 3 to the longest.
-    groups = groups_of(np.random.default_rng(0).exponential(3000, 4096).clip(1), 8)
-    where = cluster(32, 64, step_s=20.0, row_s=0.05)
-    printed = [16, 2, 2, 2, 2, 2, 3, 3]
-    counts = share_out(groups, where)
-    assert two_steps(groups, counts, where) < 0.95 * two_steps(groups, printed, where)
-    assert two_steps(groups, counts, where) <= two_steps(groups, [4] * 8, where)
-
-
 def test_no_slope_is_taken_that_is_worse_than_as_many_workers_for_all():
     # The best slope gives [1, 2, 2, 2, 2, 15], and the longest worker 7 % more to do.
     groups = groups_of(lognormal_of_seed(45), 6)

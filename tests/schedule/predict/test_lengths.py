@@ -6,18 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treering.errors import ConfigError, InputError
-from treering.schedule.predict.lengths import EmaLengths, MedianLengths, QuantileLengths, make_predictor
-from treering.schedule.predict.seen_lengths import SeenLengths
+from treering.schedule.predict.lengths import LengthPredictor, SeenLengths, make_predictor
 
-KINDS = {
-    "median": lambda: MedianLengths(guess=500.0),
-    "ema": lambda: EmaLengths(guess=500.0, alpha=0.25),
-    "quantile": lambda: QuantileLengths(guess=500.0, quantile=0.9, num_epochs=2),
-}
+KINDS = ("median", "ema", "quantile")
+
+
+def predictor_of(kind):
+    return LengthPredictor(kind, guess=500.0)
 
 
 def test_a_group_is_predicted_alike_and_prompts_in_order():
-    lengths = MedianLengths(guess=500.0)
+    lengths = predictor_of("median")
     lengths.observe("b", np.array([10, 20, 90]))
     lengths.observe(7, np.array([40]))
     assert lengths.predict([7, "b"], 3).tolist() == [40.0] * 3 + [20.0] * 3
@@ -25,30 +24,25 @@ def test_a_group_is_predicted_alike_and_prompts_in_order():
     assert lengths.predict([], 3).shape == (0,)
 
 
-def test_the_median_is_that_of_the_latest_epoch_alone():
-    lengths = MedianLengths(guess=500.0)
-    lengths.observe("a", [1000, 2000])
-    lengths.observe("a", [10, 20, 300, 400])
-    assert lengths.predict(["a"], 1).tolist() == [160.0]
-
-
-def test_the_moving_mean_gives_the_latest_median_its_share():
-    lengths = EmaLengths(guess=500.0, alpha=0.25)
-    for epoch in ([100], [200, 300, 900], [40]):
+@pytest.mark.parametrize(
+    ("kind", "epochs", "expected"),
+    [
+        ("median", [[1000, 2000], [10, 20, 300, 400]], 160.0),
+        ("ema", [[100], [200, 300, 900], [40]], 0.5 * 40 + 0.5 * (0.5 * 300 + 0.5 * 100)),
+        # The upper quartile of 100, 200, 300, 400 and 500.
+        ("quantile", [[900, 950], [100, 200], [300, 400, 500]], 400.0),
+    ],
+)
+def test_a_prompt_is_predicted_from_its_latest_epochs(kind, epochs, expected):
+    lengths = predictor_of(kind)
+    for epoch in epochs:
         lengths.observe("a", epoch)
-    assert lengths.predict(["a"], 1).tolist() == [0.25 * 40 + 0.75 * (0.25 * 300 + 0.75 * 100)]
-
-
-def test_the_quantile_is_that_of_all_rollouts_of_the_latest_epochs():
-    lengths = QuantileLengths(guess=500.0, quantile=0.5, num_epochs=2)
-    for epoch in ([9000], [10, 30], [20]):
-        lengths.observe("a", epoch)
-    assert lengths.predict(["a"], 1).tolist() == [20.0]
+    assert lengths.predict(["a"], 1).tolist() == [expected]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_without_history_get_the_median_of_all_that_was_seen(kind):
-    lengths = KINDS[kind]()
+    lengths = predictor_of(kind)
     assert lengths.predict(["a", "b"], 2).tolist() == [500.0] * 4
     lengths.observe("a", [10, 20])
     lengths.observe("a", [40, 80])
@@ -69,7 +63,7 @@ def test_the_median_of_what_was_seen_is_exact(parts):
 def test_a_predictor_goes_on_from_its_state(kind):
     random = np.random.default_rng(0)
     steps = [(int(prompt), random.integers(1, 900, 4)) for prompt in random.integers(0, 3, 12)]
-    whole, first = KINDS[kind](), KINDS[kind]()
+    whole, first = predictor_of(kind), predictor_of(kind)
     for prompt, lengths in steps:
         whole.observe(prompt, lengths)
     for prompt, lengths in steps[:6]:
@@ -77,7 +71,7 @@ def test_a_predictor_goes_on_from_its_state(kind):
     # As a checkpoint keeps it: text, which later observations cannot reach.
     state = json.loads(json.dumps(first.state()))
     first.observe(0, np.array([7]))
-    resumed = KINDS[kind]()
+    resumed = predictor_of(kind)
     resumed.observe("forgotten", [3])
     resumed.load_state(state)
     for prompt, lengths in steps[6:]:
@@ -89,7 +83,7 @@ def test_a_predictor_goes_on_from_its_state(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_is_not_changed_by_what_is_seen_later(kind):
-    lengths = KINDS[kind]()
+    lengths = predictor_of(kind)
     lengths.observe("a", [10, 20])
     state = lengths.state()
     text = json.dumps(state)
@@ -100,7 +94,7 @@ def test_a_state_is_not_changed_by_what_is_seen_later(kind):
 
 def test_the_state_of_another_predictor_is_refused():
     with pytest.raises(InputError, match="ema resumes from its own state, got 'median''s"):
-        KINDS["ema"]().load_state(KINDS["median"]().state())
+        predictor_of("ema").load_state(predictor_of("median").state())
 
 
 def test_predictors_go_by_their_names():
@@ -116,20 +110,10 @@ def test_predictors_go_by_their_names():
 @pytest.mark.parametrize("lengths", [[], [0], [-3, 4], [1.5], [[1]]])
 def test_lengths_that_are_none_are_refused(lengths):
     with pytest.raises(InputError, match="whole numbers from 1 on"):
-        MedianLengths(guess=1.0).observe("a", lengths)
+        predictor_of("median").observe("a", lengths)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: MedianLengths(guess=0.0),
-        lambda: MedianLengths(guess=float("nan")),
-        lambda: EmaLengths(guess=1.0, alpha=0.0),
-        lambda: EmaLengths(guess=1.0, alpha=1.5),
-        lambda: QuantileLengths(guess=1.0, quantile=1.1),
-        lambda: QuantileLengths(guess=1.0, num_epochs=0),
-    ],
-)
-def test_settings_out_of_their_range_are_refused(make):
-    with pytest.raises(ConfigError):
-        make()
+@pytest.mark.parametrize("guess", [0.0, float("nan")])
+def test_a_guess_that_is_no_length_is_refused(guess):
+    with pytest.raises(ConfigError, match="guessed above 0"):
+        LengthPredictor("median", guess=guess)

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from treering.errors import InputError
 from treering.schedule.predict.siblings import expected_lengths
 
 
@@ -15,14 +14,6 @@ def test_before_anything_has_ended_it_is_the_mean_of_what_was_predicted():
     # Of 50, 100 and 150 only the last two lie beyond 60, and only the last beyond 100.
     assert expect([60], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([125.0])
     assert expect([100], [], ratios=[0.5, 1.0, 1.5]) == pytest.approx([150.0])
-
-
-def test_finished_siblings_count_like_predictions_of_their_weight():
-    # Two siblings of 400 against a weight of 2 at 100.
-    assert expect([0], [400, 400]) == pytest.approx([250.0])
-    assert expect([0], [400, 400], prior=6.0) == pytest.approx([175.0])
-    # Behind 100 only the siblings are left.
-    assert expect([150], [400, 600]) == pytest.approx([500.0])
 
 
 def test_a_sibling_that_runs_on_makes_those_behind_it_longer():
@@ -56,25 +47,3 @@ def test_a_rollout_is_expected_beyond_what_it_has_and_more_the_more_it_has(seed)
     found = expected_lengths(running, finished, predicted=600.0, ratios=ratios, max_tokens=5000)
     assert (found > running).all()
     assert (np.diff(found) >= -1e-9).all()
-
-
-def test_nothing_running_has_no_expectation():
-    assert expect([], [30, 40]) == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"ratios": []},
-        {"ratios": [0.0]},
-        {"ratios": [np.inf]},
-        {"predicted": 0.0},
-        {"prior": 0.0},
-        {"running": [-1]},
-        {"finished": [0]},
-    ],
-)
-def test_numbers_out_of_their_range_are_refused(wrong):
-    given = {"running": [1], "finished": [1], "ratios": [1.0], "predicted": 1.0, "prior": 1.0} | wrong
-    with pytest.raises(InputError):
-        expect(given.pop("running"), given.pop("finished"), **given)

@@ -1,12 +1,10 @@
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.simulator import token_by_token
-from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, OFF
 from treering.schedule.simulator.events import run_step
-from treering.schedule.simulator.migration import MAX_MOVES
+from treering.schedule.simulator.migration import CONSOLIDATE, DRAIN, FASTER, MAX_MOVES, OFF
 from treering.schedule.simulator.step import Rules, StepRollouts
 from treering.schedule.turns import Turns
 
@@ -133,12 +131,6 @@ def test_a_move_prefills_what_the_rollout_has_while_its_worker_decodes_nothing()
     assert moves.finished[4] == 288 + 1.5
 
 
-def test_no_rollout_moves_where_prefill_costs_more_than_is_saved():
-    # It is thought to go on for 3 tokens, 1 s sooner each; 12 tokens of prefill at 0.2 s are 1.25 x 2.4 s = 3 s.
-    assert outgrown(FASTER, prefill_s=0.2).num_moved == 0
-    assert outgrown(FASTER, prefill_s=0.19).num_moved == 1
-
-
 def test_the_last_outlier_of_a_share_leaves_for_the_fullest_worker_and_frees_its_own():
     queues, lengths, predicted = [[0, 1, 2], [3], [4, 5]], [12, 12, 100, 200, 200, 300], [10, 10, 10, 300, 300, 300]
     found = {}
@@ -179,40 +171,6 @@ def test_slots_that_moves_leave_are_filled_at_once():
     # After 36 s rollout 0 ends, 3 starts, 1 moves, and 4 starts: 50 tokens at 3 s.
     assert outcome.num_moved == 1
     assert outcome.finished[[0, 4]].tolist() == [36, 186]
-
-
-def test_a_worker_without_a_share_neither_steals_nor_gets_a_rollout():
-    work = work_of([[0, 1, 2, 3], []], [5, 100, 100, 100], [1, 1, 1, 1])
-    outcome = run_step(np.array([0.0, 7.0]), work, rules_of([0, 1, 2], stealing=True, moving=DRAIN))
-    assert outcome.counts.tolist() == [4, 0]
-    assert outcome.ends[1] == 7
-
-
-def test_a_worker_that_comes_late_finds_its_queue_taken():
-    outcome = run_step(np.array([0.0, 50.0]), work_of([[0], [1, 2]], [5, 5, 5]), rules_of([0, 1], stealing=True))
-    assert outcome.finished.tolist() == [5, 10, 15]
-    assert (outcome.counts.tolist(), outcome.num_stolen) == ([3, 0], 2)
-    assert outcome.ends.tolist() == [15, 50]
-
-
-@pytest.mark.parametrize("swap", [False, True])
-def test_of_workers_that_are_free_at_the_same_time_the_lowest_takes_first(swap):
-    # Workers 0 and 1 end at 4 s; worker 2 has two rollouts queued, the longer one first.
-    queues = [[0], [1], [2, 3, 4]]
-    starts = np.array([0.0, 0.0, 0.0])
-    lengths = [4, 4, 30, 20, 10]
-    outcome = run_step(starts, work_of(queues[::-1] if swap else queues, lengths), rules_of([0, 1], stealing=True))
-    assert outcome.finished[3:].tolist() == [24, 14]
-    assert outcome.ends.tolist() == ([30, 24, 14] if swap else [24, 14, 30])
-
-
-def test_the_same_step_runs_the_same_way_twice():
-    rng = np.random.default_rng(3)
-    work = work_of([range(50), range(50, 90), range(90, 100)], rng.integers(1, 9, 100), rng.uniform(1, 3, 100))
-    rules = rules_of([0, 1, 1.3, 1.7, 2.2], prefill_s=0.1, max_tokens=9, stealing=True, moving=DRAIN)
-    one, other = (run_step(np.zeros(3), work, rules) for _ in range(2))
-    assert one.finished.tolist() == other.finished.tolist()
-    assert (one.num_stolen, one.num_moved) == (other.num_stolen, other.num_moved)
 
 
 def test_a_rollout_moves_with_tails_a_few_times_and_then_stays():

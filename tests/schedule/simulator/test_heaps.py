@@ -27,15 +27,6 @@ def drained(keys, numbers, base, size):
     return found
 
 
-@settings(max_examples=60, deadline=None)
-@given(ENTRIES, st.integers(0, 3))
-def test_entries_come_out_by_key_and_then_by_number(entries, base):
-    keys, numbers = heap_of(entries, base)
-    assert drained(keys, numbers, base, len(entries)) == sorted(entries)
-    assert (keys[:base] == -7).all()
-    assert (keys[base + len(entries) :] == -7).all()
-
-
 @settings(max_examples=100, deadline=None)
 @given(ENTRIES, st.data())
 def test_an_entry_taken_out_of_the_middle_is_missing_and_no_other(entries, data):
@@ -59,12 +50,3 @@ def test_pushes_and_pops_in_any_order_are_those_of_a_plain_heap(changes):
         elif plain:
             assert (keys[0], numbers[0]) == heapq.heappop(plain)
             pop(keys, numbers, 0, len(plain) + 1)
-
-
-def test_what_takes_the_place_of_an_entry_may_belong_above_it():
-    # 3 comes from the other side into the place of 11, which is below 10.
-    keys, numbers = heap_of([(key, 0) for key in (0, 10, 1, 11, 12, 2, 3)], 0)
-    assert keys[:7].tolist() == [0, 10, 1, 11, 12, 2, 3]
-    remove(keys, numbers, 0, 7, 3)
-    assert keys[:6].tolist() == [0, 3, 1, 10, 12, 2]
-    assert drained(keys, numbers, 0, 6) == [(key, 0) for key in (0, 1, 2, 3, 10, 12)]

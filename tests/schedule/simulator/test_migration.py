@@ -25,16 +25,6 @@ def test_what_has_outgrown_its_prediction_by_more_is_taken_to_go_on_for_as_long(
     assert saved(10_000, predicted=6000.0, prefill_s=0.0) == pytest.approx(4000 * 4.4)
 
 
-def test_nothing_is_saved_of_tokens_beyond_the_longest_possible():
-    assert saved(10_000, max_tokens=10_100.0, prefill_s=0.0) == pytest.approx(100 * 4.4)
-    assert saved(10_000, max_tokens=10_000.0) < 0
-
-
-def test_a_worker_as_full_is_no_better():
-    assert saved(10_000, here=40, there=39, prefill_s=0.0) == 0
-    assert saved(10_000, here=40, there=50, prefill_s=0.0) < 0
-
-
 def test_a_move_saves_more_than_it_costs_by_a_margin():
     costs = 2500 * 4.4 / HYSTERESIS / 10_000
     assert saved(10_000, prefill_s=costs * 1.001) < 0 < saved(10_000, prefill_s=costs * 0.999)

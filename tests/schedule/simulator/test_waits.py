@@ -21,8 +21,6 @@ from treering.schedule.traces.trace import Trace
 from treering.schedule.traces.waits import WaitLaw, with_waits
 from treering.schedule.turns import Turns, even_turns
 
-SIMULATED = [name for name in POLICIES if name != "tail_batching"]
-
 
 def outcome_of(queues, rollouts, num_slots):
     """When each rollout ends, with a second for a token however many run."""
@@ -114,7 +112,7 @@ def waiting_trace(workers: Cluster, seed: int, share: float = 0.5) -> Trace:
     return with_waits(trace(*lengths.tolist()), law, workers, noise=0.25, seed=seed)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_no_plan_ends_before_the_bound(name, staleness):
     for seed in range(3):
@@ -123,7 +121,7 @@ def test_no_plan_ends_before_the_bound(name, staleness):
         assert timeline.bound_s <= timeline.makespan_s * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", POLICIES)
 def test_turns_without_waiting_change_no_plan_and_no_time(name):
     workers = cluster(2, 3, staleness=1, latency=linear_latency(step_s=1.0, row_s=0.1, training_s=5.0))
     plain = trace(*np.random.default_rng(0).integers(1, 60, (4, 24)).tolist())

@@ -6,7 +6,7 @@ import pytest
 
 from treering.data import Trajectory, append_trajectories
 from treering.errors import DataWarning, InputError
-from treering.schedule.predict.lengths import MedianLengths, make_predictor
+from treering.schedule.predict.lengths import LengthPredictor, make_predictor
 from treering.schedule.traces.logs import _counted, read_log
 from treering.schedule.traces.replay import predicted_steps, read_trace
 
@@ -72,11 +72,6 @@ def test_a_run_is_read_from_its_own_rollouts(tmp_path):
     assert shape(read_log(folder / "epoch-000.jsonl")) == [[("a", 3)]]
 
 
-def test_tokens_without_a_mask_are_all_sampled(tmp_path):
-    [step] = read_log(write(tmp_path / "log.jsonl", [{"task_id": 3, "epoch": 0, "tokens": [5, 6, 7]}]))
-    assert (shape([step]), step.num_prompt_tokens.tolist()) == ([[(3, 3)]], [0])
-
-
 def steps_of(tmp_path, rows):
     return read_log(write(tmp_path / "log.jsonl", rows))
 
@@ -85,11 +80,11 @@ def test_a_step_is_predicted_from_the_steps_before_it(tmp_path):
     rows = [line("a", length, epoch=epoch) for epoch, length in enumerate([100, 200, 300])]
     rows += [line("b", 10, epoch=2), line("b", 30, epoch=2), line("b", 50, epoch=3)]
     steps = steps_of(tmp_path, rows)
-    fresh = predicted_steps(steps, MedianLengths(guess=7.0))
+    fresh = predicted_steps(steps, LengthPredictor("median", guess=7.0))
     # b is new in epoch 2: the median of 100 and 200.
     assert [step.forecast.lengths.tolist() for step in fresh] == [[7.0], [100.0], [200.0, 150.0, 150.0], [20.0]]
     assert [step.forecast.prompts.tolist() for step in fresh] == [[0], [0], [0, 1, 1], [1]]
-    late = predicted_steps(steps, MedianLengths(guess=7.0), staleness=1)
+    late = predicted_steps(steps, LengthPredictor("median", guess=7.0), staleness=1)
     assert [step.forecast.lengths.tolist() for step in late] == [[7.0], [7.0], [100.0] * 3, [150.0]]
 
 

@@ -11,21 +11,16 @@ from tests.forests import SHAPES
 from tests.models import build_float64, take_gradients
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
-from treering.train.gradient import run
+from treering.train.gradient import auto_tokens, run
+from treering.train.gradient.activations import bytes_per_token
+from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, tokens_that_fit
 from treering.train.gradient.backward import backward
-from treering.train.gradient.memory import auto_tokens
-from treering.train.gradient.memory.auto_tokens import DEFAULT_TOKENS, tokens_that_fit
-from treering.train.gradient.memory.saved_tensors import bytes_per_token
 from treering.train.objectives import gspo, sft
 from treering.tree.forest import Forest
 
 SEQUENCES = SHAPES["bushy"]
 MASKS = [[0] + [1] * (len(sequence) - 1) for sequence in SEQUENCES]
 FOREST = Forest.from_sequences(SEQUENCES)
-OBJECTIVES: dict[str, Callable[[], Any]] = {
-    "entries": lambda: sft(MASKS),
-    "branches": lambda: gspo([float(i % 3) - 1 for i in range(len(MASKS))], MASKS),
-}
 
 
 @pytest.fixture
@@ -65,7 +60,7 @@ def runs_out(monkeypatch: pytest.MonkeyPatch, *, above: int, after: int) -> list
     return largest
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["entries", "branches"])
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_step_that_ran_out_of_memory_leaves_the_gradients_of_one_that_did_not(
     objective: str, after: int, model: nn.Module, monkeypatch: pytest.MonkeyPatch
@@ -125,12 +120,7 @@ def test_a_number_stays_a_limit_and_is_never_tried_again(model: nn.Module, monke
         backward(model, FOREST, sft(MASKS), 64)
 
 
-def test_on_a_cpu_auto_is_a_fixed_number(model: nn.Module) -> None:
-    plans = [backward(model, FOREST, sft(MASKS), tokens).plan for tokens in ("auto", DEFAULT_TOKENS)]
-    assert plans[0].max_tokens == plans[1].max_tokens
-
-
-@pytest.mark.parametrize("free_tokens", [10, 1000, 50_000])
+@pytest.mark.parametrize("free_tokens", [10, 50_000])
 def test_the_measured_number_fits_into_free_memory(
     free_tokens: int, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,5 +132,5 @@ def test_the_measured_number_fits_into_free_memory(
         free = free_tokens * each * 4 / 3 + trained * 16 * 4 / 3
         monkeypatch.setattr(auto_tokens, "free_memory", lambda device, max_bytes: (free, None))
         found = auto_tokens._measured(parts)
-    assert found == max(auto_tokens.LEAST_TOKENS, free_tokens) or abs(found - free_tokens) <= 1
-    assert tokens_that_fit(parts) == DEFAULT_TOKENS
+    assert abs(found - free_tokens) <= 1
+    assert tokens_that_fit(parts) == DEFAULT_TOKENS, "on a CPU it is a fixed number"

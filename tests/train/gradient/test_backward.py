@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tests.backends import EXACT_BACKENDS
-from tests.forests import SHAPES, comb, star
+from tests.forests import SHAPES, comb, sequence_sets, star
 from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, global_norm, take_gradients
 from tests.train.flat import Batch, batches, flat_loss
 from treering.attention import backends
@@ -20,6 +21,7 @@ from treering.errors import InputError, StateError
 from treering.train.gradient.backward import backward
 from treering.train.objectives import Objective, dapo, grpo, sft
 from treering.tree.forest import Forest
+from treering.tree.plan.costs import CostModel
 
 MODEL = build_float64()
 NORMALIZERS = ["token_mean", "sequence_mean", "tree_mean", "constant", "sum"]
@@ -27,6 +29,7 @@ SHARED = ["sum", "once"]
 KINDS = ["sft", "grpo", "dapo"]
 CLIPS = {"sft": (0.2, 0.2), "grpo": (0.2, 0.2), "dapo": (0.2, 0.28)}
 EXACT = 1e-10
+DEAR_SEGMENTS = CostModel(token_s=1e-6, pair_s=0.0, segment_s=1.0)
 
 
 def objective_of(kind: str, batch: Batch, normalizer: str, shared: str, on_policy: bool = False) -> Objective:
@@ -91,7 +94,7 @@ def batch_of(groups: list[list[list[int]]], seed: int = 0) -> Batch:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(batch=batches(), normalizer=st.sampled_from(NORMALIZERS), shared=st.sampled_from(SHARED))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_gradients_equal_those_of_flat_sequences(kind: str, batch: Batch, normalizer: str, shared: str) -> None:
     assert_step_is_exact(MODEL, batch, kind, normalizer, shared)
 
@@ -103,13 +106,17 @@ def test_without_old_logprobs_the_ratio_is_one(kind: str, batch: Batch, normaliz
     assert_step_is_exact(MODEL, batch, kind, normalizer, shared, on_policy=True)
 
 
-@given(batch=batches(max_groups=3), spare=st.integers(0, 10), shared=st.sampled_from(SHARED))
+@given(
+    batch=batches(max_groups=3),
+    spare=st.integers(0, 10),
+    normalizer=st.sampled_from(NORMALIZERS),
+    shared=st.sampled_from(SHARED),
+)
 @settings(max_examples=25)
-def test_micro_batches_change_nothing(batch: Batch, spare: int, shared: str) -> None:
+def test_micro_batches_change_nothing(batch: Batch, spare: int, normalizer: str, shared: str) -> None:
     trees = [tree for group in batch.groups for tree in Forest.from_sequences(group).trees()]
     budget = max(tree.num_tokens for tree in trees) + spare
-    for normalizer in NORMALIZERS:
-        assert_step_is_exact(MODEL, batch, "dapo", normalizer, shared, max_tokens=budget)
+    assert_step_is_exact(MODEL, batch, "dapo", normalizer, shared, max_tokens=budget)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -117,16 +124,20 @@ def test_every_shape_is_exact(shape: str) -> None:
     assert_step_is_exact(MODEL, batch_of([SHAPES[shape][:30]]), "dapo", "token_mean")
 
 
-@pytest.mark.parametrize("backend", EXACT_BACKENDS)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("family", "tied", "backend"),
+    [
+        *((family, bool(i % 2), "segments") for i, family in enumerate(FAMILIES)),
+        *((family, bool(i % 2), "reference") for i, family in enumerate(("gemma2", "gpt_oss", "qwen3"))),
+    ],
+)
 def test_every_family_and_backend_is_exact(family: str, tied: bool, backend: str) -> None:
     model = build_float64(family, tie_word_embeddings=tied)
     batch = batch_of([SHAPES["long segments"], SHAPES["prefixes of each other"]])
     assert_step_is_exact(model, batch, "grpo", "sequence_mean", backend=backend, temperature=0.8)
 
 
-@pytest.mark.parametrize("sequences", [comb(1000)[::20], star(1000)], ids=["comb 1000 deep", "star 1000 wide"])
+@pytest.mark.parametrize("sequences", [comb(1000)[199::200], star(600)], ids=["comb 1000 deep", "star 600 wide"])
 def test_deep_and_wide_trees_are_exact(sequences: list[list[int]]) -> None:
     assert_step_is_exact(build_float64(vocab_size=1024), batch_of([sequences]), "dapo", "token_mean")
 
@@ -204,7 +215,7 @@ def low_precision_distance(family: str, seed: int, path: str) -> float:
     return global_norm({name: actual[name].float() - expected[name] for name in expected}) / global_norm(expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "mixtral"])
 def test_bfloat16_strays_no_further_than_1_1_times_the_flat_run(family: str) -> None:
     ratios = [
         low_precision_distance(family, seed, "tree") / low_precision_distance(family, seed, "flat") for seed in range(9)
@@ -293,6 +304,41 @@ def test_extreme_ratios_leave_gradients_finite() -> None:
     assert all(bool(gradient.isfinite().all()) for gradient in take_gradients(model).values())
 
 
-def test_a_foreign_token_is_refused() -> None:
-    with pytest.raises(InputError, match="token id 99"):
-        backward(MODEL, Forest.from_sequences([[1, 2, 3], [1, 99]]), sft())
+@settings(max_examples=12)
+@given(
+    st.lists(sequence_sets(max_sequences=4, max_extra=6), min_size=1, max_size=2),
+    st.sampled_from(NORMALIZERS),
+    st.sampled_from(SHARED),
+    st.sampled_from([None, 5]),
+)
+def test_separate_chains_give_the_gradient_of_the_trees(
+    groups: list[list[list[int]]], normalizer: str, shared: str, max_tokens: int | None
+) -> None:
+    batch = batch_of([*groups, [[1, 2, 3], [1, 2, 4], [1, 5]]])
+    objective = objective_of("grpo", batch, normalizer, shared)
+    expected = backward(MODEL, forests_of(batch), objective)
+    gradients = take_gradients(MODEL)
+    result = backward(MODEL, forests_of(batch), objective, max_tokens, costs=DEAR_SEGMENTS)
+    assert result.plan.unshared
+    assert result.plan.num_tokens > expected.plan.num_tokens
+    assert result.loss == pytest.approx(expected.loss, rel=1e-10, abs=1e-10)
+    assert result.num_trained_tokens == pytest.approx(expected.num_trained_tokens)
+    assert_gradients_equal(take_gradients(MODEL), gradients, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [(family, ("reentrant", "non_reentrant")[i % 2]) for i, family in enumerate(FAMILIES)]
+)
+def test_checkpointed_adapters_of_every_family_are_exact(family: str, mode: str) -> None:
+    base = build_float64(family)
+    config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = get_peft_model(base, config).double()
+    batch = batch_of([SHAPES["long segments"]])
+    flat_loss(model, batch, kind="sft", normalizer="token_mean").backward()  # type: ignore[no-untyped-call]
+    expected = take_gradients(model)
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    enable({"use_reentrant": mode == "reentrant"})
+    backward(model, Forest.from_sequences(batch.groups[0]), sft(batch.masks))
+    actual = take_gradients(model)
+    assert actual
+    assert_gradients_equal(actual, expected, 1e-10)

@@ -107,8 +107,7 @@ def step(model: nn.Module, objective: Objective, options: dict[str, Any]) -> Bac
     return backward(model, [Forest.from_sequences(SEQUENCES)], objective, **options)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("is_lora", [False, True], ids=["weights", "lora"])
+@pytest.mark.parametrize(("name", "is_lora"), [*((name, False) for name in CASES), ("partitioned", True)])
 def test_a_step_reads_no_value_on_the_host(name: str, is_lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     family, objective, options = CASES[name]
     model: Any = build(family)

@@ -43,24 +43,17 @@ def test_stock_code_stays_within_1e_6_of_the_whole_gradient(family: str) -> None
     for planning in PLANNINGS:
         with planned(planning):
             assert distance(tree_gradients(model), expected) <= 1e-6
-
-
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_stock_code_in_partitions_stays_within_1e_6_of_the_whole_gradient(family: str) -> None:
-    model = build_hybrid(family).double()
-    expected = flat_gradients(model)
     with cut_by(lambda tree: random_partitions(tree, 1, 30, cut=0.05)):
         assert distance(tree_gradients(model), expected) <= 1e-6
 
 
 @pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("planning", ["fork, padded", "rescan"])
-def test_bfloat16_strays_no_further_than_1_1_times_the_flat_run(planning: str, family: str) -> None:
+def test_bfloat16_strays_no_further_than_1_1_times_the_flat_run(family: str) -> None:
     ratios = []
     for seed in range(15):
         reference = flat_gradients(build_hybrid(family, seed), seed)
         model = build_hybrid(family, seed).bfloat16()
-        with planned(planning):
+        with planned("fork, padded"):
             tree = distance(tree_gradients(model, seed), reference)
         ratios.append(tree / distance(flat_gradients(model, seed), reference))
     assert sorted(ratios)[7] <= 1.1

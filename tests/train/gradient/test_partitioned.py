@@ -20,7 +20,6 @@ from tests.partitions import chain_partitions, random_partitions
 from tests.train.flat import Batch, batches
 from tests.train.gradient.test_backward import assert_step_is_exact, batch_of, objective_of
 from treering.attention import TreeLayout
-from treering.attention.gateway import Gateway
 from treering.errors import ConfigError, InputError
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
@@ -28,14 +27,11 @@ from treering.model.forward import hidden_states
 from treering.train.gradient import backward as step
 from treering.train.gradient import partitioned
 from treering.train.gradient import run as units
+from treering.train.gradient.activations import ActivationMemory, Parents, choose_parents, free_memory, saved_bytes
 from treering.train.gradient.backward import backward
-from treering.train.gradient.memory.activation_policy import ActivationMemory, Parents, choose_parents, free_memory
-from treering.train.gradient.memory.saved_tensors import saved_bytes
-from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
 from treering.train.objectives import gspo, ppo, sft
 from treering.tree.forest import Forest
-from treering.tree.plan.fragment import Sight
 from treering.tree.plan.partition import Partition, PartitionedTree
 from treering.tree.plan.plan import Plan
 
@@ -76,7 +72,7 @@ def test_any_partition_gives_the_gradients_of_flat_sequences(
 
 
 @given(batch=batches(), seed=st.integers(0, 10**6), size=st.integers(1, 12))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_keeping_and_recomputing_parents_agree_bit_for_bit(batch: Batch, seed: int, size: int) -> None:
     kept, again = (gradients_of(MODEL, batch, lambda tree: random_partitions(tree, seed, size), mode) for mode in MODES)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
@@ -99,14 +95,14 @@ def test_every_shape_is_exact_in_partitions(shape: str) -> None:
         assert_step_is_exact(MODEL, batch_of([SHAPES[shape][:30]]), "dapo", "token_mean")
 
 
-@pytest.mark.parametrize("sequences", [comb(1000)[::50], star(1000)], ids=["comb 1000 deep", "star 1000 wide"])
+@pytest.mark.parametrize("sequences", [comb(1000)[249::250], star(600)], ids=["comb 1000 deep", "star 600 wide"])
 def test_deep_and_wide_trees_are_exact_under_a_budget(sequences: list[list[int]]) -> None:
     model = build_float64(vocab_size=1024)
     assert_step_is_exact(model, batch_of([sequences]), "dapo", "token_mean", max_tokens=100)
 
 
-def test_a_chain_of_a_hundred_partitions_is_exact() -> None:
-    batch = batch_of([[[i % 7 for i in range(100)]]])
+def test_a_chain_of_sixty_partitions_is_exact() -> None:
+    batch = batch_of([[[i % 7 for i in range(60)]]])
     with cut_by(lambda tree: chain_partitions(tree.num_tokens, 1)):
         assert_step_is_exact(build_float64(num_hidden_layers=1), batch, "sft", "sum")
 
@@ -133,26 +129,24 @@ def chain_of_all(tree: Forest) -> tuple[Partition, ...]:
     return (Partition(tokens=np.arange(tree.num_tokens, dtype=np.int32), parent=-1),)
 
 
-@pytest.mark.parametrize("parents", MODES)
-@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "v_proj", "lm_head"]])
-def test_lora_is_exact_in_partitions(targets: list[str], parents: Parents) -> None:
+@pytest.mark.parametrize(
+    ("targets", "parents", "checkpointing"),
+    [
+        (["q_proj"], "keep", "none"),
+        (["q_proj", "v_proj", "lm_head"], "recompute", "none"),
+        (["q_proj", "v_proj"], "keep", "reentrant"),
+    ],
+)
+def test_lora_is_exact_in_partitions(
+    targets: list[str], parents: Parents, checkpointing: GradientCheckpointing
+) -> None:
     base = build_float64(tie_word_embeddings=False)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
     batch = batch_of([SHAPES["long segments"]])
     expected = gradients_of(model, batch, chain_of_all, "keep")
+    enable_gradient_checkpointing(model, checkpointing)
     got = gradients_of(model, batch, lambda tree: random_partitions(tree, 3, 20, cut=0.05), parents)
     assert sum(float(gradient.norm()) for gradient in expected.values()) > 0
-    assert_gradients_equal(got, expected, EXACT)
-
-
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj"]])
-def test_lora_with_reentrant_checkpointing_is_exact_in_partitions(targets: list[str]) -> None:
-    base = build_float64()
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
-    batch = batch_of([SHAPES["long segments"]])
-    expected = gradients_of(model, batch, chain_of_all, "keep")
-    enable_gradient_checkpointing(model, "reentrant")
-    got = gradients_of(model, batch, lambda tree: random_partitions(tree, 3, 20, cut=0.05), "keep")
     assert_gradients_equal(got, expected, EXACT)
 
 
@@ -220,104 +214,6 @@ def test_memory_is_that_of_the_longest_chain_or_of_one_partition(make: Callable[
     assert kept > 2 * again, "a bound that both meet would show nothing"
 
 
-def lose_gateway_gradients(patch: pytest.MonkeyPatch) -> None:
-    """Partitions below add no gradients."""
-    patch.setattr(Gateway, "take_gradient", lambda self, layer: None)
-
-
-def lose_one_layer(patch: pytest.MonkeyPatch) -> None:
-    """One of two layers is forgotten."""
-    honest = Gateway.take_gradient
-    patch.setattr(Gateway, "take_gradient", lambda self, layer: None if layer == 1 else honest(self, layer))
-
-
-def see_no_ancestors(patch: pytest.MonkeyPatch) -> None:
-    """A partition ignores the partitions above it."""
-    honest = partitioned.TreeLayout
-    patch.setattr(
-        partitioned,
-        "TreeLayout",
-        lambda fragment, device, *, ancestors, **rest: honest(fragment, device, **rest),
-    )
-
-
-def see_the_parent_only(patch: pytest.MonkeyPatch) -> None:
-    """Grandparents are forgotten."""
-    honest = partitioned.TreeLayout
-    patch.setattr(
-        partitioned,
-        "TreeLayout",
-        lambda fragment, device, *, ancestors, **rest: honest(fragment, device, ancestors=ancestors[:1], **rest),
-    )
-
-
-def see_all_of_the_parent(patch: pytest.MonkeyPatch) -> None:
-    """Siblings in the parent partition leak."""
-    honest = partitioned.sight_of
-
-    def wide(tree: Forest, keys: np.ndarray, queries: np.ndarray) -> Sight:
-        sight = honest(tree, keys, queries)
-        return sight._replace(first=np.zeros_like(sight.first), stop=np.full_like(sight.stop, queries.size))
-
-    patch.setattr(partitioned, "sight_of", wide)
-
-
-def count_positions_from_the_cut(patch: pytest.MonkeyPatch) -> None:
-    """RoPE restarts in every partition."""
-    honest = partitioned.hidden_states
-
-    def restarted(parts: object, fragment: Forest, layout: object, positions: np.ndarray) -> torch.Tensor:
-        return honest(parts, fragment, layout, positions - positions.min())  # type: ignore[arg-type]
-
-    patch.setattr(partitioned, "hidden_states", restarted)
-
-
-def forget_edges_across_cuts(patch: pytest.MonkeyPatch) -> None:
-    """The first token of a child partition has no label: its row belongs to the parent."""
-    honest = PartitionedStep.__init__
-
-    def forgetful(
-        self: PartitionedStep, tree: PartitionedTree, wanted: np.ndarray, *rest: object, **given: object
-    ) -> None:
-        inside = wanted.copy()
-        for part in tree.partitions:
-            above = tree.forest.parent[part.tokens]
-            inside[part.tokens[~np.isin(above, part.tokens)]] = False
-        honest(self, tree, inside, *rest, **given)  # type: ignore[arg-type]
-
-    patch.setattr(PartitionedStep, "__init__", forgetful)
-
-
-MUTATIONS = [
-    lose_gateway_gradients,
-    lose_one_layer,
-    see_no_ancestors,
-    see_the_parent_only,
-    see_all_of_the_parent,
-    count_positions_from_the_cut,
-    forget_edges_across_cuts,
-]
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS)
-def test_every_trap_of_partitioning_is_caught(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = batch_of([[[1] * 6 + [2] * 5, [1] * 6 + [3] * 5 + [4] * 4, [1] * 6 + [3] * 5 + [5] * 4]])
-    batch = Batch(
-        groups=batch.groups,
-        masks=[[1] * len(sequence) for sequence in batch.sequences],
-        advantages=batch.advantages,
-        old_logprobs=batch.old_logprobs,
-    )
-    with cut_by(lambda tree: random_partitions(tree, 4, 5, cut=0.2)):
-        assert_step_is_exact(MODEL, batch, "sft", "sum")
-        mutate(monkeypatch)
-        with pytest.raises((AssertionError, IndexError)):
-            assert_step_is_exact(MODEL, batch, "sft", "sum")
-    MODEL.zero_grad(set_to_none=True)
-
-
 def test_steps_leave_nothing_behind() -> None:
     """A probe that held its own graph once cost 64 tokens of activations per step."""
     model, forest = build(), Forest.from_sequences([[1] * 30, [1] * 20 + [2] * 10])
@@ -362,19 +258,6 @@ def test_the_memory_model_chooses_by_what_a_token_costs() -> None:
 def hidden_of(model: nn.Module, num_tokens: int) -> object:
     with tree_attention(model):
         return hidden_states(find_parts(model), Forest.from_sequences([[1] * num_tokens]))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_options_that_make_no_sense_are_refused_before_any_gradient() -> None:
-    forest = Forest.from_sequences([[1, 2, 3]])
-    for options, message in (
-        ({"parents": "drop"}, "parents is one of auto, keep, recompute, offload, got 'drop'"),
-        ({"parents": "offload"}, "the model is there already"),
-        ({"max_bytes": 0}, "max_bytes is a positive number of bytes"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            backward(MODEL, forest, sft(), 2, **options)  # type: ignore[arg-type]
-    assert all(weight.grad is None for weight in MODEL.parameters())
 
 
 def test_a_rank_with_little_work_runs_as_many_passes_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,11 +322,13 @@ def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkey
         ({"value_head": "x"}, "value_head is a module"),
         ({"value_head": nn.Linear(7, 1)}, "value_head reads hidden states of 32 numbers, got one that reads 7"),
         ({"forests": None}, "expected a Forest or several, got None"),
-        ({"forests": [3]}, "expected a Forest, got int"),
+        ({"parents": "drop"}, "parents is one of auto, keep, recompute, offload, got 'drop'"),
+        ({"parents": "offload"}, "the model is there already"),
+        ({"max_bytes": 0}, "max_bytes is a positive number of bytes"),
     ],
 )
-def test_values_of_the_wrong_kind_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_that_make_no_sense_are_refused_before_any_gradient(options: dict[str, object], message: str) -> None:
     given = {"forests": Forest.from_sequences([[1, 2, 3]]), "objective": sft(), "max_tokens": np.int64(2)} | options
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((ConfigError, InputError), match=message):
         backward(MODEL, **given)  # type: ignore[arg-type]
     assert all(weight.grad is None for weight in MODEL.parameters())

@@ -30,8 +30,7 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-@pytest.mark.parametrize("parents", ["auto", "keep", "recompute"])
-@pytest.mark.parametrize("max_tokens", [None, 25, 8])
+@pytest.mark.parametrize(("max_tokens", "parents"), [(None, "auto"), (25, "keep"), (8, "auto"), (8, "recompute")])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_rank_runs_what_it_announces(
     name: str, max_tokens: int | None, parents: Any, monkeypatch: pytest.MonkeyPatch

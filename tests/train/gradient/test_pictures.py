@@ -130,8 +130,7 @@ def test_partitions_cut_between_and_beside_pictures(family: str, max_tokens: int
             assert all(each.all() or not each.any() for each in inside)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize(("family", "backend"), [("gemma3", "reference"), ("qwen3_vl", "triton")])
 def test_other_backends_see_pictures_alike(family: str, backend: str) -> None:
     assert_equal(build(family), sequences_of(family), backend=backend, max_tokens=40)
 

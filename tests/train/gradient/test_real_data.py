@@ -11,8 +11,8 @@ from tests.train.gradient.test_backward import assert_step_is_exact
 from treering.data import RenderedTrajectory, read_trajectories, render
 
 VOCAB = 512
-MAX_FLAT_TOKENS = 4_000
-FILES = ["hotpotqa_react_reflexion", "qwen25math_maj8", "tau_airline_gpt4o", "toolbench_dfsdt", "tot_game24_bfs"]
+MAX_FLAT_TOKENS = 2_000
+FILES = ["hotpotqa_react_reflexion", "qwen25math_maj8", "tot_game24_bfs"]
 
 
 def first_task(rendered: list[RenderedTrajectory]) -> list[RenderedTrajectory]:

@@ -42,17 +42,16 @@ def step(model: nn.Module, max_tokens: int | None, losses: RouterLosses | None =
     return {name.removeprefix("_orig_mod."): grad for name, grad in take_gradients(model).items()}
 
 
-@pytest.mark.parametrize("compiled", [compile_experts, compile_layers, wrap])
+@pytest.mark.parametrize("compiled", [compile_experts, wrap])
 def test_compiled_routers_are_heard(compiled: Callable[[nn.Module], nn.Module]) -> None:
     alone, model = (build_float64("mixtral", num_hidden_layers=1) for _ in range(2))
     model = compiled(model)
-    # The second runs a pass without gradients and partitions, and measures memory by forwards that are not recorded.
-    for max_tokens in (None, 40):
-        assert_gradients_equal(step(model, max_tokens), step(alone, max_tokens), 1e-10)
+    # A pass without gradients, partitions, and forwards that measure memory and are not recorded.
+    assert_gradients_equal(step(model, 40), step(alone, 40), 1e-10)
 
 
 def test_layers_that_were_traced_before_are_noticed() -> None:
-    model = compile_layers(build_float64("mixtral"))
+    model = compile_layers(build_float64("mixtral", num_hidden_layers=1))
     step(model, None, losses=None)
     with pytest.raises(StateError, match=r"need torch\.compiler\.reset\(\) once"):
         step(model, None)

@@ -36,9 +36,6 @@ def cut_short(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {"flipped bit": flip_a_bit, "cut": cut_short, "gone": Path.unlink}
-
-
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -53,8 +50,7 @@ def test_hugging_face_loads_a_checkpoint_as_the_model_that_was_trained(tmp_path:
     assert_bitwise_equal(loaded.state_dict(), loop.model.state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_weights_moments_and_random_state_come_back_bit_by_bit(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
     loop = tiny_loop(build(tie_word_embeddings=tied).to(dtype))
     for _ in range(3):
@@ -88,16 +84,6 @@ def test_folders_that_the_user_made_are_left_alone(tmp_path: Path) -> None:
     assert checkpoints.restore_newest(tiny_loop()) == 2
 
 
-def test_step_numbers_beyond_six_digits_are_ordered_as_numbers(tmp_path: Path) -> None:
-    loop = tiny_loop()
-    loop.step()
-    state = loop.state()
-    for step in (999_999, 1_000_000):
-        loop.load_state(state | {"num_steps_done": step})
-        store(tmp_path).save(loop)
-    assert store(tmp_path).restore_newest(tiny_loop()) == 1_000_000
-
-
 def test_tokenizer_files_are_copied_beside_the_weights(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
@@ -108,8 +94,16 @@ def test_tokenizer_files_are_copied_beside_the_weights(tmp_path: Path) -> None:
     assert set(names_in(saved)) == expected
 
 
-@pytest.mark.parametrize("file", [WEIGHTS, STATE_FILE, "config.json", MANIFEST])
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (WEIGHTS, flip_a_bit),
+        (STATE_FILE, cut_short),
+        ("config.json", Path.unlink),
+        (MANIFEST, flip_a_bit),
+        (MANIFEST, Path.unlink),
+    ],
+)
 def test_a_damaged_checkpoint_is_named_once_and_the_one_before_is_used(
     tmp_path: Path, file: str, damage: Callable[[Path], None]
 ) -> None:
@@ -168,17 +162,11 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_differing_key(tmp_pat
     assert "hidden_size" not in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"hidden_size": 16}, {"num_hidden_layers": 1}, {"num_hidden_layers": 3}])
+@pytest.mark.parametrize("changes", [{"hidden_size": 16}, {"num_hidden_layers": 3}])
 def test_weights_of_another_model_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
     store(tmp_path).save(tiny_loop())
     with pytest.raises(StateError, match="resume with the model that was saved"):
         store(tmp_path).restore_newest(tiny_loop(build(**changes)))
-
-
-def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
-    store(tmp_path).save(tiny_loop())
-    with pytest.raises(StateError, match=r"as torch.float32 .*the model has torch.bfloat16"):
-        store(tmp_path).restore_newest(tiny_loop(build().to(torch.bfloat16)))
 
 
 def test_a_model_that_hugging_face_could_not_load_again_is_refused(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from treering.metrics import Metrics
 from treering.ranks.group import RankGroup
 from treering.train.loop import saving
 from treering.train.loop.interruption import Interruption
-from treering.train.loop.resumable import Resumable
+from treering.train.loop.resumable import Resumable, StepReport
 from treering.train.loop.run import open_run, run_steps
 from treering.train.loop.saving import Saved
 from treering.train.loop.sft import SftLoop
-from treering.train.loop.step_report import StepReport
 from treering.train.progress import Phase
 
 NUM_STEPS = 4

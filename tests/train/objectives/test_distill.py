@@ -1,7 +1,6 @@
 """Law 2 for distillation: loss and gradients equal those of flat sequences, however computed, from any teacher."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,16 @@ from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, global_norm, take_gradients
 from tests.partitions import random_partitions
 from tests.train.gradient.test_partitioned import cut_by
-from tests.train.objectives.flat_distill import KINDS, Setting, flat_divergences, flat_loss
+from tests.train.objectives.cases import CASES
+from tests.train.objectives.flat_distill import Setting, flat_divergences, flat_loss
 from tests.train.objectives.flat_objectives import Data, Flat, data_of, datas, over_tokens, run_flat
-from tests.train.objectives.objective_cases import CASES
 from treering.errors import ConfigError, InputError
 from treering.model import scoring
 from treering.model.distillation import divergence_rows
 from treering.model.distillation.teacher import TeacherStates, TeacherTopK, score
 from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.gradient.run import StepRun
-from treering.train.gradient.targets import TargetRows
 from treering.train.loop.compute import enable_gradient_checkpointing
-from treering.train.objectives import distill, dpo, grpo, gspo, sft
+from treering.train.objectives import distill, dpo, sft
 from treering.tree.forest import Forest
 
 EXACT = 1e-10
@@ -90,16 +87,15 @@ def test_it_does_so_in_partitions_and_micro_batches(name: str, is_cut: bool) -> 
     assert bool(result.plan.partitioned) == is_cut
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_partition_gives_the_same(seed: int) -> None:
     data = data_of([SHAPES["bushy"][:5]], STUDENT, seed=seed)
     with cut_by(lambda tree: random_partitions(tree, seed, 9)):
         assert_distills_exactly(data, list(SETTINGS.values())[seed])
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("rows", "softcap"), [(1, False), (5, True)])
 @pytest.mark.parametrize("name", ["forward_kl", "jsd 0.1 once, 0.6", "reverse_kl top 1, 1.5"])
-@pytest.mark.parametrize("softcap", [False, True])
 def test_chunks_of_rows_change_nothing(name: str, rows: int, softcap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     student = build_float64("gemma2") if softcap else STUDENT
     monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": 2 * rows * 32})
@@ -107,8 +103,7 @@ def test_chunks_of_rows_change_nothing(name: str, rows: int, softcap: bool, monk
     assert_distills_exactly(data, SETTINGS[name], student=student, teacher=build_float64("gemma2", seed=2))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("family", "tied"), [("gemma2", True), ("qwen3_moe", False)])
 def test_tied_heads_softcaps_and_experts_are_exact(family: str, tied: bool) -> None:
     student, teacher = (build_float64(family, seed, tie_word_embeddings=tied) for seed in (0, 1))
     data = data_of([SHAPES["long segments"]], student, seed=2)
@@ -160,26 +155,18 @@ def test_a_teacher_that_is_the_student_has_no_divergence_and_no_gradient() -> No
     assert global_norm(take_gradients(STUDENT)) < 1e-12
 
 
-ADDED: dict[str, tuple[str, Callable[[Data], Any]]] = {
-    "sft": ("sft once", lambda d: sft(d.masks, shared="once")),
-    "grpo": ("grpo sum", lambda d: grpo(d.advantages, d.masks, d.old)),
-    "gspo": ("gspo clip (0.15, 0.25)", lambda d: gspo(d.advantages, d.masks, d.old, (0.15, 0.25))),
-}
-
-
 @pytest.mark.parametrize("max_tokens", [None, 12])
-@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("name", ["sft once", "grpo sum", "gspo as in its paper"])
 def test_a_divergence_is_added_to_another_loss_by_weight(name: str, max_tokens: int | None) -> None:
     data = data_of(SHAPED, STUDENT, seed=7)
-    case, make = ADDED[name]
-    base = make(data)
+    base = CASES[name].make(data)
     flat: Flat = run_flat(STUDENT, data, value_head=nn.Linear(32, 1).double(), temperature=0.7)
     rows = flat_divergences(STUDENT, TEACHER, data, Setting(kind="reverse_kl", temperature=0.7))
     weighting = base.weighting
     divergence = over_tokens(
         data, lambda i, t: rows[i][t - 1], normalizer=weighting.normalizer, shared=weighting.shared
     )
-    expected = CASES[case].loss(data, flat) + 0.3 * divergence
+    expected = CASES[name].loss(data, flat) + 0.3 * divergence
     expected.backward()  # type: ignore[no-untyped-call]
     gradients = take_gradients(STUDENT)
     objective = distill(TEACHER, "reverse_kl", added_to=base, weight=0.3)
@@ -256,71 +243,6 @@ def test_bfloat16_strays_no_further_than_1_1_times_the_flat_run(kind: str) -> No
     assert sorted(ratios)[4] <= 1.1
 
 
-def shift_the_teacher_by_one(patch: pytest.MonkeyPatch) -> None:
-    honest = TargetRows.of
-
-    def shifted(self: TargetRows, *args: Any) -> Any:
-        return honest(replace(self, rows=self.rows.take(torch.arange(self.states.size).roll(1))), *args)
-
-    patch.setattr(TargetRows, "of", shifted)
-
-
-def leak_a_sibling_to_the_teacher(patch: pytest.MonkeyPatch) -> None:
-    from treering.train.gradient import teacher
-
-    honest = teacher.hidden_states
-
-    def leaky(parts: Any, forest: Forest) -> torch.Tensor:
-        names = ("tokens", "parent", "position", "branch_end", "segment_start", "segment_parent")
-        end = np.full_like(forest.subtree_end, forest.num_tokens)
-        return honest(parts, Forest(**{name: getattr(forest, name) for name in names}, subtree_end=end))
-
-    patch.setattr(teacher, "hidden_states", leaky)
-
-
-def forget_the_teachers_temperature(patch: pytest.MonkeyPatch) -> None:
-    honest = TeacherStates.target
-    patch.setattr(TeacherStates, "target", lambda self, rows, temperature, *, like: honest(self, rows, 1.0, like=like))
-
-
-def forget_the_step_temperature(patch: pytest.MonkeyPatch) -> None:
-    honest = StepRun._scorer_of
-
-    def cold(self: StepRun, *args: Any) -> Any:
-        scorer = honest(self, *args)
-        assert scorer.divergence is not None
-        return replace(scorer, divergence=replace(scorer.divergence, temperature=1.0))
-
-    patch.setattr(StepRun, "_scorer_of", cold)
-
-
-def swap_teacher_and_student(patch: pytest.MonkeyPatch) -> None:
-    honest = divergence_rows.row_divergence
-    reverse = divergence_rows.Divergence(kind="forward_kl", temperature=0.7)
-    patch.setattr(divergence_rows, "row_divergence", lambda logits, target, _: honest(logits, target, reverse))
-
-
-def test_the_honest_step_passes() -> None:
-    assert_distills_exactly(data_of(SHAPED[:1], STUDENT, seed=2), Setting(kind="reverse_kl", temperature=0.7))
-
-
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        shift_the_teacher_by_one,
-        leak_a_sibling_to_the_teacher,
-        forget_the_teachers_temperature,
-        forget_the_step_temperature,
-        swap_teacher_and_student,
-    ],
-    ids=lambda mutate: mutate.__name__,
-)
-def test_each_trap_breaks_law_2(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    with pytest.raises(AssertionError):
-        assert_distills_exactly(data_of(SHAPED[:1], STUDENT, seed=2), Setting(kind="reverse_kl", temperature=0.7))
-
-
 PAIR = (np.tile([1, 2], (3, 1)), np.log(np.full((3, 2), 0.4)))
 
 
@@ -374,7 +296,3 @@ def test_a_teacher_of_another_vocabulary_is_refused() -> None:
         backward(STUDENT, Forest.from_sequences([[1, 2]]), distill(TEACHER, top_k=32))
     with pytest.raises(ConfigError, match="only with top_k"):
         score(TEACHER, Forest.from_sequences([[1, 2]]), temperature=0.5)
-
-
-def test_kinds_are_named_once() -> None:
-    assert set(KINDS) == {setting.kind for setting in SETTINGS.values()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models import assert_gradients_equal, build_float64, flat_logprobs, take_gradients
-from treering.errors import ConfigError, InputError
+from treering.errors import InputError
 from treering.train.gradient.backward import backward
 from treering.train.objectives import Entries, dpo
 from treering.tree.forest import Forest
@@ -98,23 +98,6 @@ def test_no_pair_is_a_loss_of_zero(empty: list[tuple[int, int]]) -> None:
     MODEL.zero_grad(set_to_none=True)
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([(0, 1, 2)],), r"pairs is a list of \(chosen, rejected\) branch numbers, got int64 of shape \(1, 3\)"),
-        (([(0, 1), (0,)],), "it is ragged"),
-        (([(0.0, 1.0)],), "got float64 of shape"),
-        (([(0, 1), (2, 2)],), "pair 1 holds 2 twice"),
-        (([(0, -1)],), "numbered from 0, forests in order, then sequences, got -1"),
-        (([(0, 1)], None, 3.0), "ref_logprobs must be a list with one item per branch, got float"),
-    ],
-)
-def test_pairs_that_are_none_are_refused(arguments: tuple[object, ...], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        dpo(*arguments)  # type: ignore[arg-type]
-
-
 def test_what_does_not_fit_the_branches_is_refused() -> None:
     with pytest.raises(InputError, match="branch 3, and there are 3 branches"):
         backward(MODEL, FOREST, dpo([(0, 3)]))
@@ -122,19 +105,3 @@ def test_what_does_not_fit_the_branches_is_refused() -> None:
         backward(MODEL, FOREST, dpo([(0, 1)], MASKS, [0.0, 1.0]))
     with pytest.raises(InputError, match=r"ref_logprobs\[1\] must be finite, got nan"):
         backward(MODEL, FOREST, dpo([(0, 1)], MASKS, [0.0, math.nan, 1.0]))
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"beta": 0.0}, r"beta is a positive number, got 0\.0"),
-        ({"label_smoothing": 0.5}, r"from 0 to below 0\.5, got 0\.5"),
-        ({"loss_type": "kto"}, "loss_type is one of sigmoid, hinge, ipo, got 'kto'"),
-        ({"loss_type": "ipo", "label_smoothing": 0.1}, 'label_smoothing belongs to loss_type="sigmoid"'),
-        ({"shared": "once"}, 'dpo takes shared="sum" only: it compares whole sequences'),
-    ],
-)
-def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dpo([(0, 1)], **options)  # type: ignore[arg-type]

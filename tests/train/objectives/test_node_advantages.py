@@ -28,8 +28,7 @@ STEM_MASKS = [[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("is_on_policy", [False, True])
-@pytest.mark.parametrize("max_tokens", [None, 4])
+@pytest.mark.parametrize(("is_on_policy", "max_tokens"), [(False, None), (True, 4)])
 def test_one_advantage_per_branch_and_the_same_at_each_token_are_one(
     make: Callable[..., Objective], is_on_policy: bool, max_tokens: int | None
 ) -> None:

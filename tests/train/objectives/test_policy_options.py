@@ -1,16 +1,19 @@
-"""The shared options of policy objectives: names, metrics, and errors before any gradient."""
+"""Options of policy objectives: importance weights, penalties, and what leaves a loss as it is."""
 
 import math
-import re
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from tests.models import assert_gradients_equal, build_float64, take_gradients
-from treering.errors import ConfigError, InputError
+from treering.errors import InputError
 from treering.train.gradient.backward import backward
 from treering.train.objectives import Objective, cispo, dapo, dr_grpo, grpo, gspo, ppo, rloo
+from treering.train.objectives.importance import Importance
+from treering.train.objectives.regularizers import KlEstimator, estimate_kl
 from treering.tree.forest import Forest
 
 MODEL = build_float64()
@@ -20,23 +23,6 @@ OLD = [[0.0, -2.0, -3.5], [0.0, math.nan, -2.5], [0.0]]
 REF = [[math.nan, -3.0, -3.2], [0.0, math.nan, -6.0], [math.nan]]
 ADVANTAGES = [2.0, -1.0, 1.0]
 MAKERS = [grpo, dapo, dr_grpo, gspo, cispo, rloo, ppo]
-
-
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("kl_coeficient", "kl_coefficient"), ("normaliser", "normalizer"), ("max_importanc", "max_importance")],
-)
-def test_an_unknown_option_is_refused_with_the_nearest(make: Callable[..., Objective], name: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=f"{make.__name__} has no option '{name}'; did you mean '{near}'"):
-        make(ADVANTAGES, MASKS, **{name: 1.0})
-
-
-def test_an_option_like_no_other_is_refused_with_all() -> None:
-    with pytest.raises(ConfigError, match=r"grpo has no option 'zzz'; choose .*kl_estimator, entropy_coefficient"):
-        grpo(ADVANTAGES, MASKS, zzz=1)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="ppo has no option 'value_clips'; did you mean 'value_clip'"):
-        ppo(ADVANTAGES, MASKS, value_clips=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -73,27 +59,59 @@ def test_reference_values_are_checked_where_a_token_is_trained() -> None:
             backward(MODEL, FOREST, grpo(ADVANTAGES, MASKS, OLD, **options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_half_given_options_are_refused(make: Callable[..., Objective]) -> None:
-    for options, missing in (
-        ({"behaviour_logprobs": OLD}, "max_importance"),
-        ({"importance": "token_mask", "max_importance": 2.0}, "behaviour_logprobs"),
-        ({"kl_coefficient": 0.1}, "ref_logprobs"),
-        ({"ref_logprobs": REF}, "kl_coefficient"),
-    ):
-        with pytest.raises(ConfigError, match=f"got no {missing}"):
-            make(ADVANTAGES, MASKS, **options)
+@pytest.mark.parametrize(
+    ("target", "behaviour", "cap", "expected"),
+    [
+        (-1.0, -3.0, 2.0, 2.0),
+        (-1.0, -1e30, 3.0, 3.0),
+        (-1e30, -1.0, 3.0, math.exp(-20.0)),
+    ],
+)
+def test_a_ratio_above_the_cap_becomes_the_cap_and_is_a_constant(
+    target: float, behaviour: float, cap: float, expected: float
+) -> None:
+    log_probs = [torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (target, behaviour)]
+    weights = Importance(max_importance=cap).weights(*log_probs, branch=torch.tensor([0]), num_branches=1)
+    assert not weights.requires_grad
+    assert weights.tolist() == pytest.approx([expected], rel=1e-12)
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("make", MAKERS)
-def test_every_policy_objective_needs_masks_and_a_sane_clip(make: Callable[..., Objective]) -> None:
-    with pytest.raises(InputError, match=f"{make.__name__} needs loss_masks"):
-        make([1.0], None)
-    for old in (None, [[0, -1]]):
-        for clip in ((0.2, -0.1), (1.5, 0.2), 0.2, None, (0.1,), ("a", "b"), (0.2, math.inf)):
-            with pytest.raises(ConfigError, match=rf"clip must be \(low, high\).*got {re.escape(repr(clip))}"):
-                make([1.0], [[0, 1]], old, clip=clip)
+def expected_values(estimator: KlEstimator) -> tuple[float, Tensor]:
+    """The mean estimate over a small vocabulary and its mean gradient, tokens drawn from the policy itself."""
+    torch.manual_seed(0)
+    scores = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    policy, reference = scores.log_softmax(0), torch.randn(6, dtype=torch.float64).log_softmax(0)
+    chance = policy.detach().exp()
+    estimates = estimate_kl(policy, reference, estimator=estimator)
+    (gradient,) = torch.autograd.grad((chance * estimates).sum(), scores)
+    return float((chance * estimates).sum().detach()), gradient
+
+
+def divergences() -> tuple[float, Tensor, Tensor]:
+    """KL(policy, reference), its gradient, and that of KL(reference, policy)."""
+    torch.manual_seed(0)
+    scores = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    policy, reference = scores.log_softmax(0), torch.randn(6, dtype=torch.float64).log_softmax(0)
+    forward, backward = (policy.exp() * (policy - reference)).sum(), (reference.exp() * (reference - policy)).sum()
+    gradients = [torch.autograd.grad(kl, scores, retain_graph=True)[0] for kl in (forward, backward)]
+    return forward.item(), gradients[0], gradients[1]
+
+
+def test_k1_and_k3_are_unbiased_and_k2_and_k3_have_the_gradients_that_are_said() -> None:
+    value, gradient, reverse_gradient = divergences()
+    assert expected_values("k1")[0] == pytest.approx(value)
+    assert expected_values("k3")[0] == pytest.approx(value)
+    assert expected_values("k2")[0] != pytest.approx(value, rel=0.01)
+    torch.testing.assert_close(expected_values("k1")[1], torch.zeros_like(gradient))
+    torch.testing.assert_close(expected_values("k2")[1], gradient)
+    torch.testing.assert_close(expected_values("k3")[1], reverse_gradient)
+
+
+def test_an_extreme_reference_leaves_the_estimate_finite() -> None:
+    logprobs = torch.tensor([-1e4, -1.0], requires_grad=True)
+    kl = estimate_kl(logprobs, torch.tensor([-1.0, -1e4]), estimator="k3")
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert bool(kl.isfinite().all() and gradient.isfinite().all())
 
 
 @pytest.mark.parametrize(

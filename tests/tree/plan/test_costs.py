@@ -1,10 +1,17 @@
+"""What a forest costs, and that a tree is shared unless the cost model says that sharing loses."""
+
 import json
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.forests import sequence_sets
 from treering.errors import ConfigError, StateError
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
+from treering.tree.plan.plan import plan_batch
 
 COSTS = CostModel(token_s=1e-3, pair_s=1.7e-7, segment_s=0.1)
 
@@ -49,3 +56,63 @@ def test_costs_are_finite_and_not_negative() -> None:
     with pytest.raises(ConfigError, match="three zeros"):
         CostModel(token_s=0.0, pair_s=0.0, segment_s=0.0)
     assert json.loads(COSTS.to_json()) == {"token_s": 1e-3, "pair_s": 1.7e-7, "segment_s": 0.1}
+
+
+BY_TOKEN = CostModel(token_s=1.0, pair_s=0.0, segment_s=0.0)
+BY_SEGMENT = CostModel(token_s=0.001, pair_s=0.0, segment_s=1.0)
+
+
+def branches_of(forest: Forest) -> list[list[int]]:
+    return [forest.tokens[forest.path(i)].tolist() for i in range(forest.num_branches)]
+
+
+def test_a_tree_with_many_segments_is_planned_as_chains_where_segments_cost() -> None:
+    # 3 segments as a tree, 2 as chains; the second tree is a chain either way.
+    forests = [Forest.from_sequences([[5, 6, 7], [5, 6, 8]]), Forest.from_sequences([[5, 6, 7]])]
+    plan = plan_batch(forests, costs=BY_SEGMENT)
+    [batch] = plan.micro_batches
+    assert branches_of(batch.forest) == [[5, 6, 7], [5, 6, 8], [5, 6, 7]]
+    assert batch.branches.tolist() == [0, 1, 2]
+    assert batch.forest.num_trees == 3
+    assert (plan.num_tokens, plan.sharing) == (9, 0.0)
+    [why] = plan.unshared
+    assert (why.tree, why.num_tokens, why.num_chain_tokens) == (0, 4, 6)
+    assert np.allclose([why.tree_s, why.chains_s], [3.004, 2.006])
+    assert why.in_words() in plan.in_words()
+    assert "tree 0 is computed as separate chains (6 tokens, not 4): 2 s instead of 3 s" in plan.in_words()
+
+
+def test_a_tie_is_shared() -> None:
+    # 4 x 1 + 9 x 0 + 3 x 2 = 10 as a tree, 6 x 1 + 2 x 2 = 10 as chains.
+    costs = CostModel(token_s=1.0, pair_s=0.0, segment_s=2.0)
+    assert plan_batch([Forest.from_sequences([[5, 6, 7], [5, 6, 8]])], costs=costs).unshared == ()
+
+
+@given(st.lists(sequence_sets(), max_size=3), st.integers(1, 20), st.sampled_from([BY_TOKEN, BY_SEGMENT]))
+def test_a_gated_plan_holds_every_branch_once(sets: list[list[list[int]]], budget: int, costs: CostModel) -> None:
+    plan = plan_batch([Forest.from_sequences(sequences) for sequences in sets], budget, costs=costs)
+    flat = [sequence for sequences in sets for sequence in sequences]
+    seen = {}
+    for part in (*plan.micro_batches, *plan.partitioned):
+        for branch, tokens in zip(part.branches.tolist(), branches_of(part.forest), strict=True):
+            assert branch not in seen
+            seen[branch] = tokens
+    assert [seen[i] for i in range(len(flat))] == flat
+    assert all(batch.forest.num_tokens <= budget for batch in plan.micro_batches)
+    if costs is BY_TOKEN:
+        assert plan.unshared == ()
+
+
+@given(st.lists(sequence_sets(), max_size=3), st.floats(0, 1), st.floats(0, 1))
+def test_no_tree_costs_more_than_its_chains_after_the_gate(
+    sets: list[list[list[int]]], pair_s: float, segment_s: float
+) -> None:
+    costs = CostModel(token_s=0.1, pair_s=pair_s, segment_s=segment_s)
+    plan = plan_batch([Forest.from_sequences(sequences) for sequences in sets], costs=costs)
+    trees = [tree for forest in plan.forests for tree in forest.trees()]
+    for tree in trees:
+        lengths = [len(branch) for branch in branches_of(tree)]
+        chains = sum(0.1 * n + pair_s * n * (n + 1) / 2 + segment_s for n in lengths)
+        assert costs.of(tree) <= chains * (1 + 1e-9)
+    for why in plan.unshared:
+        assert why.tree_s > why.chains_s

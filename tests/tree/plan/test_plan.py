@@ -49,12 +49,6 @@ def forest_of(sequences: list[Any], prompt_of: list[int], prompt: int) -> Forest
     return Forest.from_sequences([sequences[i] for i in range(8) if prompt_of[i] == prompt])
 
 
-def test_first_fit_fills_micro_batches() -> None:
-    forests = [Forest.from_sequences([list(range(n))]) for n in (5, 4, 3)]
-    plan = plan_batch(forests, 8)
-    assert [batch.branches.tolist() for batch in plan.micro_batches] == [[0, 2], [1]]
-
-
 def sizes_by_bin(sizes: list[int], plan: Plan) -> list[list[int]]:
     return [sorted(sizes[i] for i in batch.branches.tolist()) for batch in plan.micro_batches]
 
@@ -99,12 +93,6 @@ def test_few_trees_take_the_fewest_micro_batches_there_can_be(sizes: list[int], 
     assert all(sum(members) <= capacity for members in sizes_by_bin(sizes, plan))
 
 
-def test_few_trees_are_packed_better_than_by_first_fit() -> None:
-    sizes = [4, 4, 3, 3, 3, 3]
-    plan = plan_batch([Forest.from_sequences([[1] * size]) for size in sizes], 10)
-    assert sizes_by_bin(sizes, plan) == [[3, 3, 4], [3, 3, 4]]
-
-
 def test_no_budget_means_one_micro_batch_and_nothing_means_none() -> None:
     forests = [Forest.from_sequences([[1, 2]]), Forest.from_sequences([]), Forest.from_sequences([[1, 2]])]
     assert [batch.branches.tolist() for batch in plan_batch(forests).micro_batches] == [[0, 1]]
@@ -124,18 +112,19 @@ def test_a_tree_over_the_budget_is_partitioned_and_the_others_are_not() -> None:
     assert plan.num_micro_batches == 1 + len(tree.partitions) == 3
 
 
-def test_a_budget_below_one_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 1, or None, got 0"):
-        plan_batch([Forest.from_sequences([[1]])], 0)
-    with pytest.raises(InputError, match="min_micro_batches must be an integer of at least 0, got -1"):
-        plan_batch([], min_micro_batches=-1)
-
-
-def test_costs_that_are_no_cost_model_are_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"costs must be a CostModel, such as train.fit_costs gives, or None, got 0\.5"
-    ):
-        plan_batch([Forest.from_sequences([[1]])], costs=0.5)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "at least 1, or None, got 0"),
+        ({"min_micro_batches": -1}, "min_micro_batches must be an integer of at least 0, got -1"),
+        ({"costs": 0.5}, r"costs must be a CostModel, such as train.fit_costs gives, or None, got 0\.5"),
+        ({"max_tokens": 8, "cut_tokens": 0}, "cut_tokens must be an integer of at least 1"),
+        ({"max_tokens": 8, "fill_tokens": 0}, "fill_tokens must be an integer of at least 1"),
+    ],
+)
+def test_options_of_no_plan_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan_batch([Forest.from_sequences([[1]])], **options)
 
 
 def test_micro_batches_of_several_trees_are_split_before_empty_ones_are_added() -> None:
@@ -169,7 +158,3 @@ def test_trees_are_put_together_up_to_a_fill_and_larger_ones_stand_alone() -> No
     cut = plan_batch(forests, 8, fill_tokens=5, cut_tokens=5)
     assert [tree.branches.tolist() for tree in cut.partitioned] == [[0], [3]]
     assert (cut.max_tokens, cut.num_micro_batches) == (5, 2 + 2 + 2)
-    with pytest.raises(InputError, match="cut_tokens must be an integer of at least 1"):
-        plan_batch(forests, 8, cut_tokens=0)
-    with pytest.raises(InputError, match="fill_tokens must be an integer of at least 1"):
-        plan_batch(forests, 8, fill_tokens=0)

@@ -11,8 +11,7 @@ from transformers.utils import logging as transformers_logging
 from treering.atomic import write_text
 from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
 from treering.cli.demo.report import DemoReport, as_table, make_report
-from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, compare
-from treering.cli.demo.threads import best_threads
+from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, best_threads, compare
 from treering.cli.display.log_console import LogConsole, note_doing
 from treering.cli.display.progress import StepProgress, note_compiling, warnings_as_lines
 from treering.cli.display.run_display import RunDisplay

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from treering.analysis.replay import Drafted, Look
+from treering.cli.display.tables import figures_table
 from treering.cli.inspect.rollouts import RunFigures
 
 LOOKS: tuple[Look, ...] = get_args(Look)
@@ -115,7 +115,7 @@ def _head(report: DraftsReport) -> Iterable[str]:
 
 def _source_table(report: DraftsReport) -> Table:
     columns = ("rollouts", "tokens", "tokens/step", "accepted / drafted", "speedup")
-    table = _table("Drafting, replayed", "drafts from", *columns)
+    table = figures_table("Drafting, replayed", ("drafts from", *columns))
     for look in LOOKS:
         table.add_row(NAMES[look], *_cells(report, look, report.epochs))
         if look == "all" and report.epochs[1:]:
@@ -138,7 +138,7 @@ def _cells(report: DraftsReport, look: Look, epochs: Sequence[EpochDrafts]) -> l
 
 def _epoch_table(report: DraftsReport) -> Table:
     names = ("all", "history", "other prompt", "own", "logged by the run")
-    table = _table("By epoch: tokens per step / accepted drafts", "epoch", *names)
+    table = figures_table("By epoch: tokens per step / accepted drafts", ("epoch", *names))
     for epoch in report.epochs:
         cells = [_pair(drafted.tokens_per_step, drafted.acceptance) for drafted in epoch.drafted.values()]
         own = "-" if epoch.run is None else _pair(epoch.run.tokens_per_forward, epoch.run.acceptance)
@@ -160,14 +160,6 @@ def _foot(report: DraftsReport) -> Iterable[str]:
     if drafted.num_drafted:
         most = (drafted.num_tokens - drafted.num_steps) / drafted.num_drafted
         yield f"These drafts pay while that cost is below {most:.2f}."
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column(columns[0], no_wrap=True)
-    for name in columns[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _short(count: int) -> str:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from treering.analysis.tower import TowerShape
 from treering.cli.inspect.why import WhyReport, explain_tasks
-from treering.data import RenderedTrajectory
 from treering.data.cache.dataset import TokenDataset
 from treering.data.picture import Picture
 from treering.data.rendering.rendered_trajectory import cut_pictures
@@ -121,10 +121,9 @@ def measure(
 
     `tower` is counted for pictures.
     """
-    counts, forests = _Counts(tower), list[Forest]()
-    for task in dataset.tasks():
-        forest = _forest([(one, one.tokens.size) for one in task])
-        counts.add(task, forest)
+    counts, forests = _Counts(dataset, tower), list[Forest]()
+    for task in range(dataset.num_tasks):
+        forest = counts.add(dataset.rows_of(task))
         if num_causes:
             forests.append(forest)
     flat, tree = flat_work(dataset.lengths), counts.tree
@@ -145,8 +144,8 @@ def measure(
         longest=int(dataset.lengths.max()),
         largest_tree=counts.largest_tree,
         largest_id=int(dataset.rows["largest_id"].max()),
-        rewards=_rewards(counts.rewards),
-        pictures=counts.pictures(flat, shape, len(dataset.pictures)) if dataset.pictures else None,
+        rewards=_rewards(dataset),
+        pictures=counts.pictures(flat, shape) if dataset.pictures else None,
         why=explain_tasks(dataset, forests, tokenizer_dir, num_causes) if num_causes else None,
     )
 
@@ -154,30 +153,41 @@ def measure(
 class _Counts:
     """Sums over tasks."""
 
-    def __init__(self, tower: TowerShape | None) -> None:
-        self._tower = tower
+    def __init__(self, dataset: TokenDataset, tower: TowerShape | None) -> None:
+        self._dataset, self._tower = dataset, tower
+        self._turn_ends = dataset.last_turn_ends
         self._num_pictures = self._num_distinct = self._picture_tokens = self._unique_picture_tokens = 0
         self._flat_tower_flops = self._tower_flops = 0
-        self.tree = self._turns_flat = self._turns_tree = Work(num_tokens=0, num_pairs=0)
+        self.tree = self._turns_tree = Work(num_tokens=0, num_pairs=0)
         self.branching = BranchingCounter()
-        self.rewards: list[list[float]] = []
-        """Of each task."""
-        self.num_prompt_shared = self.largest_tree = self._num_turns = 0
+        self.num_prompt_shared = self.largest_tree = 0
 
-    def add(self, task: Sequence[RenderedTrajectory], forest: Forest) -> None:
+    def add(self, rows: npt.NDArray[np.int64]) -> Forest:
+        """Counts a task, whose tree it returns."""
+        lengths, prompts = self._dataset.lengths[rows], self._dataset.rows["num_prompt_tokens"][rows]
+        forest = self._forest(rows, lengths)
         self.tree += tree_work([forest])
         self.branching.add(forest)
         self.largest_tree = max(self.largest_tree, forest.num_tokens)
-        self.num_prompt_shared += _num_prompt_shared_tokens(task)
-        self._add_pictures([placed.picture for one in task for placed in one.pictures], forest)
-        # A trajectory of several sequences has one reward.
-        self.rewards.append(list({one.index: one.reward for one in task if one.reward is not None}.values()))
+        self.num_prompt_shared += self._work(rows, prompts).num_tokens + int((lengths - prompts).sum())
+        if self._dataset.pictures:
+            self._add_pictures([placed.picture for row in rows for placed in self._dataset.placed(row)], forest)
         # Samples of one trajectory are prefixes of its last one, so only the last adds tokens to the tree.
-        trained = [one for one in task if one.turn_ends.size]
-        self._turns_tree += tree_work([_forest([(one, int(one.turn_ends[-1])) for one in trained])])
-        for one in trained:
-            self._num_turns += one.turn_ends.size
-            self._turns_flat += flat_work(one.turn_ends)
+        self._turns_tree += self._work(rows, self._turn_ends[rows])
+        return forest
+
+    def _work(self, rows: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Work:
+        """Work of the tree of the first tokens of each row."""
+        return flat_work(sizes) if rows.size == 1 else tree_work([self._forest(rows, sizes)])
+
+    def _forest(self, rows: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> Forest:
+        """The tree of the first tokens of each row; rows without one have no part in it."""
+        dataset, begun = self._dataset, sizes > 0
+        has_pictures = dataset.rows["num_pictures"][rows].any()
+        numbers, ends = rows[begun].tolist(), sizes[begun].tolist()
+        tokens = (dataset.tokens(row)[:end] for row, end in zip(numbers, ends, strict=True))
+        placed = (cut_pictures(dataset.placed(row), end) for row, end in zip(numbers, ends, strict=True))
+        return Forest.from_sequences(tokens, pictures=list(placed) if has_pictures else None)
 
     def _add_pictures(self, placed: Sequence[Picture], forest: Forest) -> None:
         self._num_pictures += len(placed)
@@ -188,12 +198,12 @@ class _Counts:
             self._flat_tower_flops += self._tower.flops(placed)
             self._tower_flops += self._tower.flops(forest.pictures)
 
-    def pictures(self, flat: Work, shape: ModelShape, num_distinct: int) -> PicturesReport:
+    def pictures(self, flat: Work, shape: ModelShape) -> PicturesReport:
         text = [train_flops(shape, work.num_tokens, work.num_pairs) for work in (flat, self.tree)]
         return PicturesReport(
             pictures=self._num_pictures,
             distinct=self._num_distinct,
-            distinct_in_file=num_distinct,
+            distinct_in_file=len(self._dataset.pictures),
             tokens=self._picture_tokens,
             unique_tokens=self._unique_picture_tokens,
             flop_bound=None
@@ -202,29 +212,16 @@ class _Counts:
         )
 
     def turns(self, shape: ModelShape) -> TurnsReport:
-        bounds = work_bounds(self._turns_flat, self._turns_tree, shape)
+        ends = self._dataset.turn_ends
+        flat = flat_work(ends)
+        bounds = work_bounds(flat, self._turns_tree, shape)
         return TurnsReport(
-            samples=self._num_turns,
-            flat_tokens=self._turns_flat.num_tokens,
+            samples=ends.size,
+            flat_tokens=flat.num_tokens,
             unique_tokens=self._turns_tree.num_tokens,
             token_bound=bounds.token_bound,
             flop_bound=bounds.flop_bound,
         )
-
-
-def _num_prompt_shared_tokens(task: Sequence[RenderedTrajectory]) -> int:
-    sizes = [one.num_prompt_tokens for one in task]
-    prompts = _forest([(one, size) for one, size in zip(task, sizes, strict=True) if size])
-    return prompts.num_tokens + sum(one.tokens.size for one in task) - sum(sizes)
-
-
-def _forest(beginnings: Sequence[tuple[RenderedTrajectory, int]]) -> Forest:
-    """The tree of the first tokens of some rows."""
-    has_pictures = any(one.pictures for one, _ in beginnings)
-    return Forest.from_sequences(
-        [one.tokens[:size] for one, size in beginnings],
-        pictures=[cut_pictures(one.pictures, size) for one, size in beginnings] if has_pictures else None,
-    )
 
 
 def _whole_set(dataset: TokenDataset, flat: Work, shape: ModelShape) -> WholeSetReport:
@@ -238,15 +235,22 @@ def _whole_set(dataset: TokenDataset, flat: Work, shape: ModelShape) -> WholeSet
     )
 
 
-def _rewards(groups: Sequence[Sequence[float]]) -> RewardsReport | None:
-    rewards = [reward for group in groups for reward in group]
-    several = [group for group in groups if len(group) > 1]
-    if not rewards:
+def _rewards(dataset: TokenDataset) -> RewardsReport | None:
+    rows = dataset.rows
+    # A trajectory of several rows has one reward.
+    is_known = (np.diff(rows["index"], prepend=-1) != 0) & ~np.isnan(rows["reward"])
+    if not is_known.any():
         return None
+    by_task = np.argsort(rows["task"][is_known], kind="stable")
+    tasks, rewards = rows["task"][is_known][by_task], rows["reward"][is_known][by_task]
+    least, most = np.full((2, dataset.num_tasks), [[np.inf], [-np.inf]])
+    np.minimum.at(least, tasks, rewards)
+    np.maximum.at(most, tasks, rewards)
+    is_several = np.bincount(tasks, minlength=dataset.num_tasks) > 1
     return RewardsReport(
-        num_rewards=len(rewards),
-        mean=float(np.mean(rewards)),
-        spread=float(np.std(rewards)),
-        groups=len(several),
-        equal_groups=sum(len(set(group)) == 1 for group in several),
+        num_rewards=rewards.size,
+        mean=float(rewards.mean()),
+        spread=float(rewards.std()),
+        groups=int(is_several.sum()),
+        equal_groups=int((least == most)[is_several].sum()),
     )

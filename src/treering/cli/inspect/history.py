@@ -12,8 +12,7 @@ from rich.console import Console
 from treering.analysis.recording import Recorded, lengths_before, other_prompts, some_prompts
 from treering.analysis.reuse import Reuse, ReuseMeter, Source, copy_all
 from treering.cli.display.progress import StageProgress, note_compiling
-from treering.cli.inspect.history_report import SOURCES, EpochReport, HistoryReport, RankReport, as_json
-from treering.cli.inspect.history_tables import show
+from treering.cli.inspect.history_report import SOURCES, EpochReport, HistoryReport, RankReport, as_json, show
 from treering.cli.inspect.rollouts import read_rollouts
 from treering.data import FormatName, Renderer, Template
 from treering.schedule.predict.calibration import calibrate, group_ranks

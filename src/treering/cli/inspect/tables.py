@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from treering.cli.display.tables import figures_table
 from treering.cli.inspect.file_report import FileReport
 from treering.cli.inspect.why import as_table
 
@@ -60,10 +60,8 @@ def stem_of(report: FileReport) -> str:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("file", no_wrap=True, overflow="ellipsis", max_width=18)
-    for name in columns:
-        table.add_column(name, justify="right")
+    table = figures_table(title, ("file", *columns))
+    table.columns[0].max_width = 18
     return table
 
 

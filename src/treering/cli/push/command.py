@@ -5,8 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from rich.table import Table
 
+from treering.cli.display.tables import figures_table
 from treering.cli.hub import bars_for_people_only, is_hub_id
 from treering.cli.push.staging import find_checkpoint, stage
 from treering.errors import InputError
@@ -49,7 +49,8 @@ def run(
         print(json.dumps({"repo_id": repo_id, "checkpoint": str(checkpoint), "url": url, "files": sizes}, indent=2))
         return
     title = f"{checkpoint} {'would go' if url is None else 'is now'} at {repo_id if url is None else url}"
-    Console().print(_table(title, sizes))
+    rows = [(name, f"{size:,}") for name, size in sizes.items()]
+    Console().print(figures_table(title, ("file", "bytes"), rows))
 
 
 def upload(folder: Path, repo_id: str, *, private: bool, message: str) -> str:
@@ -81,12 +82,3 @@ def _reason(error: Exception, repo_id: str) -> str:
     if isinstance(error, errors.LocalTokenNotFoundError) or status in (401, 403):
         return f"{rule}, and the hub refuses yours; log in with `hf auth login`, or set HF_TOKEN"
     return f"{repo_id} was not written ({type(error).__name__}: {error}); try again"
-
-
-def _table(title: str, sizes: dict[str, int]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("file")
-    table.add_column("bytes", justify="right")
-    for name, size in sizes.items():
-        table.add_row(name, f"{size:,}")
-    return table

@@ -13,8 +13,7 @@ from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.data_files import show_build
 from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import WorkProgress, note_compiling
-from treering.cli.display.run_display import RunDisplay, SftProgress
-from treering.cli.display.saving import SavingNote
+from treering.cli.display.run_display import RunDisplay, SavingNote, SftProgress
 from treering.cli.hub import find_model, with_commits
 from treering.cli.models import build_model, load_teacher
 from treering.cli.push.card import model_card
@@ -41,9 +40,9 @@ from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
 from treering.train.loop.held_out import Evaluation, HeldOutLoss
 from treering.train.loop.interruption import Interruption
 from treering.train.loop.ranks import shard_model
+from treering.train.loop.resumable import StepReport
 from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
 from treering.train.loop.sft import SftLoop
-from treering.train.loop.step_report import StepReport
 from treering.tree.build import fill_forest
 
 

@@ -10,6 +10,7 @@ from treering.cli.settings import (
     distill_options,
     lora_identity,
     model_identity,
+    of_same_name,
     router_identity,
     router_losses,
     section_identity,
@@ -66,16 +67,10 @@ def run_length(config: SftConfig, num_tasks: int) -> RunLength:
 def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:
     """The options of the loop."""
     return LoopOptions(
-        trees_per_step=int(config.train.trees_per_step),
+        **of_same_name(LoopOptions, config.train),
         compute=compute,
-        layout=config.train.layout,
-        normalizer=config.train.normalizer,
-        shared=config.train.shared,
-        divisor=config.train.divisor,
         router_losses=router_losses(config.router),
         distill=distill_options(config.teacher),
-        seed=config.train.seed,
-        ranks=config.train.ranks,
     )
 
 

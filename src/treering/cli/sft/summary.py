@@ -6,7 +6,8 @@ from typing import Literal
 
 from rich.table import Table
 
-from treering.train.loop.step_report import StepReport
+from treering.cli.display.tables import facts_table
+from treering.train.loop.resumable import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,6 @@ def totals(reports: Sequence[StepReport]) -> SftTotals:
 
 def as_table(summary: SftSummary) -> Table:
     """The summary for a terminal."""
-    table = Table(title=f"treering sft: {summary.run_dir}", title_justify="left", show_header=False)
     rows = {
         "data": f"{summary.data}, {summary.num_tasks} tasks",
         "model": f"{summary.num_parameters:,} parameters",
@@ -88,11 +88,7 @@ def as_table(summary: SftSummary) -> Table:
         "micro-batches": f"{summary.num_micro_batches:,}",
         "checkpoint": summary.checkpoint,
     }
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, cell in rows.items():
-        table.add_row(name, cell)
-    return table
+    return facts_table(f"treering sft: {summary.run_dir}", rows)
 
 
 def _loss_cell(summary: SftSummary) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from treering.cli.display.panel import in_words
+from treering.cli.display.tables import figures_table
 from treering.schedule.compare import BY_LENGTH, ONE_STEP_OFF, SYNC, Result
 from treering.schedule.predict.calibration import calibrate, group_ranks
 from treering.schedule.traces.trace import Trace
@@ -32,11 +32,8 @@ def as_table(results: Sequence[Result], *, title: str, num_seeds: int) -> Table:
 
     With several seeds, it has the worst one's speedup too.
     """
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
     names = ["stale", "time", "of bound", "idle", "speedup", *(["worst"] if num_seeds > 1 else [])]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = figures_table(title, ["policy", *names])
     table.add_column("", no_wrap=True, overflow="crop")
     longest = max(result.speedup_over_sync for result in results)
     first = sorted((one for one in results if one.policy in _FIRST), key=lambda one: _FIRST.index(one.policy))

@@ -17,12 +17,11 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.errors import InputError
 from treering.ranks.group import RankGroup
+from treering.rl.checks import check_contexts
 from treering.rl.environments.task import EnvironmentTask
-from treering.rl.evaluation.rewards import EvalOptions, HeldOutRewards, eval_seed
-from treering.rl.prompt_checks import check_contexts
+from treering.rl.evaluation import EvalOptions, HeldOutRewards, eval_seed
 from treering.rl.tasks.stored_prompts import ChosenPrompts
-from treering.rl.tasks.subset import TaskSubset
-from treering.rl.tasks.task import prompt_id_of
+from treering.rl.tasks.task import TaskSubset, prompt_id_of
 from treering.train.loop.held_out import Measure
 from treering.train.progress import OnProgress
 

@@ -12,8 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import note_compiling
-from treering.cli.display.run_display import RlProgress, RunDisplay
-from treering.cli.display.saving import SavingNote
+from treering.cli.display.run_display import RlProgress, RunDisplay, SavingNote
 from treering.cli.hub import with_commits
 from treering.cli.push.card import model_card
 from treering.cli.ranks import is_first, joined

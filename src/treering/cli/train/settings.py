@@ -12,6 +12,7 @@ from treering.cli.settings import (
     distill_options,
     lora_identity,
     model_identity,
+    of_same_name,
     router_identity,
     router_losses,
     section_identity,
@@ -22,7 +23,7 @@ from treering.config import RlConfig
 from treering.config.rl_task import RewardConfig, TaskConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError, InputError, UnsupportedError
 from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
@@ -47,31 +48,12 @@ _LENGTH = frozenset({"num_steps", "num_epochs"})
 
 def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:
     """The options of the loop."""
-    rl = config.rl
     return RlOptions(
-        prompts_per_step=rl.prompts_per_step,
-        group_size=rl.group_size,
+        **of_same_name(RlOptions, config.rl),
         sampling=Sampling(**config.sampling.model_dump()),
-        estimator=rl.estimator,
-        objective=rl.objective,
-        clip=rl.clip,
-        normalizer=rl.normalizer,
-        divisor=rl.divisor,
-        max_importance=rl.max_importance,
-        min_importance=rl.min_importance,
-        importance=rl.importance,
-        old_logprobs=rl.old_logprobs,
-        entropy_coefficient=rl.entropy_coefficient,
-        kl=rl.kl,
-        kl_in=rl.kl_in,
-        kl_estimator=rl.kl_estimator,
         distill=distill_options(config.teacher),
         router_losses=router_losses(config.router),
-        layout=rl.layout,
         compute=compute,
-        num_train_threads=rl.num_train_threads,
-        ranks=rl.ranks,
-        seed=rl.seed,
     )
 
 
@@ -100,8 +82,16 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
     Without `max_tokens`, an engine has room for `max_batch` rollouts of the longest prompt and for the prompts of a
     step, the latter up to the same size again.
+
+    Raises:
+        UnsupportedError: vLLM is to sample, and a prompt has pictures.
     """
     engine = config.engine
+    if engine.kind == "vllm" and source.has_pictures:
+        raise UnsupportedError(
+            "prompts with pictures are sampled by the embedded engine alone, since vLLM's vision models could not be "
+            'tested (docs/pictures.md says why); got engine.kind = "vllm", set "torch"'
+        )
     if engine.kind == "vllm":
         return _vllm_factory(config, model, source)
     num_slots = _num_slots(config, source)
@@ -202,16 +192,9 @@ def _engine_threads(config: RlConfig) -> int | None:
 def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
     """Options of the warm-up, in which all solutions of a step form one tree."""
     warmup = config.warmup
-    optim = OptimOptions(
-        learning_rate=warmup.learning_rate,
-        schedule="cosine",
-        num_steps=warmup.num_steps,
-        min_learning_rate=warmup.learning_rate / 10,
-        weight_decay=config.optim.weight_decay,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        max_grad_norm=config.optim.max_grad_norm,
-    )
+    rate = warmup.learning_rate
+    length = {"learning_rate": rate, "min_learning_rate": rate / 10, "schedule": "cosine", "warmup_steps": 0}
+    optim = OptimOptions(**of_same_name(OptimOptions, config.optim) | length | {"num_steps": warmup.num_steps})
     options = LoopOptions(
         trees_per_step=1,
         compute=compute_options(config.model, config.rl),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from treering.cli.display.tables import facts_table
 from treering.rl.step_report import RlStepReport, total_stats
 from treering.schedule.latency import Latency
 
@@ -116,7 +117,6 @@ def times_of(latency: Latency) -> dict[str, float]:
 def as_table(summary: TrainSummary) -> Table:
     """The summary for a terminal."""
     total = summary.total
-    table = Table(title=f"treering train: {summary.run_dir}", title_justify="left", show_header=False)
     rows = {
         "task": f"{summary.task}, {summary.num_prompts} prompts",
         "model": f"{summary.num_parameters:,} parameters",
@@ -135,11 +135,7 @@ def as_table(summary: TrainSummary) -> Table:
         **_latency_rows(summary.latency),
         "checkpoint": summary.checkpoint,
     }
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, cell in rows.items():
-        table.add_row(name, cell)
-    return table
+    return facts_table(f"treering train: {summary.run_dir}", rows)
 
 
 def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:

@@ -12,8 +12,7 @@ from treering.data.formats.pictures import BEFORE_TEXT
 from treering.engine.stop_strings import Decode
 from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
-from treering.rl.environments.environment import Environment
-from treering.rl.environments.find import find_environment
+from treering.rl.environments.environment import Environment, find_environment
 from treering.rl.environments.task import EnvironmentTask, EpisodeOptions
 from treering.rl.tasks.prompts_file import PromptsFile
 from treering.rl.tasks.rewards.judge import Judge, JudgeSettings

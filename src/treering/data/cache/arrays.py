@@ -42,7 +42,7 @@ PICTURES_FILE = "pictures.npy"
 ROW = np.dtype(
     [
         *((name, "<i8") for name in ("num_tokens", "num_turns", "num_pictures", "task", "index", "epoch", "step")),
-        *((name, "<i8") for name in ("num_sampled", "largest_id")),
+        *((name, "<i8") for name in ("num_prompt_tokens", "num_sampled", "largest_id")),
         *((name, "<f8") for name in ("reward", "advantage")),
         *((name, "?") for name in ("has_logprobs", "has_advantages")),
     ]
@@ -127,6 +127,7 @@ class ArrayWriter:
             self._tasks.setdefault(one.task_id, len(self._tasks)),
             one.index,
             *(-1 if count is None else count for count in counts),
+            one.num_prompt_tokens,
             int(one.loss_mask.sum()),
             int(one.tokens.max()),
             *(np.nan if value is None else value for value in known),

@@ -20,8 +20,10 @@ from treering.data.trajectory import Trajectory
 from treering.errors import DataWarning, InputError
 
 PART_SIZE = 1 << 20
-"""Characters of messages, bytes of their pictures, or token ids, of a part; a template that rewrites history makes a
-multiple of it."""
+"""Characters of messages, bytes of their pictures, or token ids, of a part, with `_RECORD_SIZE` for each trajectory; a
+template that rewrites history makes a multiple of it."""
+_RECORD_SIZE = 256
+"""What a short trajectory takes besides its text."""
 _LARGE = 8_000_000
 """Bytes of a file from which starting processes pays."""
 _SAY_EVERY_S = 0.1
@@ -174,11 +176,10 @@ def _decoded(
 def _size(trajectory: Trajectory) -> int:
     if trajectory.messages is None:
         assert trajectory.tokens is not None, "a trajectory has messages or tokens"
-        return int(trajectory.tokens.size)
+        return _RECORD_SIZE + int(trajectory.tokens.size)
     texts = sum(len(message.content or "") + len(message.reasoning or "") for message in trajectory.messages)
-    return (
-        1 + texts + sum(len(one.source.content or b"") for message in trajectory.messages for one in message.pictures)
-    )
+    pictures = sum(len(one.source.content or b"") for message in trajectory.messages for one in message.pictures)
+    return _RECORD_SIZE + texts + pictures
 
 
 def _num_bytes(path: Path) -> int:

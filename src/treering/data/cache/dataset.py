@@ -125,7 +125,7 @@ class TokenDataset:
             return tokens, offsets
         keys = tokens.copy()
         for row in np.flatnonzero(self.rows["num_pictures"]).tolist():
-            for number, placed in zip(self._part("picture_numbers", row), self._placed(row), strict=True):
+            for number, placed in zip(self._part("picture_numbers", row), self.placed(row), strict=True):
                 keys[offsets[row] + placed.start : offsets[row] + placed.stop] = -1 - number
         return keys, offsets
 
@@ -145,13 +145,31 @@ class TokenDataset:
         """The rows of each task, in order of first appearance."""
         return (self.task(task) for task in range(self.num_tasks))
 
+    @property
+    def last_turn_ends(self) -> npt.NDArray[np.int64]:
+        """int64 [R]: one past the last trained token of each row, 0 where nothing is trained."""
+        ends, stops = self._arrays["turn_ends"].values, self._offsets["turn_ends"][1:]
+        has_turns = self.rows["num_turns"] > 0
+        found = np.zeros(self.num_rows, np.int64)
+        found[has_turns] = ends[stops[has_turns] - 1]
+        return found
+
+    @property
+    def turn_ends(self) -> npt.NDArray[np.int32]:
+        """int32 [turns of all rows], one past the last trained token of each."""
+        return self._arrays["turn_ends"].values
+
+    def tokens(self, row: int) -> TokenIds:
+        """The tokens of a row, int32 [T]; what is counted is given back to the system in time."""
+        self._count(int(self.rows["num_tokens"][row]))
+        return self._part("tokens", row)
+
     def row(self, row: int) -> RenderedTrajectory:
         """A row by its number."""
         record = self.rows[row]
-        self._count(int(record["num_tokens"]))
         return RenderedTrajectory(
             task_id=self.task_ids[record["task"]],
-            tokens=self._part("tokens", row),
+            tokens=self.tokens(row),
             loss_mask=self._part("loss_mask", row),
             turn_ends=self._part("turn_ends", row),
             index=int(record["index"]),
@@ -159,10 +177,13 @@ class TokenDataset:
             advantage=_known(record["advantage"]),
             advantages=self._part("advantages", row) if record["has_advantages"] else None,
             logprobs=self._part("logprobs", row) if record["has_logprobs"] else None,
-            pictures=self._placed(row) if record["num_pictures"] else (),
+            pictures=self.placed(row),
         )
 
-    def _placed(self, row: int) -> tuple[PlacedPicture, ...]:
+    def placed(self, row: int) -> tuple[PlacedPicture, ...]:
+        """The pictures of a row, in order."""
+        if not self.rows["num_pictures"][row]:
+            return ()
         places = zip(self._part("picture_starts", row), self._part("picture_numbers", row), strict=True)
         return tuple(PlacedPicture(start=int(start), picture=self.pictures[number]) for start, number in places)
 

@@ -16,7 +16,7 @@ from treering.data.formats.parts import missing_parts
 from treering.data.formats.tables import is_dataset_folder
 from treering.data.rendering.renderer import Renderer
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 """Of the arrays and their files."""
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")

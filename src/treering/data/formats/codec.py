@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from treering.data.episode import decode_episode, encode_episode
-from treering.data.formats.fields import integer_field, is_blank, number_field, show, text_field
+from treering.data.formats.fields import filled, integer_field, is_blank, number_field, show, text_field
 from treering.data.formats.messages import decode_messages
 from treering.data.formats.token_arrays import (
     MASK_KEYS,
@@ -121,16 +121,18 @@ def check_readable(record: Mapping[str, Any], *, but: Collection[str] = ()) -> N
     Example: `{"messages": [...], "images": ["a.png"]}` is refused, and an empty list of images is not.
     """
     check_masks_are_known(record, but=but)
-    has_ids = any(not is_blank(record.get(key)) for key in _IDS)
-    for key, advice in CONTEXT_KEYS.items():
-        value = record.get(key)
+    has_ids = bool(filled(record, _IDS))
+    for key in filled(record, CONTEXT_KEYS):
+        value = record[key]
         # Ids have all that the policy saw; a text that is a message too is read there.
-        if key not in but and not is_blank(value) and not has_ids and not _is_message(record, value):
-            raise InputError(f"{key} stands beside the messages and is not read, got {show(value)}: {advice}")
-    for key, advice in UNREADABLE.items():
-        value = record.get(key)
-        if key not in but and not is_blank(value) and not (key.endswith("weight") and value in (1, True)):
-            raise InputError(f"{key} changes what is trained and cannot be read, got {show(value)}: {advice}")
+        if key not in but and not has_ids and not _is_message(record, value):
+            raise InputError(
+                f"{key} stands beside the messages and is not read, got {show(value)}: {CONTEXT_KEYS[key]}"
+            )
+    for key in filled(record, UNREADABLE):
+        value = record[key]
+        if key not in but and not (key.endswith("weight") and value in (1, True)):
+            raise InputError(f"{key} changes what is trained and cannot be read, got {show(value)}: {UNREADABLE[key]}")
 
 
 def _is_message(record: Mapping[str, Any], value: object) -> bool:

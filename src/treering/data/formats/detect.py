@@ -58,6 +58,8 @@ NEEDED: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 )
 """Keys of a record of each format: one of the groups, of which the first is the whole one."""
 
+_TRAINERS: tuple[FormatName, ...] = ("prime_rl", "skyrl", "nemo_rl", "art")
+"""Formats whose keys no other has."""
 _TOKENS = ("tokens", "input_ids", "token_ids")
 _OTHER: tuple[tuple[frozenset[str], str], ...] = (
     (
@@ -136,13 +138,7 @@ def _find(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
 
 
 def _find_trainer(record: Mapping[str, Any], keys: set[str]) -> FormatName | None:
-    by_keys: dict[FormatName, set[str]] = {
-        "prime_rl": {"prompt_ids", "completion_ids"},
-        "skyrl": {"prompt_token_ids", "response_ids"},
-        "nemo_rl": {"message_log"},
-        "art": {"messages_and_choices"},
-    }
-    if name := next((name for name, needed in by_keys.items() if needed <= keys), None):
+    if name := next((name for name in _TRAINERS if keys.issuperset(NEEDED[name][0])), None):
         return name
     agents = record.get("trajectories")
     first = agents[0] if isinstance(agents, list) and agents else None

@@ -60,6 +60,8 @@ END_KEYS = (
 _FAILURE = re.compile(
     r"\b(error(ed)?|fail(ed|ure)?|crash(ed)?|abort(ed)?|cancell?ed|time ?out|timed out|exception|interrupted|killed)\b"
 )
+_FAILURE_KEYS = frozenset((*ERROR_KEYS, *COMPLETED_KEYS, *END_KEYS))
+_CUT_KEYS = frozenset((*CUT_FLAGS, *CUT_REASONS, "incomplete_details", "status"))
 
 
 def has_failed(record: Mapping[str, Any]) -> bool:
@@ -74,6 +76,8 @@ def has_failed(record: Mapping[str, Any]) -> bool:
 
 
 def _says_failed(part: Mapping[str, Any]) -> bool:
+    if _FAILURE_KEYS.isdisjoint(part):
+        return False
     ends = [_words(part[key]) for key in END_KEYS if isinstance(part.get(key), str)]
     return (
         any(not is_blank(part.get(key)) and part[key] is not False for key in ERROR_KEYS)
@@ -115,6 +119,8 @@ def _may_be_policys(turn: Mapping[str, Any]) -> bool:
 
 
 def _says_cut(part: Mapping[str, Any]) -> bool:
+    if _CUT_KEYS.isdisjoint(part):
+        return False
     details = part.get("incomplete_details")
     reasons = [part.get(key) for key in CUT_REASONS] + [details.get("reason") if isinstance(details, dict) else None]
     return (

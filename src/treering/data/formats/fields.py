@@ -1,6 +1,6 @@
 """Fields of JSON records: typed reads whose errors name the field, its value and the rule."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from treering.data.unicode import valid_text
@@ -68,6 +68,14 @@ def is_blank(value: object) -> bool:
     Example: None, "", [] and {} are blank; False and 0 are not.
     """
     return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def filled(record: Mapping[str, Any], keys: Container[str]) -> list[str]:
+    """The keys of a record that are among `keys` and whose values say something, in the record's order.
+
+    Example: of `{"a": 1, "b": None, "c": 2}` and the keys a and b it is a alone.
+    """
+    return [key for key, value in record.items() if key in keys and not is_blank(value)]
 
 
 def show(value: object) -> str:

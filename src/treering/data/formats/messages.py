@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from treering.data.formats.content_parts import Content, decode_content
-from treering.data.formats.fields import array, is_blank, show, text_field
+from treering.data.formats.fields import array, filled, is_blank, show, text_field
 from treering.data.formats.response_items import has_items, merge_items
 from treering.data.formats.tool_calls import decode_call
 from treering.data.trajectory import Message, ToolCall
@@ -103,10 +103,9 @@ def _opposites(record: Mapping[str, Any], where: str) -> dict[str, bool]:
 
 
 def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:
-    known = {*TRAINED_KEYS, *CONTEXT_KEYS, *UNREADABLE}
     for key, value in record.items():
         speaks = any(word in key.lower() for word in ABOUT_TRAINING)
-        if speaks and key not in known and not is_blank(value):
+        if speaks and key not in (*TRAINED_KEYS, *CONTEXT_KEYS, *UNREADABLE) and not is_blank(value):
             raise InputError(
                 f"{where}.{key} seems to say whether the message is trained, and is no flag that Treering knows, got "
                 f"{show(value)}; write it as train, 0 or 1, or remove it"
@@ -116,9 +115,9 @@ def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:
 def _decode(record: object, where: str) -> Iterator[Message]:
     if not isinstance(record, dict):
         raise InputError(f"{where} must be an object with role and content, got {show(record)}; repair it")
-    for key, why in UNREADABLE.items():
-        if not is_blank(record.get(key)) and record[key] is not False:
-            raise InputError(f"{where}.{key} changes what is trained and cannot be read ({why}); remove it")
+    for key in filled(record, UNREADABLE):
+        if record[key] is not False:
+            raise InputError(f"{where}.{key} changes what is trained and cannot be read ({UNREADABLE[key]}); remove it")
     role = _role(record, where)
     content = decode_content(record.get("content"), f"{where}.content")
     for result in content.results:

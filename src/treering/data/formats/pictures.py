@@ -54,10 +54,10 @@ def with_pictures(
     found = dict(record)
     is_read = False
     for keys in _MESSAGES:
-        taken = _Column(_of_columns(record, columns, folder, where), columns)
         in_a_row = [key for key in keys if isinstance(record.get(key), list)]
         if not in_a_row or (keys[0] == "prompt" and not any(key in record for key in keys[1:])):
             continue
+        taken = _Column(_of_columns(record, columns, folder, where), columns)
         messages = {key: record[key] for key in in_a_row}
         if columns and not any(_has_parts(one) for key in in_a_row for one in messages[key]):
             messages[in_a_row[0]] = _before_first_text(messages[in_a_row[0]], taken.num_left)

@@ -34,8 +34,17 @@ def task_of(
 
     Example: `{"id": "x1", "instance_id": "django-1"}` is of the task "django-1".
     """
-    for key in keys:
-        if (task_id := decode_task_id(record, key)) is not None:
-            return task_id
+    task_id = named_task(record, keys)
+    if task_id is not None:
+        return task_id
     note(NO_TASK)
     return first_prompt_id(messages, tokens, loss_mask)
+
+
+def named_task(record: Mapping[str, Any], keys: Sequence[str] = TASK_KEYS) -> TaskId | None:
+    """The id under the first of `keys` that the record has; None without one.
+
+    Raises:
+        InputError: an id that is neither text nor an integer.
+    """
+    return next((found for key in keys if (found := decode_task_id(record, key)) is not None), None)

@@ -8,6 +8,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,17 +38,20 @@ class EncodedScript:
         assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
 
 
+_NO_TURN = np.zeros(0, np.int32)
+
+
 def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
     """Joins encoded scripts and shifts their turn ends.
 
     Example: 3 tokens without a turn and 2 tokens with turn end 2 join to 5 tokens with turn end 5.
     """
-    offsets = np.cumsum([0] + [part.tokens.size for part in parts[:-1]])
-    turn_ends = [part.turn_ends + offset for part, offset in zip(parts, offsets, strict=True)]
+    starts = accumulate((part.tokens.size for part in parts), initial=0)
+    turn_ends = [part.turn_ends + start for part, start in zip(parts, starts, strict=False) if part.turn_ends.size]
     return EncodedScript(
         tokens=np.concatenate([part.tokens for part in parts]),
         loss_mask=np.concatenate([part.loss_mask for part in parts]),
-        turn_ends=np.concatenate(turn_ends).astype(np.int32),
+        turn_ends=np.concatenate([_NO_TURN, *turn_ends]),
     )
 
 
@@ -162,7 +166,7 @@ class Encoder:
         return replace(script, cuts=tuple(sorted({*script.cuts, *free})))
 
     def _align(self, script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:
-        if script.markers is not None and self._is_control[tokens].sum() != len(self._known(script)):
+        if script.markers is not None and np.count_nonzero(self._is_control[tokens]) != len(self._known(script)):
             tokens, starts = self._encode_pieces(script)
         return _masked(script, tokens, starts)
 
@@ -286,9 +290,12 @@ def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:
 
 
 def _masked(script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:
-    edges = np.array(script.spans, dtype=np.int64).reshape(-1)
-    # Index among the edges start0, stop0, start1, ...: odd inside a span; span k has index 2k + 1.
-    place = np.searchsorted(edges, starts, side="right")
-    inside = np.arange(1, edges.size, 2)
-    first, past = np.searchsorted(place, inside, side="left"), np.searchsorted(place, inside, side="right")
-    return EncodedScript(tokens=tokens, loss_mask=place % 2 == 1, turn_ends=past[past > first].astype(np.int32))
+    if not script.spans:
+        return EncodedScript(tokens=tokens, loss_mask=np.zeros(tokens.size, np.bool_), turn_ends=_NO_TURN)
+    # Tokens are in the order of their first characters.
+    bounds = np.searchsorted(starts, np.array(script.spans))
+    mask = np.zeros(tokens.size, np.bool_)
+    for first, past in bounds.tolist():
+        mask[first:past] = True
+    turn_ends = bounds[bounds[:, 0] < bounds[:, 1], 1].astype(np.int32)
+    return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=turn_ends)

@@ -306,7 +306,7 @@ class Renderer:
     def _begun(self, encoded: EncodedScript) -> EncodedScript:
         """The sequence after what the tokenizer writes before a text; a chat template writes that itself."""
         begin = self._encoder.begin
-        if not encoded.tokens.size or np.array_equal(encoded.tokens[: begin.size], begin):
+        if not begin.size or not encoded.tokens.size or np.array_equal(encoded.tokens[: begin.size], begin):
             return encoded
         no_turn = np.zeros(0, np.int32)
         return join_encoded(

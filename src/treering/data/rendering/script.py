@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
 from treering.data.trajectory import RAW_FORMAT, Message, ToolCall, Trajectory
@@ -58,16 +58,19 @@ def message_script(message: Message) -> Script:
 
     Example: an assistant's "Hi" is the text `<|im_start|>assistant\nHi<|im_end|>\n` with the span (22, 34).
     """
-    head = join_scripts([_marker(TURN_START), Script(text=f"{message.role}\n", markers=())])
-    body = Script(text=f"{message.content or ''}{tool_calls_text(message.tool_calls)}", markers=())
-    turn = join_scripts([head, *_thought_script(message), body, _marker(TURN_END)])
-    spans = (Span(len(head.text), len(turn.text)),) if message.is_trained else ()
-    return replace(turn, text=f"{turn.text}\n", spans=spans)
+    head, thought = f"{message.role}\n", []
+    if message.reasoning:
+        thought = [head, THOUGHT_START, f"\n{message.reasoning.strip()}\n", THOUGHT_END]
+    begin = "\n\n" if thought else head
+    body = f"{begin}{message.content or ''}{tool_calls_text(message.tool_calls)}"
+    parts = [TURN_START, *thought, body, TURN_END, "\n"]
+    trained = Span(len(TURN_START) + len(head), sum(map(len, parts)) - 1)
+    return _marked(parts, (trained,) if message.is_trained else ())
 
 
 def turn_opening() -> Script:
     """What stands before an assistant's turn in the plain form."""
-    return join_scripts([_marker(TURN_START), Script(text="assistant\n", markers=())])
+    return _marked([TURN_START, "assistant\n"], ())
 
 
 def tool_calls_text(calls: Iterable[ToolCall]) -> str:
@@ -121,15 +124,10 @@ def plain_scripts(trajectory: Trajectory) -> list[Script]:
     return [message_script(message) for message in trajectory.messages]
 
 
-def _thought_script(message: Message) -> list[Script]:
-    if not message.reasoning:
-        return []
-    text = Script(text=f"\n{message.reasoning.strip()}\n", markers=())
-    return [_marker(THOUGHT_START), text, _marker(THOUGHT_END), Script(text="\n\n", markers=())]
-
-
-def _marker(text: str) -> Script:
-    return Script(text=text, markers=(Span(0, len(text)),))
+def _marked(parts: Sequence[str], spans: tuple[Span, ...]) -> Script:
+    """A script of texts, each after a marker."""
+    ends = accumulate(map(len, parts), initial=0)
+    return Script(text="".join(parts), spans=spans, markers=tuple(starmap(Span, pairwise(ends)))[::2])
 
 
 def _raw_message(message: Message) -> Script:

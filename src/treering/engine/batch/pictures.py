@@ -1,23 +1,70 @@
-"""Pictures in a pass: prompts told apart by what their placeholders show, and what the decoder gets in their place.
+"""Pictures in a pass: their features, under a snapshot of the model's vision part, and where the decoder gets them.
+
+As the decoder's weights, the snapshot is of one policy version: training changes the model, and it only with `read`.
 
 T tokens of a pass   P picture tokens of a pass
 """
 
-from collections.abc import Sequence
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from treering.arrays import Int64Array
-from treering.data.picture import PlacedPicture
-from treering.engine.batch.prefill import PrefillChunk
+from treering.data.picture import Picture, PlacedPicture
 from treering.engine.batch.table import Table
-from treering.engine.batch.token_batch import PictureInputs, TokenBatch
+from treering.engine.batch.token_batch import PictureInputs, PrefillChunk, TokenBatch
 from treering.engine.kv_cache.prefix_cache import Prefix
-from treering.engine.vision import VisionSnapshot
+from treering.model.families import ModelParts
+from treering.model.pictures import VisionPart
 from treering.tree.forest import Forest
 from treering.tree.pictures import rotary_positions
+
+
+class VisionSnapshot:
+    """Computes the features of each picture once in a version, by a call of the tower of its own.
+
+    So the features of a picture never depend on the pictures beside it.
+    """
+
+    def __init__(self, parts: ModelParts, vision: VisionPart, *, max_tokens: int) -> None:
+        """Copies the vision part; features of at most `max_tokens` tokens are held, those that were used last."""
+        # The language model has a snapshot of its own.
+        model = copy.deepcopy(vision.model, {id(parts.decoder): None})
+        self._part = replace(vision, model=model.eval().requires_grad_(False))
+        self._max_tokens = max_tokens
+        self._held: OrderedDict[bytes, list[Tensor]] = OrderedDict()
+
+    @torch.inference_mode()
+    def features(self, picture: Picture) -> list[Tensor]:
+        """Those that stand for the picture's tokens, [M, C], then those of deeper layers."""
+        levels = self._held.get(picture.digest)
+        if levels is None:
+            levels = self._held[picture.digest] = self._part.features([picture])
+        self._held.move_to_end(picture.digest)
+        while len(self._held) > 1 and sum(one[0].shape[0] for one in self._held.values()) > self._max_tokens:
+            self._held.popitem(last=False)
+        return levels
+
+    def read(self, vision: VisionPart) -> None:
+        """Copies the model's current weights, and forgets the features of the last ones."""
+        with torch.inference_mode():
+            for own, source in self._pairs(vision):
+                own.copy_(source)
+        self._held.clear()
+
+    def is_current(self, vision: VisionPart) -> bool:
+        """Whether `read` would change nothing."""
+        return all(torch.equal(own, source) for own, source in self._pairs(vision))
+
+    def _pairs(self, vision: VisionPart) -> Iterator[tuple[Tensor, Tensor]]:
+        model = self._part.model
+        sources = dict([*vision.model.named_parameters(), *vision.model.named_buffers()])
+        return ((own, sources[name]) for name, own in [*model.named_parameters(), *model.named_buffers()])
 
 
 def with_pictures(

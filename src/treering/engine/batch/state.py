@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
+from treering.engine.batch.token_batch import PER_TOKEN, TokenBatch
 from treering.lean import kernel
 
 
@@ -44,21 +45,12 @@ class BatchState(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a pass: the columns of a `TokenBatch`, and which rows are sampled from which logits."""
+    """The inputs of a pass: the rows' tokens, and which rows are sampled from which logits."""
 
-    tokens: Int64Array  # [T], as are the next eight
-    positions: Int64Array
-    slots: Int64Array
-    prefix_start: Int64Array
-    num_prefix: Int64Array
-    own_start: Int64Array
-    num_own: Int64Array
-    tree_start: Int64Array
-    tree_bits: Int64Array
-    wanted: Int64Array  # [W]
+    batch: TokenBatch  # T tokens, W of them wanted
     rows: Int64Array  # [R] sampled rows
     leaders: Int64Array  # [R] the row computed for each of these: itself, or the one it duplicates
-    first_logits: Int64Array  # [R] first entry of each in `wanted`
+    first_logits: Int64Array  # [R] first entry of each among the wanted tokens
     num_fed: Int64Array  # [B] context tokens that the pass computes for the row or its leader, without drafts
 
 
@@ -146,7 +138,10 @@ def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts
         c.tokens, c.num_tokens, c.num_computed, c.num_prefix, c.prefix_start, c.own_start, c.is_ready, leaders,
         max_prefill, drafts.tokens, drafts.offsets, drafts.depths, drafts.bits, per_token, rows,
     )  # fmt: skip
-    return StepInputs._make([*per_token[:9, :num_tokens], per_token[9, :num_wanted], *rows[:3, :num_sampled], rows[3]])
+    batch = TokenBatch(
+        **dict(zip(PER_TOKEN, per_token[:9, :num_tokens], strict=True)), wanted=per_token[9, :num_wanted]
+    )
+    return StepInputs(batch, rows[0, :num_sampled], rows[1, :num_sampled], rows[2, :num_sampled], rows[3])
 
 
 @kernel
@@ -167,7 +162,7 @@ def _fill_inputs(
     per_token: Int64Array,
     per_row: Int64Array,
 ) -> tuple[int, int, int]:
-    """Fills `StepInputs` into `per_token` and `per_row`; returns the numbers of tokens, wanted tokens and rows."""
+    """Fills the columns of `StepInputs`; returns the numbers of tokens, wanted tokens and rows."""
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = (
         per_token[0], per_token[1], per_token[2], per_token[3], per_token[4], per_token[5], per_token[6], per_token[7],
         per_token[8],

@@ -1,7 +1,7 @@
 """The table of running rollouts: which request is in which row, and its key-value memory."""
 
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 import numpy as np
@@ -9,14 +9,13 @@ import numpy as np
 from treering.arrays import Int64Array
 from treering.engine.batch.state import BatchState, make_columns, move_row, widen
 from treering.engine.kv_cache.allocator import KVAllocator
-from treering.engine.kv_cache.copies import Copy, Source, plan_copies
-from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache
-from treering.engine.kv_cache.prompt_keys import PromptKeys
-from treering.engine.kv_cache.rollout_cache import ComputedTokens, RolloutCache, longest_match
+from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache, PromptKeys
+from treering.engine.kv_cache.rollout_cache import ComputedTokens, Copy, RolloutCache, Source, plan_copies
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.sampling.noise import row_key
 from treering.engine.stop_strings import Decode, first_stop, turn_start
+from treering.types import TokenIds
 
 Move = Callable[[Int64Array, Int64Array], None]
 """`Decoder.move`."""
@@ -60,17 +59,21 @@ class Table:
         # Keeps `evict_idle` from evicting the prefix while its own row is placed.
         prefix.num_running += 1
         # Keeps the spans that it will copy from as long as others can be evicted for its own.
-        self.rollouts.note_use(self._source_of(request)[0])
-        for copy in self._copies_for(prefix):
+        for copy in [*self._prefix_copies(prefix), *self._own_copies(request, prefix)]:
             self.rollouts.note_use(copy.span)
             self.prefixes.allocator.note_use(copy.span)
         own_start = self._allocate_spans(prefix, request.sampling.max_tokens)
         if own_start is None:
             prefix.num_running -= 1
             return False
-        self._copy_prefix(prefix)
+        for copy in self._prefix_copies(prefix):
+            assert prefix.start is not None
+            self._copy(copy, prefix.start)
+            self.prefixes.allocator.set_computed(prefix.start, copy.first + copy.num_tokens)
         self._fill_row(self.num_rows, request, prefix, own_start)
-        self._copy_computed(self.num_rows, *self._source_of(request))
+        for copy in self._own_copies(request, prefix):
+            self._copy(copy, own_start - prefix.num_tokens)
+            self.columns.num_computed[self.num_rows] += copy.num_tokens
         self.requests.append(request)
         self._row_prefixes.append(prefix)
         self.num_changes += 1
@@ -175,46 +178,40 @@ class Table:
     def _try_allocate(self, prefix: Prefix, num_own: int) -> int | None:
         return self.prefixes.allocator.allocate(num_own) if self.prefixes.allocate(prefix) else None
 
-    def _copies_for(self, prefix: Prefix) -> list[Copy]:
-        """What a prefix can copy of its missing tokens from spans of other prompts, turns and branches."""
+    def _prefix_copies(self, prefix: Prefix) -> list[Copy]:
+        """What a prefix can copy of its missing tokens."""
         # What more than one row runs has been copied when the first one came.
-        if self._move is None or prefix.is_complete or prefix.num_running > 1:
+        return [] if prefix.is_complete or prefix.num_running > 1 else self._copies(prefix.tokens, prefix.num_computed)
+
+    def _own_copies(self, request: Request, prefix: Prefix) -> list[Copy]:
+        """What a continued rollout can copy of its own tokens: all but the last, whose logits are needed."""
+        if request.so_far is None:
             return []
-        prompts = [Source(tokens, 0, start) for tokens, start in self.prefixes.computed()]
-        kept = self.rollouts.spans_within(prefix.tokens)
+        context = np.concatenate([prefix.tokens, request.prompt[-1:], request.so_far.tokens])
+        return self._copies(context[:-1], prefix.num_tokens)
+
+    def _copies(self, tokens: TokenIds, num_computed: int) -> list[Copy]:
+        """What a context can copy, after its first `num_computed` tokens, from spans of prompts, turns and branches."""
+        if self._move is None:
+            return []
+        prompts = [Source(prompt, 0, start) for prompt, start in self.prefixes.computed()]
+        kept = self.rollouts.spans_within(tokens)
         running = (
             (other.tokens, self._computed_tokens(row))
             for row, other in enumerate(self._row_prefixes)
             # Cheap to see before the whole path is put together.
-            if other.num_tokens < prefix.num_tokens and np.array_equal(other.tokens, prefix.tokens[: other.num_tokens])
+            if other.num_tokens < tokens.size and np.array_equal(other.tokens, tokens[: other.num_tokens])
         )
         own = [
             Source(np.concatenate([before, span.tokens]), before.size, span.start) for before, span in (*kept, *running)
         ]
-        return plan_copies([*prompts, *own], prefix.tokens, prefix.num_computed)
+        return plan_copies([*prompts, *own], tokens, num_computed)
 
-    def _copy_prefix(self, prefix: Prefix) -> None:
-        """Copies what it can of a prefix's missing keys and values."""
-        for source, first, num_tokens, _ in self._copies_for(prefix):
-            assert self._move is not None
-            assert prefix.start is not None
-            steps = np.arange(num_tokens)
-            self._move(source + steps, prefix.start + first + steps)
-            self.prefixes.allocator.set_computed(prefix.start, first + num_tokens)
-
-    def _source_of(self, request: Request) -> tuple[int, int]:
-        """Where the keys and values of a request's first own tokens are, and how many: see `longest_match`."""
-        if request.so_far is None or self._move is None:
-            return -1, 0
-        # All but the last token, whose logits are needed.
-        tokens = np.concatenate([request.prompt[-1:], request.so_far.tokens])[:-1]
-        spans = [*self.rollouts.spans_of(self.keys.of(request)), *self._running_spans(request)]
-        return longest_match(spans, tokens)
-
-    def _running_spans(self, request: Request) -> Iterator[ComputedTokens]:
-        """Those of the rows with a request's prompt."""
-        prefix = self.prefixes.get(self.keys.of(request))
-        return (self._computed_tokens(row) for row, other in enumerate(self._row_prefixes) if other is prefix)
+    def _copy(self, copy: Copy, start: int) -> None:
+        """Copies keys and values to where they are in a context whose first token has slot `start`."""
+        assert self._move is not None
+        steps = np.arange(copy.num_tokens)
+        self._move(copy.source + steps, start + copy.first + steps)
 
     def _computed_tokens(self, row: int) -> ComputedTokens:
         """What is computed of a row's own span, as a view."""
@@ -222,14 +219,6 @@ class Table:
         # A stop string may have cut computed tokens off.
         end = min(c.num_computed[row], c.num_tokens[row])
         return ComputedTokens(c.tokens[row, c.num_prefix[row] : end], int(c.own_start[row]))
-
-    def _copy_computed(self, row: int, source: int, num_tokens: int) -> None:
-        """Copies keys and values of a row's first own tokens from slot `source` on."""
-        if num_tokens == 0 or self._move is None:
-            return
-        steps = np.arange(num_tokens)
-        self._move(source + steps, self.columns.own_start[row] + steps)
-        self.columns.num_computed[row] += num_tokens
 
     def _group_of(self, request: Request) -> int:
         """The group number of its running siblings, else a new one."""

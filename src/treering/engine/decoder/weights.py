@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from treering.engine.decoder.adapters import WeightSource, bias_of, source_of
 from treering.engine.decoder.support import check_runnable
 from treering.model.families import ModelParts
+from treering.types import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,21 @@ class Sizes:
     vocab_size: int
     num_positions: int
     eps: float
+
+
+def activation_widths(sizes: Sizes | ModelShape) -> dict[str, int]:
+    """Numbers per token of what a fused pass keeps of a layer, by name and in the order in which it is computed.
+
+    Example: Qwen3-8B has 4,096 in "x", "h" and "update", 6,144 in "qkv" and 59,392 in all.
+    """
+    heads = sizes.num_heads * sizes.head_size
+    return {
+        **dict.fromkeys(("x", "h", "update"), sizes.hidden_size),
+        "qkv": heads + 2 * sizes.num_kv_heads * sizes.head_size,
+        "attended": heads,
+        "gate_up": 2 * sizes.intermediate_size,
+        "gated": sizes.intermediate_size,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,6 +1,7 @@
 """Prefix cache: stores the keys and values of each prompt once for all rollouts that continue it.
 
-Prompts without requests are dropped here; the arena itself may keep them cached.
+Prompts without requests are dropped here; the arena itself may keep them cached. Prompts with pictures are known by
+what these show.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 
 from treering.data.picture import PlacedPicture
 from treering.engine.kv_cache.allocator import KVAllocator
+from treering.engine.request import Request
 from treering.types import TokenIds
 
 
@@ -99,3 +101,23 @@ class PrefixCache:
     def incomplete(self) -> list[Prefix]:
         """Prefixes that running rows wait for."""
         return [prefix for prefix in self._by_tokens.values() if prefix.num_running and not prefix.is_complete]
+
+
+class PromptKeys:
+    """Numbers the pictures of an engine.
+
+    Example: the prompts 5 9 9 6 with two pictures at 9 9 have the keys 5 -1 -1 6 and 5 -2 -2 6; that of text is itself.
+    """
+
+    def __init__(self) -> None:
+        """Without a picture; each that comes takes the memory of its digest for good."""
+        self._numbers: dict[bytes, int] = {}
+
+    def of(self, request: Request) -> TokenIds:
+        """The prompt of a request with negative tokens in place of its pictures, int32."""
+        if not request.pictures:
+            return request.prompt
+        tokens = request.prompt.copy()
+        for one in request.pictures:
+            tokens[one.start : one.stop] = -1 - self._numbers.setdefault(one.picture.digest, len(self._numbers))
+        return tokens

@@ -1,4 +1,4 @@
-"""Rollout cache: keeps the keys and values of finished rollouts for requests that continue their tokens.
+"""Rollout cache: keeps the keys and values of finished rollouts, and plans what a request copies of all that there are.
 
 They are kept until their slots are needed, the least recently used ones go first, or until the weights change.
 
@@ -35,21 +35,6 @@ class ComputedTokens(NamedTuple):
     """Slot of the first."""
 
 
-def longest_match(spans: Iterable[ComputedTokens], tokens: TokenIds) -> tuple[int, int]:
-    """First slot of the span that begins with most of `tokens`, and their number; (-1, 0) if none does.
-
-    Of equal matches the last one counts.
-
-    Example: spans [6, 7] at slot 0 and [6, 7, 8, 9] at 10 match [6, 7, 8, 3] with 3 tokens at slot 10.
-    """
-    best = -1, 0
-    for span in spans:
-        num_common = count_common(span.tokens, tokens)
-        if num_common > 0 and num_common >= best[1]:
-            best = span.start, num_common
-    return best
-
-
 @dataclass(slots=True, eq=False)
 class RolloutCache:
     """Spans of finished rollouts, by prompt."""
@@ -62,11 +47,6 @@ class RolloutCache:
         self.allocator.shrink(span.start, span.tokens.size)
         # A copy: the row's tokens are a view that the next row overwrites.
         self._spans[span.start] = prompt.tobytes(), span._replace(tokens=span.tokens.copy())
-
-    def spans_of(self, prompt: TokenIds) -> list[ComputedTokens]:
-        """The spans of a prompt's rollouts, most recently used last."""
-        wanted = prompt.tobytes()
-        return [span for key, span in self._spans.values() if key == wanted]
 
     def spans_within(self, tokens: TokenIds) -> list[tuple[TokenIds, ComputedTokens]]:
         """The spans whose prompts these tokens begin with, each with its prompt but for the last token, which it holds.
@@ -111,3 +91,59 @@ def count_common(left: TokenIds, right: TokenIds) -> int:
         size = _FIRST_COMPARED
     different = left[:size] != right[:size]
     return int(different.argmax()) if different.any() else size
+
+
+class Source(NamedTuple):
+    """A span with keys and values, and the tokens before it, which these depend on.
+
+    Example: the own span of a rollout 7 8 9 after the prompt 5 6 has the path [5, 6, 7, 8], of which it holds those
+    from `first` 1 on.
+    """
+
+    path: TokenIds
+    """int32, from the first token of the context to the last one that the span holds."""
+    first: int
+    """Index in the path of the first token that the span holds."""
+    start: int
+    """Slot of that token."""
+
+
+class Copy(NamedTuple):
+    """Copies `num_tokens` slots from `source` on to the slots of the tokens `first` and following.
+
+    Example: after 40 tokens from one span, `Copy(97, 40, 7, 90)` copies seven from the span at slot 90.
+    """
+
+    source: int
+    first: int
+    num_tokens: int
+    span: int
+    """First slot of the span that it reads."""
+
+
+def plan_copies(sources: Iterable[Source], tokens: TokenIds, num_computed: int = 0) -> list[Copy]:
+    """Copies that give a prompt the longest beginning without a gap, after what it has computed; none if none fits.
+
+    Args:
+        sources: in any order.
+        tokens: int32 [N].
+        num_computed: leading tokens that need no copy.
+
+    Example: the prompt 5 6 lies at slot 0, and at slot 10 what its rollout 7 8 9 added. A context that goes on after
+    the rollout copies 5 from the first, and 6, 7 and 8 from the second.
+        >>> import numpy as np
+        >>> spans = [Source(np.array([5]), 0, 0), Source(np.array([5, 6, 7, 8]), 1, 10)]
+        >>> [tuple(copy) for copy in plan_copies(spans, np.array([5, 6, 7, 8, 9, 3]))]
+        [(0, 0, 1, 0), (10, 1, 3, 10)]
+    """
+    matches = [(count_common(source.path, tokens), source) for source in sources]
+    found: list[Copy] = []
+    at = num_computed
+    while True:
+        fitting = [(length, source) for length, source in matches if source.first <= at < length]
+        if not fitting:
+            return found
+        length, source = max(fitting, key=lambda match: match[0])
+        first_slot = source.start + at - source.first
+        found.append(Copy(source=first_slot, first=at, num_tokens=length - at, span=source.start))
+        at = length

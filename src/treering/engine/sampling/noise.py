@@ -1,7 +1,7 @@
 """Keyed noise: one uniform number per (rollout, position, token), from a counter-based hash.
 
-No number depends on what else is sampled, in which batch, or when. `uniforms` is the specification; every other
-implementation gives the same bits.
+No number depends on what else is sampled, in which batch, or when. `uniforms` is the specification; the compiled forms
+give the same bits.
 
     M rows   V vocabulary
 """
@@ -12,7 +12,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treering.types import PromptId, TokenIds
 
@@ -28,8 +27,6 @@ MIX_SHIFTS = (30, 27, 31)
 MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 # 52 bits k become (k + 1/2) / 2**52: exact in float64, and never 0 or 1.
 NUM_DROPPED_BITS = 12
-
-_MASK = 2**64 - 1
 
 
 def call_id(context: TokenIds, num_before: int = 0, agent: str = "") -> int:
@@ -69,50 +66,31 @@ def row_key(seed: int, prompt_id: PromptId, draw: int, sample: int, call: int | 
     return int.from_bytes(blake2b(text.encode("ascii"), digest_size=8).digest(), "little", signed=True)
 
 
-def uniforms(key: int, position: int, vocab_size: int) -> NDArray[np.float64]:
-    """The noise of every token at one position of one rollout: float64 [V], in the open interval (0, 1).
+def uniforms(keys: "Tensor", positions: "Tensor", vocab_size: int) -> "Tensor":
+    """The noise of every token at one position of each of many rollouts, in the open interval (0, 1).
 
     Args:
-        key: of the rollout, from `row_key`.
-        position: absolute position of the sampled token: prompt length + rollout tokens before it.
+        keys: int64 [M], of the rollouts, from `row_key`.
+        positions: int64 [M], absolute positions of the sampled tokens: prompt length + rollout tokens before each.
         vocab_size: V. The first entries do not depend on it.
 
-    Example:
-        >>> uniforms(7, 0, 3).round(4).tolist()
-        [0.717, 0.5827, 0.8047]
-    """
-    # One-element arrays: numpy's integer arrays wrap, its scalars warn.
-    state = _mix(np.array([(key + position * POSITION_STEP) & _MASK], np.uint64))
-    bits = _mix(state + np.arange(vocab_size, dtype=np.uint64) * np.uint64(TOKEN_STEP))
-    return ((bits >> np.uint64(NUM_DROPPED_BITS)).astype(np.float64) + 0.5) * 2.0 ** (NUM_DROPPED_BITS - 64)
-
-
-def uniforms_torch(keys: "Tensor", positions: "Tensor", vocab_size: int) -> "Tensor":
-    """`uniforms` of many rows, bit for bit, on the device of the keys.
-
-    Args:
-        keys: int64 [M].
-        positions: int64 [M].
-        vocab_size: V.
-
     Returns:
-        float64 [M, V].
+        float64 [M, V], on the device of the keys.
+
+    Example:
+        >>> import torch
+        >>> uniforms(torch.tensor([7]), torch.tensor([0]), 3).numpy().round(4).tolist()
+        [[0.717, 0.5827, 0.8047]]
     """
     import torch
 
-    state = _mix_torch(keys + positions * _signed(POSITION_STEP))
+    state = _mix(keys + positions * _signed(POSITION_STEP))
     tokens = torch.arange(vocab_size, dtype=torch.int64, device=keys.device)
-    bits = _mix_torch(state[:, None] + tokens * _signed(TOKEN_STEP))
+    bits = _mix(state[:, None] + tokens * _signed(TOKEN_STEP))
     return (_shift_right(bits, NUM_DROPPED_BITS).double() + 0.5) * 2.0 ** (NUM_DROPPED_BITS - 64)
 
 
-def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    for shift, factor in zip(MIX_SHIFTS, MIX_FACTORS, strict=False):
-        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-    return bits ^ (bits >> np.uint64(MIX_SHIFTS[-1]))
-
-
-def _mix_torch(bits: "Tensor") -> "Tensor":
+def _mix(bits: "Tensor") -> "Tensor":
     for shift, factor in zip(MIX_SHIFTS, MIX_FACTORS, strict=False):
         bits = (bits ^ _shift_right(bits, shift)) * _signed(factor)
     return bits ^ _shift_right(bits, MIX_SHIFTS[-1])

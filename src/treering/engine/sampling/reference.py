@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from treering.engine.sampling.noise import uniforms_torch
+from treering.engine.sampling.noise import uniforms
 from treering.errors import StateError
 
 MASS_SLACK = 1e-12
@@ -106,7 +106,7 @@ def sample(
         if log_min_p is not None:
             kept &= scaled >= log_min_p[:, None]
         processed = scaled.masked_fill(~kept, -torch.inf).log_softmax(-1)
-    exponentials = -uniforms_torch(keys, positions, logits.shape[1]).log()
+    exponentials = -uniforms(keys, positions, logits.shape[1]).log()
     # argmax returns the first of equal maxima.
     tokens = (processed.exp() / exponentials).argmax(-1)
     at = tokens[:, None]

@@ -12,9 +12,8 @@ from treering.engine.batch.commit import NOT_FINISHED, CommittedTokens
 from treering.engine.batch.draft_tree import DraftTrees, clip_drafts, count_accepted, no_drafts
 from treering.engine.batch.state import fill_max_drafts
 from treering.engine.batch.table import Table
-from treering.engine.speculation.drift import CostDrift
 from treering.engine.speculation.observed_costs import ObservedCosts
-from treering.engine.speculation.verify_costs import Costs
+from treering.engine.speculation.verify_costs import CostDrift, Costs
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.types import DraftRows, Drafts

@@ -1,6 +1,7 @@
 """Measures the time of a forward pass by its number of tokens, on synthetic rows.
 
-The drafter uses the times to decide how many tokens to draft.
+The drafter uses the times to decide how many tokens to draft. Where passes turn out to take less than half of them,
+something slowed the measurement down, and it is made again.
 
     T tokens of a pass   B rows at most
 """
@@ -13,13 +14,14 @@ import numpy as np
 
 from treering.arrays import Int64Array
 from treering.engine.batch.draft_tree import DraftTrees
-from treering.engine.batch.prefill import join
 from treering.engine.batch.sampler import SampleAndVerify, sample_and_verify
 from treering.engine.batch.state import StepInputs, make_columns
+from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.protocol import Decoder
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.pass_times import non_decreasing
+from treering.history.budget.selection import seconds_of
 
 Costs = Literal["measured", "none"] | VerifyCosts
 """Pass costs that an engine gives its drafter. measured: measured here before the first pass, unless the drafter has
@@ -36,6 +38,21 @@ _BUDGET_S = 0.2
 _FEW_ROUNDS = 5
 _PATIENCE = 5
 """The first `_FEW_ROUNDS` rounds may take this many budgets."""
+
+
+_FIRST_WINDOW = 64
+
+
+_LONGER = 4
+"""Growth factor of the window after each new measurement, which costs time too."""
+
+
+_FAST = 0.5
+"""Fraction of the measured seconds below which a pass counts as fast."""
+
+
+_MOST_FAST = 0.5
+"""Fraction of a window's passes that may be fast: single passes are fast by accident."""
 
 
 def measure(
@@ -117,9 +134,8 @@ def make_pass(
     num_rows = min(num_tokens, own_starts.size)
     drafts = _chains(num_rows, num_tokens - num_rows)
     inputs = _inputs_of(drafts, own_starts[:num_rows], context, decoder.spare_slot)
-    batch = join(inputs, [])
     columns = make_columns(max_rows=num_rows, max_context=1, max_stops=1)
-    return lambda: sampler(decoder.run(batch), inputs, columns, drafts)
+    return lambda: sampler(decoder.run(inputs.batch), inputs, columns, drafts)
 
 
 def _time(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -148,7 +164,7 @@ def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: i
     num_rows = own_starts.size
     row = np.repeat(np.arange(num_rows), 1 + np.diff(drafts.offsets))
     zeros, every = np.zeros(row.size, np.int64), np.ones(row.size, np.int64)
-    return StepInputs(
+    batch = TokenBatch(
         tokens=zeros,
         positions=zeros,
         slots=every * slot,
@@ -159,8 +175,50 @@ def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: i
         tree_start=zeros,
         tree_bits=zeros,
         wanted=np.arange(row.size),
+    )
+    return StepInputs(
+        batch=batch,
         rows=np.arange(num_rows),
         leaders=np.arange(num_rows),
         first_logits=np.arange(num_rows) + drafts.offsets[:-1],
         num_fed=np.ones(num_rows, np.int64),
     )
+
+
+class CostDrift:
+    """Counts, per window, the passes that are much faster than measured.
+
+    Example: passes over 8 tokens were measured at 220 ms, while another program used the processors, and take 0.4 ms.
+    After 64 of them the costs no longer hold. After the next measurement the window has 256 passes.
+    """
+
+    def __init__(self) -> None:
+        """Starts without costs; `note` returns False until `begin`."""
+        self._costs: VerifyCosts | None = None
+        self._window = _FIRST_WINDOW
+        self._num_passes = self._num_fast = 0
+
+    def begin(self, costs: VerifyCosts) -> None:
+        """Starts watching newly measured costs."""
+        self._costs = costs
+        self._num_passes = self._num_fast = 0
+
+    def note(self, num_tokens: int, seconds: float) -> bool:
+        """Records a pass; returns whether to measure the costs again. Then ignores passes until `begin`.
+
+        Args:
+            num_tokens: of the pass.
+            seconds: of the pass, sampling included, as in the costs.
+        """
+        if self._costs is None:
+            return False
+        self._num_passes += 1
+        self._num_fast += seconds < _FAST * seconds_of(num_tokens, self._costs.num_tokens, self._costs.seconds)
+        if self._num_passes < self._window:
+            return False
+        is_over = self._num_fast > _MOST_FAST * self._num_passes
+        self._num_passes = self._num_fast = 0
+        if is_over:
+            self._costs = None
+            self._window *= _LONGER
+        return is_over

@@ -5,16 +5,16 @@ the same calls give the same estimates.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.arrays import Float32Array, Float64Array, Int16Array, Int32Array, Int64Array, UInt16Array
+from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from treering.errors import InputError
-from treering.history.draft.prior import SHARES
-from treering.history.draft.token_weights import MOST_ROOT_UNITS, MOST_UNITS, make_token_weights, move, token_logit
-from treering.history.features import NUM_GENERAL, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, squash
+from treering.history.draft.candidates import SHARES
+from treering.history.features import NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, NUM_WEIGHTS, squash
 from treering.history.jit import STAMP
 from treering.lean import kernel, lean
 
@@ -30,7 +30,7 @@ _FIRST_SCALE_SQUARES = 100.0
 _MOST_LOGIT = 8.0
 _MOST_WEIGHT = 1e6
 """Far beyond any that is learnt; sums of such weights are numbers, also as float32."""
-SCALE = NUM_VOTES + NUM_GENERAL
+SCALE = NUM_WEIGHTS
 OFFSET = SCALE + 1
 NUM_TRAINED = OFFSET + 1
 _ANY_COUNT = (0, np.iinfo(np.int64).max)
@@ -38,8 +38,6 @@ _ANY_SUM = (0, float(np.finfo(np.float64).max))
 _LIMITS = {
     "weights": (-_MOST_WEIGHT, _MOST_WEIGHT),
     "squares": (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)),
-    "token_weights": (-MOST_UNITS, MOST_UNITS),
-    "token_roots": (1, MOST_ROOT_UNITS),
     "reliability": _ANY_SUM,
     "num_undrafted": _ANY_COUNT,
     "asked": _ANY_SUM,
@@ -60,10 +58,8 @@ class Acceptance:
     general features rise by 0.15 * 0.5 / sqrt(4 + 0.25) = 0.036 each.
 
     Attributes:
-        weights: float32 [votes + general features + 2], the last two the scale and the offset.
+        weights: float32 [votes + features + 2], the last two the scale and the offset.
         squares: float32, aligned: sums of squared gradients.
-        token_weights: int16 [features of tokens], see `token_weights`.
-        token_roots: uint16, aligned: roots of sums of squared gradients.
         reliability: float64 [20, 3]: for estimates from 0 to 1 in steps of 0.05 how many there were, their sum, and how
             many were accepted.
         num_undrafted: int64 [1], rows without a draft since the last one that was only tried.
@@ -77,7 +73,6 @@ class Acceptance:
         self.weights[SCALE] = 1.0
         self.squares = np.full(NUM_TRAINED, _FIRST_SQUARES, np.float32)
         self.squares[SCALE:] = _FIRST_SCALE_SQUARES
-        self.token_weights, self.token_roots = make_token_weights()
         self.reliability = np.zeros((NUM_BINS, 3))
         self.num_undrafted = np.zeros(1, np.int64)
         self.asked = np.zeros(3)
@@ -119,34 +114,36 @@ def _check(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> None:
 
 
 @lean
-def estimate(weights: Float32Array, token_weights: Int16Array, shares: Float32Array, features: Int32Array) -> float:
+def estimate(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
     """The acceptance of a candidate.
 
     Args:
         weights: see `Acceptance`.
-        token_weights: likewise.
         shares: float32 [votes], stretched.
         features: int32 [kinds], numbers of the weights.
     """
-    return float(squash(weights[SCALE] * _logit(weights, token_weights, shares, features) + weights[OFFSET]))
+    return float(squash(weights[SCALE] * _logit(weights, shares, features) + weights[OFFSET]))
 
 
 @lean
-def _logit(weights: Float32Array, token_weights: Int16Array, shares: Float32Array, features: Int32Array) -> float:
+def _logit(weights: Float32Array, shares: Float32Array, features: Int32Array) -> float:
     # Sums side by side, and shares by themselves: one addition need not wait for the one before.
-    first = second = third = fourth = fifth = voted = shared = np.float32(0.0)
+    first = second = third = fourth = fifth = sixth = seventh = voted = shared = np.float32(0.0)
     for k in range(1, NUM_GENERAL_KINDS, 5):
-        first += weights[np.uintp(NUM_VOTES + features[k])]
-        second += weights[np.uintp(NUM_VOTES + features[k + 1])]
-        third += weights[np.uintp(NUM_VOTES + features[k + 2])]
-        fourth += weights[np.uintp(NUM_VOTES + features[k + 3])]
-        fifth += weights[np.uintp(NUM_VOTES + features[k + 4])]
+        first += weights[np.uintp(features[k])]
+        second += weights[np.uintp(features[k + 1])]
+        third += weights[np.uintp(features[k + 2])]
+        fourth += weights[np.uintp(features[k + 3])]
+        fifth += weights[np.uintp(features[k + 4])]
+    for k in range(NUM_GENERAL_KINDS, NUM_KINDS, 2):
+        sixth += weights[np.uintp(features[k])]
+        seventh += weights[np.uintp(features[k + 1])]
     for k in range(0, NUM_VOTES, 2):
         voted += weights[k] * shares[k]
         shared += weights[k + 1] * shares[k + 1]
-    bias = weights[np.uintp(NUM_VOTES + features[0])]
+    bias = weights[np.uintp(features[0])]
     general = ((voted + shared) + (first + second)) + ((third + fourth) + (fifth + bias))
-    return float(general + token_logit(token_weights, features))
+    return float(general + (sixth + seventh))
 
 
 @lean
@@ -157,10 +154,9 @@ def _step(weights: Float32Array, squares: Float32Array, k: int, gradient: float,
 
 @lean
 def _learn_one(
-    shares: Float32Array, features: Int32Array, was_accepted: int, weights: Float32Array, squares: Float32Array,
-    token_weights: Int16Array, token_roots: UInt16Array,
-) -> None:  # fmt: skip
-    logit = _logit(weights, token_weights, shares, features)
+    shares: Float32Array, features: Int32Array, was_accepted: int, weights: Float32Array, squares: Float32Array
+) -> None:
+    logit = _logit(weights, shares, features)
     error = was_accepted - squash(weights[SCALE] * logit + weights[OFFSET])
     _step(weights, squares, SCALE, error * min(max(logit, -_MOST_LOGIT), _MOST_LOGIT), _SCALE_RATE)
     _step(weights, squares, OFFSET, error, _SCALE_RATE)
@@ -168,9 +164,9 @@ def _learn_one(
     for k in range(NUM_VOTES):
         _step(weights, squares, k, error * shares[k], _VOTE_RATE)
     for k in range(NUM_GENERAL_KINDS):
-        _step(weights, squares, NUM_VOTES + features[k], error, _RATE)
+        _step(weights, squares, features[k], error, _RATE)
     for k in range(NUM_GENERAL_KINDS, NUM_KINDS):
-        move(token_weights, token_roots, features[k], error, _TOKEN_RATE)
+        _step(weights, squares, features[k], error, _TOKEN_RATE)
 
 
 def _compile(stamp: int) -> Callable[..., None]:
@@ -186,8 +182,6 @@ def _compile(stamp: int) -> Callable[..., None]:
         was_accepted: NDArray[np.int8],
         weights: Float32Array,
         squares: Float32Array,
-        token_weights: Int16Array,
-        token_roots: UInt16Array,
         reliability: Float64Array,
     ) -> None:
         """Learns from every drafted token whose parent was accepted.
@@ -201,8 +195,6 @@ def _compile(stamp: int) -> Callable[..., None]:
             was_accepted: int8 [D]: 1, 0, or -1 where it is not known.
             weights: see `Acceptance`; changed in place, as are all that follow.
             squares: see `Acceptance`.
-            token_weights: see `Acceptance`.
-            token_roots: see `Acceptance`.
             reliability: see `Acceptance`.
         """
         assert stamp >= 0
@@ -214,12 +206,45 @@ def _compile(stamp: int) -> Callable[..., None]:
                 reliability[bin_, 0] += 1
                 reliability[bin_, 1] += estimates[i]
                 reliability[bin_, 2] += was_accepted[i]
-                _learn_one(
-                    shares[i], features[i], was_accepted[i], weights, squares, token_weights, token_roots
-                )  # fmt: skip
+                _learn_one(shares[i], features[i], was_accepted[i], weights, squares)
 
     compiled: Callable[..., None] = learn
     return compiled
 
 
 learn = _compile(STAMP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliabilityBin:
+    """Drafted tokens whose acceptance was estimated alike.
+
+    Example: 200 tokens estimated at 0.52 on average, of which 110 were accepted, have `accepted` 0.55.
+    """
+
+    num_drafted: int
+    """Drafted tokens that were tried: those before them were accepted."""
+    estimate: float
+    """Mean estimate."""
+    accepted: float
+    """Share that was accepted."""
+
+
+def as_bins(table: NDArray[np.float64]) -> tuple[ReliabilityBin, ...]:
+    """The bins of a table [Z, 3] of counts, sums of estimates and accepted ones; empty bins are left out."""
+    return tuple(
+        ReliabilityBin(num_drafted=int(count), estimate=float(total / count), accepted=float(accepted / count))
+        for count, total, accepted in table
+        if count > 0
+    )
+
+
+def calibration_error(bins: tuple[ReliabilityBin, ...]) -> float:
+    """Mean distance of estimate and share over all tried tokens (expected calibration error); 0 where there are none.
+
+    Example: 100 tokens at 0.5 of which 60 were accepted, and 300 at 0.9 of which 270 were: (100 * 0.1 + 0) / 400.
+    """
+    num_tried = sum(item.num_drafted for item in bins)
+    if num_tried == 0:
+        return 0.0
+    return sum(item.num_drafted * abs(item.estimate - item.accepted) for item in bins) / num_tried

@@ -1,17 +1,19 @@
-"""Candidates after a node: the different next tokens of its matches, with their votes and features.
+"""Candidates after a node: the different next tokens of its matches, with their votes, shares of votes and features.
 
-M matches   C candidates of one node
+How much a match's vote counts is chosen, not fitted: a fit to recorded rollouts would be derived from them, and most of
+their licences forbid shipping that.
+
+    M matches   C candidates of one node
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from treering.arrays import Int32Array
-from treering.history.draft.prior import EDIT_FACTORS, LENGTH_FACTORS, SHIFT_FACTORS
-from treering.history.draft.workspace import MAX_CANDIDATES, Workspace
+from treering.arrays import Float32Array, Int32Array
+from treering.history.draft.workspace import MAX_CANDIDATES, Candidates, Workspace
 from treering.history.features import (
-    FIRST,
+    KIND,
     NUM_COUNTS,
     NUM_EDITS,
     NUM_HASHES,
@@ -27,10 +29,31 @@ from treering.history.features import (
     hash_of,
     length_bucket,
     near_bucket,
+    put_feature,
+    stretch,
 )
 from treering.history.jit import pick
 from treering.history.match.matches import Matches, vote_bucket
 from treering.lean import lean
+
+SHARES = (0.7, 0.1, 0.1, 0.1, 0.1, 0.2)
+"""Weights of a candidate's vote shares: among all matches, in each of four sources, among the longest matches."""
+
+_LONG = 4
+_BY_LENGTH = -1.0 + 0.6 * np.arange(NUM_LENGTHS)
+_BY_SOURCE = np.array([0.0, -0.2, -0.5, -0.5])[:, None]
+# After a long match, agreement after an edit says less.
+_PER_EDIT = np.where(np.arange(NUM_LENGTH_CLASSES) < _LONG, 0.5, 0.25)[:, None]
+
+LENGTH_FACTORS = np.exp(_BY_LENGTH + _BY_SOURCE).ravel()
+"""Factor of a match's vote, [sources * lengths]. Of two matches in the prompt's history, the one that is a length
+bucket longer counts exp(0.6) = 1.8 times as much; one in own context counts exp(-0.5) = 0.6 times as much."""
+EDIT_FACTORS = np.exp(_PER_EDIT * np.arange(NUM_EDITS)).ravel()
+"""Factor by agreement after an edit, [length classes * edits]."""
+SHIFT_FACTORS = np.exp(np.array([-0.3, 0.8, 0.6, 0.2, -0.2, -0.8]))
+"""Factor by how far a match's position in its rollout is from the row's in its own, [shifts]."""
+NO_TOKEN_VOTES = np.exp(0.5 + 0.17 * np.arange(NUM_LENGTHS))
+"""Votes for none of the candidates, [lengths], by the longest match."""
 
 
 class Texts(NamedTuple):
@@ -186,20 +209,66 @@ def describe(
     source, shift, edit = match.source, match.shift, match.edit
     length, near = length_bucket(facts.length), near_bucket(depth)
     start = state if depth == 0 else NUM_STATES + min(depth - 1, 1)
-    out[0] = FIRST[0]
-    out[1] = FIRST[1] + source * NUM_LENGTHS + length
-    out[2] = FIRST[2] + edit * NUM_LENGTH_CLASSES + min(length, NUM_LENGTH_CLASSES - 1)
-    out[3] = FIRST[3] + shift
-    out[4] = FIRST[4] + facts.share * NUM_NEAR + near
-    out[5] = FIRST[5] + source * NUM_COUNTS + count_bucket(facts.own)
-    out[6] = FIRST[6] + depth_bucket(depth)
-    out[7] = FIRST[7] + start * NUM_LENGTHS + length
-    out[8] = FIRST[8] + min(facts.rank, NUM_RANKS - 1)
-    out[9] = FIRST[9] + (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source
-    out[10] = FIRST[10] + near * NUM_LENGTHS + length
-    out[11] = FIRST[11] + (before & (NUM_HASHES - 1))
-    out[12] = FIRST[12] + (token & (NUM_HASHES - 1))
-    out[13] = FIRST[13] + hash_of(token, before, 0, NUM_PAIRS)
-    out[14] = FIRST[14] + hash_of(token, before, earlier + 1, NUM_PAIRS)
-    out[15] = FIRST[15] + hash_of(token, source, 0, NUM_HASHES)
-    out[16] = FIRST[16] + hash_of(token, length, 0, NUM_HASHES)
+    put_feature(out, KIND.any, 0)
+    put_feature(out, KIND.match, source * NUM_LENGTHS + length)
+    put_feature(out, KIND.edit, edit * NUM_LENGTH_CLASSES + min(length, NUM_LENGTH_CLASSES - 1))
+    put_feature(out, KIND.shift, shift)
+    put_feature(out, KIND.share, facts.share * NUM_NEAR + near)
+    put_feature(out, KIND.matches, source * NUM_COUNTS + count_bucket(facts.own))
+    put_feature(out, KIND.depth, depth_bucket(depth))
+    put_feature(out, KIND.start, start * NUM_LENGTHS + length)
+    put_feature(out, KIND.rank, min(facts.rank, NUM_RANKS - 1))
+    put_feature(out, KIND.outcome, (state if depth == 0 else NUM_STATES) * NUM_SOURCES + source)
+    put_feature(out, KIND.near, near * NUM_LENGTHS + length)
+    put_feature(out, KIND.before, before & (NUM_HASHES - 1))
+    put_feature(out, KIND.token, token & (NUM_HASHES - 1))
+    put_feature(out, KIND.pair, hash_of(token, before, 0, NUM_PAIRS))
+    put_feature(out, KIND.triple, hash_of(token, before, earlier + 1, NUM_PAIRS))
+    put_feature(out, KIND.token_source, hash_of(token, source, 0, NUM_HASHES))
+    put_feature(out, KIND.token_length, hash_of(token, length, 0, NUM_HASHES))
+
+
+_MEAN_SHARE = 0.02
+_SHRINK = 1 / (1 + 3 * _MEAN_SHARE)
+_NUM_STRETCHES = 1024
+# Made once: a logarithm for each share of each candidate would take longer than all the rest of it.
+_STRETCHES = np.array([stretch.py_func((k + 0.5) / _NUM_STRETCHES) for k in range(_NUM_STRETCHES)], np.float32)
+_MOST_SHARE = _NUM_STRETCHES - 0.01
+_ALL = _STRETCHES[int((1 + _MEAN_SHARE) * _SHRINK * _MOST_SHARE)]
+"""The share of the only candidate of a source."""
+
+
+@lean
+def sum_up(candidates: Candidates, num: int) -> tuple[float, int]:
+    """All votes, and how many matches are the longest. With several candidates, also writes the votes by source."""
+    if num == 1:
+        return candidates[0].votes, candidates[0].num_longest
+    by_source = candidates[MAX_CANDIDATES].by_source
+    total, num_longest = 0.0, 0
+    for source in range(NUM_SOURCES):
+        by_source[source] = 0.0
+    for c in range(num):
+        candidate = candidates[c]
+        total += candidate.votes
+        num_longest += candidate.num_longest
+        for source in range(NUM_SOURCES):
+            by_source[source] += candidate.by_source[source]
+    return total, num_longest
+
+
+@lean
+def write_shares(
+    shares: Float32Array, candidates: Candidates, c: int, num: int, share: float, num_longest: int
+) -> None:
+    """The shares of the votes of one of so many candidates, stretched; see `features.NUM_VOTES`."""
+    own, whole = candidates[np.uintp(c)].by_source, candidates[MAX_CANDIDATES].by_source
+    shares[0] = _STRETCHES[np.uintp(int(share * _MOST_SHARE))]
+    for source in range(NUM_SOURCES):
+        shares[1 + source] = 0.0
+        if num == 1:
+            shares[1 + source] = _ALL if own[source] > 0 else 0.0
+        elif whole[source] > 0:
+            part = (own[source] / whole[source] + _MEAN_SHARE) * _SHRINK
+            shares[1 + source] = _STRETCHES[np.uintp(int(part * _MOST_SHARE))]
+    part = (candidates[np.uintp(c)].num_longest + 0.1) / (num_longest + 0.4)
+    shares[1 + NUM_SOURCES] = _STRETCHES[np.uintp(int(part * _MOST_SHARE))]

@@ -13,18 +13,15 @@ from treering.arrays import Int64Array
 from treering.errors import ConfigError, InputError, StateError
 from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
-from treering.history.draft.acceptance import Acceptance, learn
+from treering.history.draft.acceptance import Acceptance, ReliabilityBin, as_bins, learn
 from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
-from treering.history.draft.feedback import as_counts, check_latest, mark, set_states
+from treering.history.draft.feedback import as_counts, check_latest, mark
 from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
 from treering.history.draft.output import Output
-from treering.history.draft.reliability import ReliabilityBin, as_bins
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
 from treering.history.draft.tree import Model
-from treering.history.features import FIRST, NUM_KINDS, NUM_LENGTHS, NUM_VOTES, SOURCES, Source
-from treering.history.match.source_gate import EnabledSources
-from treering.history.match.sources import Rows
-from treering.history.match.state import SearchState
+from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source, sources_of
+from treering.history.match.sources import Rows, SearchState, SourceGate
 from treering.history.store.snapshot import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
@@ -99,7 +96,7 @@ class Drafter:
         self._kind = (policy == "calibrated", shape == "chain")
         self._acceptance = Acceptance()
         self._controller = DraftController(float(min_acceptance), self._acceptance.rests)
-        self._sources = EnabledSources(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
+        self._sources = SourceGate(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
         self._search_state = SearchState(
             max_live_tokens=max_live_tokens,
             max_other_tokens=max_other_tokens if "others" in sources else 0,
@@ -168,7 +165,7 @@ class Drafter:
             searched.others,
             searched.live.states,
             self._sources.due(),
-            Model(learnt.weights, learnt.token_weights, *self._kind),
+            Model(learnt.weights, *self._kind),
             Budget(self._max_draft, *self._controller.leasts, *self._controller.curve),
             learnt.num_undrafted,
             Output(offsets, tokens, parents, acceptance, paths, self._shares, self._features, np.zeros(num_rows, bool)),
@@ -216,16 +213,16 @@ class Drafter:
         self._latest = None
         if drafts.tokens.size == 0:
             return
-        was_accepted, num_left = np.empty(drafts.tokens.size, np.int8), np.empty(counts.size, np.int64)
-        mark(drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, num_left)
-        table = self._acceptance
+        was_accepted, searched, table = np.empty(drafts.tokens.size, np.int8), self._search_state, self._acceptance
+        mark(
+            drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, searched.live.states,
+            searched.live_slots,
+        )  # fmt: skip
         learn(
             drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
-            table.weights, table.squares, table.token_weights, table.token_roots, table.reliability,
+            table.weights, table.squares, table.reliability,
         )  # fmt: skip
         self._sources.note(drafts.offsets, features, was_accepted, self._controller.token_s(self._num_searched))
-        searched = self._search_state
-        set_states(searched.live.states, searched.live_slots, drafts.offsets, counts, num_left, was_cut)
         # Accepted tokens per leader, its duplicates included.
         num_gained = float(counts.sum()) * self._num_searched / counts.size
         self._controller.note_accepted(self._num_searched, num_drafted, num_gained)
@@ -263,9 +260,8 @@ class Drafter:
         """
         if self._latest is None:
             raise StateError("the sources are those of drafts that were not observed yet, and there are none; propose")
-        # The kind of feature 1 is the length of the strongest match, of each source its own range.
         num_drafted = self._latest[1].tokens.size
-        return (self._features[:num_drafted, 1].astype(np.int64) - FIRST[1]) // NUM_LENGTHS
+        return sources_of(self._features[:num_drafted])
 
     def median_tokens(self, prompt_id: PromptId) -> float | None:
         """Tokens of a prompt's published rollouts in the median; None where there is none."""

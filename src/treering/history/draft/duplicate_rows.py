@@ -5,9 +5,8 @@ B rows   D drafted tokens   A for each row, the tokens of the draft that it was 
 
 import numpy as np
 
-from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from treering.arrays import Float64Array, Int64Array
 from treering.history.types import DraftRows, Drafts
-from treering.lean import kernel
 
 
 def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
@@ -22,9 +21,10 @@ def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
     worth = np.ones(num_rows) if rows.worth is None else rows.worth
     if rows.leaders is None:
         return np.arange(num_rows), worth, num_rows
+    # The compiled draft call reports a leader out of range.
     shared = np.zeros(num_rows)
-    num_leading: int = add_worth(rows.leaders, worth, shared)
-    return rows.leaders, shared, num_leading
+    np.add.at(shared, rows.leaders % max(num_rows, 1), worth)
+    return rows.leaders, shared, int(np.count_nonzero(rows.leaders == np.arange(num_rows)))
 
 
 def most_worth(rows: DraftRows, num_leading: int) -> float:
@@ -36,58 +36,18 @@ def most_worth(rows: DraftRows, num_leading: int) -> float:
     return own * (1 + len(rows.prompt_ids) - num_leading)
 
 
-@kernel
-def add_worth(leaders: Int64Array, worth: Float64Array, shared: Float64Array) -> int:
-    """Adds what each row is worth to its leader, in `shared` [B]; returns how many rows are leaders."""
-    num_leading = 0
-    for row in range(leaders.size):
-        # The compiled draft call reports a leader out of range.
-        leader = min(max(leaders[row], 0), leaders.size - 1)
-        shared[leader] += worth[row]
-        num_leading += leader == row
-    return num_leading
-
-
 def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
     """Every row with the draft that it was verified with, and the index of each of its tokens in `drafts`, int64 [A].
 
     Example: drafts of 2, 0 and 1 tokens with leaders [0, 0, 2] become drafts of 2, 2 and 1, from 0, 1, 0, 1 and 2.
     """
-    offsets = np.zeros(leaders.size + 1, np.int64)
-    size: int = _add_up(drafts.offsets, leaders, offsets)
-    tokens, parents, acceptance = np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.float32)
-    origins = np.empty(size, np.int64)
-    _repeat(
-        drafts.offsets, leaders, drafts.tokens, drafts.parents, drafts.acceptance, tokens, parents, acceptance, origins
+    sizes = (drafts.offsets[1:] - drafts.offsets[:-1])[leaders]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    origins = np.arange(offsets[-1]) + np.repeat(drafts.offsets[leaders] - offsets[:-1], sizes)
+    repeated = Drafts(
+        tokens=drafts.tokens[origins],
+        offsets=offsets,
+        parents=drafts.parents[origins],
+        acceptance=drafts.acceptance[origins],
     )
-    return Drafts(tokens=tokens, offsets=offsets, parents=parents, acceptance=acceptance), origins
-
-
-@kernel
-def _add_up(offsets: Int64Array, leaders: Int64Array, sums: Int64Array) -> int:
-    """Writes where each row's draft ends to `sums[1:]`; returns where the last one ends."""
-    total = 0
-    for row in range(leaders.size):
-        total += offsets[leaders[row] + 1] - offsets[leaders[row]]
-        sums[row + 1] = total
-    return total
-
-
-@kernel
-def _repeat(
-    offsets: Int64Array,
-    leaders: Int64Array,
-    tokens: Int32Array,
-    parents: Int32Array,
-    acceptance: Float32Array,
-    tokens_out: Int32Array,
-    parents_out: Int32Array,
-    acceptance_out: Float32Array,
-    origins: Int64Array,
-) -> None:
-    """Writes the rows' drafts one after another, and the origin of each token."""
-    at = 0
-    for row in range(leaders.size):
-        for i in range(offsets[leaders[row]], offsets[leaders[row] + 1]):
-            tokens_out[at], parents_out[at], acceptance_out[at], origins[at] = tokens[i], parents[i], acceptance[i], i
-            at += 1
+    return repeated, origins

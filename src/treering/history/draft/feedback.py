@@ -10,7 +10,7 @@ from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.errors import InputError, StateError
 from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
 from treering.history.jit import STAMP
-from treering.history.match.row_states import RowStates
+from treering.history.match.running_rows import RowStates
 from treering.history.types import DraftRows, Drafts
 from treering.lean import kernel, lean
 
@@ -95,49 +95,71 @@ def depth_of(parents: Int32Array, index: int) -> int:
     return depth
 
 
-@kernel
-def mark(
-    offsets: Int64Array,
-    parents: Int32Array,
-    accepted: Int64Array,
-    leaves: Int64Array,
-    was_cut: BoolArray,
-    was_accepted: NDArray[np.int8],
-    num_left: Int64Array,
-) -> None:
-    """Writes what became of every drafted token: 1, 0, or -1 where it is not known.
+def _compile(stamp: int) -> Callable[..., None]:
+    """`mark`, cached by its sources; see `stamp`."""
 
-    Args:
-        offsets: int64 [B + 1], of the rows' drafts.
-        parents: int32 [D], within the row.
-        accepted: int64 [B], accepted tokens.
-        leaves: int64 [B], number of the last accepted token, -1 for none; below -1 it is
-            derived from the count, up to where the draft branches.
-        was_cut: bool [B], rows that were cut off there: later drafted tokens were not tried.
-        was_accepted: int8 [D], written.
-        num_left: int64 [B], written: tokens drafted right after the last accepted one, -1 if unknown.
-    """
-    for b in range(offsets.size - 1):
-        begin, size = offsets[b], offsets[b + 1] - offsets[b]
-        for i in range(begin, begin + size):
-            was_accepted[i] = -1
-        leaf, is_known = leaves[b], True
-        if leaf < -1:
-            leaf, is_known = _only_path(parents[begin : begin + size], accepted[b])
-        index = leaf
-        while index >= 0:
-            was_accepted[begin + index] = 1
-            index = parents[begin + index]
-        num_left[b] = 0 if is_known else -1
-        for i in range(size):
-            if was_accepted[begin + i] == 1:
+    @kernel
+    def mark(
+        offsets: Int64Array,
+        parents: Int32Array,
+        accepted: Int64Array,
+        leaves: Int64Array,
+        was_cut: BoolArray,
+        was_accepted: NDArray[np.int8],
+        states: RowStates,
+        slots: Int64Array,
+    ) -> None:
+        """Writes what became of every drafted token, 1, 0, or -1 where it is not known, and of every row's draft.
+
+        Args:
+            offsets: int64 [B + 1], of the rows' drafts.
+            parents: int32 [D], within the row.
+            accepted: int64 [B], accepted tokens.
+            leaves: int64 [B], number of the last accepted token, -1 for none; below -1 it is
+                derived from the count, up to where the draft branches.
+            was_cut: bool [B], rows that were cut off there: later drafted tokens were not tried.
+            was_accepted: int8 [D], written.
+            states: written in the slots of rows with a draft.
+            slots: int64 [B], of the rows.
+        """
+        assert stamp >= 0
+        for b in range(offsets.size - 1):
+            begin, end = offsets[b], offsets[b + 1]
+            if begin == end:
                 continue
-            parent = parents[begin + i]
-            if parent == leaf:
-                num_left[b] += is_known
-                was_accepted[begin + i] = 0 if is_known and not was_cut[b] else -1
-            elif parent < 0 or was_accepted[begin + parent] == 1:
-                was_accepted[begin + i] = 0
+            num_left: int = _mark_row(parents[begin:end], accepted[b], leaves[b], was_cut[b], was_accepted[begin:end])
+            slot = slots[b]
+            states.num_expected[slot] = states.num_tokens[slot] + accepted[b] + 1
+            if was_cut[b] or num_left < 0:
+                states.state[slot] = NOT_TRIED
+            else:
+                states.state[slot] = REFUSED if num_left > 0 else ACCEPTED
+
+    compiled: Callable[..., None] = mark
+    return compiled
+
+
+@lean
+def _mark_row(parents: Int32Array, accepted: int, leaf: int, was_cut: bool, was_accepted: NDArray[np.int8]) -> int:
+    """`mark` of one row; returns how many tokens were drafted right after the last accepted one, -1 if unknown."""
+    is_known, num_left = True, 0
+    if leaf < -1:
+        leaf, is_known = _only_path(parents, accepted)
+    for i in range(parents.size):
+        was_accepted[i] = -1
+    index = leaf
+    while index >= 0:
+        was_accepted[index] = 1
+        index = parents[index]
+    for i in range(parents.size):
+        if was_accepted[i] == 1:
+            continue
+        if parents[i] == leaf:
+            num_left += 1
+            was_accepted[i] = 0 if is_known and not was_cut else -1
+        elif parents[i] < 0 or was_accepted[parents[i]] == 1:
+            was_accepted[i] = 0
+    return num_left if is_known else -1
 
 
 @lean
@@ -155,32 +177,4 @@ def _only_path(parents: Int32Array, length: int) -> tuple[int, bool]:
     return index, True
 
 
-def _compile(stamp: int) -> Callable[..., None]:
-    """`set_states`, cached by its sources; see `stamp`."""
-
-    @kernel
-    def set_states(
-        states: RowStates,
-        slots: Int64Array,
-        offsets: Int64Array,
-        counts: Int64Array,
-        num_left: Int64Array,
-        was_cut: BoolArray,
-    ) -> None:
-        """Notes in each row's slot what its draft came to."""
-        assert stamp >= 0
-        for b in range(counts.size):
-            if offsets[b + 1] == offsets[b]:
-                continue
-            slot = slots[b]
-            states.num_expected[slot] = states.num_tokens[slot] + counts[b] + 1
-            if was_cut[b] or num_left[b] < 0:
-                states.state[slot] = NOT_TRIED
-            else:
-                states.state[slot] = REFUSED if num_left[b] > 0 else ACCEPTED
-
-    compiled: Callable[..., None] = set_states
-    return compiled
-
-
-set_states = _compile(STAMP)
+mark = _compile(STAMP)

@@ -17,13 +17,12 @@ from treering.history.draft.tree import Model, Row, grow
 from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NO_DRAFT
 from treering.history.jit import STAMP, Memory
-from treering.history.match.arena import Histories
-from treering.history.match.batched_search import BATCHED_SEARCH, MAX_QUERIES
 from treering.history.match.matches import MATCH, MAX_MATCHES, Matches, longest_of
-from treering.history.match.recent import Others
-from treering.history.match.row_states import RowStates, copy_state
+from treering.history.match.published import Histories, Others
 from treering.history.match.running import Running, note_rows
+from treering.history.match.running_rows import RowStates, copy_state
 from treering.history.match.sources import Rows, find_matches, is_due
+from treering.history.match.suffix_search import BATCHED_SEARCH, MAX_QUERIES
 from treering.history.types import fits_line
 from treering.lean import kernel, lean
 
@@ -79,19 +78,19 @@ def _draft(
     weigh(matches, num_matches, model.is_calibrated, longest_of(matches, num_matches))
     last, before = rows.tokens[b, num_tokens - 1], rows.tokens[b, num_tokens - 2] if num_tokens > 1 else -1
     row = Row(state, last, before, min(budget.max_draft, rows.max_drafts[b]), budget.least, budget.rise)
-    while True:
-        num_nodes: int = grow(texts, matches, workspace, num_matches, model, row)
-        if num_nodes > 0 or num_matches == 0:
-            break
-        if num_undrafted[0] < ROWS_PER_PROBE:
+    grown: tuple[int, int] = grow(texts, matches, workspace, num_matches, model, row)
+    num_nodes, num_made = grown
+    if num_nodes == 0 and num_matches > 0:
+        if num_undrafted[0] < ROWS_PER_PROBE or num_made == 1:
             num_undrafted[0] += 1
             return 0
         # Without probes, what looks too poor to be drafted would never be observed, and would look poor for ever.
-        num_undrafted[0] = 0
-        row = Row(state, last, before, 1, 0.0, 0.0)
-    if row.least == 0:
-        output.is_probe[b] = True
-        workspace.nodes[workspace.taken[0]].path = _PROBE_PROBABILITY
+        num_undrafted[0], num_nodes, output.is_probe[b] = 0, 1, True
+        nodes, likeliest = workspace.nodes, 1
+        for line in range(2, num_made):
+            if nodes[np.uintp(line)].path > nodes[np.uintp(likeliest)].path:
+                likeliest = line
+        workspace.taken[0], nodes[likeliest].path = likeliest, _PROBE_PROBABILITY
     write_row(output, at, workspace, num_nodes)
     return num_nodes
 

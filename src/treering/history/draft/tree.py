@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treering.arrays import Float32Array, Int16Array
+from treering.arrays import Float32Array
 from treering.history.draft.acceptance import estimate
-from treering.history.draft.candidates import Facts, Texts, count_votes, describe
-from treering.history.draft.prior import NO_TOKEN_VOTES
-from treering.history.draft.vote_fractions import sum_up, write_shares
+from treering.history.draft.candidates import NO_TOKEN_VOTES, Facts, Texts, count_votes, describe, sum_up, write_shares
 from treering.history.draft.workspace import MAX_CANDIDATES, NO_NODE, NOWHERE, Workspace
 from treering.history.features import NUM_SHARES, length_bucket
 from treering.history.match.matches import Matches, longest_of
@@ -26,7 +24,6 @@ class Model(NamedTuple):
     """How candidates are judged."""
 
     weights: Float32Array
-    token_weights: Int16Array
     is_calibrated: bool
     """Whether all matches vote; else the longest ones do, each alike."""
     is_chain: bool
@@ -59,8 +56,13 @@ class Grown(NamedTuple):
 
 
 @lean
-def grow(texts: Texts, matches: Matches, workspace: Workspace, num_matches: int, model: Model, row: Row) -> int:
-    """Takes the nodes of a row's draft into the workspace; returns how many. Parents come before their children.
+def grow(
+    texts: Texts, matches: Matches, workspace: Workspace, num_matches: int, model: Model, row: Row
+) -> tuple[int, int]:
+    """Takes the nodes of a row's draft into the workspace. Parents come before their children.
+
+    Returns:
+        How many nodes it has taken, and how many lines of the workspace are nodes, the first one of the context.
 
     Args:
         texts: those that the matches are in.
@@ -88,18 +90,18 @@ def grow(texts: Texts, matches: Matches, workspace: Workspace, num_matches: int,
         if parent.path >= least:
             so_far = _expand(texts, matches, workspace, parent, num_nodes - 1, before, least, model, row.state, so_far)
         if so_far.num_waiting == 0 or num_nodes == row.most:
-            return num_nodes
+            return num_nodes, so_far.num_made
         best, path = 0, paths[0]
         for k in range(1, so_far.num_waiting):
             if paths[k] > path:
                 best, path = k, paths[k]
         if path < least:
-            return num_nodes
+            return num_nodes, so_far.num_made
         taken[num_nodes] = waiting[np.uintp(best)]
         parent = nodes[np.uintp(taken[num_nodes])]
         num_nodes += 1
         if num_nodes == row.most:
-            return num_nodes
+            return num_nodes, so_far.num_made
         least = least_after(row.least, row.rise, num_nodes)
         before = nodes[np.uintp(taken[parent.parent])].token if parent.parent >= 0 else row.token
         last = np.uintp(so_far.num_waiting - 1)
@@ -174,7 +176,7 @@ def _judge(
             rank,
         )  # fmt: skip
         describe(node.features, matches, facts, depth, candidate.token, state, parent.token, before)
-        chance = estimate(model.weights, model.token_weights, node.shares, node.features)
+        chance = estimate(model.weights, node.shares, node.features)
         node.token, node.parent, node.depth, node.longest = candidate.token, index, depth, candidate.length
         node.path, node.estimate = parent.path * chance, chance
         candidate.line = num_made

@@ -1,4 +1,4 @@
-"""Matches of a row's context, with the features that weigh the token after each.
+"""Matches of a row's context, how long they are, and the features that weigh the token after each.
 
 A match is a position in an earlier text. Either the tokens before it equal the end of the context, or they do after one
 edit: a token replaced, added or left out.
@@ -11,10 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.arrays import Int32Array
 from treering.history.features import NUM_LENGTH_CLASSES, edit_bucket, length_bucket
+from treering.history.store.prompt_index import MARKER
 from treering.lean import lean
 
 MAX_MATCHES = 64
+MAX_LENGTH = 48
+"""Longest match that is measured."""
+LONG_ENOUGH = 16
+"""Matches of this length are not extended past an edit."""
+MAX_EDIT = 16
+_WHOLE = 8
+"""Added to the length of a match that reaches back to the beginning of the rollout: it is the whole context."""
 IN_HISTORY, IN_RUNNING, IN_OTHERS = range(3)
 """The texts that matches are in: history of the row's prompt, running rollouts, history of other prompts."""
 
@@ -72,3 +81,48 @@ def longest_of(matches: Matches, num: int) -> int:
 def vote_bucket(length: int) -> int:
     """The bucket of a length, as combined with an edit."""
     return int(min(length_bucket(length), NUM_LENGTH_CLASSES - 1))
+
+
+@lean
+def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int, most: int) -> int:
+    """How many entries up to text[at] equal the context's up to `last`; before `begin` the context has a marker."""
+    if at < 0 or (last >= begin and text[np.uintp(at)] != context[np.uintp(last)]):
+        return 0
+    # A text begins with a marker, which equals no token; the last bound is for contexts with invalid token ids.
+    limit = min(most, last - begin + 1, at + 1)
+    count = 0
+    while count < limit and text[np.uintp(at - count)] == context[np.uintp(last - count)]:
+        count += 1
+    if count == last - begin + 1 and count < most and count <= at and text[at - count] == MARKER:
+        count += 1
+    return count
+
+
+@lean(inline=False)
+def agree_after_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
+    """The most entries that agree after skipping one token of the text, of the context, or of both."""
+    best = agree(text, at, context, last - 1, begin, MAX_EDIT)
+    # A marker is not skipped: the text before it belongs to another rollout.
+    if at >= 0 and text[at] >= 0:
+        best = max(best, agree(text, at - 1, context, last - 1, begin, MAX_EDIT))
+        best = max(best, agree(text, at - 1, context, last, begin, MAX_EDIT))
+    return int(best)
+
+
+@lean
+def measure(text: Int32Array, at: int, context: Int32Array, begin: int) -> tuple[int, int]:
+    """(length, edit) of the match that ends at text[at]."""
+    num_equal = agree(text, at, context, context.size - 1, begin, MAX_LENGTH)
+    length, edit = with_edit(text, at, context, begin, num_equal)
+    return length, edit
+
+
+@lean
+def with_edit(text: Int32Array, at: int, context: Int32Array, begin: int, length: int) -> tuple[int, int]:
+    """`measure` for a known number of equal entries."""
+    last = context.size - 1
+    if length < MAX_LENGTH and last - length == begin - 2:
+        return length + _WHOLE, 0
+    if length >= LONG_ENOUGH:
+        return length, 0
+    return length, agree_after_edit(text, at - length, context, last - length, begin)

@@ -1,23 +1,23 @@
-"""Where a context belongs in an index's sorted positions, and how many tokens it shares with one of them.
+"""Where contexts belong in an index's sorted positions, and the walk outwards from there, the best matches first.
 
-N entries of a text   K keys
+Several contexts are searched in lockstep. Nearly every step of a binary search waits for memory; the steps of one
+search depend on each other, those of different rows do not, so their accesses overlap.
+
+    N entries of a text   K keys   Q searches
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
+from treering.history.jit import Memory, prefetch
+from treering.history.match.matches import MAX_LENGTH, agree
 from treering.history.store.prompt_index import MARKER
 from treering.lean import kernel, lean
 
 KEY_BITS = 4
 """Every 16th position of an order has a key."""
-MAX_LENGTH = 48
-"""Longest match that is measured."""
-LONG_ENOUGH = 16
-"""Matches of this length are not extended past an edit."""
-MAX_EDIT = 16
-_WHOLE = 8
-"""Added to the length of a match that reaches back to the beginning of the rollout: it is the whole context."""
 
 
 @lean
@@ -84,46 +84,173 @@ def is_before(text: Int32Array, at: int, context: Int32Array, begin: int) -> boo
         count += 1
 
 
-@lean
-def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int, most: int) -> int:
-    """How many entries up to text[at] equal the context's up to `last`; before `begin` the context has a marker."""
-    if at < 0 or (last >= begin and text[np.uintp(at)] != context[np.uintp(last)]):
-        return 0
-    # A text begins with a marker, which equals no token; the last bound is for contexts with invalid token ids.
-    limit = min(most, last - begin + 1, at + 1)
-    count = 0
-    while count < limit and text[np.uintp(at - count)] == context[np.uintp(last - count)]:
-        count += 1
-    if count == last - begin + 1 and count < most and count <= at and text[at - count] == MARKER:
-        count += 1
-    return count
+class Sides(NamedTuple):
+    """The next positions to the left and right, and the length of each match; -1 is not measured yet."""
+
+    left: int
+    right: int
+    left_length: int
+    right_length: int
 
 
 @lean
-def agree_after_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
-    """The most entries that agree after skipping one token of the text, of the context, or of both."""
-    best = agree(text, at, context, last - 1, begin, MAX_EDIT)
-    # A marker is not skipped: the text before it belongs to another rollout.
-    if at >= 0 and text[at] >= 0:
-        best = max(best, agree(text, at - 1, context, last - 1, begin, MAX_EDIT))
-        best = max(best, agree(text, at - 1, context, last, begin, MAX_EDIT))
-    return int(best)
+def sides_of(right: int) -> Sides:
+    """The sides of a context that so many positions sort before."""
+    return Sides(right - 1, right, -1, -1)
 
 
 @lean
-def measure(text: Int32Array, at: int, context: Int32Array, begin: int) -> tuple[int, int]:
-    """(length, edit) of the match that ends at text[at]."""
-    num_equal = agree(text, at, context, context.size - 1, begin, MAX_LENGTH)
-    length, edit = with_edit(text, at, context, begin, num_equal)
-    return length, edit
+def next_match(
+    sides: Sides, text: Int32Array, order: Int32Array, start: int, context: Int32Array, begin: int
+) -> tuple[int, int, Sides]:
+    """The next longest match: its position in the text, its length, and the sides after it.
 
+    A length of 0 means that no match is left, and the position is meaningless. Of equally long matches the right one
+    comes first.
 
-@lean
-def with_edit(text: Int32Array, at: int, context: Int32Array, begin: int, length: int) -> tuple[int, int]:
-    """`measure` for a known number of equal entries."""
+    Args:
+        sides: of the context.
+        text: int32.
+        order: int32 [N], positions from `start` of the text on.
+        start: where the index's text begins.
+        context: int32 [n].
+        begin: where the rollout begins in it.
+    """
+    left, right, left_length, right_length = sides
     last = context.size - 1
-    if length < MAX_LENGTH and last - length == begin - 2:
-        return length + _WHOLE, 0
-    if length >= LONG_ENOUGH:
-        return length, 0
-    return length, agree_after_edit(text, at - length, context, last - length, begin)
+    if left_length < 0:
+        left_length = agree(text, start + order[np.uintp(left)], context, last, begin, MAX_LENGTH) if left >= 0 else 0
+    if right_length < 0:
+        right_length = (
+            agree(text, start + order[np.uintp(right)], context, last, begin, MAX_LENGTH) if right < order.size else 0
+        )
+    if left_length > right_length:
+        return start + order[left], left_length, Sides(left - 1, right, -1, right_length)
+    if right_length == 0:
+        return -1, 0, Sides(left, right, left_length, right_length)
+    return start + order[right], right_length, Sides(left, right + 1, left_length, -1)
+
+
+MAX_QUERIES = 16
+"""Searches per batch."""
+_NUM_PREFETCHED = 8
+_MAX_PREFETCHED = 24
+
+
+class BatchedSearch(NamedTuple):
+    """Buffers for the searches of some rows."""
+
+    rows: Int64Array  # [Q]
+    ends: Int64Array  # [Q], of the context
+    begins: Int64Array  # [Q], of the rollout in it
+    starts: Int64Array  # [Q], of the index's text
+    sizes: Int64Array  # [Q], entries of the order
+    first_keys: Int64Array  # [Q]
+    keys: Int64Array  # [Q], searched for
+    left: Int64Array  # [Q], keys that may still be the first one not below
+    lows: Int64Array  # [Q], bounds of the number of positions that sort before the context; equal in the end
+    highs: Int64Array  # [Q]
+
+
+BATCHED_SEARCH = Memory(BatchedSearch, **dict.fromkeys(BatchedSearch._fields, (np.int64, MAX_QUERIES)))
+"""Buffers for the searches of any rows."""
+
+
+@lean
+def add_query(
+    queries: BatchedSearch,
+    q: int,
+    tokens: Int32Array,
+    row: int,
+    end: int,
+    begin: int,
+    start: int,
+    size: int,
+    first_key: int,
+) -> None:
+    """Sets what a search looks for, and where."""
+    queries.rows[q], queries.ends[q], queries.begins[q] = row, end, begin
+    queries.starts[q], queries.sizes[q], queries.first_keys[q] = start, size, first_key
+    queries.left[q] = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
+    queries.keys[q] = key_at(tokens[row], end - 1, begin)
+
+
+@lean
+def run_queries(
+    queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array, keys: Int64Array,
+    positions: Int32Array,
+) -> None:  # fmt: skip
+    """Runs the first `num` searches in one index or arena in lockstep.
+
+    Afterwards `lows` holds how many positions sort before each context.
+    """
+    starts, sizes, lows, highs = queries.starts, queries.sizes, queries.lows, queries.highs
+    _narrow(queries, num, keys)
+    for q in range(num):
+        k, from_key, size = lows[q], queries.first_keys[q], sizes[q]
+        num_keys = (size + (1 << KEY_BITS) - 1) >> KEY_BITS
+        lows[q] = ((k - 1) << KEY_BITS) + 1 if k > 0 else 0
+        k = last_with_key(keys, from_key, k, num_keys, queries.keys[q])
+        highs[q] = min(k << KEY_BITS, size)
+        prefetch(order, starts[q] + lows[q])
+        prefetch(order, starts[q] + highs[q])
+    _halve(queries, num, tokens, text, order)
+    for q in range(num):
+        for i in range(starts[q] + lows[q], starts[q] + highs[q]):
+            prefetch(text, starts[q] + order[i])
+    for q in range(num):
+        while lows[q] < highs[q]:
+            _step(queries, q, tokens, text, order)
+        start, right = starts[q], lows[q]
+        for k in range(start + max(right - _NUM_PREFETCHED, 0), start + min(right + _NUM_PREFETCHED, sizes[q])):
+            prefetch(text, start + order[k])
+            prefetch(positions, start + order[k])
+
+
+@lean
+def _halve(queries: BatchedSearch, num: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+    """Narrows the searches with many positions left: those whose last two tokens are frequent."""
+    starts, lows, highs = queries.starts, queries.lows, queries.highs
+    widest = 0
+    for q in range(num):
+        widest = max(widest, highs[q] - lows[q])
+    while widest > _MAX_PREFETCHED:
+        for q in range(num):
+            prefetch(order, starts[q] + ((lows[q] + highs[q]) >> 1))
+        for q in range(num):
+            if highs[q] - lows[q] > _MAX_PREFETCHED:
+                prefetch(text, starts[q] + order[starts[q] + ((lows[q] + highs[q]) >> 1)])
+        for q in range(num):
+            if highs[q] - lows[q] > _MAX_PREFETCHED:
+                _step(queries, q, tokens, text, order)
+        widest >>= 1
+
+
+@lean
+def _step(queries: BatchedSearch, q: int, tokens: Int32Array, text: Int32Array, order: Int32Array) -> None:
+    """Halves a search's range by comparing with the text."""
+    start, middle = queries.starts[q], (queries.lows[q] + queries.highs[q]) >> 1
+    context = tokens[queries.rows[q], : queries.ends[q]]
+    if is_before(text, start + order[start + middle], context, queries.begins[q]):
+        queries.lows[q] = middle + 1
+    else:
+        queries.highs[q] = middle
+
+
+@lean
+def _narrow(queries: BatchedSearch, num: int, keys: Int64Array) -> None:
+    """Writes to `lows` how many keys are below each search's key."""
+    lows, left, wanted, firsts = queries.lows, queries.left, queries.keys, queries.first_keys
+    longest = 0
+    for q in range(num):
+        lows[q] = 0
+        longest = max(longest, left[q])
+    last = keys.size - 1
+    while longest > 0:
+        for q in range(num):
+            half, is_open = left[q] >> 1, left[q] > 0
+            # Branchless: a branch would be mispredicted every other time.
+            is_below = is_open & (keys[np.uintp(min(firsts[q] + lows[q] + half, last))] < wanted[q])
+            lows[q] += is_below * (half + 1)
+            left[q] = left[q] - half - 1 if is_below else half
+        longest >>= 1

@@ -4,6 +4,7 @@ Data files never change. Small files and files that are mostly dead are merged i
 below twice the size of its live data, has few files, and no publish rewrites the whole history.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -11,16 +12,54 @@ from contextlib import suppress
 from pathlib import Path
 
 from treering.errors import InputError, StateError
+from treering.file_lock import FileLock
 from treering.history.store import blocks, manifest
 from treering.history.store.blocks import Block, Contents, map_file, warn_of_file
 from treering.history.store.files import clear_unfinished, flush_folder, write_whole
-from treering.history.store.ledger import Ledger, all_alive
-from treering.history.store.lock import WriterLock
-from treering.history.store.manifest import Listed, Manifest, data_file
+from treering.history.store.manifest import Ledger, Listed, Manifest, all_alive, data_file
 from treering.history.store.snapshot import Snapshot
 from treering.types import PromptId
 
+_LOCK = ".lock"
 _NAME = re.compile(r"history-(\d{8,})\.bin")
+
+
+class WriterLock(FileLock):
+    """Holds the lock until `release`, or until it is garbage-collected.
+
+    Example: while `WriterLock(folder)` is held, another `WriterLock(folder)` is refused in this and any other process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the lock.
+
+        Raises:
+            StateError: it is already held.
+            OSError: the folder is missing or cannot be written.
+        """
+        self._folder = folder
+        self._process = os.getpid()
+        super().__init__(
+            folder / _LOCK,
+            lambda holder: (
+                f"one HistoryStore at a time writes a folder, and {folder} is open in one already ({holder}); close "
+                "it, give another path, or read it with HistoryReader, of which there may be any number"
+            ),
+        )
+
+    def check(self) -> None:
+        """Checks that this process holds the lock.
+
+        Raises:
+            StateError: it was released, or this process was forked from the one that took it.
+        """
+        if os.getpid() != self._process:
+            raise StateError(
+                f"the history in {self._folder} is written by process {self._process}, and this is process "
+                f"{os.getpid()}, forked from it; publish there, and read here with HistoryReader"
+            )
+        if not self.is_held:
+            raise StateError(f"the history in {self._folder} is closed; open it again with HistoryStore")
 
 
 class Journal:

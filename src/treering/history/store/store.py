@@ -3,7 +3,8 @@
 History is only a hint (law 7): lost data costs speed, and reading returns exactly what was added.
 """
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,46 @@ import numpy as np
 from treering.arrays import Int32Array
 from treering.closing import Closing
 from treering.errors import ConfigError, StateError
-from treering.history.store.background import Background
 from treering.history.store.eviction import Eviction
-from treering.history.store.export import read_saved, write_saved
 from treering.history.store.journal import Journal
-from treering.history.store.merging import with_newest, with_rollouts
-from treering.history.store.prompt_index import PromptIndex
+from treering.history.store.prompt_index import PromptIndex, with_newest, with_rollouts
 from treering.history.store.rollouts import RolloutKey, checked_text, key_of
-from treering.history.store.snapshot import Snapshot, Stored
+from treering.history.store.snapshot import Snapshot, Stored, read_saved, write_saved
 from treering.types import PromptId, TokenIds, is_count
+
+
+class Background:
+    """Runs one piece of work at a time, here or in a thread.
+
+    Example: `start(f)`, then `wait()`, does what `f()` does, errors included; so does `run(f)`, then `wait()`.
+    """
+
+    def __init__(self) -> None:
+        """Nothing runs."""
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Starts the work in a thread; earlier work must have been waited for."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self.run, args=(work,), name="treering-publish")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until the work is done, and raises its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Does the work in the caller's thread; its error is kept for `wait`."""
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+
 
 _MIN_FILE_BYTES = 1 << 20
 _MAX_FILES = 64

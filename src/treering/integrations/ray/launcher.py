@@ -15,8 +15,7 @@ from treering.integrations.ray.actor_process import ActorProcess
 from treering.integrations.ray.object_store import ObjectStore
 from treering.integrations.ray.placement import check_hosts, check_resources, numbers_by_kind
 from treering.runtime.ipc.address import is_loopback
-from treering.runtime.ipc.launcher import Kind, Resources, resources_by_kind
-from treering.runtime.ipc.recipe import Recipe
+from treering.runtime.ipc.launcher import Kind, Recipe, Resources, resources_by_kind
 
 _READS_WEIGHTS = ("rollout_worker", "trainer")
 

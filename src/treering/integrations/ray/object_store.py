@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from treering.errors import StateError
 from treering.runtime.ipc.child import Port
-from treering.runtime.ipc.published_weights import parts_of
 from treering.runtime.ipc.weight_layout import WeightLayout, model_tensors
-from treering.runtime.ipc.weight_store import BASE
+from treering.runtime.ipc.weight_store import BASE, parts_of
 
 if TYPE_CHECKING:
     from ray import ObjectRef

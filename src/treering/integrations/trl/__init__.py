@@ -7,7 +7,7 @@
     trainer.train()
 
 `TreeGRPOTrainer`, `TreeRLOOTrainer`, `TreeSFTTrainer` and `TreeDPOTrainer` are TRL's trainers with that line in them.
-`HistoryRollouts` samples a trainer's rollouts with the embedded engine.
+`HistoryRollouts` samples a trainer's rollouts with the embedded engine; `vllm_drafts` gives TRL's own vLLM drafts.
 """
 
 from importlib import import_module
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from treering.integrations.trl.trainers import TreeGRPOTrainer as TreeGRPOTrainer
     from treering.integrations.trl.trainers import TreeRLOOTrainer as TreeRLOOTrainer
     from treering.integrations.trl.trainers import TreeSFTTrainer as TreeSFTTrainer
+    from treering.integrations.trl.vllm_drafting import vllm_drafts as vllm_drafts
 
 _HOMES = {
     "HistoryRollouts": "rollouts",
@@ -30,6 +31,7 @@ _HOMES = {
     "TreeRLOOTrainer": "trainers",
     "TreeSFTTrainer": "trainers",
     "share_prefixes": "share",
+    "vllm_drafts": "vllm_drafting",
 }
 __all__ = [
     "HistoryRollouts",
@@ -39,6 +41,7 @@ __all__ = [
     "TreeRLOOTrainer",
     "TreeSFTTrainer",
     "share_prefixes",
+    "vllm_drafts",
 ]
 
 

@@ -8,6 +8,7 @@ from treering.errors import ConfigError
 from treering.integrations.trl.expected import dataset_bound, group_bound, mean_prompt_tokens
 from treering.integrations.trl.groups import regroup
 from treering.integrations.trl.overrides import Overrides
+from treering.integrations.trl.picture_rows import IMAGE_COLUMNS, keys_of_pictures
 from treering.integrations.trl.task_sampler import TaskSampler, sequences_of
 
 _ROLLOUT_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
@@ -93,7 +94,8 @@ def _tasks(trainer: Any, overrides: Overrides, *, is_on: bool) -> Batching:
             f"group_batches=True orders rows by task, and train_sampling_strategy={strategy!r} by something else; "
             "leave one of them out"
         )
-    sequences = sequences_of(dataset)
+    has_pictures = not IMAGE_COLUMNS.isdisjoint(dataset.column_names)
+    sequences = keys_of_pictures(dataset) if has_pictures else sequences_of(dataset)
     if sequences is None:
         raise ConfigError(
             f"group_batches=True sorts rows by input_ids or prompt_ids, and the dataset has {dataset.column_names}; "
@@ -106,6 +108,8 @@ def _tasks(trainer: Any, overrides: Overrides, *, is_on: bool) -> Batching:
         sequences, args.per_device_train_batch_size, seed, lambda: int((trainer.state.epoch or 0) + 1e-6)
     )
     overrides.replace("_get_train_sampler", lambda original, *given: sampler)
+    if has_pictures:
+        return Batching(words="rows with the same pictures stand together", bound=None)
     bound = dataset_bound(trainer, _micro_batches(sampler, args.per_device_train_batch_size))
     return Batching(words=f"rows of a task stay together; bound {bound:.2f}x by tokens", bound=bound)
 

@@ -1,8 +1,10 @@
 """What sharing can save on a trainer's data, before training: tokens of the stock path per computed one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
+
+from trl.data_utils import prepare_multimodal_messages
 
 from treering.tree.forest import Forest
 
@@ -44,6 +46,12 @@ def mean_prompt_tokens(trainer: Any) -> float | None:
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__") or getattr(trainer, "environment_factories", None) is not None:
         return None
-    prompts = [row["prompt"] for row in (dataset[i] for i in range(min(len(dataset), _NUM_PROMPTS)))]
+    prompts = [_prompt(dataset[i]) for i in range(min(len(dataset), _NUM_PROMPTS))]
     lengths = [len(tokens) for tokens in trainer._tokenize_prompts(prompts)[0]]
     return sum(lengths) / len(lengths) if lengths else None
+
+
+def _prompt(row: Mapping[str, Any]) -> Any:
+    """A row's prompt, with its pictures in their places."""
+    images = row.get("images") or ([] if row.get("image") is None else [row["image"]])
+    return prepare_multimodal_messages(row["prompt"], images=images) if images else row["prompt"]

@@ -5,12 +5,14 @@ groups stand in the order in which the shuffle shows them first, and rows of a g
 order is that of TRL's own seed and no further random number is drawn.
 """
 
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 MicroBatch = dict[str, Any]
 """Tensors [rows, ...], lists of one entry per row, and values of the whole batch."""
@@ -20,7 +22,7 @@ def regroup(batches: list[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches of one generation batch, their rows regrouped by prompt.
 
     Args:
-        batches: equally large, in order; rows with equal `prompt_ids` and `prompt_mask` are one group.
+        batches: equally large, in order; rows with equal `prompt_ids`, `prompt_mask` and pictures are one group.
 
     Returns:
         As many micro-batches, of the same sizes.
@@ -29,15 +31,17 @@ def regroup(batches: list[MicroBatch]) -> list[MicroBatch]:
     """
     if len(batches) < 2:
         return batches
-    rows = torch.cat([torch.cat([batch["prompt_mask"], batch["prompt_ids"]], dim=1) for batch in batches])
-    order = group_order(rows.cpu().numpy())
-    num_rows = len(order) // len(batches)
+    # TRL holds the pictures of all rows one after another; here each row has its own.
+    batches = [split_pixel_values_by_grid(batch) for batch in batches]
     joined = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
-    starts = range(0, len(order), num_rows)
-    return [
+    prompts = torch.cat([joined["prompt_mask"], joined["prompt_ids"]], dim=1).cpu().numpy()
+    order = group_order(np.concatenate([prompts, _picture_keys(joined.get("pixel_values"), len(prompts))], axis=1))
+    num_rows = len(order) // len(batches)
+    regrouped = (
         {name: _taken(value, order[start : start + num_rows], len(order)) for name, value in joined.items()}
-        for start in starts
-    ]
+        for start in range(0, len(order), num_rows)
+    )
+    return [unsplit_pixel_values_by_grid(batch) for batch in regrouped]
 
 
 def group_order(prompts: NDArray[Any]) -> NDArray[np.intp]:
@@ -50,6 +54,14 @@ def group_order(prompts: NDArray[Any]) -> NDArray[np.intp]:
     """
     _, first, group = np.unique(prompts, axis=0, return_index=True, return_inverse=True)
     return np.argsort(first[group.reshape(-1)], kind="stable")
+
+
+def _picture_keys(pixels: list[Tensor] | None, num_rows: int) -> NDArray[np.int64]:
+    """int64 [rows, 2], equal for rows with equal pictures; [rows, 0] without pictures."""
+    if pixels is None:
+        return np.empty((num_rows, 0), np.int64)
+    digests = (blake2b(one.float().cpu().numpy().tobytes(), digest_size=16).digest() for one in pixels)
+    return np.stack([np.frombuffer(digest, np.int64) for digest in digests])
 
 
 def _joined(values: list[Any]) -> Any:

@@ -12,6 +12,9 @@ from treering.ranks.refusals import is_of_deepspeed
 TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """Trainers of TRL whose padded batches run on trees; their subclasses too."""
 
+PICTURE_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer")
+"""Those of `TRAINERS` that are exact with models that take pictures."""
+
 _LIGER_FAMILIES = (*LIGER_ACTIVATIONS, "gpt_oss")
 """The families whose layers by Liger compute a token alone, in forests as in batches. Its experts run on a device only,
 so those of Mixtral and Qwen3 are not known to."""
@@ -59,11 +62,26 @@ def check_trainer(trainer: Any) -> None:
     _check_deepspeed(trainer)
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(f"{name} splits sequences or layers by a parallelism_config; leave it out, or use DDP")
-    if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
+    if getattr(trainer, "_is_vlm", False):
+        _check_pictures(trainer)
+
+
+def _check_pictures(trainer: Any) -> None:
+    name, kind = type(trainer).__name__, kind_of(trainer)
+    if kind not in PICTURE_TRAINERS:
         raise UnsupportedError(
-            f"{name} takes images, and share_prefixes trains text; treering sft, or treering.patch(model) in a loop of "
-            "your own, trains models that take pictures"
+            f"{name} takes pictures, which are tested on trees in {', '.join(PICTURE_TRAINERS)}; give it the tokenizer "
+            "of a model of text as processing_class, or train without share_prefixes"
         )
+    if _zero_stage(trainer):
+        raise UnsupportedError(
+            f"{name} takes pictures under DeepSpeed, which are not tested together on trees; use DDP or FSDP2"
+        )
+    for setting in ("torch_compile", "activation_offloading"):
+        if getattr(trainer.args, setting, False):
+            raise UnsupportedError(
+                f"{name} has {setting}=True, which is not tested with pictures on trees; set it to False"
+            )
 
 
 def _check_liger(trainer: Any) -> None:

@@ -49,7 +49,7 @@ def check_trainer(trainer: Any) -> None:
     if trainer.use_vllm:
         raise UnsupportedError(
             "HistoryRollouts samples from the model in the trainer's process, and use_vllm=True starts another engine; "
-            "set use_vllm=False"
+            "set use_vllm=False, or leave HistoryRollouts out and make the trainer inside vllm_drafts"
         )
     kind = trainer.accelerator.distributed_type.value
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):

@@ -16,12 +16,16 @@ class TaskSampler(Sampler[int]):
     """
 
     def __init__(
-        self, sequences: Sequence[Sequence[int]], batch_size: int, seed: int, epoch: Callable[[], int]
+        self,
+        sequences: Sequence[Sequence[int] | NDArray[np.uint8]],
+        batch_size: int,
+        seed: int,
+        epoch: Callable[[], int],
     ) -> None:
         """Sorts the rows.
 
         Args:
-            sequences: token ids of each row.
+            sequences: token ids of each row, or other numbers that begin alike where rows do.
             batch_size: rows of a micro-batch.
             seed: of every epoch's order, with its number.
             epoch: the number of the epoch that begins.

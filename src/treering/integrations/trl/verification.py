@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from treering.errors import StateError
 from treering.model.patch import TreePatch
 from treering.model.wrappers import unwrap
+from treering.ranks.agreement import check_pictures_together
 from treering.ranks.units import reducing, units_of
 
 TIMES_YARDSTICK = 16.0
@@ -76,6 +77,9 @@ class FirstMicroBatch:
                 return _gradients(loss, model, is_left_alone=getattr(self._trainer, "is_deepspeed_enabled", False))
 
         units = units_of(model)
+        if units and getattr(self._trainer, "_is_vlm", False):
+            # The stock path, which comes first, would wait forever.
+            check_pictures_together(has_pictures=inputs.get("pixel_values") is not None)
         with ExitStack() as stack:
             stack.enter_context(reducing(units))
             with self._flat():
@@ -183,16 +187,18 @@ def _untouched(trainer: Any, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _rounded_otherwise(model: nn.Module, epsilon: float) -> Iterator[None]:
-    """Inside, the decoder gets batches some columns wider, and embeddings that differ by at most one rounding."""
+    """Inside, the model gets batches some columns wider, and embeddings that differ by at most one rounding."""
     causal_lm: Any = unwrap(model).model
-    decoder, embedding = causal_lm.get_decoder(), causal_lm.get_input_embeddings()
+    # The module that the batch comes into, around the decoder where the model takes pictures.
+    inner, embedding = causal_lm.base_model, causal_lm.get_input_embeddings()
     generator = torch.Generator().manual_seed(0)
 
     def widen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ids = args[0] if args else kwargs["input_ids"]
         wider = dict(kwargs, input_ids=_wider(ids))
-        if isinstance(kwargs.get("attention_mask"), Tensor):
-            wider["attention_mask"] = _wider(kwargs["attention_mask"])
+        for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if isinstance(kwargs.get(name), Tensor):
+                wider[name] = _wider(kwargs[name])
         return args[1:], wider
 
     def narrow(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -208,10 +214,8 @@ def _rounded_otherwise(model: nn.Module, epsilon: float) -> Iterator[None]:
 
     with ExitStack() as stack:
         undo = [
-            decoder.register_forward_pre_hook(
-                lambda m, a, k: widen(m, a, k) if is_plain(k) else None, with_kwargs=True
-            ),
-            decoder.register_forward_hook(
+            inner.register_forward_pre_hook(lambda m, a, k: widen(m, a, k) if is_plain(k) else None, with_kwargs=True),
+            inner.register_forward_hook(
                 lambda m, a, k, o: narrow(m, a, k, o) if is_plain(k) else None, with_kwargs=True
             ),
             embedding.register_forward_hook(jitter),

@@ -19,8 +19,8 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
 from treering.arrays import Int32Array
 from treering.errors import UnsupportedError
-from treering.integrations.verl.exchange import RowExchange, plan_exchange
-from treering.integrations.verl.requirements import OPTIONS, check_batch, check_rows, check_settings, keeps_groups
+from treering.integrations.verl.exchange import RowExchange, plan_exchange, prompts_of
+from treering.integrations.verl.requirements import OPTIONS, check_batch, check_rows, check_settings, grouping
 
 
 class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
@@ -32,7 +32,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     Raises:
         UnsupportedError: a setting or model that would not be exact; names it and what to write.
-        ConfigError: `TREERING_VERL_GROUPS` is neither "whole" nor "as_dealt".
+        ConfigError: `TREERING_VERL_GROUPS` is none of its values.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 f"the tree engine has no attention for {get_device_name()} devices: leave VERL_ENGINE_VENDOR out"
             )
         check_settings(model_config, engine_config)
-        self._keeps_groups = keeps_groups()
+        self._keeps_groups = grouping() != "as_dealt"
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def initialize(self) -> None:
@@ -59,7 +59,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     ) -> Any:
         """Verl's contract: a batch in, outputs in the order of its rows, losses and metrics of each micro-batch."""
         check_batch({name: tu.get_non_tensor_data(data, key=name, default=None) for name in OPTIONS}, loss_function)
-        check_rows(data["position_ids"], data.get("multi_modal_inputs", None))
+        check_rows(data["position_ids"], tu.get(data, "multi_modal_inputs"))
         exchange = self._exchange(data)
         if exchange is not None:
             data = exchange.there(data)
@@ -123,7 +123,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         if dist.get_world_size(group) == 1:
             return None
         is_wanted = self._keeps_groups and data.get("prompts", None) is not None
-        return plan_exchange((_rows(data), _prompts(data)) if is_wanted else None, group, get_device_id())
+        return plan_exchange((_rows(data), prompts_of(data)) if is_wanted else None, group, get_device_id())
 
     def _micro_batches(self, data: Any) -> list[list[int]]:
         """Rows of each micro-batch, equally many micro-batches on every rank."""
@@ -132,7 +132,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         is_dynamic = tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True)
         limit = data["max_token_len_per_gpu" if is_dynamic else "micro_batch_size_per_gpu"]
         limits = {"max_tokens" if is_dynamic else "max_rows": int(limit)}
-        planned = plan_rows(_forest(data), _prompts(data), **limits)
+        planned = plan_rows(_forest(data), prompts_of(data), **limits)
         most = torch.tensor(len(planned), device=get_device_id())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.get_data_parallel_group())
         return split_rows(planned, int(most))
@@ -161,14 +161,6 @@ def _forest(data: Any) -> Any:
 
 def _rows(data: Any) -> list[Int32Array]:
     return [row.cpu().numpy().astype(np.int32) for row in data["input_ids"].unbind()]
-
-
-def _prompts(data: Any) -> list[object]:
-    """What groups rows: the prompt's tokens, and in supervised training nothing, so that each row is its own."""
-    prompts = data.get("prompts", None)
-    if prompts is None:
-        return list(range(len(data)))
-    return [row.cpu().numpy().tobytes() for row in prompts.unbind()]
 
 
 def _temperatures(data: Any) -> list[float]:

@@ -85,3 +85,11 @@ def plan_exchange(
     if (rank_of_row == dealt_rows(len(rows), size)).all():
         return None
     return RowExchange(rank_of_row, group, device)
+
+
+def prompts_of(data: Any) -> list[Hashable]:
+    """What groups rows: the prompt's tokens, and in supervised training nothing, so that each row is its own."""
+    prompts = data.get("prompts", None)
+    if prompts is None:
+        return list(range(len(data)))
+    return [row.cpu().numpy().tobytes() for row in prompts.unbind()]

@@ -31,6 +31,8 @@ def is_chosen(environment: Mapping[str, str] | None = None) -> bool:
 def register() -> None:
     """Registers the tree engine as verl's engine of language models for the vendor `treering`.
 
+    Where `TREERING_VERL_GROUPS=whole_mini_batches`, verl's workers of actors get `GroupedWorker`.
+
     Raises:
         SystemExit: the engine cannot be imported. verl hides a plugin's exceptions, and its own engine would train
             then, so the process ends instead.
@@ -38,6 +40,10 @@ def register() -> None:
     try:
         registry = import_module("verl.workers.engine").EngineRegistry
         engine = import_module("treering.integrations.verl.engine").TreeEngine
+        # Another value is for the engine to refuse, because verl would not show what is raised here.
+        if os.environ.get("TREERING_VERL_GROUPS") == "whole_mini_batches":
+            worker = import_module("treering.integrations.verl.mini_batches").GroupedWorker
+            import_module("verl.workers.engine_workers").ActorRolloutRefWorker.actor_worker_cls = worker
     except Exception as error:
         raise SystemExit(
             f"{VARIABLE}={VENDOR} asks for Treering's engine, and it cannot be imported ({error!r}): install "

@@ -1,4 +1,4 @@
-"""Which rank computes which rows of a batch: groups whole where they fit, equally many rows for every rank."""
+"""Which rank computes which rows of a batch, and when: groups whole where they fit, equally many rows for each."""
 
 from collections.abc import Hashable, Sequence
 
@@ -47,6 +47,40 @@ def share_rows(forest: Forest, groups: Sequence[Hashable], num_ranks: int) -> In
 def dealt_rows(num_rows: int, num_ranks: int) -> Int64Array:
     """The rank of each row as verl deals them. Example: 4 rows on 2 ranks are [0, 0, 1, 1]."""
     return np.repeat(np.arange(num_ranks), num_rows // num_ranks)
+
+
+def order_rows(groups: Sequence[Hashable], num_ranks: int, num_mini_batches: int) -> Int64Array:
+    """The rows of each rank, one mini-batch after another, so that a mini-batch of all ranks holds whole groups.
+
+    Rows come as verl deals them, and each rank's in the order in which they were done. Groups are taken in the order in
+    which their last rows were; one is split only where a mini-batch ends within it. Which rank computes which rows of a
+    mini-batch is for `share_rows` to say.
+
+    Args:
+        groups: of each of the B rows of all ranks, such as its prompt.
+        num_ranks: of the ranks; each gets B / num_ranks rows, equally many in each mini-batch.
+        num_mini_batches: of the batch.
+
+    Returns:
+        int64 [num_ranks, B / num_ranks]: each row once.
+
+    Raises:
+        InputError: ranks and mini-batches cannot get equally many rows.
+
+    Example: of groups a, b, a, b on two ranks in two mini-batches rank 0 has rows 0 and 1, and rank 1 has 2 and 3:
+    first the rows of a, then those of b.
+    """
+    num_rows, num_parts = len(groups), num_ranks * num_mini_batches
+    if num_rows % num_parts:
+        raise InputError(
+            f"{num_mini_batches} mini-batches of {num_ranks} ranks hold equally many rows, and there are {num_rows}; "
+            f"give a multiple of {num_parts}"
+        )
+    # Of each group the last place that a row of it has on a rank: later rows overwrite earlier ones.
+    places = np.arange(num_rows) % (num_rows // num_ranks)
+    last = {groups[row]: (int(places[row]), row) for row in np.argsort(places, kind="stable")}
+    order = np.array(sorted(range(num_rows), key=lambda row: last[groups[row]]))
+    return order.reshape(num_mini_batches, num_ranks, -1).transpose(1, 0, 2).reshape(num_ranks, -1)
 
 
 class _Shares:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from treering.errors import ConfigError, UnsupportedError
 
@@ -23,23 +23,29 @@ OPTIONS = {
 
 
 GROUPS = "TREERING_VERL_GROUPS"
+Grouping = Literal["as_dealt", "whole", "whole_mini_batches"]
 
 
-def keeps_groups(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether ranks swap rows so that groups are whole; the off-switch is `TREERING_VERL_GROUPS=as_dealt`.
+def grouping(environment: Mapping[str, str] | None = None) -> Grouping:
+    """Where groups are made whole: `TREERING_VERL_GROUPS`.
 
     Args:
         environment: variables; None reads those of the process.
 
+    Returns:
+        "whole", the default: ranks swap rows of a pass. "whole_mini_batches": mini-batches have whole groups, too.
+        "as_dealt": every row stays where verl has put it.
+
     Raises:
-        ConfigError: another value than "whole", the default, or "as_dealt".
+        ConfigError: another value.
     """
     value = (os.environ if environment is None else environment).get(GROUPS, "whole")
-    if value not in ("whole", "as_dealt"):
+    if value not in get_args(Grouping):
         raise ConfigError(
-            f"{GROUPS} is whole or as_dealt, got {value!r}: write as_dealt to leave every row on its rank"
+            f"{GROUPS} is whole, whole_mini_batches or as_dealt, got {value!r}: write as_dealt to leave every row on "
+            "its rank"
         )
-    return value == "whole"
+    return cast(Grouping, value)
 
 
 def check_settings(model_config: Any, engine_config: Any) -> None:

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Int32Array, Int64Array
-from treering.history.background_reader import BackgroundReader
 from treering.history.budget.pass_times import PassTimes
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.request_drafter import RequestDrafter
-from treering.history.store.reader import HistoryReader
+from treering.history.store.reader import BackgroundReader, HistoryReader
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm.content_rows import ContentRows
+from treering.integrations.vllm.draft_gate import DraftGate
 from treering.integrations.vllm.prompt_table import PromptTable
 from treering.integrations.vllm.runner_rows import RunnerRows
 from treering.integrations.vllm.settings import PluginSettings
@@ -25,8 +25,9 @@ class DraftSession:
 
     Attributes:
         requests: the drafter by request.
+        folder: of the store, absolute; None without one.
         history: the store's folder as it is read; None without one.
-        num_steps: steps that were asked for drafts.
+        num_steps: steps that were asked for drafts, those that did not look for any included.
         num_rows: their rows, summed up.
         propose_s: seconds that they took.
 
@@ -51,6 +52,7 @@ class DraftSession:
             ConfigError: a setting out of range.
             StateError: the history is a file.
         """
+        self.folder = None if settings.history is None else settings.history.resolve()
         self.history = None if settings.history is None else BackgroundReader(HistoryReader(settings.history))
         source = self.history or HistoryStore()
         drafter = Drafter(source, max_draft=max_draft, shape="chain", **settings.drafter_options())
@@ -60,6 +62,7 @@ class DraftSession:
         self.propose_s = 0.0
         self.prompts = PromptTable()
         self._source = source
+        self._min_gain = settings.min_gain if settings.costs == "none" else 0.0
         self._max_draft, self._max_model_len = max_draft, max_model_len
         self._forget_rows()
         self._times = PassTimes() if settings.costs == "observed" else None
@@ -96,7 +99,10 @@ class DraftSession:
         else:
             names, ends = self._by_runner.names(*step, history), self._next_ends(num_tokens)
         self._note_pass(names, sampled)
-        lists = self.requests.propose(names, tokens, num_tokens, self._limits(sampled, num_tokens, ends))
+        lists: list[list[int]] = [[] for _ in names]
+        if self._gate.is_due(history):
+            lists = self.requests.propose(names, tokens, num_tokens, self._limits(sampled, num_tokens, ends))
+            self._gate.note(len(names), self.requests.num_accepted)
         self.num_steps += 1
         self.num_rows += len(names)
         self.propose_s += time.perf_counter() - began
@@ -115,6 +121,7 @@ class DraftSession:
             self.history.close()
 
     def _forget_rows(self) -> None:
+        self._gate = DraftGate(self._min_gain)
         self._by_content = ContentRows(self.requests, self.prompts)
         self._by_runner = RunnerRows(self.requests, self.prompts)
 

@@ -18,6 +18,7 @@ HISTORY_VARIABLE, CONFIG_VARIABLE = "TREERING_HISTORY", "TREERING_VLLM_CONFIG"
 _NUMBER, _COUNT, _TEXT, _TEXTS = "a number", "a whole number", "a text", "a list of texts"
 _KINDS: Mapping[str, str] = {
     "min_acceptance": _NUMBER,
+    "min_gain": _NUMBER,
     "policy": _TEXT,
     "sources": _TEXTS,
     "max_live_tokens": _COUNT,
@@ -38,6 +39,9 @@ class PluginSettings:
     """`TREERING_HISTORY`: the folder of a `HistoryStore`; None drafts from running rollouts alone."""
     min_acceptance: float | None = None
     """See `treering.Drafter`; used until costs are known."""
+    min_gain: float = 1 / 16
+    """Accepted tokens a row and step below which only one step in 16 looks for drafts; 0: every step. Not with observed
+    costs, which tell what pays."""
     policy: str | None = None
     """See `treering.Drafter`."""
     sources: tuple[str, ...] | None = None
@@ -100,8 +104,8 @@ def _problem(key: str, value: object) -> str:
         return f"{key} is {_KINDS[key]}, got {value!r}"
     if key == "costs" and value not in ("observed", "none"):
         return f'costs is "observed" or "none", got {value!r}'
-    if key == "refresh_interval_s" and not value >= 0:  # type: ignore[operator]
-        return f"refresh_interval_s is 0 or more, got {value!r}"
+    if key in ("min_gain", "refresh_interval_s") and not value >= 0:  # type: ignore[operator]
+        return f"{key} is 0 or more, got {value!r}"
     return ""
 
 

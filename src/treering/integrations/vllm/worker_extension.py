@@ -51,7 +51,9 @@ class WorkerExtension:
         session.requests.forget()
 
     def treering_stats(self) -> dict[str, Any]:
-        """Counts so far: steps, seconds of drafting, tokens drafted and accepted, prompts with history, failed steps.
+        """Counts so far: steps, rows, seconds of drafting, tokens drafted and accepted, prompts, failed steps.
+
+        "history" is the folder of the history, None without one.
 
         Raises:
             StateError: another drafter runs here.
@@ -67,6 +69,7 @@ class WorkerExtension:
             "num_prompts": session.num_prompts,
             "num_failures": proposer.num_failures,
             "has_identity": proposer.has_identity,
+            "history": None if session.folder is None else str(session.folder),
         }
 
     def treering_verify(self, verification: str) -> str | None:

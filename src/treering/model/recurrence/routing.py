@@ -6,6 +6,7 @@ several texts.
     N tokens   C hidden size   R boundary tokens
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -62,6 +63,7 @@ def _forward(
     mixer: nn.Module,
     original: Mixer,
     hidden_states: Float[Tensor, "1 N C"],
+    cache: object = None,
     cache_params: object = None,
     attention_mask: object = None,
     **options: Any,
@@ -82,6 +84,7 @@ def run_on_forest(
     plan, boundary = plan_of(layout), layout.boundary
     gateway = None if boundary is None else boundary.gateway
     above = None if boundary is None else _received(boundary, layer, layout.device)
+    name = _name_of_cache(mixer)
     outputs: list[Tensor] = []
     kept: list[States] = []
     for level in plan.levels:
@@ -90,7 +93,7 @@ def run_on_forest(
             cache = CallCache(_started(above, call))
             with closed_gates(mixer, call.padding):
                 rows = hidden.index_select(0, call.tokens.reshape(-1)).reshape(*call.tokens.shape, -1)
-                out = original(hidden_states=rows, cache_params=cache, attention_mask=None)
+                out = original(hidden_states=rows, attention_mask=None, **{name: cache})
             outputs.append(out.reshape(-1, out.shape[-1]))
             if call.kept.numel():
                 ends.append(cache.ends(call.kept, call.length))
@@ -101,6 +104,11 @@ def run_on_forest(
     if gateway is None:
         return result
     return _export_states(result, States(*(part.index_select(0, plan.left) for part in _joined(kept))), gateway, layer)
+
+
+def _name_of_cache(mixer: nn.Module) -> str:
+    """The argument of a mixer's cache: transformers 5.24 drops one that comes by the name of before."""
+    return "cache" if "cache" in inspect.signature(type(mixer).forward).parameters else "cache_params"
 
 
 def _joined(states: list[States]) -> States:

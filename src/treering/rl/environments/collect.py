@@ -13,9 +13,9 @@ from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import StateError
 from treering.rl.collect import NUM_MESSAGES, Collected, Group, Runs
 from treering.rl.environments.episodes import Episode, Episodes
-from treering.rl.environments.forecast import EpisodeForecast
 from treering.rl.environments.run import Run
 from treering.rl.environments.task import EnvironmentTask
+from treering.rl.environments.waiting import EpisodeForecast
 from treering.rl.reward_results import whose
 from treering.rl.tasks.task import Prompt
 from treering.schedule.turns import Turns

@@ -6,13 +6,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from treering.closing import Closing
-from treering.rl.environments.daemon_threads import DaemonThreads
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """An executor that runs each call in a daemon thread of its own.
+
+    Example:
+        >>> DaemonThreads().submit(pow, 2, 5).result()
+        32
+    """
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """See `Executor.submit`."""
+        found: Future[Any] = Future()
+
+        def run() -> None:
+            if not found.set_running_or_notify_cancel():
+                return
+            try:
+                found.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=run, name="treering-tool", daemon=True).start()
+        return found
+
 
 _PATIENCE_S = 1.0
 """How long ending waits for coroutines that are cancelled."""

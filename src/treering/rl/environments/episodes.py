@@ -23,7 +23,7 @@ from treering.rl.environments.episode_loop import EpisodeLoop
 from treering.rl.environments.policy import CallLimits, Policy, Session
 from treering.rl.environments.run import Run, finished_run, unknown_names
 from treering.rl.environments.task import EnvironmentTask
-from treering.rl.environments.turn_clock import TurnClock
+from treering.rl.environments.waiting import TurnClock
 from treering.rl.reward_results import whose
 from treering.rl.user_code import in_words, place_of_frame
 from treering.types import PromptId, TokenIds

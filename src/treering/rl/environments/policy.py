@@ -16,9 +16,16 @@ from treering.engine.rollout import FinishReason, Rollout
 from treering.engine.sampling.noise import call_id
 from treering.errors import InputError, StateError
 from treering.rl.environments.calls import Call
-from treering.rl.environments.chat import ChatMemory, ChatTokens, Messages, as_messages, as_tools
-from treering.rl.environments.tool_calls import split_calls, turn_message
-from treering.rl.environments.turn_clock import TurnClock
+from treering.rl.environments.chat import (
+    ChatMemory,
+    ChatTokens,
+    Messages,
+    as_messages,
+    as_tools,
+    split_calls,
+    turn_message,
+)
+from treering.rl.environments.waiting import TurnClock
 from treering.types import PromptId, TokenIds
 
 FIRST_AGENT = "policy"

@@ -1,4 +1,4 @@
-r"""Chained sums.
+r"""Chained sums: numbers drawn the same on every machine, their text in sixteen characters, and right solutions.
 
 A small model can learn the task, and a program can check it.
 
@@ -8,14 +8,232 @@ A small model can learn the task, and a program can check it.
 """
 
 import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, Self
+
+import numpy as np
 
 from treering.engine.rollout import Rollout
-from treering.rl.tasks.characters import Characters
-from treering.rl.tasks.sum_task import Parts, SumTask, sum_text
-from treering.rl.tasks.task import Prompt
-from treering.rl.tasks.terms import Terms
+from treering.errors import ConfigError, InputError
+from treering.rl.tasks.task import Prompt, Task
+from treering.train.loop.batches import TrainingTask
+from treering.types import TokenIds
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+"""Decoding of an id without a symbol; a policy with a larger vocabulary may sample one."""
+
+
+class Characters:
+    """Symbol i is token i.
+
+    Example: `Characters("ab+").encode("a+b")` is [0, 2, 1].
+    """
+
+    def __init__(self, symbols: str) -> None:
+        """`symbols` are distinct characters."""
+        assert len(set(symbols)) == len(symbols), "a symbol has one id"
+        self.symbols = symbols
+        self._ids = {symbol: i for i, symbol in enumerate(symbols)}
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids int32 [T]; raises InputError for a character outside the vocabulary."""
+        unknown = [symbol for symbol in text if symbol not in self._ids]
+        if unknown:
+            raise InputError(f"text is written in the symbols {self.symbols!r}, got {unknown[0]!r}; remove it")
+        return np.array([self._ids[symbol] for symbol in text], np.int32)
+
+    def decode(self, tokens: TokenIds) -> str:
+        """The text; an id without a symbol becomes `UNKNOWN`."""
+        return "".join(self.symbols[i] if 0 <= i < len(self.symbols) else UNKNOWN for i in tokens.tolist())
+
+    def solution(self, prompt: Prompt, parts: list[tuple[str, bool]]) -> TrainingTask:
+        """A prompt with a correct continuation, to train on; `parts` are texts, each with whether it is trained.
+
+        Example: the prompt "2+3=" with parts [("5", True), (" ", False)] trains the fifth of six tokens.
+        """
+        encoded = [(self.encode(text), is_trained) for text, is_trained in parts]
+        masks = [np.full(tokens.size, is_trained) for tokens, is_trained in encoded]
+        return TrainingTask(
+            task_id=prompt.prompt_id,
+            sequences=(np.concatenate([prompt.tokens, *(tokens for tokens, _ in encoded)]),),
+            loss_masks=(np.concatenate([np.zeros(prompt.tokens.size, bool), *masks]),),
+        )
+
+
+Terms = tuple[int, ...]
+"""The numbers of one sum."""
+
+_WORDS_PER_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermsSpec:
+    """Which sums to draw; equal specs give equal sums.
+
+    Example: the defaults give 64 sums of 3 to 5 numbers from 1 to 99.
+    """
+
+    num_prompts: int = 64
+    """Distinct sums."""
+    seed: int = 0
+    """Seed of the draws."""
+    min_terms: int = 3
+    """Numbers of a sum, at least; 2 or more."""
+    max_terms: int = 5
+    """Numbers of a sum, at most."""
+    max_number: int = 99
+    """Numbers lie in [1, max_number]."""
+    num_skipped: int = 0
+    """Sums drawn first and skipped, so that two specs with one seed can be disjoint."""
+
+    def __post_init__(self) -> None:
+        least = {"num_prompts": 1, "seed": 0, "min_terms": 2, "max_terms": self.min_terms, "max_number": 1}
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least.get(name, 0):
+                raise ConfigError(f"{name} must be an integer >= {least.get(name, 0)}, got {value!r}; raise it")
+        wanted, there = self.num_prompts + self.num_skipped, self.num_possible
+        if wanted > there:
+            raise ConfigError(
+                f"there are {there} sums of {self.min_terms} to {self.max_terms} numbers up to {self.max_number}, got "
+                f"{wanted} to draw; ask for fewer, or raise max_number or max_terms"
+            )
+
+    @property
+    def num_possible(self) -> int:
+        """Number of distinct sums that exist."""
+        return sum(self.max_number**count for count in range(self.min_terms, self.max_terms + 1))
+
+
+def draw_terms(spec: TermsSpec) -> list[Terms]:
+    """The distinct sums of a spec. The number of terms is drawn first, uniformly.
+
+    A spec with more prompts starts with those of a spec with fewer.
+
+    Example: `draw_terms(TermsSpec(num_prompts=2, num_skipped=3))` are the last two of
+    `draw_terms(TermsSpec(num_prompts=5))`.
+    """
+    words = _Words(spec.seed)
+    drawn: dict[Terms, None] = {}
+    while len(drawn) < spec.num_skipped + spec.num_prompts:
+        num_terms = spec.min_terms + words.below(spec.max_terms - spec.min_terms + 1)
+        drawn.setdefault(tuple(1 + words.below(spec.max_number) for _ in range(num_terms)))
+    return list(drawn)[spec.num_skipped :]
+
+
+class _Words:
+    """Raw words of a bit generator: NumPy guarantees its stream for ever, unlike that of distributions."""
+
+    def __init__(self, seed: int) -> None:
+        self._bits = np.random.Philox(key=seed)
+        self._words: list[int] = []
+
+    def below(self, bound: int) -> int:
+        if not self._words:
+            self._words = self._bits.random_raw(_WORDS_PER_BLOCK).tolist()[::-1]
+        return self._words.pop() % bound
+
+
+Parts = list[tuple[str, bool]]
+"""Consecutive texts, each with whether the policy writes it."""
+
+
+class SumTask(Task):
+    """Distinct sums as prompts; the prompt id is the sum, such as "17+5+30", and the answer its result."""
+
+    characters: ClassVar[Characters]
+    """The vocabulary."""
+    stop_symbols: ClassVar[str]
+    """Symbols that end a turn."""
+
+    def __init__(
+        self,
+        num_prompts: int,
+        seed: int = 0,
+        *,
+        min_terms: int = 3,
+        max_terms: int = 5,
+        max_number: int = 99,
+        num_skipped: int = 0,
+    ) -> None:
+        """Draws the sums; see `TermsSpec` for the arguments and their ConfigError."""
+        self._spec = TermsSpec(
+            num_prompts=num_prompts,
+            seed=seed,
+            min_terms=min_terms,
+            max_terms=max_terms,
+            max_number=max_number,
+            num_skipped=num_skipped,
+        )
+        self._terms = draw_terms(self._spec)
+        self._prompts = tuple(self._prompt(terms) for terms in self._terms)
+
+    @staticmethod
+    @abstractmethod
+    def prompt_text(terms: Terms) -> str:
+        """The text of a prompt, header and question."""
+
+    @staticmethod
+    @abstractmethod
+    def solution_parts(terms: Terms) -> Parts:
+        """The correct trajectory after that prompt."""
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """In the order of drawing."""
+        return self._prompts
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of symbols."""
+        return len(self.characters.symbols)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The ids of `stop_symbols`."""
+        return tuple(self.encode(self.stop_symbols).tolist())
+
+    def held_out(self, num_prompts: int) -> Self:
+        """A task with other prompts of the same kind, disjoint from this task's.
+
+        Example: `ChainedSums(64).held_out(16)` has the 65th to 80th prompt of `ChainedSums(80)`.
+        """
+        num_skipped = self._spec.num_skipped + self._spec.num_prompts
+        spec = replace(self._spec, num_prompts=num_prompts, num_skipped=num_skipped)
+        return type(self)(**{name: getattr(spec, name) for name in spec.__slots__})
+
+    def solutions(self) -> list[TrainingTask]:
+        """The correct trajectory of each prompt, trained where the policy writes: for a supervised warm start."""
+        return [
+            self.characters.solution(prompt, self.solution_parts(terms))
+            for prompt, terms in zip(self._prompts, self._terms, strict=True)
+        ]
+
+    @classmethod
+    def encode(cls, text: str) -> TokenIds:
+        """Token ids int32 [T]; raises InputError for a character outside the vocabulary."""
+        return cls.characters.encode(text)
+
+    @classmethod
+    def decode(cls, tokens: TokenIds) -> str:
+        """The text of token ids."""
+        return cls.characters.decode(tokens)
+
+    def _prompt(self, terms: Terms) -> Prompt:
+        tokens = self.encode(self.prompt_text(terms))
+        return Prompt(prompt_id=sum_text(terms), tokens=tokens, answer=str(sum(terms)))
+
+
+def sum_text(terms: Terms) -> str:
+    """The text of the sum.
+
+    Example: (17, 5, 30) is "17+5+30".
+    """
+    return "+".join(map(str, terms))
+
 
 _FINAL = re.compile(r"[^.]*=([0-9]{1,18})\.")
 

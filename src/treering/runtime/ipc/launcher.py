@@ -1,4 +1,4 @@
-"""The protocols of what starts processes: a launcher, the processes that it starts, and the messages between them."""
+"""The protocols of what starts processes: a launcher, the processes that it starts, and what each builds for itself."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,9 @@ from typing import Literal, Protocol, TypeAlias
 
 from torch import nn
 
-from treering.runtime.ipc.recipe import Recipe
+from treering.engine.protocol import Engine
+from treering.history.draft.drafter import Drafter
+from treering.rl.tasks.task import Task
 from treering.runtime.ipc.weight_store import WeightStore
 
 Kind: TypeAlias = Literal["rollout_worker", "reward_worker", "trainer"]
@@ -78,6 +80,26 @@ class Process(Protocol):
 
     def end(self, *, with_group: bool) -> Ended:
         """Kills it if it lives, with its process group or alone, and frees what it had."""
+
+
+class Recipe(Protocol):
+    """Builds a model, a task and engines, the same in every process.
+
+    The weights of the model do not matter: each process loads those of the run first.
+    """
+
+    @property
+    def max_batch(self) -> int:
+        """Rollouts that an engine of `make_engine` runs at a time; of an environment, episodes in flight."""
+
+    def make_model(self) -> nn.Module:
+        """The model, with any weights."""
+
+    def make_task(self) -> Task:
+        """Prompts and rewards."""
+
+    def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> Engine:
+        """An engine with the model's current weights, which have this policy version."""
 
 
 class Launcher(Protocol):

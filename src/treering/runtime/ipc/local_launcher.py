@@ -18,8 +18,7 @@ from torch import nn
 
 from treering.errors import StateError
 from treering.runtime.ipc.child import SERVER_PARENT, main
-from treering.runtime.ipc.launcher import Ended, Kind
-from treering.runtime.ipc.recipe import Recipe
+from treering.runtime.ipc.launcher import Ended, Kind, Recipe
 from treering.runtime.ipc.ring_access import RingAccess
 from treering.runtime.ipc.weight_ring import WeightRing
 from treering.runtime.ipc.weight_store import WeightStore

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,7 +19,7 @@ from treering.rl.environments.run import Run
 from treering.rl.options import RlOptions
 from treering.rl.reward_results import RewardResult
 from treering.rl.trainer import Trained
-from treering.runtime.ipc.recipe import Recipe
+from treering.runtime.ipc.launcher import Recipe
 from treering.schedule.measured_latency import PassTimes
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.reference import MakeReference
@@ -86,42 +86,25 @@ class RefreshHistory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampledRollouts:
-    """From a worker: finished rollouts, and counters since its previous message."""
+class EndedWork:
+    """From a worker: finished rollouts or ended runs, and counters since its previous message."""
 
     step: int
-    rollouts: Sequence[Rollout]
-    given: Sequence[Rollout] | None
-    """The answer to `GiveUp`: those that were still running; None if this is no answer."""
-    progress: Mapping[RolloutKey, int]
-    """Tokens of the running rollouts; empty if no report is due."""
-    stats: EngineStats
-    busy_s: float
-    times: PassTimes
-    """Of forward passes and weight loads since the previous message."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EndedRuns:
-    """From a worker that runs episodes: those that have ended, and counters since its previous message."""
-
-    step: int
-    runs: Sequence[Run]
+    ended: Sequence[Rollout | Run]
     stats: EngineStats
     busy_s: float
     """With episodes, those that wait included."""
+    given: Sequence[Rollout] | None = None
+    """The answer to `GiveUp`: those that were still running; None if this is no answer."""
+    progress: Mapping[RolloutKey, int] = field(default_factory=dict)
+    """Tokens of the running rollouts; empty if no report is due."""
+    times: PassTimes = field(default_factory=PassTimes)
+    """Of forward passes and weight loads since the previous message; not measured with episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CloseEnvironment:
     """To a worker that runs episodes: end what its environment has started, and exit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RewardSettings:
-    """Settings of the reward worker."""
-
-    recipe: Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

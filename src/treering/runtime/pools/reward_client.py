@@ -1,4 +1,7 @@
-"""The controller's client of the reward worker: queue, time limit, and a spare worker that takes over after a crash."""
+"""The controller's client of the reward worker: queue, time limit, and a spare worker that takes over after a crash.
+
+Rewards that end or stop their worker again and again end the run.
+"""
 
 import signal
 import time
@@ -8,10 +11,9 @@ from treering.engine.rollout import RolloutKey
 from treering.errors import StateError
 from treering.rl.reward_results import without_reward
 from treering.runtime.account import Account
-from treering.runtime.ipc.launcher import Ended, Launcher, Transport
-from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests, RewardSettings
+from treering.runtime.ipc.launcher import Ended, Launcher, Recipe, Transport
+from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests
 from treering.runtime.ipc.process import ChildProcess
-from treering.runtime.pools.ended_workers import EndedWorkers
 from treering.runtime.workers.reward_worker import run_reward_worker
 
 MAX_DEATHS_OF_ONE = 3
@@ -20,6 +22,14 @@ MAX_DEATHS_OF_ONE = 3
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP)
 _LOST_STATUS = 255
 """What a fork server that has died reports for its processes."""
+
+
+MAX_IN_A_ROW = 10
+"""Rollouts in a row whose rewards end or stop the worker, and so the run."""
+
+
+NUM_RECENT = 50
+"""Half of so many recent rollouts end the run too."""
 
 
 class RewardClient:
@@ -32,7 +42,7 @@ class RewardClient:
 
     def __init__(
         self,
-        settings: RewardSettings,
+        recipe: Recipe,
         launcher: Launcher,
         *,
         reward_name: str,
@@ -43,14 +53,14 @@ class RewardClient:
         """Starts both workers.
 
         Args:
-            settings: of the workers.
+            recipe: makes the task of the workers.
             launcher: starts them.
             reward_name: see `Task.reward_name`.
             time_limit_s: for one request.
             worker_time_limit_s: to build the task.
             account: counts deaths.
         """
-        self._settings = settings
+        self._recipe = recipe
         self._time_limit_s = time_limit_s
         self._account = account
         self._ended_workers = EndedWorkers(reward_name)
@@ -69,8 +79,8 @@ class RewardClient:
             )
             for name in ("reward worker", "spare reward worker")
         )
-        self.child.start(settings)
-        self.spare.start(settings)
+        self.child.start(recipe)
+        self.spare.start(recipe)
 
     def connections(self) -> list[Transport]:
         """Connections to wait for."""
@@ -150,7 +160,7 @@ class RewardClient:
         if has_died:
             self._account.reward_worker_deaths += 1
             self.spare.reap()
-            self.spare.start(self._settings)
+            self.spare.start(self._recipe)
 
     def _replace(self) -> list[RewardReply]:
         was_ready = self.child.is_ready
@@ -186,7 +196,7 @@ class RewardClient:
         self.child, self.spare = self.spare, self.child
         self.child.name, self.spare.name = self.spare.name, self.child.name
         self.child.num_deaths = self.spare.num_deaths
-        self.spare.start(self._settings)
+        self.spare.start(self._recipe)
 
 
 def _is_own_doing(status: int | None) -> bool:
@@ -194,3 +204,37 @@ def _is_own_doing(status: int | None) -> bool:
     if status is None or status == _LOST_STATUS:
         return False
     return status >= 0 or -status in _CRASHES
+
+
+class EndedWorkers:
+    """Counts the rollouts that were left out because their reward ended its worker or exceeded the time limit.
+
+    Example: ten such rollouts one after another end the run, and so do 25 among 50; one in five never does.
+    """
+
+    def __init__(self, reward_name: str) -> None:
+        """`reward_name`: see `Task.reward_name`."""
+        self._reward_name = reward_name
+        self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
+        self._num_in_a_row = 0
+
+    def note_answer(self) -> None:
+        """Notes a reward that was answered, with a number or an error."""
+        self._recent.append(False)
+        self._num_in_a_row = 0
+
+    def note_end(self, error: str) -> None:
+        """Notes a rollout that was left out with this error.
+
+        Raises:
+            StateError: it is one too many.
+        """
+        self._recent.append(True)
+        self._num_in_a_row += 1
+        if self._num_in_a_row < MAX_IN_A_ROW and 2 * sum(self._recent) < NUM_RECENT:
+            return
+        raise StateError(
+            f"rewards return, and {self._reward_name} ended or stopped its process for {sum(self._recent)} of the "
+            f"last {len(self._recent)} rollouts, the latest being {error}; call it on such a rollout by itself and "
+            "correct it, then resume with the same command"
+        )

@@ -9,18 +9,9 @@ from treering.history.store.snapshot import SnapshotSource
 from treering.rl.environments.run import Run
 from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher, Transport
-from treering.runtime.ipc.messages import (
-    CloseEnvironment,
-    EndedRuns,
-    GiveUp,
-    ReportReceived,
-    RewardRequest,
-    SampledRollouts,
-    WorkerSettings,
-)
+from treering.runtime.ipc.messages import CloseEnvironment, EndedWork, GiveUp, ReportReceived, WorkerSettings
 from treering.runtime.ipc.process import ChildProcess
-from treering.runtime.pools.sent_history import SentHistory
-from treering.runtime.pools.worker_state import OpenSteps, WorkerState
+from treering.runtime.pools.worker_state import OpenSteps, SentHistory, WorkerState
 from treering.runtime.step.migration import choose_move
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.workers.episode_worker import run_episode_worker
@@ -125,21 +116,18 @@ class RolloutPool:
                 worker.has_report = False
                 self._move(number, worker, open_steps, policy_versions)
 
-    def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, RewardRequest | Run]]:
+    def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, Rollout | Run]]:
         """Finished rollouts and runs, each with its step. Replaces dead workers.
 
         Raises:
             StateError: a worker dies repeatedly.
             Exception: the error that a worker raised.
         """
-        found: list[tuple[OpenStep, RewardRequest | Run]] = []
+        found: list[tuple[OpenStep, Rollout | Run]] = []
         for number, worker in enumerate(self._workers):
             messages, has_died = worker.child.receive()
             for message in messages:
-                if isinstance(message, EndedRuns):
-                    found += self._take_runs(number, worker, message, open_steps)
-                else:
-                    found += self._take(worker, message, open_steps)
+                found += self._take(number, worker, message, open_steps)
             worker.child.end_if_silent(is_busy=bool(worker.running))
             if has_died:
                 self._replace(number, worker, open_steps)
@@ -158,23 +146,9 @@ class RolloutPool:
         for worker in self._workers:
             worker.child.stop(patience_s=_CLOSE_S if self._runs_episodes and worker.child.is_ready else 0.0)
 
-    def _take_runs(
-        self, number: int, worker: WorkerState, message: EndedRuns, open_steps: OpenSteps
-    ) -> list[tuple[OpenStep, RewardRequest | Run]]:
-        self.busy_s += message.busy_s
-        open_step = open_steps[message.step]
-        open_step.note_stats(message.stats)
-        open_step.note_span(number, busy_s=message.busy_s, num_rollouts=len(message.runs))
-        if message.runs:
-            worker.child.note_progress()
-        worker.num_ended += len(message.runs)
-        for run in message.runs:
-            del worker.running[run.key]
-        return [(open_step, run) for run in message.runs]
-
     def _take(
-        self, worker: WorkerState, message: SampledRollouts, open_steps: OpenSteps
-    ) -> list[tuple[OpenStep, RewardRequest | Run]]:
+        self, number: int, worker: WorkerState, message: EndedWork, open_steps: OpenSteps
+    ) -> list[tuple[OpenStep, Rollout | Run]]:
         self.busy_s += message.busy_s
         self.times.add(message.times)
         open_step = open_steps.get(message.step)
@@ -182,21 +156,18 @@ class RolloutPool:
             self._hand_over(worker, message.given, open_step)
         if open_step is None:
             # The answer to `GiveUp` came after the end of its step, with nothing left to give.
-            assert not message.rollouts, "a step ends after its rollouts"
+            assert not message.ended, "a step ends after its rollouts"
             return []
         open_step.note_stats(message.stats)
-        number = self._workers.index(worker)
-        open_step.note_span(number, busy_s=message.busy_s, num_rollouts=len(message.rollouts))
+        open_step.note_span(number, busy_s=message.busy_s, num_rollouts=len(message.ended))
         self._note_progress(worker, message.progress, open_step)
-        if message.rollouts:
+        if message.ended:
             # Only finished rollouts count as progress: a worker may die at the same token every time.
             worker.child.note_progress()
-        found: list[tuple[OpenStep, RewardRequest | Run]] = []
-        for rollout in message.rollouts:
-            del worker.running[rollout.key]
-            worker.num_ended += 1
-            found.append((open_step, RewardRequest(rollouts=[rollout])))
-        return found
+        worker.num_ended += len(message.ended)
+        for each in message.ended:
+            del worker.running[each.key]
+        return [(open_step, each) for each in message.ended]
 
     def _note_progress(self, worker: WorkerState, progress: Mapping[RolloutKey, int], open_step: OpenStep) -> None:
         if not progress:

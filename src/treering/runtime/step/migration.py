@@ -1,6 +1,6 @@
 """Chooses which running rollouts move from one worker to another one in the same step.
 
-The rules are those of the simulator (`schedule.simulator.destinations`, `schedule.simulator.migration`).
+The rules are those of the simulator (`schedule.simulator.migration`).
 
     W workers
 """
@@ -16,16 +16,19 @@ from treering.engine.rollout import RolloutKey
 from treering.runtime.ipc.messages import Work
 from treering.runtime.step.open_step import OpenStep
 from treering.schedule.cluster import Cluster
-from treering.schedule.simulator.destinations import (
+from treering.schedule.simulator.migration import (
     DRAIN,
     FASTER,
+    LATE,
+    MAX_MOVES,
     Loads,
     Prices,
+    freed_s,
     fullest_tail,
     has_tail,
+    likely_left,
     target_of_outlier,
 )
-from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
 
 _OUTLIERS = MappingProxyType({"faster": FASTER, "drain": DRAIN})
 

@@ -17,7 +17,7 @@ from treering.runtime.ipc.messages import Work
 from treering.runtime.step.expected_lengths import ExpectedLengths
 from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.policy import Moving
-from treering.schedule.simulator.destinations import Prices
+from treering.schedule.simulator.migration import Prices
 from treering.schedule.turns import Turns
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from typing import Any
 
-from treering.engine.protocol import EngineStats
 from treering.rl.environments.environment import Environment
 from treering.rl.environments.episodes import Episode, Episodes
 from treering.rl.environments.run import Run
@@ -19,7 +18,7 @@ from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import (
     BeginStep,
     CloseEnvironment,
-    EndedRuns,
+    EndedWork,
     PromptHistories,
     RefreshHistory,
     SampleRequests,
@@ -67,8 +66,6 @@ class _Worker:
         self._own = own
         self._episodes: Episodes | None = None
         self._num_open = 0
-        self._step = 0
-        self._before = EngineStats()
         self._sent_s = 0.0
 
     @property
@@ -85,7 +82,7 @@ class _Worker:
         elif isinstance(message, CloseEnvironment):
             self._close()
 
-    def advance(self) -> EndedRuns | None:
+    def advance(self) -> EndedWork | None:
         """Waits a little for runs to end; returns a message if some have, or it is time to be heard."""
         if self._episodes is None or not self.is_busy:
             return None
@@ -97,9 +94,7 @@ class _Worker:
     def _begin(self, message: BeginStep) -> None:
         if self._episodes is not None:
             self._episodes.close()
-        self._step = message.step
-        if self._own.begin(message):
-            self._before = self._own.engine.stats
+        self._own.begin(message)
         self._episodes = Episodes(self._own.engine, self._task)
 
     def _start(self, episodes: list[Episode]) -> None:
@@ -116,12 +111,11 @@ class _Worker:
         else:
             self._episodes.in_engine(lambda: self._own.take_history(message))
 
-    def _message(self, runs: list[Run]) -> EndedRuns:
+    def _message(self, runs: list[Run]) -> EndedWork:
         """The results since the previous message."""
-        now_s, stats = time.perf_counter(), self._own.engine.stats
+        now_s = time.perf_counter()
         busy_s, self._sent_s = now_s - self._sent_s, now_s
-        before, self._before = self._before, stats
-        return EndedRuns(step=self._step, runs=runs, stats=stats.since(before), busy_s=busy_s)
+        return EndedWork(step=self._own.step, ended=runs, stats=self._own.take_stats(), busy_s=busy_s)
 
     def _close(self) -> None:
         if self._episodes is not None:

@@ -8,14 +8,15 @@ import os
 from treering.rl.reward_results import RewardResult, evaluate_group, evaluate_rollout
 from treering.rl.tasks.task import Prompt, Task
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
-from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests, RewardSettings
+from treering.runtime.ipc.launcher import Recipe
+from treering.runtime.ipc.messages import RewardReply, RewardRequest, RewardRequests
 
 
-def run_reward_worker(port: Port, _: WeightAccess, settings: RewardSettings) -> None:
+def run_reward_worker(port: Port, _: WeightAccess, recipe: Recipe) -> None:
     """The role of the reward worker."""
     # With its process group end the processes that rewards have started.
     os.setpgid(0, 0)
-    task = settings.recipe.make_task()
+    task = recipe.make_task()
     numbers = {prompt.prompt_id: number for number, prompt in enumerate(task.prompts)}
     port.send(Ready())
     while True:

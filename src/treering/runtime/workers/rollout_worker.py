@@ -4,7 +4,7 @@ It keeps no state that matters: after a crash its rollouts are sampled again, wi
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,17 +14,17 @@ from treering.engine.rollout import Rollout, RolloutKey
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
 from treering.runtime.ipc.messages import (
     BeginStep,
+    EndedWork,
     GiveUp,
     PromptHistories,
     RefreshHistory,
     ReportReceived,
-    SampledRollouts,
     SampleRequests,
     WorkerSettings,
 )
 from treering.runtime.ipc.weight_store import ProcessWeights
-from treering.runtime.workers.pass_timer import PassTimer
 from treering.runtime.workers.step_engine import StepEngine
+from treering.schedule.measured_latency import PassTimes
 
 _REPORT_S = 0.2
 """Least seconds between progress reports."""
@@ -47,13 +47,71 @@ def run_rollout_worker(port: Port, access: WeightAccess, settings: WorkerSetting
             port.send(sampled)
 
 
+class PassTimer:
+    """Times the forward passes of an engine.
+
+    A pass is timed from the end of the previous one, so that message handling counts; after a pause, from its own
+    start. An engine's first pass is left out: it compiles, allocates, and measures draft costs.
+
+    Example: 5 passes over 3, 3, 3, 2 and 1 rows record the times of the last four.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock`: returns seconds."""
+        self._clock = clock
+        self._times = PassTimes()
+        self._before = EngineStats()
+        self._since_s: float | None = None
+        self._is_first = True
+
+    def note_engine(self, stats: EngineStats) -> None:
+        """Starts timing a new engine with these counts."""
+        self._before, self._since_s, self._is_first = stats, None, True
+
+    def note_load(self, seconds: float) -> None:
+        """Records the time of a weight load."""
+        self._times.note_load(seconds)
+
+    def begin(self) -> None:
+        """Marks the start of a pass."""
+        if self._since_s is None:
+            self._since_s = self._clock()
+
+    def end(self, stats: EngineStats, *, num_unfinished: int) -> None:
+        """Marks the end of a pass, with the engine's counts and unfinished requests."""
+        assert self._since_s is not None, "a pass begins before it ends"
+        now_s = self._clock()
+        before, seconds = self._before, now_s - self._since_s
+        self._before = stats
+        self._since_s = now_s if num_unfinished else None
+        if stats.num_forwards == before.num_forwards:
+            return
+        if self._is_first:
+            self._is_first = False
+            return
+        self._times.note_pass(
+            seconds,
+            num_rows=stats.num_rows - before.num_rows,
+            num_prefilled=stats.num_prefilled - before.num_prefilled,
+            num_sampled=stats.num_sampled - before.num_sampled,
+            num_passes=stats.num_forwards - before.num_forwards,
+        )
+
+    def pause(self) -> None:
+        """Leaves out the time until the next pass, because all running rollouts were removed."""
+        self._since_s = None
+
+    def take(self) -> PassTimes:
+        """The times since the previous call."""
+        times, self._times = self._times, PassTimes()
+        return times
+
+
 class _Worker:
     """The engine, its current step and its counters."""
 
     def __init__(self, settings: WorkerSettings, model: nn.Module, weights: ProcessWeights) -> None:
         self._own = StepEngine(settings, model, weights)
-        self._step = 0
-        self._before = EngineStats()
         self._busy_s = 0.0
         self._reports = False
         self._reported_s = self._sent_s = 0.0
@@ -80,7 +138,7 @@ class _Worker:
             self._own.take_history(message)
         self._busy_s += time.perf_counter() - started
 
-    def advance(self) -> SampledRollouts | None:
+    def advance(self) -> EndedWork | None:
         """Runs one engine pass; returns a message if rollouts ended or were given up, or a report is due."""
         if self.is_busy:
             self._ended += self._pass()
@@ -101,22 +159,21 @@ class _Worker:
         self._busy_s += time.perf_counter() - started
         return rollouts
 
-    def _message(self) -> SampledRollouts:
+    def _message(self) -> EndedWork:
         """The results since the previous message."""
         engine = self._own.engine
         self._sent_s = time.perf_counter()
         (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
         busy_s, self._busy_s = self._busy_s, 0.0
-        before, self._before = self._before, engine.stats
         progress = engine.progress() if self._is_report_due else {}
         if progress:
             self._reported_s, self._is_report_received = time.perf_counter(), False
-        return SampledRollouts(
-            step=self._step,
-            rollouts=rollouts,
+        return EndedWork(
+            step=self._own.step,
+            ended=rollouts,
             given=given,
             progress=progress,
-            stats=self._before.since(before),
+            stats=self._own.take_stats(),
             busy_s=busy_s,
             times=self._timer.take(),
         )
@@ -131,10 +188,9 @@ class _Worker:
     def _begin(self, message: BeginStep) -> None:
         started, is_first = time.perf_counter(), not self._own.has_engine
         self._sent_s = started
-        self._step, self._reports = message.step, message.reports
+        self._reports = message.reports
         if self._own.begin(message):
-            self._before = self._own.engine.stats
-            self._timer.note_engine(self._before)
+            self._timer.note_engine(self._own.engine.stats)
         if not is_first:
             # Leave out the first engine of a process: it compiles, which happens only once.
             self._timer.note_load(time.perf_counter() - started)

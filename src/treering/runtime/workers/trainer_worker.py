@@ -2,25 +2,30 @@
 
 import io
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from treering.ranks.group import RankGroup, is_of_another
 from treering.ranks.state import whole_state, whole_state_dict
 from treering.rl.trainer import Trainer
+from treering.runtime.ipc.address import is_loopback, listener_at
 from treering.runtime.ipc.child import Port, Ready, WeightAccess
-from treering.runtime.ipc.messages import FetchState, TrainedStep, TrainerSettings, TrainerState, TrainStep
+from treering.runtime.ipc.messages import FetchState, Rendezvous, TrainedStep, TrainerSettings, TrainerState, TrainStep
 from treering.runtime.ipc.weight_layout import model_tensors
 from treering.runtime.ipc.weight_store import BASE, ProcessWeights
-from treering.runtime.workers.trainer_ranks import join_ranks
 from treering.train.loop.adapters import has_adapter
 from treering.train.loop.ranks import shard_model
 from treering.train.loop.restore import random_state, set_random_state
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface of torch's backends."""
 
 
 def run_trainer(port: Port, access: WeightAccess, settings: TrainerSettings) -> None:
@@ -94,3 +99,54 @@ def unpacked(state: bytes) -> dict[str, Any]:
     """The inverse of `packed`: "optimizer" and "random"."""
     found: dict[str, Any] = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
     return found
+
+
+def join_ranks(port: Port, host: str, settings: TrainerSettings) -> None:
+    """Connects this rank with the others; a trainer of one rank needs no others, and nothing happens.
+
+    On CUDA each rank takes a device of those that it sees, before it builds its model.
+
+    Args:
+        port: to the controller.
+        host: an address of this machine, at which the other ranks reach it.
+        settings: of the trainer, with the number of this rank.
+
+    Raises:
+        RuntimeError: torch's, where another rank has ended meanwhile.
+    """
+    if settings.num_ranks == 1:
+        return
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(settings.rank % torch.cuda.device_count())
+    if is_loopback(host):
+        _stay_on_loopback()
+    store = _listening(port, host, settings) if settings.rank == 0 else _connected(port.take(), settings)
+    backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=settings.rank, world_size=settings.num_ranks)
+
+
+def _stay_on_loopback() -> None:
+    """Lets torch's backends listen on loopback alone, unless the user has named an interface."""
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo"):
+            for variable in _INTERFACES:
+                os.environ.setdefault(variable, name)
+            return
+
+
+def _listening(port: Port, host: str, settings: TrainerSettings) -> Any:
+    # Torch's store would listen on all interfaces; it takes a socket that listens on one.
+    listener = listener_at(host)
+    number = listener.getsockname()[1]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, number, settings.num_ranks, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    port.send(Rendezvous(host=host, port=number))
+    return store
+
+
+def _connected(rendezvous: Rendezvous, settings: TrainerSettings) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        rendezvous.host, rendezvous.port, settings.num_ranks, False, wait_for_workers=False
+    )

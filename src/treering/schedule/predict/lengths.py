@@ -5,51 +5,109 @@
     G rollouts of a prompt in a step, R rollouts of a step
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treering.errors import ConfigError, InputError
-from treering.schedule.predict.seen_lengths import SeenLengths
-from treering.types import PromptId, is_count
+from treering.types import PromptId
+
+
+class SeenLengths:
+    """A multiset of lengths; memory grows with the longest length, not with their number.
+
+    >>> seen = SeenLengths()
+    >>> seen.median(default=7.0)
+    7.0
+    >>> seen.add(np.array([10, 20, 20, 90]))
+    >>> seen.add(np.array([5, 4]))
+    >>> seen.median(default=7.0)
+    15.0
+    """
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(0, np.int64)
+        self._median: float | None = None
+
+    def add(self, lengths: NDArray[np.int64]) -> None:
+        """Adds lengths, int64 >= 0."""
+        counts = np.bincount(lengths, minlength=self._counts.size)
+        counts[: self._counts.size] += self._counts
+        self._counts = counts
+        self._median = None
+
+    def median(self, *, default: float) -> float:
+        """The median, with the mean of the middle two for an even number; `default` if there are no lengths."""
+        if self._median is None:
+            self._median = self._find_median()
+        return default if self._median is None else self._median
+
+    def state(self) -> dict[str, Any]:
+        """Checkpoint state: the lengths and their counts, as lists."""
+        (lengths,) = np.nonzero(self._counts)
+        return {"lengths": lengths.tolist(), "counts": self._counts[lengths].tolist()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state`."""
+        self._counts = np.zeros(max(state["lengths"], default=-1) + 1, np.int64)
+        self._counts[state["lengths"]] = state["counts"]
+        self._median = None
+
+    def _find_median(self) -> float | None:
+        up_to = np.cumsum(self._counts)
+        if not up_to.size:
+            return None
+        number = int(up_to[-1])
+        middle = np.searchsorted(up_to, [(number - 1) // 2, number // 2], side="right")
+        return float(middle.mean())
+
 
 PredictorName: TypeAlias = Literal["median", "ema", "quantile"]
-"""The available predictors."""
+"""median: of a prompt's latest rollouts, the paper's predictor. ema: a moving mean of its medians, with weight one half
+on the latest. quantile: the upper quartile of its rollouts of the latest two epochs, which favours the longest ones."""
 
 Memory: TypeAlias = list[Any]
 """What a predictor stores for a prompt: a JSON-compatible list."""
 
+_NUM_EPOCHS, _QUANTILE = 2, 0.75
 
-class LengthPredictor(ABC):
+
+class LengthPredictor:
     """Predicts rollout lengths; observes every step's rollouts in order.
 
     A prompt without history gets the median of all lengths seen so far, and `guess` before there are any. Equal
     `observe` calls give equal predictions, and a loaded state continues as the saved one.
+
+    >>> lengths = LengthPredictor("median", guess=8192)
+    >>> lengths.predict(["a"], 2).tolist()
+    [8192.0, 8192.0]
+    >>> lengths.observe("a", [90, 100, 400])
+    >>> lengths.predict(["a", "b"], 1).tolist()
+    [100.0, 100.0]
     """
 
-    def __init__(self, *, guess: float) -> None:
-        """`guess`: predicted until something is seen; above 0."""
+    def __init__(self, name: PredictorName, *, guess: float) -> None:
+        """A predictor of this name.
+
+        Args:
+            name: see `PredictorName`.
+            guess: predicted until something is seen; above 0.
+
+        Raises:
+            ConfigError: another name or guess.
+        """
+        if name not in _KINDS:
+            raise ConfigError(f"lengths are predicted by {', '.join(_KINDS)}, got {name!r}; choose one")
         if not (np.isfinite(guess) and guess > 0):
             raise ConfigError(f"a length is guessed above 0 before any is seen, got guess={guess!r}; raise it")
+        self.name = name
+        """Name in configurations."""
+        self._remember, self._length_of = _KINDS[name]
         self._guess = float(guess)
         self._seen = SeenLengths()
         self._memories: dict[PromptId, Memory] = {}
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name in configurations."""
-
-    @abstractmethod
-    def _remember(self, memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:
-        """The memory of a prompt after G more rollouts; None is a prompt's first time."""
-
-    @abstractmethod
-    def _length_of(self, memory: Memory) -> float:
-        """The prediction for a prompt with this memory."""
 
     def predict(self, prompts: Sequence[PromptId], group_size: int) -> NDArray[np.float64]:
         """Predicted lengths of a step: float64 [R], a group of `group_size` equal ones for each prompt in order.
@@ -96,92 +154,36 @@ class LengthPredictor(ABC):
         self._memories = {prompt: list(memory) for prompt, memory in state["prompts"]}
 
 
-class MedianLengths(LengthPredictor):
-    """The median of a prompt's latest rollouts: the paper's predictor.
-
-    >>> lengths = MedianLengths(guess=8192)
-    >>> lengths.predict(["a"], 2).tolist()
-    [8192.0, 8192.0]
-    >>> lengths.observe("a", [90, 100, 400])
-    >>> lengths.predict(["a", "b"], 1).tolist()
-    [100.0, 100.0]
-    """
-
-    @property
-    def name(self) -> str:
-        """It is "median"."""
-        return "median"
-
-    def _remember(self, memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:
-        return [float(np.median(lengths))]
-
-    def _length_of(self, memory: Memory) -> float:
-        return float(memory[0])
+def _latest_median(memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:
+    return [float(np.median(lengths))]
 
 
-class EmaLengths(LengthPredictor):
-    """An exponential moving average of a prompt's medians: steadier than the latest median if rollouts vary.
-
-    >>> lengths = EmaLengths(guess=8192, alpha=0.5)
-    >>> lengths.observe("a", [100])
-    >>> lengths.observe("a", [200])
-    >>> lengths.predict(["a"], 1).tolist()
-    [150.0]
-    """
-
-    def __init__(self, *, guess: float, alpha: float = 0.5) -> None:
-        """`alpha`: share of the latest median in the mean, in (0, 1]."""
-        super().__init__(guess=guess)
-        if not 0 < alpha <= 1:
-            raise ConfigError(f"alpha is the share of the latest median, in (0, 1], got {alpha!r}; correct it")
-        self._alpha = alpha
-
-    @property
-    def name(self) -> str:
-        """It is "ema"."""
-        return "ema"
-
-    def _remember(self, memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:
-        latest = float(np.median(lengths))
-        return [latest if memory is None else self._alpha * latest + (1 - self._alpha) * memory[0]]
-
-    def _length_of(self, memory: Memory) -> float:
-        return float(memory[0])
+def _mean_of_medians(memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:
+    latest = float(np.median(lengths))
+    return [latest if memory is None else (latest + memory[0]) / 2]
 
 
-class QuantileLengths(LengthPredictor):
-    """A quantile of a prompt's rollouts of the latest epochs: above one half it favours the longest ones.
-
-    >>> lengths = QuantileLengths(guess=8192, quantile=0.75, num_epochs=2)
-    >>> for rollouts in ([900, 950], [100, 200], [300, 400, 500]):
-    ...     lengths.observe("a", rollouts)
-    >>> lengths.predict(["a"], 1).tolist()
-    [400.0]
-    """
-
-    def __init__(self, *, guess: float, quantile: float = 0.75, num_epochs: int = 2) -> None:
-        """`quantile`: share of rollouts to cover, in [0, 1]; `num_epochs`: latest epochs of a prompt that count."""
-        super().__init__(guess=guess)
-        if not 0 <= quantile <= 1 or not is_count(num_epochs, least=1):
-            raise ConfigError(
-                f"a quantile lies in [0, 1], of one epoch or more, got {quantile!r} of {num_epochs!r}; correct it"
-            )
-        self._quantile = quantile
-        self._num_epochs = num_epochs
-
-    @property
-    def name(self) -> str:
-        """It is "quantile"."""
-        return "quantile"
-
-    def _remember(self, memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:
-        return [*(memory or []), lengths.tolist()][-self._num_epochs :]
-
-    def _length_of(self, memory: Memory) -> float:
-        return float(np.quantile(np.concatenate(memory), self._quantile))
+def _latest_epochs(memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:
+    return [*(memory or []), lengths.tolist()][-_NUM_EPOCHS:]
 
 
-def make_predictor(name: str, *, max_tokens: int, guess: float | None = None) -> LengthPredictor:
+def _number(memory: Memory) -> float:
+    return float(memory[0])
+
+
+def _quartile(memory: Memory) -> float:
+    return float(np.quantile(np.concatenate(memory), _QUANTILE))
+
+
+_KINDS: dict[str, tuple[Callable[[Memory | None, NDArray[np.int64]], Memory], Callable[[Memory], float]]] = {
+    "median": (_latest_median, _number),
+    "ema": (_mean_of_medians, _number),
+    "quantile": (_latest_epochs, _quartile),
+}
+"""What is remembered of a prompt after more rollouts, and the prediction from it."""
+
+
+def make_predictor(name: PredictorName, *, max_tokens: int, guess: float | None = None) -> LengthPredictor:
     """A new predictor with its usual settings.
 
     Args:
@@ -195,9 +197,4 @@ def make_predictor(name: str, *, max_tokens: int, guess: float | None = None) ->
     >>> make_predictor("median", max_tokens=16384).predict(["a"], 1).tolist()
     [8192.0]
     """
-    first = max_tokens / 2 if guess is None else guess
-    for kind in (MedianLengths, EmaLengths, QuantileLengths):
-        predictor: LengthPredictor = kind(guess=first)
-        if predictor.name == name:
-            return predictor
-    raise ConfigError(f"lengths are predicted by {', '.join(get_args(PredictorName))}, got {name!r}; choose one")
+    return LengthPredictor(name, guess=max_tokens / 2 if guess is None else guess)

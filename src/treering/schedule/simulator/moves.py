@@ -4,9 +4,18 @@ W workers, S slots a worker
 """
 
 from treering.compile_once import compiled_once
-from treering.schedule.simulator.destinations import Loads, Prices, fullest_tail, has_tail, target_of_outlier
 from treering.schedule.simulator.heaps import remove
-from treering.schedule.simulator.migration import LATE, MAX_MOVES, freed_s, likely_left
+from treering.schedule.simulator.migration import (
+    LATE,
+    MAX_MOVES,
+    Loads,
+    Prices,
+    freed_s,
+    fullest_tail,
+    has_tail,
+    likely_left,
+    target_of_outlier,
+)
 from treering.schedule.simulator.step import MOVED, QUEUED, Rules, StepRollouts, StepState, add, advance, announce
 
 _NUM_CHECKS = 32

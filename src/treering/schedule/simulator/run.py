@@ -5,7 +5,6 @@ K steps, W workers, R rollouts of a step
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,8 @@ from treering.schedule.cluster import Cluster, without_moves
 from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.simulator.bounds import bound_s, with_training
-from treering.schedule.simulator.destinations import CONSOLIDATE, DRAIN, FASTER, OFF
 from treering.schedule.simulator.events import run_step
+from treering.schedule.simulator.migration import CONSOLIDATE, DRAIN, FASTER, OFF
 from treering.schedule.simulator.step import Rules, StepRollouts
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
@@ -49,8 +48,6 @@ def simulate(policy: Policy, trace: Trace, *, workers: Cluster | int, believed: 
         0.93
     """
     cluster = workers if isinstance(workers, Cluster) else standard_cluster(trace, workers)
-    if isinstance(policy, RearrangesTrace):
-        trace = policy.rearranged(trace)
     if trace.has_waits:
         cluster, believed = without_moves(cluster), without_moves(believed or cluster)
     run = _Simulation(trace, cluster)
@@ -94,15 +91,6 @@ def checked(assignment: Assignment, num_rollouts: int, num_workers: int) -> Assi
             f"{workers.size} workers, of which {absent.size} are not there ({absent[:4].tolist()}); correct the policy"
         )
     return assignment
-
-
-@runtime_checkable
-class RearrangesTrace(Protocol):
-    """A policy that moves rollouts between steps before the run, as tail batching does."""
-
-    def rearranged(self, trace: Trace) -> Trace:
-        """The trace with its rollouts in other steps."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,9 +13,8 @@ import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
 from treering.compile_once import compiled_once
-from treering.schedule.simulator.destinations import OFF
 from treering.schedule.simulator.heaps import push
-from treering.schedule.simulator.migration import MAX_MOVES
+from treering.schedule.simulator.migration import MAX_MOVES, OFF
 
 EVENTS, QUEUED, STOLEN, MOVED = 0, 1, 2, 3
 """Indices of `StepState.totals`: pending events, queued rollouts, stolen ones, moves."""

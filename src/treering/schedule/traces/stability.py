@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from treering.errors import InputError
 from treering.schedule.predict.calibration import RankGroups, group_ranks
-from treering.schedule.traces.length_laws import LengthLaw, parse_law, whole_lengths
-from treering.schedule.traces.synthetic import as_trace, check_counts
+from treering.schedule.traces.synthetic import LengthLaw, as_trace, check_counts, parse_law, whole_lengths
 from treering.schedule.traces.trace import Trace
 
 NUM_GROUPS = 8
@@ -41,7 +40,7 @@ def stable_trace(
     Some end early, anywhere before that.
 
     Args:
-        spec: a law, or its text as `treering.schedule.traces.length_laws.parse_law` reads it.
+        spec: a law, or its text as `treering.schedule.traces.synthetic.parse_law` reads it.
         num_steps: at least 1.
         num_rollouts: of each step, a multiple of `group_size`.
         group_size: G.

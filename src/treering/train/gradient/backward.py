@@ -22,10 +22,10 @@ from treering.model.forward import with_features
 from treering.model.routers import router_hooks
 from treering.ranks.agreement import agreeing
 from treering.ranks.setup import RanksOption, ranks_of, without_ddp
+from treering.train.gradient.activations import ParentsChoice, ParentsOption, check_parents
+from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, MaxTokens, run_by_memory, tokens_that_fit
 from treering.train.gradient.checks import check_inputs, routers_of
 from treering.train.gradient.flat_batch import flatten_batch, read_entries
-from treering.train.gradient.memory.activation_policy import ParentsChoice, ParentsOption, check_parents
-from treering.train.gradient.memory.auto_tokens import DEFAULT_TOKENS, MaxTokens, run_by_memory, tokens_that_fit
 from treering.train.gradient.pass_order import pass_order
 from treering.train.gradient.rank_sums import reduced_over_ranks
 from treering.train.gradient.router_losses import RouterLosses, Routing

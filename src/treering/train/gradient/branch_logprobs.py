@@ -1,27 +1,34 @@
-"""Score branches with another model than the trained one, without gradients: each distinct token is computed once.
+"""Log-probs of branches without gradients: one by one of another model, as a reference needs them, and their mean.
+
+Each distinct token is computed once.
 
 K branches   N tokens of a unit   T tokens of a branch
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from torch import nn
 
 from treering.arrays import BoolArray, Float64Array
-from treering.model.checks import check_whole
-from treering.model.context import tree_attention
-from treering.model.edges import EdgeScores, edge_table
+from treering.model.checks import check_no_hooks, check_whole
+from treering.model.context import is_active, tree_attention
 from treering.model.families import find_parts
-from treering.model.forward import check_forest, hidden_states, without_gradients
-from treering.train.gradient.edge_vectors import put_scores
-from treering.train.gradient.partitioned import PartitionedStep
+from treering.model.forward import check_forest, without_gradients
+from treering.ranks.group import RankGroup
+from treering.train.gradient.backward import plan_step
+from treering.train.gradient.flat_batch import flatten_batch, read_entries
+from treering.train.gradient.partitioned import score_unit
+from treering.train.gradient.pass_order import Unit, num_forwards
+from treering.train.gradient.run import StepRun
 from treering.train.gradient.scoring import Scorer
-from treering.train.gradient.teacher import Unit
+from treering.train.objectives import sft
+from treering.train.progress import OnProgress
 from treering.tree.forest import Forest
-from treering.tree.plan.partition import PartitionedTree
 from treering.tree.plan.plan import plan_batch
+from treering.types import LossMask
 
 
 def branch_logprobs(
@@ -75,15 +82,67 @@ def _score_into(found: list[Float64Array], unit: Unit, loss_masks: Sequence[Bool
         wanted[path[1:][loss_masks[branch][1:]]] = True
     if not wanted.any():
         return
-    logprobs = _scores(unit, wanted, scorer).logprobs.double().cpu().numpy()
+    logprobs = score_unit(unit, wanted, scorer).logprobs.double().cpu().numpy()
     for branch, path in zip(unit.branches, paths, strict=True):
         found[branch] = np.where(loss_masks[branch], logprobs[path], 0.0)
 
 
-def _scores(unit: Unit, wanted: BoolArray, scorer: Scorer) -> EdgeScores:
-    if isinstance(unit, PartitionedTree):
-        return PartitionedStep(unit, wanted, scorer, "keep").score()
-    table = edge_table(unit.forest, wanted)
-    everywhere = scorer.no_scores(unit.forest.num_tokens)
-    put_scores(everywhere, scorer.scores(hidden_states(scorer.parts, unit.forest), unit.forest, table), table)
-    return everywhere
+def mean_loss(
+    model: nn.Module,
+    forests: Sequence[Forest],
+    loss_masks: Sequence[LossMask],
+    max_tokens: int | None = None,
+    *,
+    group: RankGroup | None = None,
+    backend: str = "auto",
+    on_progress: OnProgress | None = None,
+) -> tuple[float, int]:
+    """The mean negative log-probability of all masked tokens, and how many there are.
+
+    A token that branches share counts once per branch, as in flat sequences. The temperature is 1.
+
+    Args:
+        model: see `backward`; its mode is left as it is.
+        forests: of this rank.
+        loss_masks: one per branch, bool [T], in the order of forests, then sequences.
+        max_tokens: distinct tokens per forward; a larger tree is computed in partitions.
+        group: ranks of a prepared model; mean and count are those of all of them.
+        backend: of the attention.
+        on_progress: hears of tokens that are scored.
+
+    Raises:
+        InputError, UnsupportedError: see `backward`.
+
+    Example:
+        >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+        >>> mean_loss(model, [forest], [np.array([0, 1, 1], bool)] * 2)       # doctest: +SKIP
+        (3.47, 4)
+    """
+    group = RankGroup() if group is None else group
+    parts = find_parts(model)
+    check_no_hooks(model)
+    for forest in forests:
+        check_forest(forest, parts)
+    objective = sft(loss_masks, "token_mean")
+    plan = plan_step(forests, objective, max_tokens, device=parts.device)
+    units: list[Unit] = [*plan.micro_batches, *plan.partitioned]
+    batch = flatten_batch(read_entries(forests, objective), objective, group.sum)
+    with nullcontext() if is_active(parts) else tree_attention(model, backend):
+        run = StepRun(
+            plan,
+            objective,
+            batch,
+            Scorer(parts=without_gradients(parts, forests), temperature=1.0, entropy_of="none", value_head=None),
+            parents="keep",
+            max_bytes=None,
+            min_micro_batches=max(group.gather(sum(map(num_forwards, units)))),
+            in_step=group.size > 1,
+            on_progress=on_progress,
+        )
+        run.evaluate()
+        if parts.shards is not None:
+            # A checkpoint reads what is sharded.
+            parts.shards.release()
+    own = [run.totals.loss, batch.num_trained]
+    loss, num_tokens = (sum(values) for values in zip(*group.gather(own), strict=True))
+    return loss, round(num_tokens)

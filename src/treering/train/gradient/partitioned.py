@@ -22,13 +22,12 @@ from treering.arrays import BoolArray, Int64Array
 from treering.attention import TreeLayout
 from treering.attention.ancestors import Ancestor
 from treering.attention.gateway import Gateway
+from treering.attention.states import boundary_of
 from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table, split_table
 from treering.model.forward import hidden_states
-from treering.train.gradient.boundaries import boundary_of
+from treering.train.gradient.activations import Parents, saved_on_host
 from treering.train.gradient.edge_vectors import put_scores
-from treering.train.gradient.memory.activation_policy import Parents
-from treering.train.gradient.memory.saved_tensors import saved_on_host
-from treering.train.gradient.pass_order import Event, depth_first
+from treering.train.gradient.pass_order import Event, Unit, depth_first
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.scoring import Scorer
 from treering.train.progress import PhaseProgress
@@ -233,3 +232,27 @@ class PartitionedStep:
     def _events(self) -> Iterator[Event]:
         if self._children[0] or self._has_loss(0):
             yield from depth_first(self._children)
+
+
+def score_unit(
+    unit: Unit,
+    wanted: BoolArray,
+    scorer: Scorer,
+    routing: Routing | None = None,
+    *,
+    in_step: bool = False,
+    progress: PhaseProgress | None = None,
+) -> EdgeScores:
+    """Scores of the wanted edges of a micro-batch or a partitioned tree, see `PartitionedStep` and its `score`."""
+    if isinstance(unit, PartitionedTree):
+        return PartitionedStep(unit, wanted, scorer, "keep", routing, in_step=in_step, progress=progress).score()
+    table = edge_table(unit.forest, wanted)
+    with torch.no_grad():
+        with recorded_by(routing) as routes:
+            hidden = hidden_states(scorer.parts, unit.forest)
+        scores = scorer.scores(hidden, unit.forest, table)
+    if routing is not None:
+        routing.count(routes, branches_through(unit.forest))
+    everywhere = scorer.no_scores(unit.forest.num_tokens)
+    put_scores(everywhere, scores, table)
+    return everywhere

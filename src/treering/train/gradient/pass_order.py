@@ -7,7 +7,7 @@ import numpy as np
 
 from treering.ranks.agreement import Passes
 from treering.ranks.setup import RanksMode
-from treering.train.gradient.memory.activation_policy import ParentsOption
+from treering.train.gradient.activations import ParentsOption
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.objectives import Objective
 from treering.tree.plan.partition import PartitionedTree

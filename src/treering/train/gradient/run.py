@@ -16,22 +16,22 @@ from treering.arrays import Int64Array
 from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table
 from treering.model.forward import ONE_TOKEN, hidden_states
 from treering.model.routers import Routes
-from treering.train.gradient.edge_vectors import joined_leaves, put_scores, split_gradients, vector_product
-from treering.train.gradient.evaluation import LossTotals, evaluate
-from treering.train.gradient.flat_batch import FlatBatch, Selection
-from treering.train.gradient.memory.activation_policy import (
+from treering.train.gradient.activations import (
     ActivationMemory,
     ParentsChoice,
     ParentsOption,
+    bytes_per_token,
     choose_parents,
     free_memory,
 )
-from treering.train.gradient.memory.saved_tensors import bytes_per_token
-from treering.train.gradient.partitioned import PartitionedStep
-from treering.train.gradient.pass_order import crossing_units, num_forwards
+from treering.train.gradient.edge_vectors import joined_leaves, split_gradients, vector_product
+from treering.train.gradient.evaluation import LossTotals, evaluate
+from treering.train.gradient.flat_batch import FlatBatch, Selection
+from treering.train.gradient.partitioned import PartitionedStep, score_unit
+from treering.train.gradient.pass_order import Unit, crossing_units, num_forwards
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.scoring import Scorer
-from treering.train.gradient.teacher import StepTeacher, Unit
+from treering.train.gradient.teacher import StepTeacher
 from treering.train.objectives import Objective
 from treering.train.progress import OnProgress, PhaseProgress
 from treering.tree.forest import Forest
@@ -249,29 +249,17 @@ class StepRun:
         return dict(zip(numbers, split_gradients(leaves, sizes), strict=True))
 
     def _score(self, unit: Unit, selected: Selection, routing: Routing | None) -> EdgeScores:
-        wanted = selected.wanted(unit.forest)
-        scorer = self._scorer_of(unit, selected)
-        if isinstance(unit, PartitionedTree):
-            step = PartitionedStep(
-                unit, wanted, scorer, "keep", routing, in_step=self._in_step, progress=self._progress
-            )
-            scores = step.score()
-        else:
-            scores = self._score_whole(unit, edge_table(unit.forest, wanted), scorer, routing)
+        scores = score_unit(
+            unit,
+            selected.wanted(unit.forest),
+            self._scorer_of(unit, selected),
+            routing,
+            in_step=self._in_step,
+            progress=self._progress,
+        )
         self.num_scoring_tokens += unit.forest.num_tokens
         self._progress.reach(self.num_scoring_tokens)
         return scores
-
-    def _score_whole(self, unit: MicroBatch, table: EdgeTable, scorer: Scorer, routing: Routing | None) -> EdgeScores:
-        with torch.no_grad():
-            with recorded_by(routing) as routes:
-                hidden = hidden_states(scorer.parts, unit.forest)
-            scores = scorer.scores(hidden, unit.forest, table)
-        if routing is not None:
-            routing.count(routes, branches_through(unit.forest))
-        everywhere = scorer.no_scores(unit.forest.num_tokens)
-        put_scores(everywhere, scores, table)
-        return everywhere
 
     def _choose(self, plan: Plan, parents: ParentsOption, max_bytes: int | None) -> ParentsChoice:
         if self._in_step and parents == "auto":

@@ -13,8 +13,8 @@ from treering.arrays import Float64Array, Int64Array
 from treering.errors import InputError
 from treering.model.distillation.teacher import TeacherRows, TeacherTopK
 from treering.model.edges import EdgeTable
-from treering.train.distillation import GivenScores
 from treering.train.gradient.flat_batch import Selection
+from treering.train.objective import GivenScores
 from treering.tree.forest import Forest
 
 MAX_TOTAL = 1.001

@@ -20,16 +20,14 @@ from treering.model.distillation.teacher import check_top_k, states_of
 from treering.model.edges import EdgeTable, edge_table
 from treering.model.families import ModelParts, find_parts
 from treering.model.forward import check_forest, hidden_states, without_gradients
-from treering.train.distillation import Distillation
 from treering.train.gradient.flat_batch import Selection
 from treering.train.gradient.partitioned import PartitionedStep
+from treering.train.gradient.pass_order import Unit
 from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.targets import GivenTargets, TargetRows
+from treering.train.objective import Distillation
 from treering.tree.forest import Forest
 from treering.tree.plan.partition import PartitionedTree
-from treering.tree.plan.plan import MicroBatch
-
-Unit = MicroBatch | PartitionedTree
 
 
 def teacher_parts(

@@ -15,8 +15,8 @@ from torch import nn
 
 from treering.extras import is_installed
 from treering.model.layers import Layers, layers_of, set_layers
+from treering.train.gradient.auto_tokens import DEFAULT_TOKENS
 from treering.train.gradient.backward import backward
-from treering.train.gradient.memory.auto_tokens import DEFAULT_TOKENS
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.compute import ComputeOptions, precision
 from treering.train.objectives import sft

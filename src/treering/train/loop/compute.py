@@ -10,8 +10,8 @@ from torch import nn
 
 from treering.errors import ConfigError, UnsupportedError
 from treering.model.layers import Layers, set_layers
-from treering.train.gradient.memory.activation_policy import ParentsOption
-from treering.train.gradient.memory.auto_tokens import DEFAULT_TOKENS, MaxTokens
+from treering.train.gradient.activations import ParentsOption
+from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, MaxTokens
 from treering.tree.plan.costs import CostModel
 from treering.types import is_count
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from treering import metrics
 from treering.ranks.group import RankGroup
-from treering.train.gradient.mean_loss import mean_loss
+from treering.train.gradient.branch_logprobs import mean_loss
 from treering.train.loop.batches import Layout, TrainingTask, make_batch
 from treering.train.loop.compute import ComputeOptions, precision
 from treering.train.loop.ranks import share_batch

@@ -17,8 +17,7 @@ from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.distill import DistillOptions, check_teacher
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.ranks import share_batch
-from treering.train.loop.resumable import Resumable
-from treering.train.loop.step_report import StepReport
+from treering.train.loop.resumable import Resumable, StepReport
 from treering.train.loop.update import Updater
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objectives import Objective, sft

@@ -10,9 +10,8 @@ from treering.errors import ConfigError, InputError
 from treering.model.distillation.divergence import DivergenceKind
 from treering.model.forward import check_temperature
 from treering.train.branch_values import BranchValues
-from treering.train.distillation import Distillation, as_given_scores
 from treering.train.loss_weights import Normalizer, Shared, Weighting
-from treering.train.objective import Entries, Objective, Terms
+from treering.train.objective import Distillation, Entries, Objective, Terms, as_given_scores
 from treering.types import is_count
 
 

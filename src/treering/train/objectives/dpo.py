@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.errors import ConfigError, InputError
-from treering.train.branch_sums import branch_sizes, branch_sums
 from treering.train.branch_values import BranchValues, split_totals
 from treering.train.loss_weights import Shared, Weighting
-from treering.train.objective import Entries, Objective, Terms
+from treering.train.objective import Entries, Objective, Terms, branch_sizes, branch_sums
 
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
 """Of the margin m = beta * (log-ratio of the chosen - log-ratio of the rejected). sigmoid: -log sigmoid(m). hinge:

@@ -1,13 +1,15 @@
-"""GRPO, DAPO and Dr. GRPO: one clipped surrogate per token, three denominators."""
+"""GRPO, its relatives and CISPO: policy objectives with a ratio of each token."""
 
 from typing import Unpack
 
+from torch import Tensor
+
 from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
-from treering.train.objective import Objective
+from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import PolicyLoss, clipped, make_objective
-from treering.train.objectives.surrogate import Clip
+from treering.train.objectives.policy import Clip, PolicyLoss, check_clip, clipped, make_objective, ratio_metrics
+from treering.train.objectives.regularizers import MAX_LOG_RATIO
 
 
 def grpo(
@@ -110,5 +112,51 @@ def _of_tokens(
         old_logprobs=old_logprobs,
         weighting=weighting,
         surrogate=clipped(clip),
+    )
+    return make_objective(policy, options)
+
+
+def cispo(
+    advantages: BranchValues,
+    loss_masks: BranchValues,
+    old_logprobs: BranchValues | None = None,
+    clip: Clip = (1.0, 4.0),
+    *,
+    normalizer: Normalizer = "token_mean",
+    shared: Shared = "sum",
+    divisor: float | None = None,
+    **options: Unpack[PolicyOptions],
+) -> Objective:
+    """CISPO: -clip(r, 1 - low, 1 + high) A logp per token, with the clipped ratio detached.
+
+    `r = exp(logp - old_logp)` (arXiv 2506.13585, equations 4 and 5). As in the paper there is no lower bound by default
+    (low = 1), and the mean is over all tokens; the paper tunes the upper bound without naming it, and 1 + high = 5 is
+    common. Without `old_logprobs` the weight is 1. Other arguments and errors as in `grpo`.
+
+    Metrics: ratio, approx_kl; clip_low and clip_high, the share of tokens whose weight is bounded.
+
+    Example: one trained token with logp -1.0, old -3.0 (r = 7.389) and A = 2 gives -5 * 2 * -1.0 = 10, and the gradient
+    -10 with respect to logp.
+    """
+    check_clip(clip)
+    low, high = clip
+
+    def surrogate(entries: Entries, old: Tensor, advantages: Tensor) -> Terms:
+        log_ratio = (entries.logprobs.detach() - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = log_ratio.exp()
+        metrics = {
+            **ratio_metrics(log_ratio),
+            "clip_low": (ratio < 1 - low).to(ratio.dtype),
+            "clip_high": (ratio > 1 + high).to(ratio.dtype),
+        }
+        return Terms(loss=-ratio.clamp(1 - low, 1 + high) * advantages * entries.logprobs, metrics=metrics)
+
+    policy = PolicyLoss(
+        name="cispo",
+        advantages=advantages,
+        loss_masks=loss_masks,
+        old_logprobs=old_logprobs,
+        weighting=Weighting(normalizer=normalizer, shared=shared, divisor=divisor),
+        surrogate=surrogate,
     )
     return make_objective(policy, options)

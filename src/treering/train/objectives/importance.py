@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from treering.errors import ConfigError
-from treering.train.branch_sums import branch_sums
 from treering.train.branch_values import BranchValues
+from treering.train.objective import branch_sums
 
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 """Which ratio is bounded, and how. token: each token's own. sequence: the product over the trained tokens of a branch,

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.plan.bins import pack
-from treering.tree.plan.costs import CostModel
-from treering.tree.plan.gate import Unshared, chains_of, why_unshared
+from treering.tree.plan.costs import CostModel, Unshared, chains_of, why_unshared
 from treering.tree.plan.partition import PartitionedTree, cut_tree
 from treering.types import is_count
 

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from treering.data.formats.codec import decode
 from treering.data.formats.fields import is_blank
-from treering.data.formats.tasks import Note, task_of
+from treering.data.formats.tasks import NO_TASK, Note, named_task
 from treering.data.trajectory import Trajectory
 from treering.errors import InputError
 
@@ -28,11 +27,10 @@ def decode_chat(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
             raise InputError(
                 f"{key} stands beside messages, and only one of them would be trained; add it to messages, or remove it"
             )
-    trajectory = decode(record)
-    task_id = task_of(
-        record, note, messages=trajectory.messages, tokens=trajectory.tokens, loss_mask=trajectory.loss_mask
-    )
-    return [replace(trajectory, task_id=task_id)]
+    task_id = named_task(record)
+    if task_id is None:
+        note(NO_TASK)
+    return [decode({**record, "task_id": task_id})]
 
 
 def _parsed(text: str) -> object:

@@ -15,7 +15,7 @@ from treering.engine.decoder.cpu.attention import attend, move_slots
 from treering.engine.decoder.cpu.kernels import rms_norm, silu_mul, write_keys
 from treering.engine.decoder.cpu.simd import lanes_of
 from treering.engine.decoder.protocol import Decoder
-from treering.engine.decoder.weights import DecoderWeights, LayerWeights
+from treering.engine.decoder.weights import DecoderWeights, LayerWeights, activation_widths
 
 _CACHE_LINE = 64
 _MOST_DRAFTS = 64
@@ -127,16 +127,8 @@ class _Buffers:
     """Preallocated activations of a layer, so that a pass allocates only the rows it takes logits of."""
 
     def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
-        sizes = weights.sizes
-        heads = sizes.num_heads * sizes.head_size
-        widths = {
-            "x": sizes.hidden_size,
-            "h": sizes.hidden_size,
-            "qkv": heads + 2 * sizes.num_kv_heads * sizes.head_size,
-            "attended": heads,
-            "gate_up": 2 * sizes.intermediate_size,
-            "gated": sizes.intermediate_size,
-        }
+        # Updates are added to x where they are computed.
+        widths = {name: width for name, width in activation_widths(weights.sizes).items() if name != "update"}
         self.num_tokens = num_tokens
         self._tensors = {name: _padded_zeros(num_tokens, width, weights.dtype) for name, width in widths.items()}
         self._logits = torch.zeros(0, weights.head.shape[0], dtype=weights.dtype)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from treering.engine.decoder.cuda.attention import num_parts
 from treering.engine.decoder.cuda.device import num_processors
-from treering.engine.decoder.cuda.parts import num_parts
 from treering.engine.decoder.cuda.passes import ROWS_OF_TILES
-from treering.engine.decoder.weights import DecoderWeights, Sizes
+from treering.engine.decoder.weights import DecoderWeights, Sizes, activation_widths
 from treering.types import ModelShape
 
 
@@ -39,7 +39,10 @@ class Buffers:
         sizes, device = weights.sizes, weights.device
         self._weights = weights
         self._num_tokens = num_tokens
-        self._tensors = [torch.zeros(num_tokens, width, dtype=weights.dtype, device=device) for width in _widths(sizes)]
+        self._tensors = [
+            torch.zeros(num_tokens, width, dtype=weights.dtype, device=device)
+            for width in activation_widths(sizes).values()
+        ]
         self._num_lines = _most_lines(sizes, num_tokens, num_processors(device))
         self._parts = torch.zeros(self._num_lines, sizes.num_heads, sizes.head_size, device=device)
         self._lse = torch.zeros(self._num_lines, sizes.num_heads, device=device)
@@ -60,18 +63,9 @@ class Buffers:
         num_lines = shape[0] * num_tokens
         assert num_tokens <= self._num_tokens
         assert num_lines <= self._num_lines
-        x, h, update, qkv, attended, gate_up, gated = (tensor[:num_tokens] for tensor in self._tensors)
-        return Views(
-            x=x,
-            h=h,
-            update=update,
-            qkv=qkv,
-            attended=attended,
-            gate_up=gate_up,
-            gated=gated,
-            parts=self._parts[:num_lines].view(*shape, *self._parts.shape[1:]),
-            lse=self._lse[:num_lines].view(*shape, -1),
-        )
+        parts = self._parts[:num_lines].view(*shape, *self._parts.shape[1:])
+        lse = self._lse[:num_lines].view(*shape, -1)
+        return Views._make([*(tensor[:num_tokens] for tensor in self._tensors), parts, lse])
 
 
 def buffer_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
@@ -81,14 +75,7 @@ def buffer_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: i
     """
     num_lines = _most_lines(sizes, num_tokens, num_processors)
     line = torch.float32.itemsize * sizes.num_heads * (sizes.head_size + 1)
-    return num_tokens * sum(_widths(sizes)) * dtype.itemsize + num_lines * line
-
-
-def _widths(sizes: Sizes | ModelShape) -> tuple[int, ...]:
-    """Widths of the fields of `Views` from x to gated."""
-    heads = sizes.num_heads * sizes.head_size
-    qkv = heads + 2 * sizes.num_kv_heads * sizes.head_size
-    return *[sizes.hidden_size] * 3, qkv, heads, 2 * sizes.intermediate_size, sizes.intermediate_size
+    return num_tokens * sum(activation_widths(sizes).values()) * dtype.itemsize + num_lines * line
 
 
 def _most_lines(sizes: Sizes | ModelShape, num_tokens: int, num_processors: int) -> int:

@@ -6,7 +6,7 @@ with prefill chunks launch their kernels one by one.
     T tokens   W wanted ones   I tiles   V vocabulary
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -17,11 +17,17 @@ from torch import Tensor
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.cuda.attention import attend
 from treering.engine.decoder.cuda.buffers import Buffers
-from treering.engine.decoder.cuda.device import StagingBuffer, capture, no_grad_mode, on_device, padded_bytes
+from treering.engine.decoder.cuda.device import Staging, StagingBuffer, capture, no_grad_mode, on_device, padded_bytes
 from treering.engine.decoder.cuda.layers import add_norm, gate, rotate_and_write
-from treering.engine.decoder.cuda.paged_allocator import PagedAllocator
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS
-from treering.engine.decoder.cuda.passes import TILE_COLUMNS, TOKEN_COLUMNS, PassTables, bucket, plan_tables
+from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PagedAllocator
+from treering.engine.decoder.cuda.passes import (
+    ROWS_OF_TILES,
+    TILE_COLUMNS,
+    TOKEN_COLUMNS,
+    PassTables,
+    bucket,
+    plan_tables,
+)
 from treering.engine.decoder.cuda.products import Product, Products, ProductsBy, torch_product
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.weights import DecoderWeights, LayerWeights
@@ -57,7 +63,7 @@ class CudaDecoder(Decoder):
         self._values = torch.zeros_like(self._keys)
         self._buffers: dict[int, Buffers] = {}
         self._captured: dict[_PassKey, tuple[StagingBuffer, Callable[[], None]]] = {}
-        self._staging: tuple[int, StagingBuffer] | None = None
+        self._staging = Staging(device)
 
     @property
     def spare_slot(self) -> int:
@@ -84,7 +90,7 @@ class CudaDecoder(Decoder):
             table[addresses // PAGE_SLOTS] * PAGE_SLOTS + addresses % PAGE_SLOTS for addresses in (sources, targets)
         ]
         with on_device(self._weights.device):
-            source, target = self._send(slots)
+            source, target = self._staging.send(slots)
             for cache in (self._keys, self._values):
                 cache.index_copy_(2, target, cache.index_select(2, source))
 
@@ -92,7 +98,7 @@ class CudaDecoder(Decoder):
         """Copies the changed part of the page table to the device."""
         changed = self.allocator.pop_changed()
         if changed is not None:
-            (fresh,) = self._send([self.allocator.table[slice(*changed)]])
+            (fresh,) = self._staging.send([self.allocator.table[slice(*changed)]])
             self._table[slice(*changed)] = fresh
 
     def _replay(self, tables: PassTables) -> Tensor:
@@ -114,7 +120,7 @@ class CudaDecoder(Decoder):
 
     def _launch(self, tables: PassTables, wanted: NDArray[np.int64]) -> Tensor:
         buffers = self._buffers_for(tables.tokens.shape[1])
-        tokens, tiles, wanted_on_device = self._send([tables.tokens, tables.tiles, wanted])
+        tokens, tiles, wanted_on_device = self._staging.send([tables.tokens, tables.tiles, wanted])
         head = self._weights.head
         logits = torch.empty(wanted.size, head.shape[0], dtype=head.dtype, device=head.device)
         self._pass(torch_product, buffers, tokens, tiles, wanted_on_device, logits, tables.rows)
@@ -169,12 +175,26 @@ class CudaDecoder(Decoder):
             self._buffers[size] = Buffers(self._weights, num_tokens=size)
         return self._buffers[size]
 
-    def _send(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        num_bytes = sum(padded_bytes(array.nbytes) for array in arrays)
-        if self._staging is None or num_bytes > self._staging[0]:
-            self._staging = 2 * num_bytes, StagingBuffer(self._weights.device, 2 * num_bytes)
-        return self._staging[1].send(arrays)
-
 
 def _norms(layer: LayerWeights) -> tuple[Tensor, Tensor] | None:
     return None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+
+
+def unsupported_reason(weights: DecoderWeights) -> str | None:
+    """Why the kernels do not support these weights, as the end of a sentence; None if they do.
+
+    Example: float64 weights give "computes float32, bfloat16 and float16, and the model is torch.float64".
+    """
+    from treering.attention.triton.ops import INTERPRETED
+
+    sizes, dtype = weights.sizes, weights.dtype
+    if weights.device.type != "cuda" and not INTERPRETED:
+        return f"computes on CUDA devices, and the model is on {weights.device}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"computes float32, bfloat16 and float16, and the model is {dtype}"
+    if sizes.head_size > 128 or sizes.head_size % 2:
+        return f"computes even head sizes up to 128, and the model has {sizes.head_size}"
+    num_groups = sizes.num_heads // sizes.num_kv_heads
+    if num_groups > ROWS_OF_TILES[-1]:
+        return f"computes up to {ROWS_OF_TILES[-1]} query heads per key head, and the model has {num_groups}"
+    return None

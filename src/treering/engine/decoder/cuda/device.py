@@ -48,6 +48,23 @@ class StagingBuffer:
         return tensors
 
 
+class Staging:
+    """A staging buffer that grows; arrays arrive at another address then."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocates at first use."""
+        self._device = device
+        self._buffer, self._num_bytes = StagingBuffer(device, 0), 0
+
+    def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """See `StagingBuffer.send`."""
+        num_bytes = sum(padded_bytes(array.nbytes) for array in arrays)
+        if num_bytes > self._num_bytes:
+            self._num_bytes = 2 * num_bytes
+            self._buffer = StagingBuffer(self._device, self._num_bytes)
+        return self._buffer.send(arrays)
+
+
 @contextmanager
 def no_grad_mode() -> Iterator[None]:
     """Turns off gradients and inference mode.

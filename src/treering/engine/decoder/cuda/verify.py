@@ -14,10 +14,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treering.arrays import Int64Array
 from treering.engine.batch.draft_tree import MOST_DRAFTS, DraftTrees
-from treering.engine.batch.sampler import VerifiedTokens, repetitions_of
+from treering.engine.batch.sampler import VerifiedTokens
 from treering.engine.batch.state import BatchState, StepInputs
-from treering.engine.decoder.cuda.device import StagingBuffer, on_device, padded_bytes, to_host
+from treering.engine.decoder.cuda.device import Staging, on_device, to_host
 from treering.engine.decoder.cuda.gumbel import gumbel_max
 from treering.engine.sampling.reference import Repetitions, diverged, sample
 
@@ -81,8 +82,7 @@ class DeviceSampler:
     def __init__(self, device: torch.device) -> None:
         """Buffers are allocated at first use."""
         self._device = device
-        self._staging: StagingBuffer | None = None
-        self._num_bytes = 0
+        self._staging = Staging(device)
 
     def sample_and_verify(
         self, logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees
@@ -99,7 +99,7 @@ class DeviceSampler:
         owner = np.repeat(rows, lengths)
         positions = columns.num_tokens[owner] + _depths(drafts, leaders, num_drafts)
         arrays = [tables, drafts.tokens, drafts.parents, columns.keys[owner], positions, columns.temperature[owner]]
-        repetitions = repetitions_of(inputs, columns, drafts, num_drafts, self._device)
+        repetitions = _repetitions_of(inputs, columns, drafts, num_drafts, self._device)
         is_cut = (columns.top_k[rows] > 0) | (columns.top_p[rows] < 1) | (columns.log_min_p[rows] > -np.inf)
         if is_cut.any() or repetitions is not None:
             arrays += [columns.top_k[owner], columns.top_p[owner], columns.log_min_p[owner]]
@@ -123,19 +123,12 @@ class DeviceSampler:
         most: int,
     ) -> NDArray[np.float64]:
         """The packed lines of all rows, on the host; `wanted` holds the indices of their logits, or nothing for all."""
-        sent = self._send([*arrays, *wanted])
+        sent = self._staging.send([*arrays, *wanted])
         read = logits[sent.pop()] if wanted else logits
         tokens, logprobs, policy = _sample_everywhere(read, repetitions, *sent[3:])
         packed = torch.zeros(num_rows, 1 + _PACKED * (1 + most), dtype=torch.float64, device=self._device)
         walk_kernel[(num_rows,)](tokens, logprobs, policy, *sent[:3], packed, most, MOST=MOST_DRAFTS, num_warps=1)
         return to_host(packed)
-
-    def _send(self, arrays: list[NDArray[np.generic]]) -> list[Tensor]:
-        num_bytes = sum(padded_bytes(array.nbytes) for array in arrays)
-        if self._staging is None or num_bytes > self._num_bytes:
-            self._num_bytes = 2 * num_bytes
-            self._staging = StagingBuffer(self._device, self._num_bytes)
-        return self._staging.send(arrays)
 
 
 def _sample_everywhere(
@@ -162,6 +155,32 @@ def _sample_everywhere(
         repetitions=repetitions,
     )
     return sampled.tokens.int(), sampled.logprobs, sampled.policy_logprobs
+
+
+def _repetitions_of(
+    inputs: StepInputs, columns: BatchState, drafts: DraftTrees, num_drafts: Int64Array, device: torch.device
+) -> Repetitions | None:
+    """The tokens that every sampled position repeats, its draft's ancestors included; None without a penalty.
+
+    Positions are those of the rows one after another: after a row's context, then after each of its drafts.
+    """
+    penalties = columns.penalty[inputs.rows]
+    if (penalties == 1).all():
+        return None
+    rows, tokens = [], []
+    begins = np.cumsum(1 + num_drafts) - (1 + num_drafts)
+    for index in np.flatnonzero(penalties != 1):
+        row, own = inputs.rows[index], drafts.offsets[inputs.leaders[index]]
+        seen = [columns.tokens[row, : columns.num_tokens[row]]]
+        for number in range(num_drafts[index]):
+            parent = drafts.parents[own + number]
+            seen.append(np.append(seen[1 + parent], drafts.tokens[own + number]))
+        tokens += seen
+        rows.append(np.repeat(begins[index] + np.arange(len(seen)), [some.size for some in seen]))
+    at = np.concatenate(rows)
+    every = np.repeat(penalties, 1 + num_drafts)
+    arrays = at, np.concatenate(tokens).astype(np.int64), every[at]
+    return Repetitions(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def _depths(drafts: DraftTrees, rows: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> NDArray[np.int64]:

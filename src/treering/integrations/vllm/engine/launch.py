@@ -3,8 +3,7 @@
 import copy
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from treering.extras import require
+from treering.integrations.vllm.engine.environment import environment_with
 from treering.integrations.vllm.engine.guard import end_with_this_process
 from treering.integrations.vllm.engine.llm_requirements import EXTENSION, PROPOSER
 from treering.integrations.vllm.engine.weights import checkpoint_of
@@ -72,7 +72,7 @@ def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
     """
     require("an engine of kind vllm", "vllm")
     own: Any = unwrap(model).model
-    with checkpoint_of(model, has_tied_head=False) as folder, _environment(_variables(settings, folder)):
+    with checkpoint_of(model, has_tied_head=False) as folder, environment_with(_variables(settings, folder)):
         config = copy.deepcopy(own.config)
         # A model that was never saved has no name of its class, and vLLM would take a general one.
         config.architectures = [type(own).__name__]
@@ -149,19 +149,6 @@ def _variables(settings: LLMSettings, folder: Path) -> dict[str, str]:
         file.write_text("".join(f"{name} = {_toml(value)}\n" for name, value in settings.drafts.settings.items()))
         found |= {HISTORY_VARIABLE: str(settings.drafts.history.resolve()), CONFIG_VARIABLE: str(file)}
     return found
-
-
-@contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _toml(value: object) -> str:

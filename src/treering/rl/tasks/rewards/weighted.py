@@ -10,9 +10,8 @@ from pathlib import Path
 
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.rewards.bound import BoundReward, bind
-from treering.rl.tasks.rewards.find import find_reward
 from treering.rl.tasks.rewards.judge import Judge
-from treering.rl.tasks.rewards.named import NAMED_REWARDS, check_answer
+from treering.rl.tasks.rewards.named import NAMED_REWARDS, check_answer, find_reward
 from treering.rl.tasks.score import Score, checked_reward
 from treering.rl.tasks.task import Prompt
 from treering.rl.user_code import contained, in_copy, in_words

@@ -1,0 +1,91 @@
+"""Claim: on a CUDA device, too, completions after two pictures train near their FLOP bound, tower included.
+
+The batch of `python -m benchmarks pictures` on the shape of Qwen2.5-VL-3B, random weights in bfloat16, layers computed
+again in the backward: stock transformers' padded batch against the tree step.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.timing import cuda_seconds, wall_seconds
+from benchmarks.gpu.budget import Cell, PartReport
+from benchmarks.pictures.bench import difference
+from benchmarks.pictures.cases import Case, forest_of, model_of
+from benchmarks.pictures.flops import step_flops
+from benchmarks.pictures.steps import WAYS
+
+GOALS = MappingProxyType({"share_of_bound": 0.9})
+NUM_RUNS = 3
+
+
+def measure_pictures(report: PartReport, checked: Case, measured: Case, device: str) -> None:
+    """Compares the gradients of a small case, then times the other one."""
+    report.run("gradient", lambda: {"kind": "gradient", "difference": gradient_difference(checked, device)})
+    report.run("two pictures", lambda: {"kind": "speed", "batch": asdict(measured), **speed(measured, device)})
+
+
+def gradient_difference(case: Case, device: str) -> float:
+    """The largest difference of an entry of the two ways, relative to the largest entry."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, make in WAYS.items():
+        model = model_of(case, device)
+        make(model, case)()
+        found[name] = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    return difference(found["tree"], found["padded_batch"])
+
+
+def speed(case: Case, device: str) -> Cell:
+    """Seconds of each way's runs, its peak of allocated bytes, weights included, and the speedup beside its bound."""
+    model, forest = model_of(case, device), forest_of(case)
+    seconds, peaks = {}, {}
+    for name, make in WAYS.items():
+        step = make(model, case)
+        seconds[name], peaks[name] = _measured(step, device)
+        model.zero_grad(set_to_none=True)
+    flat, tree = step_flops(case, model, forest)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    speedup = medians["padded_batch"] / medians["tree"]
+    return {
+        "seconds": seconds,
+        "peak_bytes": peaks,
+        "speedup": speedup,
+        "flop_bound": flat / tree,
+        "share_of_bound": speedup * tree / flat,
+        "tflops": {"padded_batch": flat / medians["padded_batch"] / 1e12, "tree": tree / medians["tree"] / 1e12},
+    }
+
+
+def _measured(step: Callable[[], None], device: str) -> tuple[list[float], int | None]:
+    """After a first run, which compiles what is compiled."""
+    step()
+    if device != "cuda":
+        return [wall_seconds(step)], None
+    torch.cuda.reset_peak_memory_stats()
+    return [cuda_seconds(step) for _ in range(NUM_RUNS)], int(torch.cuda.max_memory_allocated())
+
+
+def print_table(report: Cell) -> None:
+    """The difference of the gradients, and both ways."""
+    print(f"\npictures on {report['environment']['device']}: forward and backward")
+    for case in report["cases"]:
+        print(IN_WORDS[case["kind"]](case))
+    print(f"goal: >= {report['goals']['share_of_bound']:.0%} of the FLOP bound")
+
+
+def _gradient_in_words(case: Cell) -> str:
+    return f"gradients differ by {case['difference']:.1e}"
+
+
+def _speed_in_words(case: Cell) -> str:
+    ways = ", ".join(f"{name} {statistics.median(each):.3f} s" for name, each in case["seconds"].items())
+    peaks = [f"{each / 2**30:.1f}" for each in case["peak_bytes"].values() if each is not None]
+    memory = f"; {' and '.join(peaks)} GiB" if peaks else ""
+    return f"{ways}: {case['speedup']:.2f}x of {case['flop_bound']:.2f}x ({case['share_of_bound']:.0%}){memory}"
+
+
+IN_WORDS = MappingProxyType({"gradient": _gradient_in_words, "speed": _speed_in_words})

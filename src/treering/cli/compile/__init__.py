@@ -1,1 +1,0 @@
-"""`treering compile`: all functions of numba, ahead of their first use."""

@@ -1,1 +1,0 @@
-"""`treering eval`: a checkpoint or model on held-out data."""

@@ -1,0 +1,195 @@
+"""The configurations that `treering init` writes: what was found in a file, and sizes by that."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import wrap
+
+from treering.cli.init.model import ModelFacts
+from treering.cli.inspect.command import inspect_files
+from treering.cli.inspect.file_report import FileReport
+from treering.cli.inspect.verdict import verdict
+from treering.data import FormatName
+from treering.data.formats.containers import read_records
+from treering.data.formats.detect import detect
+from treering.errors import InputError
+from treering.rl.tasks.prompts_file import PromptsFile
+from treering.types import DEFAULT_SHAPE
+
+_WIDTH = 100
+
+
+def pair(key: str, value: object, comment: str = "") -> str:
+    """A key with its value, under a comment.
+
+    Example: `pair("seed", 3, "any number")` is the two lines "# any number" and "seed = 3".
+    """
+    # Of strings, numbers, booleans and arrays TOML and JSON have the same form; DEL alone must be escaped too.
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return comments(comment) + f"{key} = {text}\n"
+
+
+def comments(text: str) -> str:
+    """A comment of as many lines as it takes; empty for no text."""
+    # Line breaks of any kind become spaces, so that no text of a file ends its comment.
+    words = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return "".join(f"# {line}\n" for line in wrap(words, _WIDTH, break_long_words=False, break_on_hyphens=False))
+
+
+def section(name: str, lines: Sequence[str]) -> str:
+    r"""A section after an empty line.
+
+    Example: `section("run", ["dir = 1\n"])` is an empty line, "[run]" and "dir = 1".
+    """
+    return f"\n[{name}]\n{''.join(lines)}"
+
+
+_MAX_TREES = 8
+"""Tasks of a step, as by default; fewer where there are not enough for ten steps an epoch."""
+_FEW_STEPS = 100
+"""Below so many steps an epoch, several epochs are worth their time."""
+
+
+def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format: FormatName) -> str:
+    """The text of a configuration that trains `model` on a file, which it calls `named`.
+
+    Raises:
+        InputError: a bad file, one without a trained token, or with token ids that the model does not know.
+    """
+    [report] = inspect_files([file], model.tokenizer, model.shape, format=format)
+    if not report.turns.samples:
+        raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
+    if model.vocab_size is not None and report.largest_id >= model.vocab_size:
+        raise InputError(
+            f"{file} has token ids up to {report.largest_id}, and {model.name} knows {model.vocab_size}; name the "
+            "model whose tokenizer made them"
+        )
+    return "".join(
+        [
+            comments(_found(report, file, model, format)),
+            comments(_lengths(report, model)),
+            section("model", _model(model)),
+            section("data", _data(named, format)),
+            section("train", _train(report)),
+            section("run", [pair("dir", run_dir, "Checkpoints and metrics. The same command resumes a stopped run.")]),
+        ]
+    )
+
+
+def _found(report: FileReport, file: Path, model: ModelFacts, format: FormatName) -> str:
+    name = detect(first) if format == "auto" and isinstance(first := next(read_records(file))[1], dict) else format
+    return (
+        f"Format {name}: {report.trajectories:,} trajectories of {report.tasks:,} tasks with {report.flat_tokens:,} "
+        f"tokens, of which {report.unique_tokens:,} are distinct (sharing {report.sharing:.2f}). "
+        f"{verdict(report, DEFAULT_SHAPE if model.shape == DEFAULT_SHAPE else model.name)}"
+    )
+
+
+def _lengths(report: FileReport, model: ModelFacts) -> str:
+    text = (
+        f"The longest sequence has {report.longest:,} tokens, the largest tree {report.largest_tree:,} distinct ones."
+    )
+    if model.context is not None and report.longest > model.context:
+        return f"{text} The model was made for {model.context:,}: longer sequences train positions it never saw."
+    return text
+
+
+def _model(model: ModelFacts) -> list[str]:
+    return [
+        pair("path", model.name),
+        comments('On a GPU: dtype = "bfloat16". It is the type to compute in; weights stay float32.'),
+    ]
+
+
+def _data(named: str, format: FormatName) -> list[str]:
+    return [pair("files", [named]), *([pair("format", format)] if format != "auto" else [])]
+
+
+def _train(report: FileReport) -> list[str]:
+    trees = max(1, min(_MAX_TREES, report.tasks // 10))
+    steps = -(-report.tasks // trees)
+    epochs = 3 if steps < _FEW_STEPS else 1
+    warmup = min(10, epochs * steps // 10)
+    return [
+        pair("num_epochs", epochs, f"Passes over the tasks: {epochs * steps:,} steps."),
+        pair("trees_per_step", trees, "Tasks, each one tree, per optimizer step."),
+        pair(
+            "learning_rate",
+            1e-5,
+            "For all weights of a trained model; adapters ([lora], rank = 16) take 1e-4.",
+        ),
+        pair("warmup_steps", warmup, "Steps in which the rate rises from 0; then it falls as a cosine does."),
+        pair("schedule", "cosine"),
+        pair(
+            "max_batch_tokens",
+            "auto",
+            "Distinct tokens at a time: as many as memory holds on one GPU, else 16384. A larger tree is cut, to the "
+            "same gradient.",
+        ),
+    ]
+
+
+_GROUP_SIZE = 8
+_MAX_PROMPTS = 8
+"""Prompts of a step, as by default; fewer where there are not enough for four steps an epoch."""
+_EPOCHS = 3
+"""Drafts come from earlier epochs, so there are some."""
+_RESPONSE = 512
+_MAX_BATCH = 64
+
+
+def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: str) -> str:
+    """The text of a configuration that trains `model` on the prompts of a file, which it calls `named`.
+
+    Raises:
+        ConfigError: an unknown reward.
+        InputError: a bad file, a model without a tokenizer, or prompts that leave no room for a response.
+    """
+    if model.tokenizer is None:
+        raise InputError(f"prompts need a tokenizer, and {model.name} has no tokenizer.json; name a model that has one")
+    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer)
+    lengths = [prompt.tokens.size for prompt in task.prompts]
+    response = _response(max(lengths), model)
+    num_answers = sum(prompt.answer is not None for prompt in task.prompts)
+    found = (
+        f"{len(lengths):,} prompts, {num_answers:,} of them with an answer, of {sum(lengths):,} tokens; the longest "
+        f"has {max(lengths):,}. Rollouts of a prompt share it, and each later epoch is drafted from the ones before."
+    )
+    return "".join(
+        [
+            comments(found),
+            section("model", _model(model)),
+            section("task", _prompts(named, reward)),
+            section("sampling", [pair("max_tokens", response, "Tokens of a rollout; raise it if answers are cut.")]),
+            section("rl", _loop(len(lengths))),
+            section("engine", [pair("max_batch", _MAX_BATCH, "Rollouts that run at one time.")]),
+            section("optim", [pair("learning_rate", 1e-6, "For all weights; adapters ([lora], rank = 16) take 1e-5.")]),
+            section(
+                "run", [pair("dir", run_dir, "Checkpoints, metrics, rollouts. The same command resumes a stopped run.")]
+            ),
+        ]
+    )
+
+
+def _response(longest: int, model: ModelFacts) -> int:
+    room = _RESPONSE if model.context is None else min(_RESPONSE, model.context - longest)
+    if room < 1:
+        raise InputError(
+            f"a prompt has {longest:,} tokens, and {model.name} was made for {model.context:,}; shorten it, or name "
+            "another model"
+        )
+    return room
+
+
+def _prompts(named: str, reward: str) -> list[str]:
+    return [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]
+
+
+def _loop(num_prompts: int) -> list[str]:
+    prompts = max(1, min(_MAX_PROMPTS, num_prompts // 4))
+    steps = _EPOCHS * -(-num_prompts // prompts)
+    return [
+        pair("num_epochs", _EPOCHS, f"Passes over the prompts: {steps:,} steps."),
+        pair("prompts_per_step", prompts, f"{prompts} x {_GROUP_SIZE} rollouts a step."),
+        pair("group_size", _GROUP_SIZE, "Rollouts of a prompt; advantages compare them with each other."),
+    ]

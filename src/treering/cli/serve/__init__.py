@@ -1,1 +1,0 @@
-"""`treering serve`: a model over HTTP."""

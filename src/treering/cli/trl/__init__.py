@@ -1,1 +1,0 @@
-"""`treering trl`: TRL's own command line, with shared prefixes."""

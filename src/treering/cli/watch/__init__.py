@@ -1,1 +1,0 @@
-"""`treering watch`: the panel of a run elsewhere."""

@@ -1,0 +1,190 @@
+"""Rewards of held-out prompts, and of episodes of held-out tasks; nothing enters a history, a drafter or a step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+
+from treering import metrics
+from treering.engine.protocol import Engine
+from treering.engine.request import Sampling
+from treering.engine.rollout import Rollout
+from treering.engine.sampling.noise import row_key
+from treering.errors import ConfigError, InputError
+from treering.ranks.group import RankGroup
+from treering.rl.checks import check_prompts, with_stops
+from treering.rl.collect import Collected, collect, join
+from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.task import EnvironmentTask
+from treering.rl.tasks.task import Task
+from treering.train.progress import OnProgress, PhaseProgress
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """The unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that one of k samples passes.
+
+    It is the share of the subsets of k samples that hold one that has passed.
+
+    Raises:
+        InputError: k above the number of samples, or counts that contradict each other.
+
+    Example:
+        >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+        (0.25, 0.5, 1.0)
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_passed <= num_samples:
+        raise InputError(
+            f"k and the samples that passed are among all samples, got k={k} and {num_passed} of {num_samples}; take "
+            "more samples, or a smaller k"
+        )
+    return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
+
+
+def mean_pass_at_k(num_samples: int, num_passed: Sequence[int]) -> dict[int, float]:
+    """The mean over prompts by k, for the powers of two up to the number of samples.
+
+    Args:
+        num_samples: of each prompt.
+        num_passed: how many of them passed, by prompt; at least one prompt.
+
+    Example:
+        >>> mean_pass_at_k(4, [1, 0])
+        {1: 0.125, 2: 0.25, 4: 0.5}
+    """
+    powers = [1 << bits for bits in range(num_samples.bit_length())]
+    return {k: sum(pass_at_k(num_samples, c, k) for c in num_passed) / len(num_passed) for k in powers}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """How held-out prompts are sampled and judged.
+
+    Attributes:
+        sampling: of all; the task's stops are added.
+        num_samples: rollouts per prompt.
+        pass_reward: least reward of a rollout that passes.
+    """
+
+    sampling: Sampling
+    num_samples: int = 1
+    pass_reward: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ConfigError(f"num_samples is at least 1, got {self.num_samples}; raise it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """The rewards of held-out prompts, or of each agent's runs of held-out tasks.
+
+    Attributes:
+        reward: mean over the rollouts with a reward; None if there is none.
+        pass_at: mean chance that one of k samples passes, by k; a rollout without a reward does not pass.
+        length_mean: tokens of a rollout with a reward, or of all branches of a run; None if there is none.
+        num_reward_errors: rollouts whose reward raised.
+        reward_errors: the first messages.
+    """
+
+    reward: float | None
+    pass_at: Mapping[int, float]
+    length_mean: float | None
+    num_reward_errors: int
+    reward_errors: tuple[str, ...] = ()
+
+    def values(self) -> dict[str, float]:
+        """The metrics, by the names of `treering.metrics`; those of rewards only if there are any."""
+        own: dict[str, float | None] = {
+            metrics.EVAL_REWARD: self.reward,
+            **{f"{metrics.EVAL_PASS_AT}{k}": value for k, value in self.pass_at.items()},
+            metrics.EVAL_LENGTH_MEAN: self.length_mean,
+            metrics.EVAL_NUM_REWARD_ERRORS: self.num_reward_errors,
+        }
+        return {name: value for name, value in own.items() if value is not None}
+
+
+class HeldOutRewards:
+    """Measures a policy on held-out prompts.
+
+    Each measurement has an engine of its own, without a drafter, so that the engine of training keeps what it has. The
+    noise is that of draw 0 each time, which makes the values of two steps comparable.
+
+    Example:
+        >>> options = EvalOptions(sampling=Sampling(max_tokens=64), num_samples=4)
+        >>> measure = HeldOutRewards(task, lambda: TorchEngine(model, seed=eval_seed(0)), options)     # doctest: +SKIP
+        >>> measure().pass_at                                                                          # doctest: +SKIP
+        {1: 0.31, 2: 0.44, 4: 0.56}
+    """
+
+    def __init__(
+        self, task: Task, make_engine: Callable[[], Engine], options: EvalOptions, group: RankGroup | None = None
+    ) -> None:
+        """`make_engine` makes an engine of the present weights; several ranks (`group`) share the prompts.
+
+        Raises:
+            InputError: no prompt, or two prompts of one id.
+        """
+        check_prompts(task)
+        self._task, self._make_engine, self._options = task, make_engine, options
+        self._sampling = with_stops(options.sampling, task)
+        self._group = RankGroup() if group is None else group
+
+    def __call__(self, on_progress: OnProgress | None = None) -> EvalReport:
+        """Measures the present weights.
+
+        Raises:
+            InputError: the engine refuses a prompt.
+            StateError: too many episodes of an environment failed.
+        """
+        prompts, options = self._task.prompts, self._options
+        own = prompts[self._group.rank :: self._group.size]
+        progress = PhaseProgress("sampling", len(own) * options.num_samples, on_progress)
+
+        def on_finished(_: Rollout) -> None:
+            progress.add(1)
+
+        if isinstance(self._task, EnvironmentTask):
+            collected = collect_episodes(
+                self._make_engine(),
+                self._task,
+                own,
+                {},
+                group_size=options.num_samples,
+                sampling=self._sampling,
+                num_episodes=len(prompts) * options.num_samples,
+                on_progress=progress.add,
+            )
+        else:
+            collected = collect(
+                self._make_engine(),
+                self._task,
+                own,
+                {},
+                group_size=options.num_samples,
+                sampling=self._sampling,
+                on_finished=on_finished,
+            )
+        return _report(join(prompts, self._group.gather(collected)), options)
+
+
+def eval_seed(seed: int) -> int:
+    """The seed of an engine for evaluation, from that of training: no rollout of the two has the same noise.
+
+    Example:
+        >>> eval_seed(0) == eval_seed(0), eval_seed(0) == 0
+        (True, False)
+    """
+    return row_key(seed, "evaluation", 0, 0) & (2**63 - 1)
+
+
+def _report(collected: Collected, options: EvalOptions) -> EvalReport:
+    num_tokens = sum(rollout.num_tokens for group in collected.groups for rollout in group.rollouts)
+    num_rollouts = collected.num_rollouts
+    num_passed = [int((group.rewards >= options.pass_reward).sum()) for group in collected.groups]
+    total = sum(float(group.rewards.sum()) for group in collected.groups)
+    return EvalReport(
+        reward=total / num_rollouts if num_rollouts else None,
+        pass_at=mean_pass_at_k(options.num_samples, num_passed),
+        length_mean=num_tokens / num_rollouts if num_rollouts else None,
+        num_reward_errors=collected.num_reward_errors,
+        reward_errors=collected.reward_errors,
+    )

@@ -1,1 +1,0 @@
-"""Rewards of held-out prompts."""

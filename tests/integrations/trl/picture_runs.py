@@ -1,0 +1,225 @@
+"""Short runs of TRL's trainers on tiny models that take pictures, with processors that need no torchvision."""
+
+import random
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.integrations.trl import runs
+from tests.picture_models import IMAGE, VIDEO, VOCAB, build
+
+pytest.importorskip("transformers.image_processing_backends")
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AddedToken, PreTrainedTokenizerFast, ProcessorMixin
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+
+BEGIN, END = VIDEO + 1, VIDEO + 2
+_NAMES = {
+    "qwen": {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>", BEGIN: "<|vision_start|>", END: "<|vision_end|>"},
+    "gemma3": {IMAGE: "<image_soft_token>", VIDEO: "<video>", BEGIN: "<start_of_image>", END: "<end_of_image>"},
+    "internvl": {IMAGE: "<IMG_CONTEXT>", VIDEO: "<video>", BEGIN: "<img>", END: "</img>"},
+}
+_ROLES = {
+    "qwen": {},
+    "gemma3": {"boi": BEGIN, "image": IMAGE, "eoi": END},
+    "internvl": {"start_image": BEGIN, "context_image": IMAGE, "end_image": END, "video": VIDEO},
+}
+_WRITTEN = {
+    "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": "<start_of_image>",
+    "internvl": "<IMG_CONTEXT>",
+}
+
+
+def _kind(family: str) -> str:
+    return "qwen" if family.startswith("qwen") else family
+
+
+def _tokenizer(kind: str) -> Any:
+    names = _NAMES[kind]
+    words = {"<pad>": runs.PAD, "<eos>": runs.EOS}
+    words |= {names.get(i, f"w{i}"): i for i in range(2, VOCAB)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    made.add_tokens([AddedToken(name, special=True, normalized=False) for name in names.values()], special_tokens=True)
+    for role, token in _ROLES[kind].items():
+        setattr(made, f"{role}_token", names[token])
+        setattr(made, f"{role}_token_id", token)
+    return made
+
+
+def _template(kind: str) -> str:
+    return (
+        "{% for m in messages %}w2 {% for part in m.content %}{% if part.type == 'image' %}"
+        + _WRITTEN[kind]
+        + " {% else %}{{ part.text }} {% endif %}{% endfor %}{% if m.role == 'assistant' %}<eos> {% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}w2 {% endif %}"
+    )
+
+
+class _WithoutVideo:
+    """What a processor checks and reads of its video processor, which needs torchvision."""
+
+    model_input_names = ()
+
+    def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
+        """Lets the stand-in pass."""
+        return type(argument)
+
+
+class _Qwen25(_WithoutVideo, Qwen2_5_VLProcessor):
+    pass
+
+
+class _Qwen3(_WithoutVideo, Qwen3VLProcessor):
+    pass
+
+
+class _InternVL(_WithoutVideo, InternVLProcessor):
+    pass
+
+
+@cache
+def processor(family: str) -> ProcessorMixin:
+    """Of the models of `tests.picture_models`: as small as their towers."""
+    kind = _kind(family)
+    given = {"tokenizer": _tokenizer(kind), "chat_template": _template(kind)}
+    if kind == "gemma3":
+        images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_convert_rgb=True)
+        return Gemma3Processor(image_processor=images, image_seq_length=16, **given)
+    if kind == "internvl":
+        images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=2)
+        return _InternVL(image_processor=images, image_seq_length=4, video_processor=_WithoutVideo(), **given)
+    images = Qwen2VLImageProcessorPil(patch_size=2, temporal_patch_size=2, merge_size=2, min_pixels=16, max_pixels=96)
+    make = _Qwen25 if family == "qwen2_5_vl" else _Qwen3
+    return make(image_processor=images, video_processor=_WithoutVideo(), **given)
+
+
+@cache
+def saved(family: str) -> str:
+    """The folder of a tiny model, made once a process."""
+    model = build(family)
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        config.pad_token_id, config.eos_token_id = runs.PAD, runs.EOS
+    folder = mkdtemp(prefix="treering-trl-pictures-")
+    model.save_pretrained(folder)
+    return folder
+
+
+def image(number: int) -> Image.Image:
+    """Noise; every second one is wider."""
+    rng = np.random.default_rng(100 + number)
+    return Image.fromarray(rng.integers(0, 256, (8, 8 + 4 * (number % 2), 3), dtype=np.uint8))
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(f"w{rng.randrange(3, IMAGE)}" for _ in range(count))
+
+
+# A question and its pictures: the last task has the first one's words and placeholders, and other pixels.
+_TASKS = ((0, (0,)), (1, (1,)), (2, (2, 3)), (0, (4,)))
+
+
+def _tasks() -> list[dict[str, Any]]:
+    rng = random.Random(5)
+    questions = [words(rng, 4) for _ in range(3)]
+    return [
+        {
+            "prompt": [{"role": "system", "content": "w7 w8"}, {"role": "user", "content": questions[question]}],
+            "images": [image(number) for number in numbers],
+        }
+        for question, numbers in _TASKS
+    ]
+
+
+def prompts() -> Dataset:
+    return Dataset.from_list(_tasks() * 2)
+
+
+def _answer(rng: random.Random, count: int) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": words(rng, count)}]
+
+
+def conversations() -> Dataset:
+    rng = random.Random(6)
+    tasks = [_tasks()[i % 4] for i in range(16)]
+    return Dataset.from_list(
+        [{"messages": [*t["prompt"], *_answer(rng, 2 + i % 3)], "images": t["images"]} for i, t in enumerate(tasks)]
+    )
+
+
+def mixed() -> Dataset:
+    """Conversations, every third of which has no picture."""
+    rows = conversations().to_list()
+    return Dataset.from_list(
+        [{**row, "images": [] if i % 3 == 0 else row["images"]} for i, row in enumerate(rows)], conversations().features
+    )
+
+
+def completed() -> Dataset:
+    rng = random.Random(7)
+    return Dataset.from_list([{**_tasks()[i % 4], "completion": _answer(rng, 2 + i % 3)} for i in range(16)])
+
+
+def preferences() -> Dataset:
+    rng = random.Random(8)
+    return Dataset.from_list(
+        [{**_tasks()[i % 4], "chosen": _answer(rng, 3), "rejected": _answer(rng, 1 + i % 3)} for i in range(12)]
+    )
+
+
+def unpaired() -> Dataset:
+    rng = random.Random(9)
+    return Dataset.from_list(
+        [{**_tasks()[i % 4], "completion": _answer(rng, 2 + i % 3), "label": bool(i % 2)} for i in range(12)]
+    )
+
+
+def made_up(prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+    """`runs.completions` without placeholders of pictures."""
+    return [[token if token < IMAGE else 3 + token % 7 for token in ids] for ids in runs.completions(prompt_ids)]
+
+
+def grpo(family: str, out: Path, **options: Any) -> Any:
+    extra = {"train_dataset": prompts(), "processing_class": processor(family), **options.pop("trainer_options", {})}
+    made = runs.grpo(saved(family), out, trainer_options=extra, **options)
+    made._generate_single_turn = lambda *given, **named: (made_up(*given, **named), None)
+    return made
+
+
+def rloo(family: str, out: Path, **options: Any) -> Any:
+    extra = {"train_dataset": prompts(), "processing_class": processor(family), **options.pop("trainer_options", {})}
+    made = runs.grpo(
+        saved(family), out, RLOOTrainer, RLOOConfig, trainer_options=extra, **{"learning_rate": 1e-3, **options}
+    )
+    made._generate_single_turn = made_up
+    return made
+
+
+def _supervised(trainer: Any, config: Any, data: Any, family: str, out: Path, **options: Any) -> Any:
+    extra = {"train_dataset": data(), **options.pop("trainer_options", {})}
+    defaults = {"per_device_train_batch_size": 4, "max_length": None}
+    args = config(**{"output_dir": str(out), **runs.COMMON, **defaults, **options})
+    return trainer(saved(family), args=args, processing_class=processor(family), **extra)
+
+
+sft = partial(_supervised, SFTTrainer, SFTConfig, conversations)
+sft_completed = partial(_supervised, SFTTrainer, SFTConfig, completed)
+sft_mixed = partial(_supervised, SFTTrainer, SFTConfig, mixed)
+kto = partial(_supervised, KTOTrainer, KTOConfig, unpaired)
+dpo = partial(_supervised, DPOTrainer, DPOConfig, preferences)
