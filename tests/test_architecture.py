@@ -17,13 +17,8 @@ ORDER = (
     "closing",
     "types",
     "arrays",
-    "compiled",
-    "writing",
-    "atomic",
-    "file_lock",
-    "compile_once",
-    "lean",
-    "step_lines",
+    "files",
+    "compiling",
     "metrics",
     "trackers",
     "data",
@@ -49,8 +44,7 @@ ORDER = (
 )
 # The core, installed without the packages of `treering[train]`.
 NO_TORCH = {
-    *("errors", "extras", "closing", "types", "arrays", "compiled", "lean", "metrics", "config"),
-    *("writing", "atomic", "file_lock", "compile_once", "step_lines"),
+    *("errors", "extras", "closing", "types", "arrays", "files", "compiling", "metrics", "config"),
     *("data", "tree", "history", "schedule", "analysis", "trackers", "report"),
 }
 # Packages that an extra installs, which the core imports inside functions only; some import torch themselves.

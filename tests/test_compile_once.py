@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from numba.core.caching import FunctionCache
 
-from treering import compile_once
-from treering.compile_once import compiled_once
-from treering.file_lock import FileLock
+from treering.compiling import once
+from treering.compiling.once import compiled_once
+from treering.files.lock import FileLock
 
 MODULE = """
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 @compiled_once()
 def inner(number):
     return 2 * number
@@ -68,21 +68,21 @@ def test_a_dead_holder_is_not_waited_for_and_one_that_stands_still_not_for_ever(
         os._exit(int(held.is_held))
     try:
         os.read(reader, 1)
-        monkeypatch.setattr(compile_once, "_WAIT_S", 0.2)
-        assert compile_once._lock(file) is None
+        monkeypatch.setattr(once, "_WAIT_S", 0.2)
+        assert once._lock(file) is None
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(reader)
         os.close(writer)
-    lock = compile_once._lock(file)
+    lock = once._lock(file)
     assert lock is not None
     lock.release()
 
 
 def test_a_lock_that_cannot_be_had_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "compiling.lock").mkdir()
-    assert compile_once._lock(tmp_path / "compiling.lock") is None
+    assert once._lock(tmp_path / "compiling.lock") is None
 
 
 def test_without_a_folder_for_them_functions_compile_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

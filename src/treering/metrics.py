@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 
 from treering.closing import Closing
 from treering.errors import InputError, StateError, UnsupportedError
-from treering.step_lines import append, read_rows, reopen
-from treering.writing import check_regular, writing
+from treering.files.step_lines import append, read_rows, reopen
+from treering.files.writing import check_regular, writing
 
 LOSS: Final = "train/loss"
 GRAD_NORM: Final = "train/grad_norm"
@@ -118,9 +118,8 @@ class JsonlSink:
 
     Args:
         path: the file; its folder is created.
-        resume_step: the last step that the run keeps. Rows after it, and an incomplete last line, are cut
-            off, so that no step occurs twice; other damage is a warning (`treering.step_lines.reopen`). None means a
-            new run.
+        resume_step: the last step that the run keeps. Rows after it, and an incomplete last line, are cut off, so that
+            no step occurs twice; other damage is a warning (`treering.files.step_lines.reopen`). None means a new run.
 
     Raises:
         StateError: a new run finds rows in the file, or it cannot be read or written.

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests.cli.runs import Commands
-from treering.atomic import MANIFEST
 from treering.data import Trajectory, read_trajectories
+from treering.files.atomic import MANIFEST
 from treering.history.store.store import HistoryStore
 from treering.rl.rollout_log import RolloutLog
 

@@ -10,7 +10,7 @@ import pytest
 from tests.report.folders import row, write_run
 from treering.cli import watch
 from treering.errors import InputError, StateError
-from treering.file_lock import FileLock
+from treering.files.lock import FileLock
 
 
 def test_off_a_terminal_it_prints_a_line_per_new_step_until_the_last(

@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.compiling.lean import kernel
 from treering.data import RenderedTrajectory, Trajectory
 from treering.errors import InputError
-from treering.lean import kernel
 from treering.types import PromptId
 
 _SEED = 0

@@ -12,11 +12,11 @@ import numpy as np
 
 from treering.analysis.recording import Recorded, other_prompts
 from treering.arrays import Int8Array, Int32Array, Int64Array
+from treering.compiling.lean import kernel
 from treering.history.draft.drafter import Drafter
 from treering.history.features import Source
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts
-from treering.lean import kernel
 
 Look = Literal["all", "history", "other_prompt", "own"]
 """Sources that a replayed rollout may draft from. all: the drafter's setting. history: the prompt's earlier epochs and

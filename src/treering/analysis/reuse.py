@@ -14,7 +14,7 @@ import numpy as np
 
 from treering.analysis.recording import Recorded, other_prompts
 from treering.arrays import Int32Array, Int64Array
-from treering.lean import kernel, lean
+from treering.compiling.lean import kernel, lean
 
 Source = Literal["history", "other_prompt", "own", "siblings"]
 """Text that may be copied. history: the prompt's rollouts of the previous epoch. other_prompt: those of another prompt.

@@ -15,7 +15,8 @@ from treering.config import Config
 from treering.config.metrics import MetricsConfig, SinkName
 from treering.config.run import RunConfig
 from treering.errors import StateError
-from treering.file_lock import FileLock
+from treering.files.lock import FileLock
+from treering.files.writing import check_regular, writing
 from treering.metrics import JsonlSink, Sink, TensorBoardSink
 from treering.report.facts import STARTS_FILE
 from treering.report.rollouts import SAMPLES_FILE
@@ -26,7 +27,6 @@ from treering.trackers.mlflow_sink import MlflowSink
 from treering.trackers.trackio_sink import TrackioSink
 from treering.trackers.wandb_sink import WandbSink
 from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, Opened, write_json
-from treering.writing import check_regular, writing
 
 CONFIG_FILE = "config.json"
 COSTS_FILE = "costs.json"

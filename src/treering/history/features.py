@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Int32Array, Int64Array
-from treering.lean import lean
+from treering.compiling.lean import lean
 
 Source = Literal["history", "siblings", "own", "others"]
 """history: published rollouts of the prompt. siblings: running rollouts of the group. own: the row's own context.

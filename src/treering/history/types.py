@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.errors import InputError
-from treering.lean import kernel, lean
 from treering.types import PromptId
 
 _NAMES = (str, int, np.integer)

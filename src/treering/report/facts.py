@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from treering.atomic import write_text
+from treering.files.atomic import write_text
+from treering.files.step_lines import read_rows
 from treering.report.run import RunData
-from treering.step_lines import read_rows
 
 STARTS_FILE = "starts.jsonl"
 """A line for each start of a run: "step" that it begins after, "time", "machine", "num_ranks", "parameters",

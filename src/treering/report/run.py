@@ -9,9 +9,9 @@ from typing import Any
 
 from treering import metrics
 from treering.errors import InputError
-from treering.file_lock import is_locked
-from treering.step_lines import read_rows, spans
-from treering.writing import check_regular
+from treering.files.lock import is_locked
+from treering.files.step_lines import read_rows, spans
+from treering.files.writing import check_regular
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from treering.files.step_lines import read_rows
 from treering.report.run import number
-from treering.step_lines import read_rows
 
 TIMELINE_FILE = "timeline.jsonl"
 _SECONDS = ("started_s", "ended_s", "busy_s")

@@ -14,11 +14,11 @@ from treering.data import Trajectory, append_trajectories
 from treering.data.episode import CallSpan, EpisodePart
 from treering.engine.rollout import Rollout
 from treering.errors import InputError, StateError
+from treering.files.step_lines import reopen
+from treering.files.writing import writing
 from treering.rl.advantages import BranchAdvantages
 from treering.rl.collect import Group, Runs
 from treering.rl.tasks.task import Prompt
-from treering.step_lines import reopen
-from treering.writing import writing
 
 
 def as_trajectories(
@@ -110,7 +110,7 @@ class RolloutLog:
     def __init__(
         self, folder: Path, *, resume_step: int | None = None, expected: Mapping[int, int | None] | None = None
     ) -> None:
-        """Damage to earlier steps is a warning (`treering.step_lines.reopen`).
+        """Damage to earlier steps is a warning (`treering.files.step_lines.reopen`).
 
         Args:
             folder: created with the first step.

@@ -5,9 +5,9 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from treering.atomic import write_text
 from treering.errors import StateError
-from treering.writing import check_regular, writing
+from treering.files.atomic import write_text
+from treering.files.writing import check_regular, writing
 
 TRACKERS_FILE = "trackers.json"
 

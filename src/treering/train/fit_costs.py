@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from treering.atomic import write_text
 from treering.errors import InputError, StateError
+from treering.files.atomic import write_text
+from treering.files.writing import writing
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
 from treering.train.gradient.backward import backward
@@ -27,7 +28,6 @@ from treering.train.objectives import sft
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
 from treering.tree.stats import visible_pairs
-from treering.writing import writing
 
 MIN_TOKENS = 256
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
-from treering.lean import kernel, lean
+from treering.compiling.lean import kernel, lean
 
 # Odd 64-bit multiplier (2**64 / golden ratio), as a signed value so that numba stays in int64 arithmetic.
 _MULTIPLIER = np.int64(-7046029254386353131)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 
 GRAM = 16
 """Equal tokens in a row that make a repeat; shorter runs are chance or boilerplate."""

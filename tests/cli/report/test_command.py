@@ -11,7 +11,7 @@ from treering.cli.report import command
 from treering.cli.report.command import run
 from treering.cli.report.texts import find_text
 from treering.errors import ConfigError, InputError, StateError
-from treering.file_lock import FileLock
+from treering.files.lock import FileLock
 from treering.report.run import read_run
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import build
 from tests.train.loop.runs import IDENTITY, assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
-from treering.atomic import MANIFEST, read_facts, write_folder
 from treering.errors import StateError, UnsupportedError
+from treering.files.atomic import MANIFEST, read_facts, write_folder
 from treering.train.loop.checkpoint import checkpoint_path
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.restore import STATE_FILE

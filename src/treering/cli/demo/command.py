@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from treering.atomic import write_text
 from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, best_threads, compare
@@ -19,11 +18,12 @@ from treering.cli.run_folder import locked
 from treering.cli.signals import advising
 from treering.cli.train.summary import totals
 from treering.errors import InputError
+from treering.files.atomic import write_text
+from treering.files.writing import writing
 from treering.history.draft.kernel import propose
 from treering.report.run import LOCK_FILE
 from treering.train.loop.checkpoint import num_tensor_bytes, told_why
 from treering.tree.build import fill_forest
-from treering.writing import writing
 
 DEFAULT_FOLDER = Path("runs/demo")
 REPORT_FILE = "demo.json"

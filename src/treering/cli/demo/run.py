@@ -21,12 +21,12 @@ from treering.cli.train.run import OpenRun, open_training
 from treering.config import RlConfig, load
 from treering.data import Trajectory
 from treering.engine.torch_engine import TorchEngine
+from treering.files.writing import writing
 from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.selection import seconds_of
 from treering.rl.step_report import RlStepReport
 from treering.tree.forest import Forest
 from treering.tree.stats import Work, flat_work, tree_work
-from treering.writing import writing
 
 Side = Literal["plain", "treering"]
 SIDES: tuple[Side, Side] = ("plain", "treering")

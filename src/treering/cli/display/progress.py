@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 from treering.cli.display.log_console import PART_EVERY_S, note_doing
-from treering.compiled import is_compiled
+from treering.compiling.cached import is_compiled
 
 NUM_PLAIN_LINES = 10
 """Most step lines per run when stderr is not a terminal."""

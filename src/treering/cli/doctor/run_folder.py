@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from treering.atomic import read_facts
 from treering.cli.run_folder import CONFIG_FILE, COSTS_FILE, HISTORY_FOLDER, ROLLOUTS_FOLDER
 from treering.errors import InputError, TreeringError
+from treering.files.atomic import read_facts
+from treering.files.step_lines import read_rows, spans
 from treering.history.store.snapshot import read_saved
-from treering.step_lines import read_rows, spans
 from treering.train.loop.checkpoint import CHECKPOINT_NAME, check_identity
 from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE
 

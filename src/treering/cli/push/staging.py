@@ -4,9 +4,9 @@ import json
 from fnmatch import fnmatch
 from pathlib import Path
 
-from treering.atomic import read_facts
 from treering.cli.push.card import CARD_FILE, hub_base, model_card, published
 from treering.errors import InputError, StateError
+from treering.files.atomic import read_facts
 from treering.report.run import read_run
 from treering.train.loop.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from treering.train.loop.checkpoint import CHECKPOINT_NAME, TOKENIZER_FILES

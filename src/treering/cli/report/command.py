@@ -8,15 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from treering.atomic import write_text
 from treering.cli.display.progress import note_compiling
 from treering.cli.report.texts import find_text
 from treering.errors import ConfigError
+from treering.files.atomic import write_text
+from treering.files.writing import check_regular, writing
 from treering.history.draft.kernel import propose
 from treering.report.content import page_content
 from treering.report.page import as_html
 from treering.report.run import is_training
-from treering.writing import check_regular, writing
 
 PAGE_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"

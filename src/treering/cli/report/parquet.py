@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treering.atomic import write_file
 from treering.cli.inspect.rollouts import trajectory_files
 from treering.cli.report.texts import find_text
 from treering.data import Trajectory, read_trajectories
 from treering.extras import require
+from treering.files.atomic import write_file
+from treering.files.writing import check_regular, writing
 from treering.report.content import TextOf
 from treering.report.forest import mean_advantage
 from treering.report.run import read_runs
-from treering.writing import check_regular, writing
 
 
 def write_parquet(folder: Path, file: Path) -> int:

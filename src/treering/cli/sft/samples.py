@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treering.data import Trajectory, write_trajectories
+from treering.files.writing import writing
 from treering.report.rollouts import MAX_DRAWN_PROMPTS, MAX_DRAWN_TOKENS, SAMPLES_FILE
 from treering.train.loop.batches import TrainingTask
-from treering.writing import writing
 
 
 def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:

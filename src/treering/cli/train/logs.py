@@ -15,6 +15,8 @@ from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.config.metrics import RlMetricsConfig
 from treering.data import Trajectory
+from treering.files.step_lines import append, reopen
+from treering.files.writing import check_regular, writing
 from treering.metrics import Completion, Metrics, num_logged
 from treering.report.timeline import TIMELINE_FILE
 from treering.rl.loop import RlLoop
@@ -22,10 +24,8 @@ from treering.rl.rollout_log import RolloutLog
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.sums import SumTask
 from treering.runtime.pipeline import PipelineLoop
-from treering.step_lines import append, reopen
 from treering.train.loop.run import METRICS_FILE, Opened
 from treering.types import TokenIds
-from treering.writing import check_regular, writing
 
 
 class TimelineLog:

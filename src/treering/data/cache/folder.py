@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treering.atomic import MANIFEST, read_facts, seal
 from treering.errors import StateError
-from treering.file_lock import FileLock, is_locked
+from treering.files.atomic import MANIFEST, read_facts, seal
+from treering.files.lock import FileLock, is_locked
 
 CACHE_VARIABLE = "TREERING_CACHE"
 """Environment variable that names the folder of caches."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from treering.atomic import read_facts
 from treering.data.cache.build import OnBuild, ReadOptions, build, check_no_pairs
 from treering.data.cache.dataset import DatasetFacts, TokenDataset, no_processor
 from treering.data.cache.folder import drafted, publish, remove
@@ -17,6 +16,7 @@ from treering.data.pictures.source import PictureSource
 from treering.data.pictures.stored import OpenPicture
 from treering.data.rendering.renderer import Renderer
 from treering.errors import DataWarning, InputError, StateError
+from treering.files.atomic import read_facts
 
 
 def open_dataset(

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.engine.batch.draft_tree import DraftTrees
 from treering.engine.batch.state import BatchState, StepInputs
-from treering.lean import kernel, lean
 
 NOT_FINISHED, STOPPED, REACHED_LIMIT = 0, 1, 2
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.errors import StateError
 from treering.history.types import Drafts
-from treering.lean import kernel, lean
 from treering.types import TokenIds
 
 MOST_DRAFTS = 64

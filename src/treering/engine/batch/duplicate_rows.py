@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.compiling.lean import kernel
 from treering.engine.batch.state import BatchState
-from treering.lean import kernel
 
 DuplicateRows = Literal["auto", "once", "each"]
 """once: duplicate rows are computed once. each: every row is computed. auto: once on CPU, where every token costs time,

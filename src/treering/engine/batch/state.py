@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.compiling.lean import kernel
 from treering.engine.batch.draft_tree import DraftTrees
 from treering.engine.batch.token_batch import PER_TOKEN, TokenBatch
-from treering.lean import kernel
 
 
 class BatchState(NamedTuple):

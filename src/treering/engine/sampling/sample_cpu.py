@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from treering.arrays import Float32Array, Float64Array, Int64Array
+from treering.compiling.lean import lean
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
 from treering.engine.sampling.reference import MASS_SLACK
-from treering.lean import lean
 
 Logits = Float32Array | Float64Array
 

@@ -9,8 +9,8 @@ numba's cache does not notice changes in `sample_cpu`.
 import numpy as np
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.engine.sampling.sample_cpu import Logits, penalise, policy_logprob, sample_row, state_of
-from treering.lean import kernel, lean
 
 
 @lean

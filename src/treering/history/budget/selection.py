@@ -12,9 +12,9 @@ import math
 import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
-from treering.compile_once import compiled_once
+from treering.compiling.lean import lean
+from treering.compiling.once import compiled_once
 from treering.history.budget.costs import DraftPrices
-from treering.lean import lean
 
 NUM_BINS = 64
 _BINS_PER_E = 14.0

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.errors import InputError
 from treering.history.draft.candidates import SHARES
 from treering.history.features import NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, NUM_WEIGHTS, squash
 from treering.history.jit import STAMP
-from treering.lean import kernel, lean
 
 NUM_BINS = 20
 _RATE = 0.15

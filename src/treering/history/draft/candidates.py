@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Float32Array, Int32Array
+from treering.compiling.lean import lean
 from treering.history.draft.workspace import MAX_CANDIDATES, Candidates, Workspace
 from treering.history.features import (
     KIND,
@@ -34,7 +35,6 @@ from treering.history.features import (
 )
 from treering.history.jit import pick
 from treering.history.match.matches import Matches, vote_bucket
-from treering.lean import lean
 
 SHARES = (0.7, 0.1, 0.1, 0.1, 0.1, 0.2)
 """Weights of a candidate's vote shares: among all matches, in each of four sources, among the longest matches."""

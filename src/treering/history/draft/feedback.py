@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.errors import InputError, StateError
 from treering.history.features import ACCEPTED, NOT_TRIED, REFUSED
 from treering.history.jit import STAMP
 from treering.history.match.running_rows import RowStates
 from treering.history.types import DraftRows, Drafts
-from treering.lean import kernel, lean
 
 NO_LEAF = -2
 """Stands for a row whose last accepted token the engine does not name."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import BoolArray, Float64Array, Int64Array, UInt8Array
+from treering.compiling.lean import kernel, lean
 from treering.history.draft.candidates import Texts, weigh
 from treering.history.draft.output import BINS, Output, cut, write_row
 from treering.history.draft.tree import Model, Row, grow
@@ -24,7 +25,6 @@ from treering.history.match.running_rows import RowStates, copy_state
 from treering.history.match.sources import Rows, find_matches, is_due
 from treering.history.match.suffix_search import BATCHED_SEARCH, MAX_QUERIES
 from treering.history.types import fits_line
-from treering.lean import kernel, lean
 
 ROWS_PER_PROBE = 64
 """Rows with matches but no draft until one of them is drafted one token all the same, as a probe."""

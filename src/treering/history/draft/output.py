@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import BoolArray, Float32Array, Float64Array, Int32Array, Int64Array
+from treering.compiling.lean import lean
 from treering.history.budget.selection import NUM_BINS, bin_of, choose_bins
 from treering.history.draft.workspace import MAX_NODES, Workspace
 from treering.history.features import NUM_KINDS, NUM_VOTES
 from treering.history.jit import Memory, copy_entries
-from treering.lean import lean
 
 
 class Output(NamedTuple):

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.compiling.lean import kernel
 from treering.errors import ConfigError, InputError
 from treering.history.draft.drafter import Drafter
 from treering.history.types import DraftRows, Drafts
-from treering.lean import kernel
 from treering.types import PromptId
 
 _MANY_GROUPS = 1 << 14

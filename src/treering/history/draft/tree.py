@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treering.arrays import Float32Array
+from treering.compiling.lean import lean
 from treering.history.draft.acceptance import estimate
 from treering.history.draft.candidates import NO_TOKEN_VOTES, Facts, Texts, count_votes, describe, sum_up, write_shares
 from treering.history.draft.workspace import MAX_CANDIDATES, NO_NODE, NOWHERE, Workspace
 from treering.history.features import NUM_SHARES, length_bucket
 from treering.history.match.matches import Matches, longest_of
-from treering.lean import lean
 
 _LEAST_SHARE = 0.01
 _NUM_DOUBLED = 32

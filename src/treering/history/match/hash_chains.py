@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array
+from treering.compiling.lean import lean
 from treering.history.jit import prefetch
 from treering.history.store.prompt_index import MARKER, check_entries
-from treering.lean import lean
 
 LONG = 3
 """Tokens that agree along a long chain; along a short chain it is one."""

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Int32Array
+from treering.compiling.lean import lean
 from treering.history.features import NUM_LENGTH_CLASSES, edit_bucket, length_bucket
 from treering.history.store.prompt_index import MARKER
-from treering.lean import lean
 
 MAX_MATCHES = 64
 MAX_LENGTH = 48

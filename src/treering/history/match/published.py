@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.history.features import FAR, HISTORY, OTHERS, shift_bucket
 from treering.history.match.matches import IN_HISTORY, IN_OTHERS, LONG_ENOUGH, Matches, agree_after_edit, put, with_edit
 from treering.history.match.suffix_search import KEY_BITS, BatchedSearch, add_query, next_match, sides_of, write_keys
 from treering.history.store.prompt_index import MARKER, PromptIndex, check_entries, sort_contexts
 from treering.history.store.snapshot import newest_first
-from treering.lean import kernel, lean
 from treering.types import PromptId
 
 _PADDING = 2

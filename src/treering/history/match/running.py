@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.compiling.lean import lean
 from treering.history.features import FAR, OTHERS, OWN, SIBLINGS, shift_bucket
 from treering.history.match.hash_chains import (
     EVERYWHERE,
@@ -23,7 +24,6 @@ from treering.history.match.hash_chains import (
 )
 from treering.history.match.matches import IN_RUNNING, Matches, is_known, measure, put
 from treering.history.store.prompt_index import MARKER
-from treering.lean import lean
 
 UNIT_BITS = 5
 UNIT = 1 << UNIT_BITS

@@ -14,11 +14,11 @@ from zlib import crc32
 import numpy as np
 
 from treering.arrays import Int64Array
+from treering.compiling.lean import lean
 from treering.history.features import NOT_TRIED
 from treering.history.match.hash_chains import make_hash_chains
 from treering.history.match.running import UNIT, Running
 from treering.history.types import DraftRows, check_counts
-from treering.lean import lean
 
 
 class RowStates(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from treering.compiling.lean import lean
 from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS, sources_of
 from treering.history.match.matches import Matches, longest_of
 from treering.history.match.published import (
@@ -26,7 +27,6 @@ from treering.history.match.running_rows import RowStates, RunningRows, Turnover
 from treering.history.match.suffix_search import BatchedSearch, add_query, run_queries
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.types import DraftRows
-from treering.lean import lean
 from treering.types import PromptId
 
 _QUERY_S = 1.5e-6

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.history.jit import Memory, prefetch
 from treering.history.match.matches import MAX_LENGTH, agree
 from treering.history.store.prompt_index import MARKER
-from treering.lean import kernel, lean
 
 KEY_BITS = 4
 """Every 16th position of an order has a key."""

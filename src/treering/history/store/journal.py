@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from treering.errors import InputError, StateError
-from treering.file_lock import FileLock
+from treering.files.lock import FileLock
 from treering.history.store import blocks, manifest
 from treering.history.store.blocks import Block, Contents, map_file, warn_of_file
 from treering.history.store.files import clear_unfinished, flush_folder, write_whole

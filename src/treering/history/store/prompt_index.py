@@ -13,8 +13,8 @@ from statistics import median
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.errors import InputError
-from treering.lean import kernel, lean
 from treering.types import TokenIds
 
 MARKER = -1

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from treering.atomic import read_facts, write_folder
 from treering.errors import StateError
+from treering.files.atomic import read_facts, write_folder
 from treering.integrations.trl.draft_history import DraftHistory, KeptRollouts
 from treering.integrations.trl.prompt_ids import PromptIds
 

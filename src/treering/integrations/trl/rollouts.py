@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from transformers import TrainerCallback
 
-from treering.compiled import is_compiled
+from treering.compiling.cached import is_compiled
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout
 from treering.engine.speculation.observed_costs import COMPILE_S, LOAD_S, ObservedCosts

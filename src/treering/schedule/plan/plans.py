@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 from treering.errors import ConfigError
 from treering.schedule.cluster import Cluster
 from treering.schedule.plan.tiers import share_out

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 from treering.schedule.cluster import Cluster
 
 _NUM_STARTS = 8

@@ -4,7 +4,7 @@ W workers, S slots a worker, R rollouts of the step
 """
 
 from treering.arrays import Float64Array
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 from treering.schedule.simulator.heaps import pop
 from treering.schedule.simulator.migration import CONSOLIDATE, OFF
 from treering.schedule.simulator.moves import is_check_due, move_outliers, move_tail

@@ -1,7 +1,7 @@
 """Binary heaps in slices of flat arrays, for compiled loops: least key first, lower number on ties."""
 
 from treering.arrays import Float64Array, Int64Array
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 
 
 @compiled_once()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 
 LATE = 1.1
 """A rollout is an outlier at this many times its predicted length (the floor of the paper's beta, section 6.3)."""

@@ -3,7 +3,7 @@
 W workers, S slots a worker
 """
 
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 from treering.schedule.simulator.heaps import remove
 from treering.schedule.simulator.migration import (
     LATE,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Float64Array, Int64Array
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 from treering.schedule.simulator.heaps import push
 from treering.schedule.simulator.migration import MAX_MOVES, OFF
 

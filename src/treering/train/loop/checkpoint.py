@@ -1,7 +1,7 @@
 """Checkpoints: folders that Hugging Face loads as a model, plus the state that makes a resumed run exact.
 
 A checkpoint holds weights, optimizer state and torch's random state; `CheckpointStore` finds the newest complete one.
-`treering.atomic` makes a folder appear whole or not at all. Reading one runs no code from it: weights are
+`treering.files.atomic` makes a folder appear whole or not at all. Reading one runs no code from it: weights are
 safetensors, and torch unpickles the state with `weights_only=True`, which knows tensors and plain values alone.
 """
 
@@ -19,15 +19,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from treering.atomic import clear_unfinished, draft_path, read_facts, remove, write_folder
 from treering.errors import StateError, UnsupportedError
+from treering.files.atomic import clear_unfinished, draft_path, read_facts, remove, write_folder
+from treering.files.writing import allocate, writing
 from treering.ranks.group import RankGroup
 from treering.ranks.state import split_state, whole_state_dict, write_shards
 from treering.ranks.together import write_together
 from treering.train.loop.adapters import adapter_tensors, has_adapter, save_adapter
 from treering.train.loop.restore import SHARDS_FOLDER, STATE_FILE, random_state, restore
 from treering.train.loop.resumable import ReportT, Resumable
-from treering.writing import allocate, writing
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from treering.atomic import write_text
 from treering.errors import Interrupted, StateError
+from treering.files.atomic import write_text
+from treering.files.step_lines import read_rows
+from treering.files.writing import check_regular, writing
 from treering.metrics import Metrics
-from treering.step_lines import read_rows
 from treering.train.loop.checkpoint import CheckpointStore, Identity, check_identity
 from treering.train.loop.held_out import Evaluation
 from treering.train.loop.interruption import Interruption
 from treering.train.loop.resumable import ReportT, Resumable
 from treering.train.loop.saving import Saved, Saver
-from treering.writing import check_regular, writing
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from treering.arrays import Int64Array
+from treering.compiling.lean import kernel, lean
 from treering.engine.decoder.cpu.kernels import Floats
 from treering.engine.decoder.cpu.simd import (
     add,
@@ -29,7 +30,6 @@ from treering.engine.decoder.cpu.simd import (
     subtract,
     total,
 )
-from treering.lean import kernel, lean
 
 _FLOOR = -64.0
 """Scores this far below the largest are clamped: e**-64 is 1.6e-28, negligible; subnormal float32 would be slow."""

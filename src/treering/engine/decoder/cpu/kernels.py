@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Int64Array
-from treering.compile_once import compiled_once
+from treering.compiling.lean import kernel, lean
+from treering.compiling.once import compiled_once
 from treering.engine.decoder.cpu.simd import (
     add,
     broadcast,
@@ -23,7 +24,6 @@ from treering.engine.decoder.cpu.simd import (
     subtract,
     total,
 )
-from treering.lean import kernel, lean
 
 Floats = NDArray[np.floating]
 

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from treering.atomic import write_text
 from treering.errors import InputError, StateError
+from treering.files.atomic import write_text
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Environment variable with the key that requests carry; without it they carry none."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treering.errors import StateError
-from treering.step_lines import read_rows, reopen, spans
+from treering.files.step_lines import read_rows, reopen, spans
 
 PER_STEP = 3
 LINES = [

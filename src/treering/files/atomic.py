@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treering.errors import StateError
-from treering.writing import check_regular
+from treering.files.writing import check_regular
 
 MANIFEST = "manifest.json"
 _HIDDEN = ".unfinished-"

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from treering.writing import check_regular, writing
+from treering.files.writing import check_regular, writing
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from treering.atomic import read_facts, write_file, write_folder
+from treering.files.atomic import read_facts, write_file, write_folder
 
 
 def test_what_fails_midway_leaves_the_old_version_and_no_draft(tmp_path: Path) -> None:

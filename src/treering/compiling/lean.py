@@ -17,7 +17,7 @@ from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 from numba.core.types.misc import unliteral
 
-from treering.compile_once import compiled_once
+from treering.compiling.once import compiled_once
 
 _OPTIONS = {"_nrt": False, "error_model": "numpy"}
 

@@ -15,7 +15,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 from treering.errors import StateError
-from treering.file_lock import FileLock
+from treering.files.lock import FileLock
 
 _WAIT_S = 60.0
 """A function takes a few seconds; a process that holds the lock for longer stands still."""
