@@ -115,6 +115,12 @@ def test_a_module_that_the_model_lacks_is_refused_with_those_that_it_has(name: s
         adapted(options=LoraOptions(rank=2, alpha=2, base="b", target_modules=("q_proj", name)))
 
 
+def test_releases_that_do_not_go_together_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "999")
+    with pytest.raises(UnsupportedError, match=r"adds no adapters of PEFT .*version >= 999.*; install releases"):
+        adapted()
+
+
 def test_a_checkpoint_that_would_lose_a_trained_weight_is_refused(tmp_path: Path) -> None:
     loop = tiny_loop(adapted())
     loop.model.get_input_embeddings().weight.requires_grad_(True)

@@ -7,6 +7,7 @@ import copy
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     Raises:
         MissingExtraError: without PEFT.
         ConfigError: the model has no linear module of a given name.
+        UnsupportedError: transformers and PEFT do not go together.
 
     Example: rank 8 on "q_proj" adds `lora_A` [8, in] and `lora_B` [out, 8] to each layer; `lora_B` begins with zeros.
     """
@@ -61,7 +63,13 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         target_modules=_targets(model, options.target_modules),
         task_type="CAUSAL_LM",
     )
-    model.add_adapter(config, _NAME)
+    try:
+        model.add_adapter(config, _NAME)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"transformers {version('transformers')} adds no adapters of PEFT {version('peft')} ({error}); install "
+            "releases that go together: transformers 5.23 with PEFT 0.21, or transformers 5.24 with PEFT 0.22"
+        ) from error
     config.base_model_name_or_path, config.revision = options.base, options.revision
 
 
