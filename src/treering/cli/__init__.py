@@ -1,1 +1,1 @@
-"""The command line `treering`: `main` declares it, and each subcommand has a folder."""
+"""The command line `treering`: `main` declares it, and each subcommand has a file or a folder."""

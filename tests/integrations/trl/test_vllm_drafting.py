@@ -18,7 +18,8 @@ from treering.history.store.reader import HistoryReader
 from treering.integrations.trl import vllm_drafts
 from treering.integrations.trl.vllm_batches import VLLMBatches
 from treering.integrations.trl.vllm_hosts import DraftCounts, Served, check_sampling
-from treering.integrations.vllm.engine.llm_requirements import EXTENSION, PROPOSER
+from treering.integrations.vllm.engine.llm_requirements import EXTENSION
+from treering.integrations.vllm.requirements import PROPOSER
 from treering.types import hash_of_prompt
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -1,4 +1,4 @@
-"""The manifest of a folder, which blocks of which data files are the published state, and the ledger behind it.
+"""The manifest of a folder: which blocks of which data files are the published state, and the ledger of its blocks.
 
 It is replaced whole, so a reader sees one published state. It pins every byte of that state: a file's digest covers the
 checksums of its blocks.

@@ -9,9 +9,8 @@ from treering.integrations.trl.expected import dataset_bound, group_bound, mean_
 from treering.integrations.trl.groups import regroup
 from treering.integrations.trl.overrides import Overrides
 from treering.integrations.trl.picture_rows import IMAGE_COLUMNS, keys_of_pictures
+from treering.integrations.trl.requirements import ROLLOUT_TRAINERS
 from treering.integrations.trl.task_sampler import TaskSampler, sequences_of
-
-_ROLLOUT_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ def keep_together(trainer: Any, kind: str, overrides: Overrides, *, is_on: bool)
     Raises:
         ConfigError: the dataset has no tokens to sort by, or the user chose another order.
     """
-    if kind in _ROLLOUT_TRAINERS:
+    if kind in ROLLOUT_TRAINERS:
         return _groups(trainer, overrides, is_on=is_on)
     if kind == "DistillationTrainer":
         return Batching(words="rows keep their order", bound=None)

@@ -9,10 +9,13 @@ from treering.model.checks import dropout_of
 from treering.model.layers import LIGER_ACTIVATIONS
 from treering.ranks.refusals import is_of_deepspeed
 
-TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
+ROLLOUT_TRAINERS = ("GRPOTrainer", "RLOOTrainer")
+"""Those that sample what they train on."""
+
+TRAINERS = (*ROLLOUT_TRAINERS, "SFTTrainer", "DPOTrainer", "KTOTrainer", "DistillationTrainer")
 """Trainers of TRL whose padded batches run on trees; their subclasses too."""
 
-PICTURE_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer")
+PICTURE_TRAINERS = (*ROLLOUT_TRAINERS, "SFTTrainer", "DPOTrainer", "KTOTrainer")
 """Those of `TRAINERS` that are exact with models that take pictures."""
 
 _LIGER_FAMILIES = (*LIGER_ACTIVATIONS, "gpt_oss")

@@ -27,7 +27,7 @@ class VLLMBatches:
         Args:
             trainer: of TRL, which logs the metrics.
             generation: its `VLLMGeneration`.
-            host: the vLLM behind it.
+            host: its vLLM, as this process sees it.
             folder: of the history.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The vLLM that samples for a TRL trainer: in its process, or behind a server. Both draft by `HistoryProposer`."""
+"""The vLLM that samples for a TRL trainer: in its process, or in a server. Both draft by `HistoryProposer`."""
 
 import json
 from collections.abc import Iterator
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treering.errors import ConfigError, UnsupportedError
-from treering.integrations.trl.requirements import kind_of
+from treering.integrations.trl.requirements import ROLLOUT_TRAINERS, kind_of
 from treering.integrations.vllm.engine.environment import environment_with
-from treering.integrations.vllm.engine.llm_requirements import EXTENSION, PROPOSER
+from treering.integrations.vllm.engine.llm_requirements import EXTENSION
 from treering.integrations.vllm.engine.verification import set_verification
+from treering.integrations.vllm.requirements import PROPOSER, speculative_config
 from treering.integrations.vllm.settings import HISTORY_VARIABLE
-
-TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +57,8 @@ def check_sampling(trainer: Any, generation: Any) -> None:
         UnsupportedError: names what is set, and what works.
     """
     kind = kind_of(trainer)
-    if kind not in TRAINERS:
-        raise UnsupportedError(f"vllm_drafts is for {' and '.join(TRAINERS)}, got {kind}; make it outside")
+    if kind not in ROLLOUT_TRAINERS:
+        raise UnsupportedError(f"vllm_drafts is for {' and '.join(ROLLOUT_TRAINERS)}, got {kind}; make it outside")
     if generation.mode == "colocate" and generation.tensor_parallel_size > 1:
         raise UnsupportedError(
             "the ranks of a tensor-parallel vLLM would draft each for itself, got vllm_tensor_parallel_size="
@@ -75,9 +74,8 @@ def check_sampling(trainer: Any, generation: Any) -> None:
 @contextmanager
 def colocated_settings(folder: Path, max_draft: int) -> Iterator[dict[str, Any]]:
     """Inside, an `LLM` that is made with these arguments drafts from the history of a folder."""
-    speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": max_draft}
     with environment_with({HISTORY_VARIABLE: str(folder)}):
-        yield {"speculative_config": speculative, "worker_extension_cls": EXTENSION}
+        yield {"speculative_config": speculative_config(max_draft), "worker_extension_cls": EXTENSION}
 
 
 class Colocated:
@@ -159,5 +157,4 @@ def _counts_of(stats: dict[str, Any]) -> DraftCounts:
 
 
 def _flags() -> str:
-    speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 16}
-    return f"--worker-extension-cls {EXTENSION} --speculative-config '{json.dumps(speculative)}'"
+    return f"--worker-extension-cls {EXTENSION} --speculative-config '{json.dumps(speculative_config(16))}'"

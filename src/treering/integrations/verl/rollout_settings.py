@@ -10,10 +10,8 @@ import numpy as np
 
 from treering.errors import ConfigError, InputError
 from treering.history.store.store import HistoryStore
-from treering.integrations.vllm.requirements import MAX_DRAFT
+from treering.integrations.vllm.requirements import MAX_DRAFT, PROPOSER, speculative_config
 from treering.types import PromptId, hash_of_prompt
-
-PROPOSER = "treering.integrations.vllm.HistoryProposer"
 
 
 def with_history_drafts(engine_kwargs: Mapping[str, Any] | None = None, *, max_draft: int = 16) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def with_history_drafts(engine_kwargs: Mapping[str, Any] | None = None, *, max_d
             "drafts from history are made between steps, and engine_kwargs.vllm.async_scheduling=True begins a step "
             "before: leave it out"
         )
-    config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": max_draft}
+    config = speculative_config(max_draft)
     return {**given, "vllm": {**own, "speculative_config": config, "async_scheduling": False}}
 
 

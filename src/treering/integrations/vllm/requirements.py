@@ -1,8 +1,20 @@
-"""What the drafter inside vLLM refuses, each with the setting that works."""
+"""How vLLM is asked for the drafter, and what the drafter refuses inside it, each with the setting that works."""
 
 from typing import Any
 
 from treering.errors import UnsupportedError
+
+PROPOSER = "treering.integrations.vllm.HistoryProposer"
+MAX_DRAFT = 64
+"""Most tokens that a `treering.Drafter` drafts for a row."""
+
+
+def speculative_config(max_draft: int) -> dict[str, Any]:
+    """VLLM's argument of that name for drafts of up to so many tokens from history.
+
+    Example: `LLM(model, speculative_config=speculative_config(16))`.
+    """
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": max_draft}
 
 
 def check_config(vllm_config: Any) -> None:
@@ -28,7 +40,3 @@ def check_config(vllm_config: Any) -> None:
         raise UnsupportedError(
             f"HistoryProposer drafts 1 to {MAX_DRAFT} tokens, got num_speculative_tokens={most}; 16 is usual"
         )
-
-
-MAX_DRAFT = 64
-"""Most tokens that a `treering.Drafter` drafts for a row."""

@@ -42,7 +42,7 @@ class TurnClock:
         self._since = self._mark()
 
     def note_asked(self) -> None:
-        """A call is asked."""
+        """Counts a call that waits for its answer."""
         if self._num_open == 0:
             self._note_wait()
         self._num_open += 1

@@ -13,8 +13,9 @@ from torch import nn
 from treering.extras import require
 from treering.integrations.vllm.engine.environment import environment_with
 from treering.integrations.vllm.engine.guard import end_with_this_process
-from treering.integrations.vllm.engine.llm_requirements import EXTENSION, PROPOSER
+from treering.integrations.vllm.engine.llm_requirements import EXTENSION
 from treering.integrations.vllm.engine.weights import checkpoint_of
+from treering.integrations.vllm.requirements import speculative_config
 from treering.integrations.vllm.settings import CONFIG_VARIABLE, HISTORY_VARIABLE
 from treering.model.wrappers import unwrap
 
@@ -110,11 +111,7 @@ def _arguments(config: Any, settings: LLMSettings, *, is_cpu: bool) -> dict[str,
         "use_tqdm_on_load": False,
     }
     if drafts is not None:
-        arguments["speculative_config"] = {
-            "method": "custom_class",
-            "model": PROPOSER,
-            "num_speculative_tokens": drafts.max_draft,
-        }
+        arguments["speculative_config"] = speculative_config(drafts.max_draft)
         arguments |= {"worker_extension_cls": EXTENSION, "per_request_spec_decode_metrics": "summary"}
     return arguments
 

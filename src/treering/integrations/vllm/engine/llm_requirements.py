@@ -6,11 +6,11 @@ from torch import nn
 
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.integrations.vllm.engine.sampling import Truncated
+from treering.integrations.vllm.requirements import PROPOSER
 from treering.model.wrappers import unwrap
 from treering.types import is_count
 
 EXTENSION = "treering.integrations.vllm.WorkerExtension"
-PROPOSER = "treering.integrations.vllm.HistoryProposer"
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
