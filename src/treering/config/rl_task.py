@@ -13,7 +13,7 @@ from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
 _CHAT = ("tokenizer", "template", "date", "stop_tokens")
-_FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
+_FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge", "cache")
 _EPISODES = (
     "episodes_in_flight",
     "episode_order",
@@ -156,6 +156,10 @@ class TaskConfig(Config):
     )
     max_prompt_tokens: Count | None = Field(
         default=None, description="Prompts with more tokens are left out and counted; none: no limit."
+    )
+    cache: Literal["on", "off"] = Field(
+        default="on",
+        description="Prompts: on: their tokens are kept for the next start, see `treering cache`. off: they are not.",
     )
     stop_tokens: Annotated[tuple[str | Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
         default=(),

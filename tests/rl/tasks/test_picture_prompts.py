@@ -70,7 +70,8 @@ def test_pictures_of_columns_stand_before_the_text(tmp_path: Path, folder: Path)
     }
     task = read(tmp_path, folder, beside, with_part, {"prompt": asked(0), "answer": "1", "id": "of a part"})
     assert len({prompt.content for prompt in task.prompts}) == 1
-    assert task.num_unplaced == 1
+    assert len(task.notes) == 1
+    assert task.notes[0].endswith("as TRL puts them (1 prompts)")
 
 
 @pytest.mark.parametrize(

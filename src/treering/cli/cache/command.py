@@ -1,4 +1,4 @@
-"""`treering cache`: lists the tokens that are kept of trajectory files, or removes them."""
+"""`treering cache`: lists the tokens that are kept of trajectory and prompts files, or removes them."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def cache(
     clears: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
     json_output: JsonOutput = False,
 ) -> None:
-    """List the tokens that `inspect` and `sft` keep of trajectory files, so that the next start reads no text.
+    """List the tokens that `inspect`, `sft` and `train` keep of files, so that the next start tokenizes no text.
 
     They are in TREERING_CACHE, else in treering of XDG_CACHE_HOME or ~/.cache. A file, tokenizer, template or setting
     that changes makes a new one; old ones stay until they are cleared.

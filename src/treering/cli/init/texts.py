@@ -10,6 +10,7 @@ from treering.cli.inspect.command import inspect_files
 from treering.cli.inspect.file_report import FileReport
 from treering.cli.inspect.verdict import verdict
 from treering.data import FormatName
+from treering.data.cache.folder import cache_folder
 from treering.data.formats.containers import read_records
 from treering.data.formats.detect import detect
 from treering.errors import InputError
@@ -147,7 +148,7 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
     """
     if model.tokenizer is None:
         raise InputError(f"prompts need a tokenizer, and {model.name} has no tokenizer.json; name a model that has one")
-    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer)
+    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer, cache=cache_folder())
     lengths = [prompt.tokens.size for prompt in task.prompts]
     response = _response(max(lengths), model)
     num_answers = sum(prompt.answer is not None for prompt in task.prompts)

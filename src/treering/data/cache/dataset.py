@@ -175,6 +175,8 @@ class TokenDataset:
             index=int(record["index"]),
             reward=_known(record["reward"]),
             advantage=_known(record["advantage"]),
+            epoch=_counted(record["epoch"]),
+            step=_counted(record["step"]),
             advantages=self._part("advantages", row) if record["has_advantages"] else None,
             logprobs=self._part("logprobs", row) if record["has_logprobs"] else None,
             pictures=self.placed(row),
@@ -238,3 +240,7 @@ def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def _known(value: np.float64) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+def _counted(value: np.int64) -> int | None:
+    return None if value < 0 else int(value)

@@ -144,10 +144,12 @@ class Renderer:
         Example: in the plain form, user "Hi" is `<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n`.
         """
         _check_text_alone(messages)
-        return self.seen_prompt(messages, tools, is_raw=is_raw).tokens
+        found = self.seen_prompt(messages, tools, is_raw=is_raw).tokens
+        self.warn()
+        return found
 
     def seen_prompt(self, messages: Sequence[Message], tools: Tools = (), *, is_raw: bool = False) -> EncodedScript:
-        """As `prompt`, with its pictures at their placeholders.
+        """As `prompt`, with its pictures at their placeholders; it warns of nothing, `warn` follows the last prompt.
 
         Raises:
             InputError: as `prompt`; or a picture that the processor refuses, a template that drops one, or no template.
@@ -171,7 +173,6 @@ class Renderer:
         if template is None:
             self._check_template(messages)
         self._count_contents([trajectory])
-        self.warn()
         encoded = self._encoder.encode([scripts])[0]
         return self._with_pictures(trajectory, self._begun(encoded) if template is None else encoded)
 
