@@ -70,7 +70,7 @@ def test_a_preference_pair_is_two_trajectories_of_one_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"conversations": [{"from": "function_call", "value": '{"name": '}]}, "is a function_call, JSON with name"),
+        ({"conversations": [{"from": "function_call", "value": '{"name": '}]}, "a function_call, must be JSON"),
         ({"conversations": [{"value": "x"}]}, r"conversations\[0\] needs from and value, got the keys value"),
         ({"conversations": TALK, "images": ["a.png"]}, "images changes what is trained"),
         ({"conversations": TALK, "kto_tag": True}, "kto_tag is for KTO"),

@@ -1,5 +1,6 @@
 """Fields of JSON records: typed reads whose errors name the field, its value and the rule."""
 
+import json
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -49,6 +50,20 @@ def number_field(record: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{key} must be a number, got {show(value)}; correct it or drop it")
     return float(value)
+
+
+def parsed(value: object, where: str) -> Any:
+    """The value of a JSON text, as tables and some tools store lists and objects; any other value as it is.
+
+    Raises:
+        InputError: text that is no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} must be JSON where it is text, got {show(value)} ({error}); repair it") from error
 
 
 def array(name: str, value: object) -> list[Any]:
