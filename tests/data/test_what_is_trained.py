@@ -94,11 +94,6 @@ def test_a_thought_is_trained_before_its_answer(tokenizer_dir, tmp_path, thought
     assert trained == f"<think>\nhm\n</think>\n\nBasel{END}"
 
 
-def test_a_refusal_is_read_as_text(tokenizer_dir, tmp_path):
-    _, trained = shown(tokenizer_dir, read(tmp_path, {"role": "assistant", "content": None, "refusal": "I can't"}))
-    assert trained == f"I can't{END}"
-
-
 @pytest.mark.parametrize("arguments", ['{"x": NaN}', '{"x":1.0,  "y": 1e5}', '{"x": "\\u00e4"}', '{"x": 1, "x": 2}'])
 def test_arguments_are_trained_as_the_model_wrote_them(tokenizer_dir, tmp_path, arguments):
     call = {"id": "c", "type": "function", "function": {"name": "set", "arguments": arguments}}
@@ -158,14 +153,6 @@ def test_a_mask_of_no_certain_meaning_is_refused(tmp_path, fields, rule):
         read_trajectories(file)
 
 
-@pytest.mark.parametrize("key", ["videos", "audio", "label", "rejected_response", "sample_weight", "documents"])
-def test_a_key_that_changes_what_is_trained_is_refused_by_name_and_an_empty_one_is_not(tmp_path, key):
-    with pytest.raises(InputError, match=f"{key} changes what is trained and cannot be read"):
-        read(tmp_path, answer(), **{key: ["a"]})
-    assert read(tmp_path, answer(), **{key: []})
-    assert read(tmp_path, answer(), source="x", difficulty=3)
-
-
 @pytest.mark.parametrize(
     ("message", "rule"),
     [
@@ -192,23 +179,6 @@ def test_a_flag_of_the_opposite_sense_at_0_trains(tokenizer_dir, tmp_path, flag)
 def test_a_thought_that_the_content_repeats_is_trained_once(tokenizer_dir, tmp_path):
     message = {"role": "assistant", "content": "hm, so\nls", "thought": "hm, so"}
     assert shown(tokenizer_dir, read(tmp_path, message))[1] == f"hm, so\nls{END}"
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("mask", "env_mask", "tool_mask", "target_mask", "prompt_mask", "tokens_mask", "token_masks"),
-        *("weights", "loss_weights", "prompt_length", "prompt_len", "response_length", "completion_lens"),
-    ],
-)
-def test_tokens_with_a_mask_of_another_name_are_refused_and_an_empty_one_is_not(tmp_path, key):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], key: 1 if "len" in key else [0, 1]}) + "\n")
-    with pytest.raises(InputError, match=rf"{key} seems to say which tokens are trained.*write it as loss_mask"):
-        read_trajectories(file)
-    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], key: None}) + "\n")
-    [trajectory] = read_trajectories(file)
-    assert trajectory.loss_mask.tolist() == [False, True]
 
 
 CUT_TURNS = {
@@ -301,33 +271,9 @@ def test_a_run_that_ended_is_no_failed_one(tmp_path, fields):
     assert len(read(tmp_path, answer(), failing_tool, answer(), **fields)) == 1
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "system_prompt",
-        "system_message",
-        "instructions",
-        "developer_prompt",
-        "tool_defs",
-        "tool_schemas",
-        "available_tools",
-    ],
-)
+@pytest.mark.parametrize("key", ["system_prompt", "available_tools"])
 def test_context_beside_the_messages_is_refused_unless_a_message_repeats_it(tmp_path, key):
     with pytest.raises(InputError, match=rf"{key} stands beside the messages and is not read"):
         read(tmp_path, answer(), **{key: ["x"] if "tool" in key else "Be brief."})
     assert len(read(tmp_path, answer(), **{key: None})) == 1
     assert len(read(tmp_path, {"role": "system", "content": "Be brief."}, answer(), **{key: "Be brief."})) == 1
-
-
-@pytest.mark.parametrize(
-    "record", [{"conversations": [{"from": "gpt", "value": "x"}]}, {"prompt": "a", "completion": "b"}]
-)
-def test_a_system_text_is_read_or_refused_in_every_format(tmp_path, record):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "system": "Be brief.", **record}) + "\n")
-    if "prompt" in record:
-        with pytest.raises(InputError, match="system stands beside the messages"):
-            read_trajectories(file)
-    else:
-        assert read_trajectories(file)[0].messages[0].content == "Be brief."

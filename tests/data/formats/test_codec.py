@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from treering.data import Message, ToolCall
 from treering.data.formats.codec import decode, encode
 from treering.errors import InputError
 
@@ -10,16 +9,6 @@ TOKENS = {"task_id": "a", "tokens": [5, 6, 7]}
 
 def chat(**message):
     return {"task_id": 1, "messages": [{"role": "assistant", "content": None, **message}]}
-
-
-@pytest.mark.parametrize("arguments", [{"query": "Zürich", "limit": 3}, '{"query": "Zürich",  "limit": 3}'])
-def test_tool_calls_read_alike_flat_or_nested(arguments):
-    spellings = [
-        {"name": "search", "arguments": arguments},
-        {"type": "function", "function": {"name": "search", "arguments": arguments}},
-    ]
-    expected = (Message(role="assistant", content=None, tool_calls=(ToolCall(name="search", arguments=arguments),)),)
-    assert [decode(chat(tool_calls=[spelling])).messages for spelling in spellings] == [expected] * 2
 
 
 @pytest.mark.parametrize("text", ['{"x":  1e-7}', '{"x": NaN}', "{broken", "[1, 2]", '"quoted"', ""])
@@ -31,11 +20,6 @@ def test_arguments_that_are_text_stay_the_text_that_the_model_wrote(text):
 def test_unknown_keys_are_ignored_and_null_fields_are_absent():
     trajectory = decode({**TOKENS, "rm_score": 0.3, "outcome": {"any": []}, "reward": None, "loss_mask": None})
     assert (trajectory.reward, trajectory.loss_mask, trajectory.tokens.tolist()) == (None, None, [5, 6, 7])
-
-
-def test_text_parts_join_to_one_content():
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    assert decode(chat(content=parts)).messages[0].content == "one two"
 
 
 def test_every_optional_field_arrives_with_its_type():

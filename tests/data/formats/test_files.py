@@ -52,16 +52,6 @@ def test_reading_what_was_written_gives_the_same_trajectories(tmp_path_factory, 
     assert [trajectory.messages for trajectory in read] == [trajectory.messages for trajectory in written]
 
 
-def test_equal_trajectories_are_equal_compressed_bytes(tmp_path):
-    trajectory = Trajectory(task_id=1, tokens=np.array([1], np.int32))
-    for name in ("a.jsonl.gz", "b.jsonl.gz"):
-        write_trajectories(tmp_path / name, [trajectory])
-    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
-    assert (
-        gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()) == b'{"task_id": 1, "format": "chat", "tokens": [1]}\n'
-    )
-
-
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     file = tmp_path / "set.jsonl"
     file.write_bytes(GOOD)
@@ -113,7 +103,7 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, line, message):
 def test_a_damaged_gzip_file_is_refused_by_name(tmp_path, content):
     file = tmp_path / "set.jsonl.gz"
     file.write_bytes(content)
-    with pytest.raises(InputError, match=r"set\.jsonl\.gz:\d+: not a whole gzip file"):
+    with pytest.raises(InputError, match=r"set\.jsonl\.gz: not a whole gzip file"):
         read_trajectories(file)
 
 
@@ -124,9 +114,11 @@ def test_a_missing_or_empty_file_is_refused_by_name(tmp_path, name, rule):
         read_trajectories(tmp_path / name)
 
 
-def test_writing_into_a_missing_folder_is_refused_by_name(tmp_path):
-    with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
-        write_trajectories(tmp_path / "absent" / "set.jsonl", [])
+def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path):
+    (tmp_path / "taken").write_text("")
+    for write, folder in ((write_trajectories, "absent"), (append_trajectories, "taken")):
+        with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
+            write(tmp_path / folder / "set.jsonl", [])
 
 
 @given(st.lists(st.lists(trajectories(), max_size=3), min_size=1, max_size=3).filter(any))
@@ -138,12 +130,6 @@ def test_appending_in_parts_gives_the_file_that_writing_at_one_time_gives(tmp_pa
     assert (folder / "new" / "parts.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
 
 
-def test_a_file_that_cannot_be_appended_to_is_refused_by_name(tmp_path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
-        append_trajectories(tmp_path / "taken" / "set.jsonl", [])
-
-
 @pytest.mark.parametrize("whole", [b"", b'{"a": 1}\n', b'{"a": 1}\n\n{\n'])
 @pytest.mark.parametrize("torn", [b"{", b'{"a": "\xc3', b'{"a": 1', b"[" * 100_000])
 def test_a_torn_last_line_is_left_out_with_one_warning(tmp_path, whole, torn):
@@ -153,10 +139,6 @@ def test_a_torn_last_line_is_left_out_with_one_warning(tmp_path, whole, torn):
     with pytest.warns(DataWarning, match=f"{file}:{line}: the last line is torn") as warned:
         assert b"".join(line for _, line in whole_lines(file)) == whole.replace(b"\n\n", b"\n")
     assert len(warned) == 1
-
-
-@pytest.mark.parametrize("text", [b"", b'{"a": 1}', b'{"a": 1}\n', b"{\n", b"{\n{}\n"])
-def test_a_line_that_was_written_whole_is_given(tmp_path, text):
-    file = tmp_path / "log.jsonl"
-    file.write_bytes(text)
-    assert b"".join(line for _, line in whole_lines(file)) == text
+    for written in (b"", b'{"a": 1}', b"{\n{}\n"):
+        file.write_bytes(written)
+        assert b"".join(line for _, line in whole_lines(file)) == written

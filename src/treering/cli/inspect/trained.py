@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from treering.data import RenderedTrajectory, TaskId
 from treering.data.cache.dataset import TokenDataset
+from treering.data.pictures.decode import thumbnail_uri
 from treering.data.pictures.stored import StoredPicture
-from treering.data.pictures.thumbnail import thumbnail_uri
 from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import InputError
 from treering.tree.pictures import PictureTable

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from treering.data.formats.codec import CONTEXT_KEYS, decode
 from treering.data.formats.containers import read_records
-from treering.data.formats.fields import is_blank
+from treering.data.formats.fields import is_blank, placed
 from treering.data.formats.pictures import BEFORE_TEXT, with_pictures
 from treering.data.trajectory import Message, Trajectory
 from treering.data.unicode import valid_text
@@ -84,19 +83,6 @@ def prompt_lines(path: Path) -> Iterator[PromptLine]:
         with placed(where):
             line = _line(record, where)
         yield line
-
-
-@contextmanager
-def placed(where: str) -> Iterator[None]:
-    """Begins what is refused inside with its place, unless it names it itself as errors of pictures do."""
-    try:
-        yield
-    except InputError as error:
-        if str(error).startswith(f"{where}: "):
-            raise
-        raise InputError(f"{where}: {error}") from error
-    except (RecursionError, OverflowError) as error:
-        raise InputError(f"{where}: a line that cannot be read ({error}); repair it") from error
 
 
 class _ExactFloat(float):

@@ -14,13 +14,14 @@ from treering.data.cache.build import kept_warnings
 from treering.data.cache.dataset import DatasetFacts
 from treering.data.cache.key import code_digest
 from treering.data.cache.open import open_built, unchanged
+from treering.data.formats.fields import placed
 from treering.data.formats.pictures import BEFORE_TEXT
 from treering.data.rendering.rendered_trajectory import RenderedTrajectory
 from treering.data.rendering.renderer import Renderer
 from treering.data.rendering.script import TURN_END
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, InputError
-from treering.rl.tasks.prompt_lines import PromptLine, placed, prompt_lines
+from treering.rl.tasks.prompt_lines import PromptLine, prompt_lines
 from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.score import Score

@@ -6,7 +6,7 @@ Source: data/README.md of LLaMA-Factory.
 from collections.abc import Mapping
 from typing import Any
 
-from treering.data.formats.adapters.preference import preference_pair
+from treering.data.formats.adapters.trl import preference_pair
 from treering.data.formats.codec import check_readable
 from treering.data.formats.fields import array, is_blank, number_field, parsed, show, text_field
 from treering.data.formats.messages import decode_messages

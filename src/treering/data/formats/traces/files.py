@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from treering.data.formats.fields import placed
 from treering.data.formats.files import numbered_lines, parse_line, write_lines
 from treering.data.formats.traces.record import decode_traces, encode_trace
 from treering.data.trace import Reason, Trace
@@ -32,7 +33,10 @@ def read_traces(path: str | os.PathLike[str]) -> list[Trace]:
     Example: `[t for trace in read_traces("traces.jsonl") for t in trace.trajectories()]`.
     """
     file = Path(path)
-    lines = [parse_line(file, number, line, decode_traces) for number, line in numbered_lines(file)]
+    lines = []
+    for number, line in numbered_lines(file):
+        with placed(f"{file}:{number}"):
+            lines.append(decode_traces(parse_line(file, number, line)))
     traces = [trace for found in lines for trace in found]
     if not traces:
         raise InputError(f"{file}: a file of traces holds at least one trace, got 0 in {len(lines)} lines; check it")
