@@ -63,7 +63,6 @@ def test_chats_with_and_without_a_task_are_one_format(tmp_path):
         ({"source": "user", "action": "message"}, "it is one event of OpenHands"),
         ({"text": "a"}, "nothing says what the policy wrote"),
         ({"example_id": 1, "completion": [ANSWER]}, "it looks most like .*, and prompt"),
-        ({"mesages": TALK}, "it looks most like .*, which has messages instead of mesages; rename it"),
         ({"a": 1}, "no format has a record with the keys a: treering has task_id and messages"),
         ({}, "no format has a record with the keys none"),
         ({"conversations": []}, "it looks most like sharegpt, and conversations is missing or empty"),

@@ -18,7 +18,7 @@ from treering.data.rendering.encoder import Encoder
 from treering.errors import DataWarning, InputError, StateError
 from treering.rl.tasks import prompts_file
 from treering.rl.tasks.prompts_file import PromptsFile
-from treering.rl.tasks.stored_prompts import ChosenPrompts, PromptWriter
+from treering.rl.tasks.stored_prompts import ChosenPrompts, PromptWriter, prompt_of
 from treering.rl.tasks.task import Prompt
 
 
@@ -49,9 +49,10 @@ def columns_of(number: int) -> dict[str, object]:
 
 
 def test_prompts_are_those_that_were_given_in_any_order_and_slice() -> None:
-    with PromptWriter(rows_of(18)) as writer:
+    rows = rows_of(18)
+    with PromptWriter(rows) as writer:
         # Every second row.
-        given = [writer.prompt(2 * number, number or "zero", None, columns_of(number)) for number in range(9)]
+        given = [prompt_of(rows, 2 * number, number or "zero", None, columns_of(number)) for number in range(9)]
         for number, prompt in enumerate(given):
             writer.add(2 * number, prompt)
         stored = writer.prompts()
@@ -72,7 +73,7 @@ def test_prompts_take_sixteen_bytes_each_beside_their_rows() -> None:
     try:
         with PromptWriter(rows) as writer:
             for number in range(2000):
-                writer.add(number, writer.prompt(number, number, None, columns_of(number)))
+                writer.add(number, prompt_of(rows, number, number, None, columns_of(number)))
             stored = writer.prompts()
         held, _ = tracemalloc.get_traced_memory()
     finally:

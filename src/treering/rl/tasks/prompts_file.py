@@ -1,7 +1,7 @@
 """Prompts from a file of records, as text or chat messages, with a reward on the text of the response."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date as Date
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.score import Score
 from treering.rl.tasks.stop_tokens import find_stop_tokens
-from treering.rl.tasks.stored_prompts import PromptWriter
+from treering.rl.tasks.stored_prompts import PromptWriter, prompt_of
 from treering.rl.tasks.task import Prompt, Task, prompt_id_of
 from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
 from treering.types import PromptId
@@ -186,7 +186,7 @@ class PromptsFile(Task):
                 for row, line in zip(range(tokens.num_rows), prompt_lines(path), strict=False):
                     with placed(line.where):
                         self._check_answer(line)
-                        prompt = writer.prompt(row, line.prompt_id, line.answer, line.columns)
+                        prompt = prompt_of(tokens, row, line.prompt_id, line.answer, line.columns)
                         is_kept = self._kept.takes(prompt, has_id=line.prompt_id is not None)
                     if is_kept:
                         writer.add(row, prompt)
@@ -196,7 +196,7 @@ class PromptsFile(Task):
 
     def _build(self, path: Path, draft: Path) -> DatasetFacts:
         """Writes the tokens of all lines up to the last prompt that is kept; refuses what `_read` would refuse."""
-        kept, num_lines, num_unplaced = self._kept.anew(), 0, 0
+        kept, num_lines, num_unplaced = replace(self._kept, ids=set()), 0, 0
         with kept_warnings() as said:
             with ArrayWriter(draft) as writer:
                 for line in prompt_lines(path):
@@ -246,10 +246,6 @@ class _Kept:
     ids: set[PromptId] = field(default_factory=set)
     num_overlong: int = 0
     num_duplicates: int = 0
-
-    def anew(self) -> "_Kept":
-        """The same limits before the first prompt."""
-        return _Kept(max_prompts=self.max_prompts, max_tokens=self.max_tokens)
 
     @property
     def extent(self) -> dict[str, Any]:

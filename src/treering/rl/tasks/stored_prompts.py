@@ -17,10 +17,24 @@ from treering.types import PromptId
 _RELEASE_BYTES = 1 << 26
 
 
+def prompt_of(
+    tokens: TokenDataset, row: int, prompt_id: PromptId | None, answer: str | None, columns: Mapping[str, Any]
+) -> Prompt:
+    """The prompt of a row of tokens and pictures; without an id it is named by what it shows."""
+    ids, pictures = tokens.tokens(row), tokens.placed(row)
+    return Prompt(
+        prompt_id=prompt_id_of(ids, pictures) if prompt_id is None else prompt_id,
+        tokens=ids,
+        pictures=pictures,
+        answer=answer,
+        columns=columns,
+    )
+
+
 class PromptWriter(Closing):
     """Writes what prompts have beside their tokens, in a `with` statement; what `prompts` gives may be read after it.
 
-    Example: after `writer.add(2, writer.prompt(2, "a", "4", {}))`, `writer.prompts()[0]` has the tokens of row 2.
+    Example: after `writer.add(2, prompt)`, `writer.prompts()[0]` has the tokens of row 2 and the prompt's columns.
     """
 
     def __init__(self, tokens: TokenDataset) -> None:
@@ -40,10 +54,6 @@ class PromptWriter(Closing):
         # What a full disk has refused is refused again.
         with suppress(OSError):
             self._file.close()
-
-    def prompt(self, row: int, prompt_id: PromptId | None, answer: str | None, columns: Mapping[str, Any]) -> Prompt:
-        """The prompt of a row of the tokens; without an id it is named by what it shows."""
-        return _prompt(self._tokens, row, prompt_id, answer, columns)
 
     def add(self, row: int, prompt: Prompt) -> None:
         """Adds the prompt of a row.
@@ -120,7 +130,7 @@ class _StoredPrompts(Sequence[Prompt]):
         content = self._content[self._ends[numbers] : self._ends[numbers + 1]]
         self._count(len(content))
         # The process has written it itself, into a file that no other can name.
-        return _prompt(self._tokens, self._rows[numbers], *pickle.loads(content))
+        return prompt_of(self._tokens, self._rows[numbers], *pickle.loads(content))
 
     def _count(self, num_bytes: int) -> None:
         """Gives pages that were read back to the system now and then."""
@@ -128,19 +138,6 @@ class _StoredPrompts(Sequence[Prompt]):
         if self._num_read > _RELEASE_BYTES:
             self._num_read = 0
             self._content.madvise(mmap.MADV_DONTNEED)
-
-
-def _prompt(
-    tokens: TokenDataset, row: int, prompt_id: PromptId | None, answer: str | None, columns: Mapping[str, Any]
-) -> Prompt:
-    ids, pictures = tokens.tokens(row), tokens.placed(row)
-    return Prompt(
-        prompt_id=prompt_id_of(ids, pictures) if prompt_id is None else prompt_id,
-        tokens=ids,
-        pictures=pictures,
-        answer=answer,
-        columns=columns,
-    )
 
 
 def _cannot_write(error: OSError) -> StateError:
