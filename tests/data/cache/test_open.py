@@ -177,7 +177,7 @@ def test_a_damaged_byte_anywhere_is_found_and_the_cache_is_built_again(tmp_path:
     assert len(names) == 12
     for name in names:
         content = (whole / name).read_bytes()
-        for place in range(0, len(content), max(1, len(content) // 40)):
+        for place in range(0, len(content), max(1, len(content) // 6)):
             damaged = bytearray(content)
             damaged[place] ^= 1
             (entry.folder / name).write_bytes(damaged)

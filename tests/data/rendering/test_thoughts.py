@@ -32,7 +32,7 @@ KEPT = "<think>\n{{ m.reasoning_content }}\n</think>\n\n"
         ("<think>", "</think>", "<think></think>"),
         ("[THINK]", "", "[THINK][/THINK]"),
         ("<|START_THINKING|>", "", "<|START_THINKING|><|END_THINKING|>"),
-        ("<|channel>thought\\n", "", "<|channel>thought\n<channel|>"),
+        ("<|channel>thought\n", "", "<|channel>thought\n<channel|>"),
     ],
 )
 def test_an_answer_without_a_thought_never_stands_inside_an_opened_one(tokenizer_dir, tmp_path, opening, after, lead):

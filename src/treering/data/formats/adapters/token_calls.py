@@ -55,9 +55,7 @@ def _mask(record: Mapping[str, Any], size: int, where: str) -> LossMask | None:
                 f"{where}{key} has one entry per sampled token: {size} tokens, {mask.size} entries; align it"
             )
     if len({mask.tobytes() for mask in masks.values()}) > 1:
-        raise InputError(
-            f"{where.removesuffix('.') or 'it'} has different masks in {', '.join(masks)}; keep one of them"
-        )
+        raise InputError(f"{where}{' and '.join(masks)} are different masks; keep one of them")
     return next(iter(masks.values()), None)
 
 
