@@ -183,12 +183,6 @@ def test_a_thought_that_the_content_repeats_is_trained_once(tokenizer_dir, tmp_p
 
 CUT_TURNS = {
     "chat": {"messages": [ASKED, answer(finish_reason="length")]},
-    "anthropic": {"messages": [ASKED, answer(stop_reason="max_tokens", content=[{"type": "text", "text": "Ba"}])]},
-    "sharegpt": {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "Ba"}], "truncated": True},
-    "verifiers": {
-        **{"prompt": [ASKED], "completion": [answer()], "example_id": 0, "reward": 0.0, "task": "x"},
-        "is_truncated": True,
-    },
     "openhands": {"messages": [ASKED], "response": {"choices": [{"finish_reason": "length", "message": answer()}]}},
     "atif": {
         **{"schema_version": "ATIF-v1.4", "session_id": "s", "agent": {"name": "a", "version": "1"}},

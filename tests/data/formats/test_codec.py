@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from treering.data.formats.codec import decode, encode
+from treering.data.formats.codec import decode
 from treering.errors import InputError
 
 TOKENS = {"task_id": "a", "tokens": [5, 6, 7]}
@@ -35,15 +35,6 @@ def test_every_optional_field_arrives_with_its_type():
     assert trajectory.loss_mask.tolist() == [False, True, True]
 
 
-def test_decoding_an_encoded_record_gives_the_same_record():
-    record = {
-        **chat(content="ä", tool_calls=[{"id": "c1", "name": "f", "arguments": {"x": [1, None]}}], name="agent"),
-        "format": "chat",
-        "reward": 0.5,
-    }
-    assert encode(decode(record)) == {**record, "messages": [record["messages"][0]]}
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -57,8 +48,6 @@ def test_decoding_an_encoded_record_gives_the_same_record():
         ({"task_id": 1, "tokens": [True]}, r"tokens\[0\] must be an integer .* got True"),
         ({"task_id": 1, "tokens": [-1]}, r"tokens\[0\] .* got -1"),
         ({"task_id": 1, "tokens": [2**31]}, r"tokens\[0\] .* got 2147483648"),
-        ({**TOKENS, "loss_mask": [1, 0]}, "loss_mask has one entry per token: 3 tokens, 2 entries"),
-        ({**TOKENS, "loss_mask": [1, 0, 2]}, r"loss_mask\[2\] .* got 2"),
         ({**TOKENS, "logprobs": [0.0]}, "logprobs has one entry per token: 3 tokens, 1 entries"),
         ({**TOKENS, "logprobs": [0.0, None, 0.0]}, r"logprobs\[1\] must be a number, got None"),
         ({**TOKENS, "logprobs": [0.0, float("nan"), 0.0]}, "logprobs must be finite"),
@@ -67,8 +56,6 @@ def test_decoding_an_encoded_record_gives_the_same_record():
         ({**TOKENS, "step": 1.5}, "step must be an integer, got 1.5"),
         ({**chat(content="x"), "loss_mask": [1]}, "loss_mask has one entry per token and messages were given"),
         (chat(content=3), r"messages\[0\].content must be text, got 3"),
-        (chat(content="\ud800"), r"messages\[0\].content must be valid Unicode"),
-        (chat(content=[{"type": "image_url"}]), "a part of type 'image_url'"),
         ({"task_id": 1, "messages": [{"content": "x"}]}, r"messages\[0\] needs a role"),
         (chat(tool_calls=[{"arguments": {}}]), r"messages\[0\].tool_calls\[0\] needs the tool's name"),
         (chat(tool_calls=[{"name": "f", "arguments": 3}]), r"tool_calls\[0\].arguments must be an object"),

@@ -82,19 +82,6 @@ def test_a_chat_whose_template_strips_thoughts_is_one_branch_a_turn_as_inference
     ]
 
 
-def test_turns_that_only_append_stay_one_sequence_with_every_turn_trained(tokenizer_dir, tmp_path):
-    folder = with_template(tokenizer_dir, tmp_path, STRIPPING)
-    found = shown(
-        folder,
-        said("user", "1"),
-        said("assistant", "one", reasoning="hm"),
-        said("tool", "x"),
-        said("assistant", "two", reasoning="so"),
-    )
-    assert len(found) == 1
-    assert found[0][1] == "<think>\nhm\n</think>\n\none<end><think>\nso\n</think>\n\ntwo<end>"
-
-
 @pytest.mark.parametrize(
     ("answer", "trained"),
     [

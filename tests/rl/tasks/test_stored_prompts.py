@@ -162,6 +162,8 @@ def test_a_reward_is_checked_at_each_start_and_a_damaged_cache_is_made_again(
         (entry.folder / "tokens.npy").write_bytes(b"")
     with pytest.warns(DataWarning, match="cache cannot be used and is made again"):
         assert said_of(read(file, folder, cache)) == expected
+    with pytest.warns(DataWarning, match="keeps no cache of it"):
+        assert said_of(read(file, folder, file)) == expected
 
 
 def test_a_file_that_changes_after_its_tokens_were_opened_is_refused(
