@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_refused_with_file_line_trace_and_node(
         read_traces(file)
 
 
-@pytest.mark.parametrize(("content", "expected"), [("", "got 0 in 0 lines"), ("{", ":1: a line must be one JSON")])
+@pytest.mark.parametrize(("content", "expected"), [("", "got 0 in 0 lines"), ("{", ":1: a JSON document holds")])
 def test_a_file_without_traces_and_a_broken_line_are_refused(tmp_path: Path, content: str, expected: str) -> None:
     file = tmp_path / "traces.jsonl"
     file.write_text(content)

@@ -1,5 +1,6 @@
 """The records of a file or folder, whatever holds them: JSON Lines, one JSON document, or a table."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,7 +12,6 @@ from treering.data.formats.files import (
     first_bytes,
     is_json,
     numbered_lines,
-    parse_line,
     whole_lines,
 )
 from treering.data.formats.json_document import document_records
@@ -120,7 +120,14 @@ def _line_records(
     path: Path, lines: Iterable[tuple[int, bytes]], parse_float: Callable[[str], float] | None
 ) -> Iterator[tuple[str, object]]:
     for number, line in lines:
-        yield f"{path}:{number}", parse_line(path, number, line, parse_float)
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line, parse_float=parse_float)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: a line must be UTF-8, got {error}; convert the file") from error
+        except (ValueError, RecursionError, OverflowError) as error:
+            raise InputError(f"{where}: a line must be one JSON object ({error}); repair the line") from error
+        yield where, record
 
 
 def _is_object(text: bytes, path: Path) -> bool:

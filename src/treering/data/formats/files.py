@@ -8,7 +8,7 @@ import os
 import stat
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -231,17 +231,3 @@ def _zstd_stream(file: Path, stored: BinaryIO) -> BinaryIO:
     import pyarrow
 
     return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), 1 << 16))
-
-
-def parse_line(file: Path, number: int, line: bytes, parse_float: Callable[[str], float] | None = None) -> Any:
-    """The JSON value of a line.
-
-    Raises:
-        InputError: the line is not JSON; begins with file and line.
-    """
-    try:
-        return json.loads(line, parse_float=parse_float)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}:{number}: a line must be UTF-8, got {error}; convert the file") from error
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise InputError(f"{file}:{number}: a line must be one JSON object ({error}); repair the line") from error
