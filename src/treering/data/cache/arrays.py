@@ -6,7 +6,7 @@ R rendered trajectories   F their tokens   P distinct pictures
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -91,7 +91,7 @@ class ArrayWriter:
             if kind is None:
                 self._finish()
 
-    def add(self, rows: Iterable[RenderedTrajectory]) -> None:
+    def add(self, rows: Sequence[RenderedTrajectory]) -> None:
         """Adds rows."""
         for one in rows:
             numbers = [self._pictures.number_of(placed.picture, self._add_content) for placed in one.pictures]
@@ -99,7 +99,7 @@ class ArrayWriter:
             values = {"picture_starts": np.array(starts), "picture_numbers": np.array(numbers)}
             for name in FLAT:
                 self._add(name, values[name] if name in values else getattr(one, name))
-            self._rows += np.array(self._row(one), ROW).tobytes()
+        self._rows += np.array([self._row(one) for one in rows], ROW).tobytes()
 
     @property
     def picture_files(self) -> dict[str, str]:
