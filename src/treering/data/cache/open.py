@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treering.data.cache.build import OnBuild, ReadOptions, build, check_no_pairs
-from treering.data.cache.dataset import DatasetFacts, TokenDataset, no_processor
+from treering.data.cache.dataset import DatasetFacts, TokenDataset
 from treering.data.cache.folder import drafted, publish, remove
 from treering.data.cache.key import cache_key
 from treering.data.pictures.source import PictureSource
@@ -154,8 +154,8 @@ def _has_pictures(file: Path, digests: Mapping[str, str]) -> bool:
         return False
 
 
-def _opener(renderer: Renderer) -> OpenPicture:
-    return no_processor if renderer.tokenizer is None else renderer.processor.values
+def _opener(renderer: Renderer) -> OpenPicture | None:
+    return None if renderer.tokenizer is None else renderer.processor.values
 
 
 def _built(target: Path, file: Path, renderer: Renderer, make: Callable[[Path], DatasetFacts]) -> TokenDataset:
