@@ -47,11 +47,6 @@ class _CountedFile(io.FileIO):
         self._position.num_read += num_bytes
         return num_bytes
 
-    def readall(self) -> bytes:
-        content = super().readall()
-        self._position.num_read += len(content)
-        return content
-
 
 _PART_BYTES = 1 << 16
 
