@@ -4,14 +4,10 @@ Each key of the formats' specifications gets values of its type. A record with i
 it is refused, left out with a note, or read as something else; or the key is one of those that say nothing of training.
 """
 
-import json
-import warnings
-
 import pytest
 from tools.data_keys import BEGIN, END, PAGE, as_table
 
-from tests.data.formats.reading import ANSWER, QUESTION, RECORDS
-from treering.data import read_trajectories
+from tests.data.formats.reading import ANSWER, QUESTION, RECORDS, read
 from treering.errors import InputError
 
 
@@ -69,21 +65,17 @@ OF_A_MESSAGE: dict[str, list[object]] = {
 
 def outcome(tmp_path, record):
     """What is made of a record: its refusal, or what is trained of it with what was said."""
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps(record) + "\n")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            found = read_trajectories(file)
-        except InputError as error:
-            return "refused", str(error)
+    try:
+        found, said = read(tmp_path, record)
+    except InputError as error:
+        return "refused", str(error)
     trained = [
         (one.messages, one.tools, one.format)
         if one.tokens is None
         else (one.tokens.tolist(), None if one.loss_mask is None else one.loss_mask.tolist())
         for one in found
     ]
-    return trained, sorted(str(one.message) for one in said)
+    return trained, sorted(said)
 
 
 @pytest.mark.parametrize("name", RECORDS)

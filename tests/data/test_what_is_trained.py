@@ -1,22 +1,19 @@
 """What of a record is trained: one line per symptom of public bug reports, with the text that the loss covers."""
 
-import json
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tests.data.formats.reading import read as read_all
 from treering.data import read_trajectories, render
-from treering.errors import DataWarning, InputError
+from treering.errors import InputError
 
 ASKED = {"role": "user", "content": "Where?"}
 END = "<|im_end|>"
 
 
 def read(tmp_path, *messages, **fields):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "messages": [ASKED, *messages], **fields}) + "\n")
-    return read_trajectories(file)
+    return read_all(tmp_path, {"task_id": 1, "messages": [ASKED, *messages], **fields})[0]
 
 
 def shown(folder, trajectories) -> tuple[str, str]:
@@ -130,9 +127,7 @@ def test_data_cannot_write_a_turn_in_the_plain_form(tokenizer_dir, tmp_path):
 )
 @pytest.mark.parametrize("tokens", ["tokens", "input_ids"])
 def test_a_mask_of_any_name_says_which_tokens_are_trained(tmp_path, tokens, mask):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, tokens: [5, 6, 7, 8], **mask}) + "\n")
-    [rendered] = render(read_trajectories(file))
+    [rendered] = render(read_all(tmp_path, {"task_id": 1, tokens: [5, 6, 7, 8], **mask})[0])
     np.testing.assert_array_equal(rendered.loss_mask, [False, False, True, True])
 
 
@@ -147,10 +142,8 @@ def test_a_mask_of_any_name_says_which_tokens_are_trained(tmp_path, tokens, mask
     ],
 )
 def test_a_mask_of_no_certain_meaning_is_refused(tmp_path, fields, rule):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6, 7, 8], **fields}) + "\n")
     with pytest.raises(InputError, match=rf"set\.jsonl:1: .*{rule}"):
-        read_trajectories(file)
+        read_all(tmp_path, {"task_id": 1, "tokens": [5, 6, 7, 8], **fields})
 
 
 @pytest.mark.parametrize(
@@ -213,21 +206,16 @@ def whole(value):
 
 @pytest.mark.parametrize("name", CUT_TURNS)
 def test_a_record_whose_turn_was_cut_is_left_out_and_counted(tmp_path, name):
-    file = tmp_path / "set.jsonl"
-    records = [whole(CUT_TURNS[name]), CUT_TURNS[name]]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    with pytest.warns(DataWarning) as said:
-        [kept] = read_trajectories(file)
+    [kept], notes = read_all(tmp_path, whole(CUT_TURNS[name]), CUT_TURNS[name])
     assert kept.messages[-1].is_trained
-    [cut] = [str(one.message) for one in said if "was cut" in str(one.message)]
+    [cut] = [note for note in notes if "was cut" in note]
     assert cut.endswith("(1 of 2 records)")
 
 
 def test_a_tools_result_that_was_cut_and_token_ids_stay(tmp_path):
     assert len(read(tmp_path, answer(), {"role": "tool", "content": "a..", "truncated": True}, answer())) == 1
-    file = tmp_path / "tokens.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], "finish_reason": "length"}) + "\n")
-    assert len(read_trajectories(file)) == 1
+    ids = {"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], "finish_reason": "length"}
+    assert len(read_all(tmp_path, ids)[0]) == 1
 
 
 FAILED = {
@@ -245,12 +233,12 @@ FAILED = {
 @pytest.mark.parametrize("name", FAILED)
 @pytest.mark.parametrize("kind", ["messages", "tokens"])
 def test_a_failed_run_is_left_out_and_counted_and_may_be_kept(tmp_path, name, kind):
-    file = tmp_path / "set.jsonl"
     good = {"task_id": 1, **({"messages": [ASKED, answer()]} if kind == "messages" else {"tokens": [5, 6]})}
-    file.write_text("".join(json.dumps(record) + "\n" for record in (good, {**good, **FAILED[name]})))
-    with pytest.warns(DataWarning, match=r"its run failed or was not completed.*\(1 of 2 records\)"):
-        assert len(read_trajectories(file)) == 1
-    assert len(read_trajectories(file, failed="kept")) == 2
+    found, [said] = read_all(tmp_path, good, {**good, **FAILED[name]})
+    assert len(found) == 1
+    assert said.startswith("the record says that its run failed or was not completed")
+    assert said.endswith("(1 of 2 records)")
+    assert len(read_trajectories(tmp_path / "set.jsonl", failed="kept")) == 2
 
 
 @pytest.mark.parametrize(

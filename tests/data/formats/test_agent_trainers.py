@@ -1,21 +1,17 @@
 """Records of prime-rl, SkyRL, NeMo-RL, ART and rLLM: what is trained, with which log-probs, rewards and tasks."""
 
-import json
-
 import numpy as np
 import pytest
 
-from treering.data import read_trajectories
-from treering.errors import DataWarning, InputError
+from tests.data.formats.reading import read as read_all
+from treering.errors import InputError
 
 ASKED = {"role": "user", "content": "Where?"}
 BASEL = {"role": "assistant", "content": "Basel"}
 
 
-def read(tmp_path, *records, format="auto"):
-    file = tmp_path / "set.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_trajectories(file, format)
+def read(tmp_path, *records):
+    return read_all(tmp_path, *records)[0]
 
 
 PRIME = {
@@ -82,14 +78,13 @@ def test_a_message_log_of_nemo_rl_trains_the_assistants_tokens(tmp_path):
 
 
 def test_a_log_that_counts_nothing_is_left_out(tmp_path):
-    with pytest.warns(DataWarning, match="left out"):
-        assert len(read(tmp_path, NEMO, {**NEMO, "loss_multiplier": 0.0})) == 1
+    found, [note] = read_all(tmp_path, NEMO, {**NEMO, "loss_multiplier": 0.0})
+    assert (len(found), "left out" in note) == (1, True)
 
 
 def test_choices_of_art_are_trained_and_messages_are_context(tmp_path):
     other = {"messages_and_choices": [ASKED, BASEL, ASKED, {"message": {"role": "assistant", "content": "Bern"}}]}
-    with pytest.warns(DataWarning, match="no task is named"):
-        one, more = read(tmp_path, {**ART, "additional_histories": [other]})
+    one, more = read(tmp_path, {**ART, "additional_histories": [other]})
     assert [message.is_trained for message in one.messages] == [False, True]
     assert [message.is_trained for message in more.messages] == [False, False, False, True]
     assert one.task_id == more.task_id
