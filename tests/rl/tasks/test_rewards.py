@@ -85,7 +85,7 @@ def test_a_reward_is_found_by_name_or_by_path() -> None:
     assert find_reward("exact_answer") is exact_answer
     assert find_reward("contains_answer") is contains_answer
     assert find_reward("treering.rl.tasks.rewards.named:exact_answer") is named.exact_answer
-    assert find_reward("treering.data.formats.files:read_whole") is files.read_whole
+    assert find_reward("treering.data.formats.files:first_bytes") is files.first_bytes
 
 
 @pytest.mark.parametrize(
