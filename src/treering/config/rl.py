@@ -293,7 +293,12 @@ class RlConfig(Config):
                 "drafts; remove it"
             )
         if engine.kind == "vllm":
-            check_vllm(engine, self.sampling, old_logprobs=self.rl.old_logprobs)
+            check_vllm(
+                engine,
+                self.sampling,
+                old_logprobs=self.rl.old_logprobs,
+                verify_costs=self.history.verify_costs,
+            )
         return self
 
     @model_validator(mode="after")

@@ -133,7 +133,6 @@ def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) 
             "min_acceptance": history.min_acceptance,
             "policy": history.policy,
             "sources": history.sources,
-            "costs": "none" if history.verify_costs == "fixed" else "observed",
         },
     )
     settings = LLMSettings(

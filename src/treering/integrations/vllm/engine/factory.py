@@ -5,10 +5,10 @@ from typing import Any
 from torch import nn
 
 from treering.engine.stop_strings import Decode
-from treering.integrations.vllm.engine.draft_link import LearntState
+from treering.history.draft.drafter import Drafter
 from treering.integrations.vllm.engine.launch import LLMSettings, make_llm
+from treering.integrations.vllm.engine.llm_requirements import Verification
 from treering.integrations.vllm.engine.sampling import Truncated
-from treering.integrations.vllm.engine.verification import Verification
 from treering.integrations.vllm.engine.vllm_engine import VLLMEngine
 
 
@@ -35,7 +35,7 @@ class VLLMEngineFactory:
         self._verification: Verification = verification
         self._llm: Any = None
 
-    def __call__(self, drafter: LearntState | None, version: int) -> VLLMEngine:
+    def __call__(self, drafter: Drafter | None, version: int) -> VLLMEngine:
         """An engine with the model's present weights; the one before it must be idle, and is not used again.
 
         Args:
