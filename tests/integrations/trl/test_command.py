@@ -1,6 +1,5 @@
 """`treering trl` is TRL's command line: its options, its scripts, with the tree in it."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -87,13 +86,3 @@ def test_an_unknown_script_is_refused_by_name(
 ) -> None:
     assert call(monkeypatch, "ppo") == 2
     assert "runs dpo, grpo, sft, got 'ppo'" in capsys.readouterr().err
-
-
-def test_the_tree_trainers_take_trls_configurations(tmp_path: Path) -> None:
-    from treering.integrations.trl import TreeGRPOTrainer, TreeSFTTrainer
-
-    for make, trainer in ((runs.sft, TreeSFTTrainer), (runs.grpo, TreeGRPOTrainer)):
-        made = make(runs.saved(), tmp_path, trainer=trainer, max_steps=1)
-        made.train()
-        assert made.shared_prefixes.difference is not None
-        assert json.dumps(made.state.log_history)

@@ -22,9 +22,9 @@ def history_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def without_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings under which each step drafts whatever it gains, by no clock, and history is read when asked."""
+    """Settings under which each step drafts whatever it gains, and history is read when asked."""
     file = tmp_path_factory.mktemp("settings") / "drafts.toml"
-    file.write_text('costs = "none"\nmin_gain = 0\nrefresh_interval_s = 0\n')
+    file.write_text("min_gain = 0\nrefresh_interval_s = 0\n")
     return file
 
 
