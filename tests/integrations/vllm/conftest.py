@@ -49,34 +49,39 @@ def plain_llm(model_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def drafting_llm(model_folder: Path, history_folder: Path, without_clock: Path) -> Iterator[Any]:
-    """With drafts from `history_folder`, read when asked, and with request identity."""
-    from tests.integrations.vllm.in_process import DRAFTS, make_llm
-    from treering.integrations.vllm import register
+def draft_settings(history_folder: Path, without_clock: Path) -> Iterator[dict[str, Any]]:
+    """What an LLM in this process is made with, once its environment names `history_folder`, read when asked."""
+    from tests.integrations.vllm.in_process import DRAFTS
 
-    register()
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TREERING_HISTORY", str(history_folder))
         environment.setenv("TREERING_VLLM_CONFIG", str(without_clock))
-        yield make_llm(model_folder, speculative_config=dict(DRAFTS), max_num_seqs=32)
+        yield DRAFTS
 
 
 @pytest.fixture(scope="session")
-def tight_llm(model_folder: Path, history_folder: Path, without_clock: Path) -> Any:
-    """With drafts, too little memory for its rows, and prompts that are computed in parts and kept."""
-    from tests.integrations.vllm.in_process import DRAFTS, K, make_llm
+def drafting_llm(model_folder: Path, draft_settings: dict[str, Any]) -> Any:
+    """With drafts and request identity."""
+    from tests.integrations.vllm.in_process import make_llm
+    from treering.integrations.vllm import register
 
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TREERING_HISTORY", str(history_folder))
-        environment.setenv("TREERING_VLLM_CONFIG", str(without_clock))
-        return make_llm(
-            model_folder,
-            speculative_config=dict(DRAFTS),
-            max_num_seqs=16,
-            max_num_batched_tokens=64 + 16 * (K + 1),
-            enable_chunked_prefill=True,
-            enable_prefix_caching=True,
-            block_size=32,
-            num_gpu_blocks_override=20,
-            disable_log_stats=False,
-        )
+    register()
+    return make_llm(model_folder, **draft_settings, max_num_seqs=32)
+
+
+@pytest.fixture(scope="session")
+def tight_llm(model_folder: Path, draft_settings: dict[str, Any]) -> Any:
+    """With drafts, too little memory for its rows, and prompts that are computed in parts and kept."""
+    from tests.integrations.vllm.in_process import K, make_llm
+
+    return make_llm(
+        model_folder,
+        **draft_settings,
+        max_num_seqs=16,
+        max_num_batched_tokens=64 + 16 * (K + 1),
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        block_size=32,
+        num_gpu_blocks_override=20,
+        disable_log_stats=False,
+    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tests
+from treering.rl.tasks.task import Prompt
 
 ROOT = Path(tests.__file__).parents[1]
 GROUP_SIZE, PROMPTS_PER_STEP, NUM_PROMPTS = 4, 2, 5
@@ -42,7 +43,7 @@ kind = "prompts"
 file = "prompts.jsonl"
 tokenizer = "words"
 template = "raw"
-reward = "tests.integrations.vllm.rewards:share_of_the_first_half"
+reward = "tests.integrations.vllm.runs:share_of_the_first_half"
 [sampling]
 max_tokens = 24
 [rl]
@@ -50,6 +51,12 @@ num_steps = 3
 prompts_per_step = {prompts_per_step}
 group_size = {group_size}
 """
+
+
+def share_of_the_first_half(prompt: Prompt, text: str) -> float:
+    """The share of words w0 to w13, which differs between rollouts and rises with training."""
+    words = text.split()
+    return sum(word in {f"w{i}" for i in range(14)} for word in words) / max(len(words), 1)
 
 
 def write_run(folder: Path) -> Path:

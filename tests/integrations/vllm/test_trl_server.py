@@ -2,10 +2,6 @@
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,12 +11,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.integrations.vllm.test_processes import ROOT, plugins
+from tests.integrations.vllm.llms import EXTENSION, K
+from tests.integrations.vllm.servers import plugins, served
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
-K = 6
-EXTENSION = "treering.integrations.vllm.WorkerExtension"
-DRAFTS = {"method": "custom_class", "model": "treering.integrations.vllm.HistoryProposer", "num_speculative_tokens": K}
 
 
 @pytest.fixture(scope="module")
@@ -40,38 +34,18 @@ def server(folder: Path) -> Iterator[str]:
     uv.parent.mkdir()
     uv.write_text("#!/bin/sh\n")
     uv.chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     flags = [
-        *("--host", "127.0.0.1", "--port", str(port), "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--worker-extension-cls", EXTENSION),
         *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
-        *("--worker-extension-cls", EXTENSION, "--speculative-config", json.dumps(DRAFTS)),
-        *("--enforce-eager", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "64"),
-        *("--kv-cache-memory-bytes", str(64 << 20), "--max-num-batched-tokens", "1024"),
+        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
     ]
-    environment = os.environ | {
-        "TREERING_HISTORY": str(folder / "history"),
-        "PATH": os.pathsep.join((str(uv.parent), os.environ["PATH"])),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, folder / "plugins"))),
-    }
-    # What `vllm serve` runs; that command looks for a distribution named vllm, and the one for CPUs has another name.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *flags]
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            # It listens to no signal while it starts, and leaves its processes behind where it is killed alone.
-            os.killpg(process.pid, signal.SIGKILL)
+    place = os.pathsep.join((str(uv.parent), os.environ["PATH"]))
+    paths = (folder / "plugins",)
+    with (
+        mock.patch.dict(os.environ, {"PATH": place}),
+        served(folder / "model", folder / "history", K, *flags, paths=paths) as address,
+    ):
+        yield address
 
 
 def update(client: Any, metadata: Any, named: Any) -> None:
