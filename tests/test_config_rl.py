@@ -173,6 +173,7 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
     [
         (["engine.kind=vllm", "engine.backend=plain"], 'engine.kind = "vllm" has no backend'),
         (["engine.kind=vllm", "engine.duplicate_rows=each", "engine.continuation=prefill"], "duplicate_rows and no"),
+        (["engine.kind=vllm", "history.verify_costs=measured"], 'no history.verify_costs = "measured", which'),
         (["engine.kind=vllm", "sampling.top_k=5"], 'rl.old_logprobs = "recomputed"'),
         (["engine.kind=vllm", "sampling.repetition_penalty=1.1"], 'rl.old_logprobs = "recomputed"'),
         (["engine.verification=exact"], 'engine.kind is "torch"'),
