@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +27,6 @@ from treering.runtime.ipc.launcher import Launcher
 from treering.runtime.pipeline import PipelineLoop
 
 NUM_STEPS = 6
-KINDS = ("rollout worker 0", "rollout worker 1", "reward worker", "trainer")
 NUM_PROCESSES = 5
 """Two rollout workers, two reward workers, the trainer."""
 
@@ -70,48 +67,6 @@ def test_trainer_ranks_that_may_be_elsewhere_give_the_weights_of_one_trainer(
         assert_same(run(loop, NUM_STEPS), undisturbed)
         assert "trainer rank 1" in loop.pids
         assert is_complete(loop.account)
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_leave_the_same_weights_and_an_exact_account(launcher: Launcher) -> None:
-    num_kills, num_trainer_ranks = 8, 2
-    num_steps = max(NUM_STEPS, num_kills)
-    generator = random.Random(num_kills)
-    moments = sorted(generator.sample(range(5, 10 * num_steps), num_kills))
-    kinds = [generator.choice([*KINDS, "trainer rank 1"]) for _ in moments]
-    with pipeline(num_steps=num_steps, staleness=1) as loop:
-        expected = run(loop, num_steps)
-    due = dict(zip(moments, kinds, strict=True))
-    ranks = pipeline(
-        num_steps=num_steps, staleness=1, launcher=launcher, num_trainer_ranks=num_trainer_ranks, ranks="gathered"
-    )
-    with killing(due) as dead, ranks as loop:
-        result = run(loop, num_steps)
-        account = loop.account
-    assert dead == kinds
-    assert_same(result, expected)
-    assert is_complete(account, account.scheduled)
-    assert account.worker_deaths == sum(kind.startswith("rollout") for kind in kinds)
-    assert account.reward_worker_deaths == kinds.count("reward worker")
-    num_trainer_kills = sum(kind.startswith("trainer") for kind in kinds)
-    # Ranks die together, so two kills of different ranks one right after the other are one death.
-    assert num_trainer_kills / num_trainer_ranks <= account.trainer_deaths <= num_trainer_kills
-
-
-@pytest.mark.slow
-def test_an_actor_that_hangs_with_work_is_replaced(undisturbed: Result, launcher: Launcher) -> None:
-    # Longer than an actor takes to start on a busy machine, as one that is on its way is silent too.
-    stopping = killing({9: "rollout worker 0"}, signal.SIGSTOP)
-    with (
-        stopping as hung,
-        pipeline(num_steps=NUM_STEPS, staleness=1, worker_time_limit_s=60.0, launcher=launcher) as loop,
-    ):
-        result = run(loop, NUM_STEPS)
-        account = loop.account
-    assert hung == ["rollout worker 0"]
-    assert_same(result, undisturbed)
-    assert is_complete(account)
-    assert account.worker_deaths >= 1
 
 
 @pytest.mark.slow

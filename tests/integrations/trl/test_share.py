@@ -106,19 +106,15 @@ def test_a_trainer_shares_once_and_undo_restores_it(tmp_path: Path, capsys: pyte
     assert (trainer.model.forward, trainer.ref_model.forward) == forwards
 
 
-@pytest.mark.parametrize("make", [runs.grpo, runs.dpo])
-def test_evaluation_and_generation_do_not_enter_the_tree(make: Any, tmp_path: Path) -> None:
-    trainer = make(runs.saved(), tmp_path, **({"beta": 0.1} if make is runs.grpo else {}))
+def test_evaluation_and_generation_do_not_enter_the_tree(tmp_path: Path) -> None:
+    trainer = runs.grpo(runs.saved(), tmp_path, beta=0.1)
     handle = share_prefixes(trainer)
-    trainer.__dict__.pop("_generate_single_turn", None)
-    trainer.evaluate(trainer.train_dataset.select(range(4)) if make is runs.grpo else trainer.train_dataset)
+    del trainer._generate_single_turn
+    trainer.evaluate(trainer.train_dataset.select(range(4)))
+    trainer.model.train()
+    prompt_ids = trainer._tokenize_prompts(trainer.train_dataset["prompt"][:4])[0]
+    assert len(trainer._generate_single_turn(prompt_ids, None, {}, 4)[0]) == 4
     assert [patched.take_counts().num_calls for patched in handle._patches] == [0, 0]
-    if make is runs.grpo:
-        trainer.model.train()
-        prompt_ids = trainer._tokenize_prompts(trainer.train_dataset["prompt"][:4])[0]
-        generated, _ = trainer._generate_single_turn(prompt_ids, None, {}, 4)
-        assert len(generated) == 4
-        assert handle._patches[0].take_counts().num_calls == 0
 
 
 def test_training_after_undo_under_autocast_is_the_stock_path(tmp_path: Path) -> None:

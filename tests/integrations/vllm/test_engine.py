@@ -17,7 +17,8 @@ from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
 from treering.integrations.vllm import VLLMEngine
-from treering.integrations.vllm.engine.sampling import noise_seed
+from treering.integrations.vllm.engine.sampling import noise_seed, sampling_params
+from treering.integrations.vllm.request_args import read_request_args
 from treering.rl.loop import RlLoop
 from treering.rl.step_report import RlStepReport
 
@@ -269,3 +270,13 @@ def test_a_step_without_an_update_keeps_the_llm(host: Host) -> None:
     reports = learn(host, task=TinyTask(reward=lambda rollout: 1.0))
     assert [report.update for report in reports] == [None, None]
     assert all(report.engine.num_sampled > 0 for report in reports)
+
+
+def test_a_call_of_an_episode_names_a_prompt_without_tokens(host: Host) -> None:
+    """Its history has whole episodes, so none of a call's context is before them."""
+    found = {}
+    for call in (None, 0):
+        request = replace(sampled(1)[0], call=call)
+        params = sampling_params(request, num_tokens=8, vocab_size=64, seed=0, names_prompt=True)
+        found[call] = read_request_args(params.extra_args)
+    assert [found[call].num_prompt_tokens for call in (None, 0)] == [PROMPT.size, 0]

@@ -38,7 +38,6 @@ class Case:
 
 SEEDED = {"temperature": 1.0, "seed": 7}
 CASES = {
-    "greedy": Case(),
     "JSON schema": Case(params={"ignore_eos": False}, structure={"json": SCHEMA}),
     "choices": Case(params={"ignore_eos": False}, structure={"choice": CHOICES}),
     "min_tokens with stop tokens": Case(params={"min_tokens": 12, "stop_token_ids": list(range(1, VOCAB, 3))}),
