@@ -2,6 +2,8 @@
 
 import json
 import os
+from functools import cache
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -32,6 +34,9 @@ from treering.train.loop.adapters import weights_checksum
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.sft import LoopOptions
+
+if TYPE_CHECKING:
+    from treering.integrations.vllm.engine.launch import LLMSettings
 
 # Settings that change rounding at most, or only the length of a run. The same holds for [history] and for [engine]
 # except its seed: no rollout's tokens depend on them.
@@ -122,20 +127,37 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
 def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
     """Makes engines that share one LLM, which drafts from the run's history if drafts are on."""
-    from treering.integrations.vllm.engine.factory import VLLMEngineFactory
+    from treering.integrations.vllm.engine.launch import make_llm
+    from treering.integrations.vllm.engine.vllm_engine import VLLMEngine
+
+    # An LLM takes half a minute to start, and an engine none.
+    llm = cache(lambda: make_llm(model, _llm_settings(config, source)))
+
+    def make_engine(drafter: Drafter | None, version: int) -> VLLMEngine:
+        return VLLMEngine(
+            llm(),
+            model,
+            version=version,
+            seed=config.engine.seed,
+            decode=source.decode,
+            truncated="recompute" if config.rl.old_logprobs == "recomputed" else "refuse",
+            verification=config.engine.verification,
+            drafter=drafter,
+        )
+
+    return make_engine
+
+
+def _llm_settings(config: RlConfig, source: TaskSource) -> "LLMSettings":
     from treering.integrations.vllm.engine.launch import DraftsInVLLM, LLMSettings
 
     engine, history = config.engine, config.history
     drafts = DraftsInVLLM(
         history=config.run.dir / SHARED_HISTORY_FOLDER,
         max_draft=history.max_draft,
-        settings={
-            "min_acceptance": history.min_acceptance,
-            "policy": history.policy,
-            "sources": history.sources,
-        },
+        settings={name: getattr(history, name) for name in ("min_acceptance", "policy", "sources")},
     )
-    settings = LLMSettings(
+    return LLMSettings(
         max_batch=engine.max_batch,
         max_model_len=source.longest_prompt + config.sampling.max_tokens,
         num_slots=_num_slots(config, source),
@@ -143,14 +165,6 @@ def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) 
         max_prefill=engine.max_prefill,
         num_threads=_engine_threads(config),
         drafts=drafts if history.drafts == "on" else None,
-    )
-    return VLLMEngineFactory(
-        model,
-        settings,
-        seed=engine.seed,
-        decode=source.decode,
-        truncated="recompute" if config.rl.old_logprobs == "recomputed" else "refuse",
-        verification=engine.verification,
     )
 
 

@@ -1,6 +1,5 @@
 """Rollouts of TRL's trainers from the embedded engine: batched, drafted from earlier epochs, with their log-probs."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,9 +46,6 @@ class HistoryRollouts:
         drafts: see `Drafts`.
         max_loss: share of the sampling time that drafts may cost without paying back.
         max_batch: rollouts that run at once.
-        max_bytes: of the indexed history.
-        max_epochs: of the history, per prompt.
-        seed: of the noise; None is the trainer's.
         num_threads: torch threads while sampling; None leaves them as they are. A small model needs one.
 
     Raises:
@@ -68,9 +64,6 @@ class HistoryRollouts:
         drafts: Drafts = "auto",
         max_loss: float = 0.025,
         max_batch: int = 64,
-        max_bytes: int = 1 << 30,
-        max_epochs: int = 2,
-        seed: int | None = None,
         num_threads: int | None = None,
     ) -> None:
         """Waits for its trainer, which the first call or `attach` gives it."""
@@ -79,8 +72,8 @@ class HistoryRollouts:
         self._id_column, self._drafts = id_column, drafts
         self._is_compiled = is_compiled(propose)
         self._costs = ObservedCosts(max_loss=max_loss, load_s=LOAD_S if self._is_compiled else COMPILE_S)
-        self._history = DraftHistory(self._costs, max_bytes=max_bytes, max_epochs=max_epochs, clock=time.process_time)
-        self._engine = TrainerEngine(self._costs, max_batch=max_batch, seed=seed, num_threads=num_threads)
+        self._history = DraftHistory(self._costs)
+        self._engine = TrainerEngine(self._costs, max_batch=max_batch, num_threads=num_threads)
         self._trainer: Any = None
         self._first_step = 0
 
