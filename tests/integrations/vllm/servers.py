@@ -33,7 +33,7 @@ def plugins(folder: Path) -> None:
 
 @contextmanager
 def served(model: Path, history: Path, max_draft: int, *flags: str, paths: tuple[Path, ...] = ()) -> Iterator[str]:
-    """The address of a server that drafts from a history; `paths` come first where its modules are looked for."""
+    """The address of a server that drafts from a history; its modules are looked for in `paths`, too."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [
