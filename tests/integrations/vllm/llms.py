@@ -70,6 +70,17 @@ def make_llm(model: Qwen3ForCausalLM, folder: Path, **settings: Any) -> Any:
     return vllm.LLM(str(folder), **PLAIN | plain | settings)
 
 
+def greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Hugging Face's greedy continuations of prompts of one size."""
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(prompts)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    found: list[list[int]] = ids[:, len(prompts[0]) :].tolist()
+    return found
+
+
 def logprobs_of(model: torch.nn.Module, prompt: Any, tokens: Any, temperature: float = 1.0) -> Any:
     """Hugging Face's log-probs of tokens after a prompt, float64 [R]."""
     ids = torch.tensor([[*map(int, prompt), *map(int, tokens)]])

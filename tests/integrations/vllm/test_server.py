@@ -15,9 +15,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
-from tests.integrations.vllm.llms import EXTENSION, VOCAB, K
+from tests.integrations.vllm.llms import EXTENSION, VOCAB, K, greedy
 from tests.integrations.vllm.servers import asked, plugins, served
 from treering.history.store.store import HistoryStore
 from treering.types import hash_of_prompt
@@ -33,19 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("served")
 
 
-def greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Hugging Face's greedy continuations."""
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor(prompts)
-    with torch.no_grad():
-        for _ in range(NUM_TOKENS):
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    found: list[list[int]] = ids[:, PROMPT_SIZE:].tolist()
-    return found
-
-
 @pytest.fixture(scope="module")
 def prompts_and_answers(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Of 64 clients; every second answer is in the history."""
@@ -53,7 +39,7 @@ def prompts_and_answers(folder: Path) -> tuple[list[list[int]], list[list[int]]]
 
     helpers.save_model(folder / "model")
     prompts = np.random.default_rng(0).integers(2, VOCAB, (NUM_CLIENTS, PROMPT_SIZE)).tolist()
-    answers = greedy(folder / "model", prompts)
+    answers = greedy(folder / "model", prompts, NUM_TOKENS)
     with HistoryStore(folder / "history") as store:
         for prompt, answer in list(zip(prompts, answers, strict=True))[::2]:
             store.add(hash_of_prompt(prompt), [np.array(answer, np.int32)], version=0)
