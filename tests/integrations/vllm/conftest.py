@@ -3,7 +3,7 @@
 An engine that is dropped ends what all engines of the process share, so each stays until the end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,34 +49,34 @@ def plain_llm(model_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def draft_settings(history_folder: Path, without_clock: Path) -> Iterator[dict[str, Any]]:
-    """What an LLM in this process is made with, once its environment names `history_folder`, read when asked."""
-    from tests.integrations.vllm.in_process import DRAFTS
+def draft_settings(history_folder: Path, without_clock: Path) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Gives what an LLM in this process is made with, once its environment names `history_folder`, read when asked."""
+    from tests.integrations.vllm.in_process import drafts
 
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TREERING_HISTORY", str(history_folder))
         environment.setenv("TREERING_VLLM_CONFIG", str(without_clock))
-        yield DRAFTS
+        yield drafts
 
 
 @pytest.fixture(scope="session")
-def drafting_llm(model_folder: Path, draft_settings: dict[str, Any]) -> Any:
+def drafting_llm(model_folder: Path, draft_settings: Callable[[], dict[str, Any]]) -> Any:
     """With drafts and request identity."""
     from tests.integrations.vllm.in_process import make_llm
     from treering.integrations.vllm import register
 
     register()
-    return make_llm(model_folder, **draft_settings, max_num_seqs=32)
+    return make_llm(model_folder, **draft_settings(), max_num_seqs=32)
 
 
 @pytest.fixture(scope="session")
-def tight_llm(model_folder: Path, draft_settings: dict[str, Any]) -> Any:
+def tight_llm(model_folder: Path, draft_settings: Callable[[], dict[str, Any]]) -> Any:
     """With drafts, too little memory for its rows, and prompts that are computed in parts and kept."""
     from tests.integrations.vllm.in_process import K, make_llm
 
     return make_llm(
         model_folder,
-        **draft_settings,
+        **draft_settings(),
         max_num_seqs=16,
         max_num_batched_tokens=64 + 16 * (K + 1),
         enable_chunked_prefill=True,

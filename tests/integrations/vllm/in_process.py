@@ -9,9 +9,9 @@ from unittest import mock
 
 import numpy as np
 
-from tests.integrations.vllm.llms import DRAFTS, EXTENSION, PLAIN, VOCAB, K
+from tests.integrations.vllm.llms import EXTENSION, PLAIN, VOCAB, K, drafts
 
-__all__ = ["DRAFTS", "K"]
+__all__ = ["K", "drafts"]
 
 MAX_MODEL_LEN = 128
 _ENVIRONMENT = {

@@ -26,8 +26,11 @@ PLAIN = {
     "enforce_eager": True,
     "logprobs_mode": "processed_logprobs",
 }
-DRAFTS = {"speculative_config": speculative_config(K), "worker_extension_cls": EXTENSION}
-"""What an LLM with drafts is made with."""
+
+
+def drafts() -> dict[str, Any]:
+    """What an LLM with drafts is made with, which vLLM changes."""
+    return {"speculative_config": speculative_config(K), "worker_extension_cls": EXTENSION}
 
 
 def build(*, tied: bool, seed: int = 0, vocab_size: int = VOCAB) -> Qwen3ForCausalLM:

@@ -33,7 +33,7 @@ def test_an_engine_in_its_own_processes_drafts_with_identity(
     monkeypatch.setenv("TREERING_VLLM_CONFIG", str(without_clock))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    llm = make_llm(build(tied=False), tmp_path / "model", **helpers.DRAFTS)
+    llm = make_llm(build(tied=False), tmp_path / "model", **helpers.drafts())
     params = [helpers.sampling(60, extra_args=request_args(name, 1)) for name in names]
     assert helpers.tokens_of(helpers.generate(llm, contexts, params)) == expected
     stats = helpers.stats_of(llm)

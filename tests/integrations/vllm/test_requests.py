@@ -73,11 +73,11 @@ def plain(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def drafting(plain: Any, folder: Path, draft_settings: dict[str, Any]) -> Any:
+def drafting(plain: Any, folder: Path, draft_settings: Any) -> Any:
     from treering.integrations.vllm import register
 
     register()
-    return make(folder, **draft_settings)
+    return make(folder, **draft_settings())
 
 
 @pytest.fixture
@@ -241,9 +241,9 @@ def test_rollouts_that_sleep_go_on_with_the_same_tokens(plain: Any, drafting: An
 def test_asynchronous_scheduling_is_turned_off_beside_drafts_or_refused(folder: Path, is_asked: bool) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from tests.integrations.vllm.in_process import DRAFTS
+    from tests.integrations.vllm.in_process import drafts
 
-    args = EngineArgs(str(folder), dtype="float32", **DRAFTS)
+    args = EngineArgs(str(folder), dtype="float32", **drafts())
     if not is_asked:
         assert args.create_engine_config().scheduler_config.async_scheduling is False
         return
@@ -253,7 +253,7 @@ def test_asynchronous_scheduling_is_turned_off_beside_drafts_or_refused(folder: 
 
 
 def test_rows_of_several_lora_adapters_in_one_batch_keep_their_tokens(
-    folder: Path, draft_settings: dict[str, Any], store: Any, tmp_path: Path
+    folder: Path, draft_settings: Any, store: Any, tmp_path: Path
 ) -> None:
     from vllm.lora.request import LoRARequest
 
@@ -272,7 +272,7 @@ def test_rows_of_several_lora_adapters_in_one_batch_keep_their_tokens(
     expected = ask(make(folder, **settings), prompts, params, lora_request=adapters)
     tokens = [one[0] for one in seen(expected)]
     assert all(len({*map(tuple, tokens[i : i + 3])}) == 3 for i in range(0, len(tokens), 3))
-    llm = make(folder, **draft_settings, **settings)
+    llm = make(folder, **draft_settings(), **settings)
     assert first_difference(ask(llm, prompts, params, lora_request=adapters), expected) is None
     learn(llm, store, expected)
     before = accepted(llm)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.engine.protocol_laws import run
-from tests.integrations.vllm.llms import DRAFTS, Host, K, build, logprobs_of
+from tests.integrations.vllm.llms import Host, K, build, drafts, logprobs_of
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, UnsupportedError
@@ -29,7 +29,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafting(plain: Host, history: Path, tmp_path_factory: pytest.TempPathFactory) -> Host:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TREERING_HISTORY", str(history))
-        settings = {**DRAFTS, "per_request_spec_decode_metrics": "summary"}
+        settings = {**drafts(), "per_request_spec_decode_metrics": "summary"}
         return Host(plain.model, tmp_path_factory.mktemp("drafting"), **settings)
 
 
