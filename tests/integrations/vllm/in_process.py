@@ -1,6 +1,5 @@
 """LLMs in the test's own process, so that tests can look at the drafter and correct the sampling."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from unittest import mock
 import numpy as np
 
 from tests.integrations.vllm.llms import EXTENSION, PLAIN, VOCAB, K, drafts
+from treering.integrations.vllm.settings import environment_with
 
 __all__ = ["K", "drafts"]
 
@@ -33,7 +33,7 @@ def make_llm(model: Path, **settings: Any) -> Any:
         "worker_extension_cls": EXTENSION,
     }
     rebind = mock.patch.object(dispatcher, "_rebind_kernels", without_llvmlite(dispatcher._rebind_kernels))
-    with mock.patch.dict(os.environ, _ENVIRONMENT), rebind:
+    with environment_with(_ENVIRONMENT), rebind:
         return vllm.LLM(str(model), **PLAIN | plain | settings)
 
 
