@@ -53,13 +53,13 @@ def test_an_override_is_read_as_toml_and_else_as_a_string(minimal: Path) -> None
             "run.dir=runs/a b",
             'metrics.sinks=["jsonl", "tensorboard"]',
             "train.betas=[0, 0.5]",
-            "model.tie_embeddings=false",
+            "data.stand_in.seed=4",
         ],
     )
     assert config.run.dir == Path("runs/a b")
     assert config.metrics.sinks == ("jsonl", "tensorboard")
     assert config.train.betas == (0.0, 0.5)
-    assert config.model.tie_embeddings is False
+    assert config.data.stand_in.seed == 4
 
 
 def test_overrides_alone_make_a_configuration() -> None:
@@ -198,7 +198,6 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (["train.layout=packed", "train.shared=once"], "cannot hold"),
         (['metrics.sinks=["jsonl", "jsonl"]'], "repeats one"),
         (["model.path=m"], "is a pre-trained model"),
-        (["model.path=m", "data.source=files", 'data.files=["a"]', "data.vocab=folded"], "renumbers token ids"),
         (["train.objective=distill"], "teacher.path is not set"),
         (["teacher.path=m"], 'train.objective = "sft" with teacher.weight = None'),
         (["teacher.top_k=1", "teacher.weight=1"], "without teacher.path"),

@@ -140,7 +140,6 @@ def test_workers_train_the_same_adapters(lora_commands: Commands) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("lora.dropout=0.1", "dropout gives a shared token another value .* lora.dropout is 0.1; set it to 0"),
         ("lora.r=4", "unknown key 'lora.r'; did you mean 'lora.rank'"),
         ('lora.target_modules=["q"]', "has down_proj, .*, and 'q' is none of them; correct it"),
         ("lora.target_modules=[]", "lora.target_modules"),

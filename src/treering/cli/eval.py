@@ -194,7 +194,7 @@ def _loss(config: SftConfig, model: nn.Module) -> HeldOutLoss:
     if config.eval.files:
         held = read_files(config, config_dir=Path(), model=folder)
     else:
-        corpus = load_corpus(config.data, config_dir=Path(), vocab_size=config.model.vocab_size, model=folder)
+        corpus = load_corpus(config.data, config_dir=Path(), model=folder)
         _, part = split_corpus(config, corpus, config_dir=Path(), model=folder)
         assert part is not None, "find_target checks it"
         held = part

@@ -134,7 +134,7 @@ def lora_identity(section: LoraConfig, model: PreTrainedModel) -> Mapping[str, S
     """
     if not section.is_set:
         return {}
-    return {**section_identity("lora", section, free=frozenset({"dropout"})), "lora.base": base_checksum(model)}
+    return {**section_identity("lora", section), "lora.base": base_checksum(model)}
 
 
 def parameters_in_words(model: PreTrainedModel) -> str:

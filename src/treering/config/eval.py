@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.values import Count, FilePath, NonNegative, Seed
+from treering.config.values import Count, FilePath, NonNegative
 from treering.errors import ConfigError
 
 
@@ -17,7 +17,6 @@ class EvalConfig(Config):
         default=None,
         description="Share that is held out of training, chosen by ids, so that more data leaves the choice as it is.",
     )
-    seed: Seed = Field(default=0, description="Seed of that choice.")
     every: Count | None = Field(
         default=None,
         description="Steps between evaluations; none: before the first step and at the end, as always.",

@@ -173,11 +173,6 @@ class HistoryConfig(Config):
         description="Where drafts come from: earlier epochs, the group's other rollouts, the rollout itself, earlier "
         "rollouts of other prompts.",
     )
-    publish_new_after: Count = Field(
-        default=4,
-        description="Finished rollouts of prompts without history until the others of their group draft from them; "
-        "again at each doubling.",
-    )
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

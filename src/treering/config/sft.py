@@ -68,11 +68,6 @@ class DataConfig(Config):
         default="on",
         description="on: the tokens of the files are kept for the next start, see `treering cache`. off: they are not.",
     )
-    vocab: Literal["full", "folded"] = Field(
-        default="full",
-        description="full: the tokenizer's ids. folded: the ids that occur are renumbered by falling frequency; where "
-        "model.vocab_size is smaller, rare ids share its last eighth.",
-    )
     stand_in: StandInConfig = Field(default_factory=StandInConfig, description="The generated data.")
 
     @model_validator(mode="after")
@@ -175,11 +170,6 @@ class SftConfig(Config):
 
     @model_validator(mode="after")
     def _check_vocabulary(self) -> Self:
-        if self.model.path is not None and self.data.vocab == "folded":
-            raise ConfigError(
-                'data.vocab = "folded" renumbers token ids, which a pre-trained model (model.path = '
-                f'{self.model.path!r}) does not know; set data.vocab = "full", or remove model.path'
-            )
         if self.model.path is not None and self.data.source == "generated":
             raise ConfigError(
                 'data.source = "generated" draws meaningless token ids, and model.path = '
@@ -189,10 +179,10 @@ class SftConfig(Config):
 
     @model_validator(mode="after")
     def _check_eval(self) -> Self:
-        if self.eval.files and (self.data.vocab == "folded" or self.data.source == "generated"):
+        if self.eval.files and self.data.source == "generated":
             raise ConfigError(
-                "files of held-out data have the token ids of a tokenizer, and data.source = "
-                f'"{self.data.source}" with data.vocab = "{self.data.vocab}" gives others; set eval.share instead'
+                'files of held-out data have the token ids of a tokenizer, and data.source = "generated" gives others; '
+                "set eval.share instead"
             )
         return self
 
@@ -208,12 +198,9 @@ class SftConfig(Config):
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
         check_teacher(self.teacher, section="train", objective=self.train.objective)
-        if not self.teacher.is_set:
-            return self
-        if self.data.vocab == "folded" or self.data.source == "generated":
+        if self.teacher.is_set and self.data.source == "generated":
             raise ConfigError(
-                f"a teacher knows the token ids of its own tokenizer, and data.source = "
-                f'"{self.data.source}" with data.vocab = "{self.data.vocab}" gives others; name files, with vocab = '
-                '"full"'
+                'a teacher knows the token ids of its own tokenizer, and data.source = "generated" gives others; name '
+                "files"
             )
         return self

@@ -296,10 +296,6 @@ def test_messages_are_tokenized_trained_on_answers_and_saved_with_their_tokenize
     again, _ = sft(capsys, further, "run.dir=further")
     assert metrics_of(folder / "further")[0]["train/num_loss_tokens"] == 2
     assert (Path(again["checkpoint"]) / "tokenizer.json").is_file()
-    folded, _ = sft(capsys, path, "run.dir=folded", "data.vocab=folded")
-    # hi, yes and no; the folded ids are of no use to the tokenizer, which is not copied.
-    assert weights_of(folded["checkpoint"])["lm_head.weight"].shape[0] == 3
-    assert not (Path(folded["checkpoint"]) / "tokenizer.json").exists()
 
 
 def test_a_trained_model_can_be_trained_on_from_its_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,8 +323,6 @@ def test_the_random_model_follows_its_seed_and_vocabulary(folder: Path, capsys: 
     assert len(losses) == 2
     with pytest.raises(ConfigError, match=r"ids up to 31, and the model knows 31 ids; set model\.vocab_size to that"):
         sft(capsys, path, "run.dir=small", "model.vocab_size=31")
-    summary, _ = sft(capsys, path, "run.dir=folded", "model.vocab_size=20", "data.vocab=folded")
-    assert weights_of(summary["checkpoint"])["lm_head.weight"].shape[0] == 20
 
 
 def test_cuda_is_refused_where_there_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def test_equal_ids_on_other_pixels_are_other_data(tmp_path, monkeypatch, model):
     digests, said = set(), []
     for name in ("set.jsonl", "other.jsonl"):
         config = load(SftConfig, tmp_path / "run.toml", [f'eval.files=["{name}"]'])
-        corpus = load_corpus(config.data, config_dir=tmp_path, vocab_size=None, model=model)
+        corpus = load_corpus(config.data, config_dir=tmp_path, model=model)
         trained, held = split_corpus(config, corpus, config_dir=tmp_path, model=model)
         digests.add(held.digest)
         said.append(any("trained on too" in note for note in trained.notes))

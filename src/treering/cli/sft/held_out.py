@@ -45,18 +45,18 @@ def split_corpus(
 def read_files(config: SftConfig, *, config_dir: Path, model: Path | None) -> Corpus:
     """The tasks of `eval.files`; arguments as above."""
     data = config.data.model_copy(update={"files": config.eval.files, "max_tasks": None})
-    held = load_corpus(data, config_dir=config_dir, vocab_size=None, model=model)
+    held = load_corpus(data, config_dir=config_dir, model=model)
     return replace(held, tasks=held.tasks[: config.eval.max_tasks])
 
 
 def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
     section = config.eval
     assert section.share is not None, "the section is set"
-    flags = [is_held_out(task.task_id, section.share, seed=section.seed) for task in corpus.tasks]
+    flags = [is_held_out(task.task_id, section.share, seed=0) for task in corpus.tasks]
     if all(flags) or not any(flags):
         raise InputError(
             f"eval.share = {section.share} holds out {sum(flags)} of {len(flags)} tasks, and both sides need some; set "
-            "another share, another eval.seed, or eval.files"
+            "another share, or eval.files"
         )
     both = list(zip(corpus.tasks, flags, strict=True))
     trained = replace(corpus, tasks=tuple(task for task, is_held in both if not is_held))

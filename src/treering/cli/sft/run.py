@@ -65,7 +65,6 @@ def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSumma
         corpus = load_corpus(
             config.data,
             config_dir=config_dir,
-            vocab_size=config.model.vocab_size,
             model=folder,
             on_build=partial(show_build, reading),
         )

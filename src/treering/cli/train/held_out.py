@@ -114,11 +114,11 @@ def measure_rewards(
 def _part(source: TaskSource, config: RlConfig, *, held_out: bool) -> TaskSource:
     section, prompts = config.eval, source.task.prompts
     assert section.share is not None, "the caller checks it"
-    held = [is_held_out(prompt.prompt_id, section.share, seed=section.seed) for prompt in prompts]
+    held = [is_held_out(prompt.prompt_id, section.share, seed=0) for prompt in prompts]
     if all(held) or not any(held):
         raise InputError(
             f"eval.share = {section.share} holds out {sum(held)} of {len(held)} prompts, and both sides need some; set "
-            "another share, another eval.seed, or eval.file"
+            "another share, or eval.file"
         )
     numbers = [number for number, is_held in enumerate(held) if is_held == held_out]
     chosen = ChosenPrompts(prompts, numbers[: section.max_prompts] if held_out else numbers)
