@@ -8,7 +8,8 @@ import pytest
 
 from treering.config import RlConfig, load
 from treering.config.engine import EngineConfig, SamplingConfig
-from treering.config.rl import HistoryConfig, LoopConfig
+from treering.config.loop import LoopConfig
+from treering.config.rl import HistoryConfig
 from treering.engine.request import Sampling
 from treering.errors import ConfigError
 from treering.history.draft.settings import MIN_ACCEPTANCE
@@ -99,7 +100,7 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
     [
         (["task.file=p.jsonl"], 'kind = "sums" has no file, which belong to "prompts"'),
         (["task.reward=exact_answer"], 'kind = "sums" has no reward'),
-        ([*PROMPTS, "task.num_prompts=3"], 'kind = "prompts" has no num_prompts, which belong to sums'),
+        ([*PROMPTS, "task.num_prompts=3"], 'kind = "prompts" has no num_prompts, which belong to "sums"'),
         (["task.stop_tokens=[3]"], 'kind = "sums" has no stop_tokens'),
         (["task.kind=prompts"], "file is not set; set task.file"),
         (["task.kind=prompts", "task.file=p"], "needs a tokenizer, and a random model has none; set task.tokenizer"),

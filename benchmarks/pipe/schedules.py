@@ -19,7 +19,8 @@ import numpy as np
 from rich.console import Console
 
 from treering.cli.display.progress import WorkProgress
-from treering.cli.simulate.cases import SimulateOptions, make_cases
+from treering.cli.simulate.cases import make_cases
+from treering.cli.simulate.options import SimulateOptions
 from treering.cli.simulate.report import as_json
 from treering.schedule.compare import compare, policy_setups
 from treering.schedule.simulator.bounds import bound_s

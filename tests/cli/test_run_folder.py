@@ -1,7 +1,6 @@
 """The folder of a run: damage is told and kept, one process writes, and a disk that fails costs no checkpoint."""
 
 import errno
-import json
 import os
 import re
 import resource
@@ -10,14 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runs import Commands, assert_same_weights, rows
-from treering.cli.run_folder import chat_settings
-from treering.config.run import RunConfig
 from treering.errors import InputError, StateError
 
 HOLDER = """
@@ -247,23 +243,3 @@ def test_a_full_disk_says_what_a_checkpoint_needs_and_keeps_the_last_one(command
         assert counts(run, "metrics.jsonl") == list(range(1, 9))
     finally:
         subprocess.run(["umount", str(run)], check=True)
-
-
-@pytest.mark.parametrize(
-    ("stored", "configured", "expected"),
-    [
-        (None, "auto", "auto"),
-        ({"template": "plain", "date": None}, "auto", "plain"),
-        ({"seed": 0}, "auto", "plain"),
-        ({"template": "auto", "date": "2024-07-26"}, "auto", "auto"),
-        ({"template": "plain", "date": None}, "hf", "hf"),
-        ({"template": "hf", "date": "2024-07-26"}, "plain", "plain"),
-    ],
-)
-def test_a_run_keeps_the_form_and_the_date_of_chats_that_it_began_with(tmp_path, stored, configured, expected):
-    if stored is not None:
-        (tmp_path / "config.json").write_text(json.dumps({"task": stored}))
-    found = chat_settings(RunConfig(dir=tmp_path), "task", configured, None)
-    day = date(2024, 7, 26) if stored and stored.get("date") else date.today()
-    assert found == {"template": expected, "date": None if expected == "plain" else day}
-    assert chat_settings(RunConfig(dir=tmp_path), "task", configured, date(2020, 1, 1))["date"] == date(2020, 1, 1)

@@ -4,16 +4,18 @@ from dataclasses import fields
 
 import pytest
 
-from treering.cli.settings import compute_options
+from treering.cli.settings import compute_options, router_losses
 from treering.cli.sft.settings import loop_options
 from treering.cli.train.settings import warmup_options
 from treering.config import Config, RlConfig, SftConfig
 from treering.config.load import load
+from treering.config.loop import LoopConfig
 from treering.config.optim import OptimConfig
-from treering.config.rl import LoopConfig
+from treering.config.router import RouterConfig
 from treering.config.sft import TrainConfig
 from treering.errors import ConfigError
 from treering.rl.options import RlOptions
+from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.sft import LoopOptions
@@ -68,3 +70,16 @@ def test_the_warm_up_computes_as_the_loop_does() -> None:
 def test_a_budget_of_no_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match='max_tokens is at least 1 or "auto", got 0; None sets no limit'):
         ComputeOptions(max_tokens=0)
+
+
+def test_router_losses_reach_every_loop_and_are_off_where_nothing_is_set() -> None:
+    factors, losses = ("router.balance=0.01", "router.z=0.001"), RouterLosses(balance=0.01, z=0.001)
+    sft = ["train.num_steps=1", "train.trees_per_step=8", "data.source=generated"]
+    for settings, expected in ((factors, losses), ((), None)):
+        config = load(SftConfig, None, [*sft, *settings])
+        assert loop_options(config, compute_options(config.model, config.train)).router_losses == expected
+        rl = load(RlConfig, None, ["rl.num_steps=1", "warmup.num_steps=1", *settings])
+        assert warmup_options(rl)[1].router_losses == router_losses(rl.router) == expected
+    assert router_losses(RouterConfig(balance=0.0)) == RouterLosses(), "a factor of 0 measures only"
+    with pytest.raises(ConfigError, match=r"router\.z"):
+        load(SftConfig, None, [*sft, "router.z=-1"])

@@ -80,7 +80,7 @@ def _freeze_vision(model: PreTrainedModel) -> None:
 
 
 def _lora_options(lora: LoraConfig, rank: int, model: ModelConfig, folder: Path) -> LoraOptions:
-    # A revision says that the path is a hub id, see `with_commits`.
+    # A revision says that the path is a hub id, see `as_begun`.
     base = str(folder.resolve()) if model.revision is None else str(model.path)
     return LoraOptions(
         rank=rank,

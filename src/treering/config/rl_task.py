@@ -26,20 +26,7 @@ _EPISODES = (
 _OF_ENVIRONMENT = (*_CHAT, *_EPISODES, "class_")
 _OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "max_prompts")
 _SETTINGS = MappingProxyType(
-    {
-        "sums": _GENERATED,
-        "prompts": _FROM_FILE,
-        "environment": _OF_ENVIRONMENT,
-        "verifiers": _OF_VERIFIERS,
-    }
-)
-_OWNERS = MappingProxyType(
-    {
-        "sums": "sums",
-        "prompts": '"prompts"',
-        "environment": '"environment"',
-        "verifiers": '"verifiers"',
-    }
+    {"sums": _GENERATED, "prompts": _FROM_FILE, "environment": _OF_ENVIRONMENT, "verifiers": _OF_VERIFIERS}
 )
 
 
@@ -191,9 +178,7 @@ class TaskConfig(Config):
         own = _SETTINGS[self.kind]
         foreign = sorted({name for names in _SETTINGS.values() for name in names if name not in own} & self._given)
         if foreign:
-            owners = dict.fromkeys(
-                owner for kind, owner in _OWNERS.items() if any(name in _SETTINGS[kind] for name in foreign)
-            )
+            owners = [f'"{kind}"' for kind, names in _SETTINGS.items() if not set(foreign).isdisjoint(names)]
             raise ConfigError(
                 f'kind = "{self.kind}" has no {", ".join(name.rstrip("_") for name in foreign)}, which belong to '
                 f"{' or '.join(owners)}; remove them, or set another kind"

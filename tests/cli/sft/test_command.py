@@ -466,15 +466,9 @@ def test_chats_that_become_branches_say_how_many_tokens_these_share(folder, caps
     assert shared in " ".join(err.split())
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
-def test_a_run_that_began_in_the_plain_form_goes_on_with_it(folder, capsys, is_stored):
-    # The plain form was the default of earlier releases, the first of which stored no template.
+def test_a_run_that_began_in_the_plain_form_goes_on_with_it(folder, capsys):
     path = config(folder, write_dated_chats(folder).replace('template = "hf"', ""))
     sft(capsys, path, "data.template=plain", "train.num_steps=2", "run.dir=r")
-    stored = json.loads((folder / "r" / "config.json").read_text())
-    if not is_stored:
-        del stored["data"]["template"]
-        (folder / "r" / "config.json").write_text(json.dumps(stored))
     summary, err = sft(capsys, path, "run.dir=r")
     assert (summary["resumed_from_step"], summary["num_steps"]) == (2, 4)
     assert "in the plain form, <|im_start|> and <|im_end|> as ordinary tokens" in " ".join(err.split())

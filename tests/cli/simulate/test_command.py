@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treering.cli.simulate.cases import SimulateOptions, make_cases
+from treering.cli.simulate.cases import make_cases
+from treering.cli.simulate.options import SimulateOptions
 from treering.cli.simulate.report import about_predictions, answer
 from treering.cli.simulate.run import run
 from treering.errors import ConfigError, InputError
@@ -23,7 +24,7 @@ REQUIRED = {"policy", "makespan_s", "throughput_of_bound", "bubble", "staleness_
 
 
 def report_of(capsys: pytest.CaptureFixture[str], options: SimulateOptions, policies: str | None = None) -> dict:
-    run(options, policies=policies, timeline=None, out=None, json_output=True)
+    run(replace(options, policies=policies, json_output=True))
     return json.loads(capsys.readouterr().out)
 
 
@@ -186,14 +187,14 @@ def test_the_answer_compares_ours_with_both_plain_loops():
     assert answer([sync]) == ""
 
 
-def test_files_hold_what_was_asked_for(tmp_path, capsys):
-    out, page = tmp_path / "result.json", tmp_path / "pipe.html"
-    run(SMALL, policies="longest_first", timeline=page, out=out, json_output=True)
-    assert json.loads(out.read_text()) == json.loads(capsys.readouterr().out)
-    text = page.read_text(encoding="utf-8")
+def test_the_timeline_holds_the_policies_that_were_asked_for(tmp_path):
+    run(replace(SMALL, policies="longest_first", timeline=tmp_path / "pipe.html"))
+    text = (tmp_path / "pipe.html").read_text(encoding="utf-8")
     assert "256 rollouts in 4 steps, 4 workers of 8 slots" in text
     assert "longest_first" in text
     assert "histopipe" not in text
+    with pytest.raises(InputError, match="--timeline needs an existing folder"):
+        run(replace(SMALL, timeline=tmp_path / "absent" / "x", lengths="nonsense"))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,6 @@ def test_files_hold_what_was_asked_for(tmp_path, capsys):
         ({"num_rollouts": 30, "stability": 0.16}, "make the rollouts a multiple of the group"),
         ({"stability": 0.9}, "above 0 and below"),
         ({"noise": 0.1, "stability": 0.1}, "--noise and --stability are two ways"),
-        ({"group_size": 4}, "with --stability only"),
         ({"crossed": 0.2}, "add that, or drop this"),
         ({"predictor": "ema"}, "predicts the rollouts of a FILE, got none"),
         ({"decode": "20"}, "--decode is STEP,ROW"),
@@ -220,15 +220,7 @@ def test_what_makes_no_case_is_refused(changes, message):
         make_cases(replace(SMALL, **changes))
 
 
-@pytest.mark.parametrize("name", ["lengths", "noise", "stability", "crossed", "group_size"])
-def test_a_log_takes_no_options_of_made_up_rollouts(log, name):
-    value = {"lengths": "constant:5", "noise": 0.0, "stability": 0.1, "crossed": 0.1, "group_size": 1}[name]
-    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{name.replace('_', '-')} makes"):
-        make_cases(SimulateOptions(file=log, **{name: value}))
-
-
-@pytest.mark.parametrize("flag", ["timeline", "out"])
-def test_a_file_in_no_folder_is_refused_before_anything_is_simulated(tmp_path, flag):
-    files = {"timeline": None, "out": None} | {flag: tmp_path / "absent" / "x"}
-    with pytest.raises(InputError, match=f"--{flag} needs an existing folder"):
-        run(replace(SMALL, lengths="nonsense"), policies=None, json_output=True, **files)
+@pytest.mark.parametrize("made_up", [{"lengths": "constant:5"}, {"noise": 0.0}, {"stability": 0.1}, {"crossed": 0.1}])
+def test_a_log_takes_no_options_of_made_up_rollouts(log, made_up):
+    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{next(iter(made_up))} makes"):
+        make_cases(SimulateOptions(file=log, **made_up))

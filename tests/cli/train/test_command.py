@@ -544,7 +544,7 @@ def test_the_run_says_where_its_rollouts_stop(folder: Path, capsys: pytest.Captu
     rows = read_trajectories(folder / "out" / "rollouts" / "epoch-000.jsonl")
     sampled = [row.tokens[row.loss_mask] for row in rows if row.tokens is not None and row.loss_mask is not None]
     assert not any(np.isin(tokens[:-1], [3, 6, 8]).any() for tokens in sampled)
-    with pytest.raises(StateError, match=r"task\.stop_tokens is \"\('yes', 8\)\" there and 'nothing' here"):
+    with pytest.raises(StateError, match=r"task\.stop_tokens is \"\('yes', 8\)\" there and '\(\)' here"):
         train(capsys, prompts(folder), "run.dir=out", steps)
     with pytest.raises(ConfigError, match=r"task\.stop_tokens names single tokens, and 'maybe' is none of"):
         train(capsys, prompts(folder), "run.dir=other", steps, 'task.stop_tokens=["maybe"]')

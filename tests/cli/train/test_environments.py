@@ -76,7 +76,7 @@ def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> No
     [
         (["task.class=envs.py:Broken"], "at most 50% of a step's episodes may fail"),
         (["task.class=envs.py:Nothing"], "has none named 'Nothing'"),
-        (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to sums'),
+        (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to "sums"'),
         (["runtime.workers=1", "runtime.rebalance=running"], "stay on the worker where they began"),
         (["warmup.num_steps=2"], 'task.kind = "environment" has none'),
         (["task.max_turn_tokens=100"], "bounds a context with its turn"),

@@ -3,7 +3,7 @@
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -15,12 +15,10 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     SpinnerColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
 
 from treering.cli.display.log_console import PART_EVERY_S, note_doing
 from treering.compiling.cached import is_compiled
@@ -164,6 +162,21 @@ class WorkProgress(LiveLine):
             self._last_line = now
             self._console.print(text, soft_wrap=True)
 
+    def counting(self, words: str, total: int) -> Callable[[int], None]:
+        """A function that counts further parts of `total` as done, and shows the words with the share.
+
+        Example: after `count = progress.counting("drafting", 400)` and `count(100)` it shows `drafting, 25 %`.
+        """
+        self._first, num_done = None, 0
+
+        def count(number: int) -> None:
+            nonlocal num_done
+            num_done += number
+            self.show(words, num_done / max(total, 1))
+
+        self.show(words)
+        return count
+
     def show_reading(self, name: str, num_records: int, num_read: int, num_bytes: int) -> None:
         """Shows how much of a file has been read and tokenized, and how fast; `show` adds the time left."""
         now = time.monotonic()
@@ -181,38 +194,3 @@ class WorkProgress(LiveLine):
             return ""
         seconds = (now - since) / (done - first_done) * (1.0 - done)
         return f", about {seconds / 60:.0f} min left" if seconds >= 60 else ", less than a minute left"
-
-
-class StageProgress(LiveLine):
-    """A bar that starts over with each stage; shown on a terminal only.
-
-    Example: `progress.begin("drafting", 4_000_000, "tokens")` and half a minute later `progress.advance(3_000_000)`
-    show `drafting`, a bar three quarters full, `100,000 tokens/s` and ten seconds left.
-    """
-
-    def __init__(self) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:.0f} %"),
-            _Rate(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        super().__init__(Console(stderr=True), *columns, is_live=sys.stderr.isatty())
-        self._job = self._live.add_task("preparing", total=None, unit="")
-
-    def begin(self, stage: str, total: int, unit: str) -> None:
-        """Starts a stage of `total` units."""
-        self._live.remove_task(self._job)
-        self._job = self._live.add_task(stage, total=total, unit=unit)
-
-    def advance(self, count: int) -> None:
-        """Counts `count` more units as done."""
-        self._live.advance(self._job, count)
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:,.0f} {task.fields['unit']}/s")

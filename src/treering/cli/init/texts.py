@@ -8,6 +8,7 @@ from textwrap import wrap
 from treering.cli.init.model import ModelFacts
 from treering.cli.inspect.command import inspect_files
 from treering.cli.inspect.file_report import FileReport
+from treering.cli.inspect.options import InspectOptions
 from treering.cli.inspect.verdict import verdict
 from treering.data import FormatName
 from treering.data.formats.containers import read_records
@@ -56,7 +57,8 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
     Raises:
         InputError: a bad file, one without a trained token, or with token ids that the model does not know.
     """
-    [report] = inspect_files([file], model.tokenizer, model.shape, format=format)
+    tokenizer = None if model.tokenizer is None else str(model.tokenizer.absolute())
+    [report] = inspect_files(InspectOptions(files=[file], tokenizer=tokenizer, model_shape=model.shape, format=format))
     if not report.turns.samples:
         raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
     if model.vocab_size is not None and report.largest_id >= model.vocab_size:

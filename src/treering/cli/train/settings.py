@@ -10,13 +10,11 @@ from treering.cli.settings import (
     Scalar,
     compute_options,
     distill_options,
-    lora_identity,
     model_identity,
     of_same_name,
-    router_identity,
     router_losses,
     section_identity,
-    teacher_identity,
+    training_identity,
 )
 from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
@@ -33,17 +31,8 @@ from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.sft import LoopOptions
 
-# Settings that change rounding at most, or only the length of a run. The same holds for [history] and for [engine]
-# except its seed: no rollout's tokens depend on them.
-_FREE_TO_CHANGE = frozenset(
-    {
-        *("max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "layers"),
-        *("num_train_threads", "ranks"),
-    }
-)
 # Where the judge is, and how it is asked; its model and its question stay.
 _JUDGE_FREE = frozenset({"url", "max_concurrent", "time_limit_s", "num_retries", "cache"})
-_LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
 def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:
@@ -207,40 +196,25 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
 
 
 def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run must share with the original one.
-
-    With a constant learning rate, length is left out: a finished run may go on with a larger num_steps.
-    """
-    free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
-    # Runs from before these settings existed have no entry for them.
-    if config.rl.staleness == 0:
-        free |= {"staleness"}
-    if config.rl.old_logprobs == "sampled":
-        free |= {"old_logprobs"}
-    if config.rl.kl == 0:
-        free |= {"kl", "kl_in", "kl_estimator"}
+    """What a resumed run must share with the original one: of [history] and [engine] the seed of the noise alone."""
+    task = config.task
     # Checkpoints hold no weights of the reference: a resumed run reads it again.
     needs_reference = config.rl.kl > 0 and not config.lora.is_set
     return {
-        **model_identity(config.model, model),
-        **lora_identity(config.lora, model),
+        **training_identity(config, model),
         **({"rl.reference": weights_checksum(model)} if needs_reference else {}),
         "task": source.digest,
-        "task.kind": config.task.kind,
-        "task.reward": _reward_identity(config.task.reward),
-        **(_environment_identity(config.task) if config.task.runs_episodes else {}),
+        "task.kind": task.kind,
+        "task.reward": _reward_identity(task.reward),
+        "task.stop_tokens": str(task.stop_tokens),
+        **(_environment_identity(task) if task.runs_episodes else {}),
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
-        **(section_identity("task.judge", config.task.judge, free=_JUDGE_FREE) if config.task.uses_judge else {}),
-        # Runs from before this setting existed have no entry for it.
-        **({"task.stop_tokens": str(config.task.stop_tokens)} if config.task.stop_tokens else {}),
+        **(section_identity("task.judge", task.judge, free=_JUDGE_FREE) if task.uses_judge else {}),
         "engine.seed": config.engine.seed,
-        **({"engine.kind": config.engine.kind} if config.engine.kind != "torch" else {}),
+        "engine.kind": config.engine.kind,
         **section_identity("warmup", config.warmup),
         **section_identity("sampling", config.sampling),
-        **section_identity("rl", config.rl, free=free),
         **section_identity("optim", config.optim),
-        **teacher_identity(config.teacher),
-        **router_identity(config.router),
     }
 
 
@@ -260,11 +234,9 @@ def _reward_identity(reward: str | tuple[RewardConfig, ...]) -> str:
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
     """What a resumed warm-up must share with the original one."""
     return {
-        **model_identity(config.model, model),
-        **lora_identity(config.lora, model),
+        **model_identity(config, model),
         **section_identity("task", config.task, free=frozenset({"judge"})),
         **section_identity("warmup", config.warmup),
         "rl.seed": config.rl.seed,
         "rl.layout": config.rl.layout,
-        **router_identity(config.router),
     }

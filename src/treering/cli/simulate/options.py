@@ -1,11 +1,12 @@
-"""The arguments of `treering simulate` and their help; `treering.cli.simulate.run` does the work."""
+"""The options of `treering simulate` and their help; other files of this folder do the work."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from treering.cli.options import Format, JsonOutput, one_of
+from treering.cli.options import JsonOutput, one_of
 
 _FROM_LAWS = "Synthetic rollouts"
 _FROM_LOGS = "Rollouts of a log"
@@ -14,7 +15,13 @@ _CONTROLS = "Controls"
 _OUTPUT = "Output"
 
 
-def simulate(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """What is simulated; None for an option that was not given.
+
+    Example: `SimulateOptions(num_workers=4, lengths="constant:100")` leaves the rest at the defaults.
+    """
+
     file: Annotated[
         Path | None,
         typer.Argument(
@@ -23,21 +30,28 @@ def simulate(
             '"prompt_tokens"; or the folder of a `treering train` run; or trajectories with token ids of any format. '
             "Without it, rollouts are synthetic.",
         ),
-    ] = None,
-    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Rollout workers.", rich_help_panel=_CLUSTER)] = 32,
-    slots: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Rollouts that a worker decodes at once.", rich_help_panel=_CLUSTER)
-    ] = 128,
-    rollouts: Annotated[
+    ] = None
+    num_workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, help="Rollout workers.", rich_help_panel=_CLUSTER)
+    ] = 32
+    num_slots: Annotated[
+        int,
+        typer.Option(
+            "--slots", metavar="N", min=1, help="Rollouts that a worker decodes at once.", rich_help_panel=_CLUSTER
+        ),
+    ] = 128
+    num_rollouts: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Rollouts of a step: 4096. Of a log without steps: a whole epoch."),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Steps: 12. Of a log: the first N instead of all.")
-    ] = None,
+        typer.Option(
+            "--rollouts", metavar="N", min=1, help="Rollouts of a step: 4096. Of a log without steps: a whole epoch."
+        ),
+    ] = None
+    num_steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Steps: 12. Of a log: the first N instead of all.")
+    ] = None
     staleness: Annotated[
         int, typer.Option(metavar="N", min=0, help="Most updates between the sampling weights and the trainer's.")
-    ] = 1,
+    ] = 1
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -46,13 +60,13 @@ def simulate(
             "bimodal:SHORT,LONG,SHARE[,SPREAD[,MAX]]; constant:N. Default: lognormal:8.2,0.8,16384.",
             rich_help_panel=_FROM_LAWS,
         ),
-    ] = None,
+    ] = None
     noise: Annotated[
         float | None,
         typer.Option(
             metavar="SIGMA", min=0, help="Error of the log of each prediction: 0.25.", rich_help_panel=_FROM_LAWS
         ),
-    ] = None,
+    ] = None
     stability: Annotated[
         float | None,
         typer.Option(
@@ -61,7 +75,7 @@ def simulate(
             "share moves to a longer one of 8 rank groups. RhymeRL reports 0.16 for maths and 0.28 for code.",
             rich_help_panel=_FROM_LAWS,
         ),
-    ] = None,
+    ] = None
     crossed: Annotated[
         float | None,
         typer.Option(
@@ -70,13 +84,7 @@ def simulate(
             "rollouts end early. RhymeRL reports 0.13 for maths, which spread alone gives, and 0.24 for code.",
             rich_help_panel=_FROM_LAWS,
         ),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="With --stability, rollouts of a prompt: 16.", rich_help_panel=_FROM_LAWS
-        ),
-    ] = None,
+    ] = None
     waits: Annotated[
         str | None,
         typer.Option(
@@ -85,13 +93,17 @@ def simulate(
             "SIGMA of 1 whatever the length, in 8 TURNS. A run of an environment has logged its own.",
             rich_help_panel=_FROM_LAWS,
         ),
-    ] = None,
-    seeds: Annotated[
+    ] = None
+    num_seeds: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, help="Report the mean over N seeds, and the worst.", rich_help_panel=_FROM_LAWS
+            "--seeds",
+            metavar="N",
+            min=1,
+            help="Report the mean over N seeds, and the worst.",
+            rich_help_panel=_FROM_LAWS,
         ),
-    ] = 1,
+    ] = 1
     predictor: Annotated[
         Literal["median", "ema", "quantile"] | None,
         typer.Option(
@@ -100,7 +112,7 @@ def simulate(
             help="How lengths are predicted from earlier steps: median.",
             rich_help_panel=_FROM_LOGS,
         ),
-    ] = None,
+    ] = None
     distort: Annotated[
         Literal["reversed", "constant", "random"] | None,
         typer.Option(
@@ -109,13 +121,13 @@ def simulate(
             help="Deliberately wrong predictions.",
             rich_help_panel=_CONTROLS,
         ),
-    ] = None,
+    ] = None
     decode: Annotated[
         str,
         typer.Option(
             metavar="STEP,ROW", help="Milliseconds of a decode step and of each row in it.", rich_help_panel=_CLUSTER
         ),
-    ] = "20,0.05",
+    ] = "20,0.05"
     training: Annotated[
         float,
         typer.Option(
@@ -124,17 +136,23 @@ def simulate(
             help="Time of an update, as a share of a step's decoding time on all workers at their best batch.",
             rich_help_panel=_CLUSTER,
         ),
-    ] = 0.07,
-    prefill: Annotated[
+    ] = 0.07
+    prefill_ms: Annotated[
         float,
         typer.Option(
-            metavar="MS", min=0, help="Milliseconds of prefill, for a token of a prompt.", rich_help_panel=_CLUSTER
+            "--prefill",
+            metavar="MS",
+            min=0,
+            help="Milliseconds of prefill, for a token of a prompt.",
+            rich_help_panel=_CLUSTER,
         ),
-    ] = 0.0,
-    load: Annotated[
+    ] = 0.0
+    load_s: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="Loading new weights into a worker.", rich_help_panel=_CLUSTER),
-    ] = 0.0,
+        typer.Option(
+            "--load", metavar="SECONDS", min=0, help="Loading new weights into a worker.", rich_help_panel=_CLUSTER
+        ),
+    ] = 0.0
     believed_latency: Annotated[
         float,
         typer.Option(
@@ -142,57 +160,15 @@ def simulate(
             help="Policies plan with decode times that are off by this factor.",
             rich_help_panel=_CONTROLS,
         ),
-    ] = 1.0,
+    ] = 1.0
     policies: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES", help="Only these, such as histopipe,fifo; sync always runs.", rich_help_panel=_OUTPUT
         ),
-    ] = None,
+    ] = None
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE.html", help="Draw a timeline of the first seed.", rich_help_panel=_OUTPUT),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the result as JSON to this file too.", rich_help_panel=_OUTPUT),
-    ] = None,
-    format: Format = "auto",
-    json_output: JsonOutput = False,
-) -> None:
-    """Simulate how long rollouts and training take with each scheduling policy, and what ours would gain.
-
-    Time is virtual: continuous batching on every worker, weight loading, training. Three rows say most: `sync` is the
-    plain loop, `fifo` samples a step ahead of training, and `histopipe` also places rollouts by their predicted length.
-
-    Example: treering simulate runs/train --workers 4 --slots 16 --decode 25,0.1
-
-    Example: treering simulate --rollouts 16384 --timeline pipe.html
-    """
-    from treering.cli.simulate.cases import SimulateOptions
-    from treering.cli.simulate.run import run
-
-    options = SimulateOptions(
-        file=file,
-        format=format,
-        num_workers=workers,
-        num_slots=slots,
-        num_rollouts=rollouts,
-        num_steps=steps,
-        staleness=staleness,
-        lengths=lengths,
-        noise=noise,
-        stability=stability,
-        crossed=crossed,
-        group_size=group_size,
-        num_seeds=seeds,
-        waits=waits,
-        predictor=predictor,
-        distort=distort,
-        decode=decode,
-        training=training,
-        prefill_ms=prefill,
-        load_s=load,
-        believed_latency=believed_latency,
-    )
-    run(options=options, policies=policies, timeline=timeline, out=out, json_output=json_output)
+    ] = None
+    json_output: JsonOutput = False

@@ -1,12 +1,13 @@
-"""The arguments of `treering inspect` and their help; other files of this folder do the work."""
+"""The options of `treering inspect` and their help; other files of this folder do the work."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from treering.cli.options import Format, JsonOutput, NoCache, one_of
-from treering.data import Template
+from treering.data import Renderer, Template
 from treering.errors import ConfigError
 from treering.types import DEFAULT_SHAPE
 
@@ -15,7 +16,10 @@ _SHOW = "What is trained"
 _ROLLOUTS = "What rollouts of earlier epochs tell"
 
 
-def inspect(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions:
+    """Which files are read, and which of four reports is made of them."""
+
     files: Annotated[
         list[Path],
         typer.Argument(
@@ -23,14 +27,14 @@ def inspect(
             help="Trajectories: JSON Lines, JSON or Parquet files, plain, gzip or zstandard; folders of them, each one "
             "set; or quoted patterns of such names.",
         ),
-    ],
+    ]
     tokenizer: Annotated[
         str | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder or hub id; needed for messages.")
-    ] = None,
+    ] = None
     model_shape: Annotated[
         str | None,
         typer.Option(metavar="NAME", help=f"Model whose FLOPs are counted; {DEFAULT_SHAPE}.", rich_help_panel=_SHARING),
-    ] = None,
+    ] = None
     template: Annotated[
         Template,
         typer.Option(
@@ -39,13 +43,13 @@ def inspect(
             help="How messages become text: by the tokenizer's chat template (hf) or the plain form. Default: auto, hf "
             "where there is a template.",
         ),
-    ] = "auto",
+    ] = "auto"
     more: Annotated[
         bool,
         typer.Option(
             "--more", help="Show every figure: bounds, other cuts of the data, branching.", rich_help_panel=_SHARING
         ),
-    ] = False,
+    ] = False
     why: Annotated[
         bool,
         typer.Option(
@@ -53,7 +57,7 @@ def inspect(
             help="Show where trajectories part although what follows is the same.",
             rich_help_panel=_SHARING,
         ),
-    ] = False,
+    ] = False
     show: Annotated[
         int | None,
         typer.Option(
@@ -63,15 +67,15 @@ def inspect(
             "covers, and what is shared.",
             rich_help_panel=_SHOW,
         ),
-    ] = None,
+    ] = None
     task: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Print those of one task, all without --show.", rich_help_panel=_SHOW),
-    ] = None,
+    ] = None
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE.html", help="Write them to a page instead; 3 of a file.", rich_help_panel=_SHOW),
-    ] = None,
+    ] = None
     drafts: Annotated[
         bool,
         typer.Option(
@@ -80,7 +84,7 @@ def inspect(
             "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
             rich_help_panel=_ROLLOUTS,
         ),
-    ] = False,
+    ] = False
     verify_cost: Annotated[
         float | None,
         typer.Option(
@@ -91,7 +95,7 @@ def inspect(
             "run's settings, or the drafter's; on CPU try 0.4.",
             rich_help_panel=_ROLLOUTS,
         ),
-    ] = None,
+    ] = None
     history: Annotated[
         bool,
         typer.Option(
@@ -100,11 +104,11 @@ def inspect(
             "is the folder of a `treering train` run, or files whose lines have an epoch.",
             rich_help_panel=_ROLLOUTS,
         ),
-    ] = False,
+    ] = False
     groups: Annotated[
         int | None,
         typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.", rich_help_panel=_ROLLOUTS),
-    ] = None,
+    ] = None
     max_rollouts: Annotated[
         int | None,
         typer.Option(
@@ -113,94 +117,43 @@ def inspect(
             help="drafts, history: a sample of whole prompts with all their rollouts.",
             rich_help_panel=_ROLLOUTS,
         ),
-    ] = None,
-    format: Format = "auto",
-    no_cache: NoCache = False,
-    json_output: JsonOutput = False,
-) -> None:
-    """Measure what trajectories share, and the best speedup that training them as trees can give.
+    ] = None
+    format: Format = "auto"
+    no_cache: NoCache = False
+    json_output: JsonOutput = False
 
-    Tokens are kept in a cache, so that the next command on the same files begins at once; see `treering cache`.
+    @property
+    def shows(self) -> bool:
+        """Whether trajectories are shown, instead of counted."""
+        return self.show is not None or self.task is not None or self.html is not None
 
-    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3
+    def check(self) -> None:
+        """Refuses options of several reports, and those that the chosen one does not read.
 
-    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --show 3
+        Raises:
+            ConfigError: names them.
+        """
+        if (self.why or self.more) + self.drafts + self.history + self.shows > 1:
+            raise ConfigError(
+                "--why with --more, --show with --task and --html, --drafts, and --history are four reports; ask for "
+                "one of them at a time"
+            )
+        if (self.drafts or self.history or self.shows) and self.model_shape is not None:
+            raise ConfigError("FLOPs are counted for what trees save; leave --model-shape out, or the other report")
+        if self.groups is not None and not self.history:
+            raise ConfigError("--groups says how history is measured; add --history, or leave it out")
+        if self.verify_cost is not None and not self.drafts:
+            raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
+        if self.max_rollouts is not None and not (self.drafts or self.history):
+            raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
 
-    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --drafts
+    @property
+    def tokenizer_dir(self) -> Path | None:
+        """The folder of the tokenizer, that of a hub id too."""
+        from treering.cli.hub import tokenizer_folder
 
-    Example: treering inspect --history runs/sums
-    """
-    shows = show is not None or task is not None or html is not None
-    if (why or more) + drafts + history + shows > 1:
-        raise ConfigError(
-            "--why with --more, --show with --task and --html, --drafts, and --history are four reports; ask for one "
-            "of them at a time"
-        )
-    if (drafts or history or shows) and model_shape is not None:
-        raise ConfigError("FLOPs are counted for what trees save; leave --model-shape out, or the other report")
-    if groups is not None and not history:
-        raise ConfigError("--groups says how history is measured; add --history, or leave it out")
-    if verify_cost is not None and not drafts:
-        raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
-    if max_rollouts is not None and not (drafts or history):
-        raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
-    from treering.cli.hub import tokenizer_folder
+        return None if self.tokenizer is None else tokenizer_folder(self.tokenizer)
 
-    folder = None if tokenizer is None else tokenizer_folder(tokenizer)
-    if drafts:
-        from treering.cli.inspect.drafts import run as run_drafts
-
-        run_drafts(
-            paths=files,
-            tokenizer=folder,
-            template=template,
-            max_rollouts=max_rollouts,
-            verify_cost=verify_cost,
-            json_output=json_output,
-            format=format,
-            keeps_cache=not no_cache,
-        )
-        return
-    if history:
-        from treering.cli.inspect.history import run as run_history
-
-        run_history(
-            paths=files,
-            tokenizer=folder,
-            template=template,
-            num_groups=groups or 8,
-            max_rollouts=max_rollouts,
-            json_output=json_output,
-            format=format,
-            keeps_cache=not no_cache,
-        )
-        return
-    if shows:
-        from treering.cli.inspect.show import run as run_show
-
-        run_show(
-            files=files,
-            tokenizer=folder,
-            template=template,
-            num_shown=show,
-            task=task,
-            page=html,
-            json_output=json_output,
-            format=format,
-            keeps_cache=not no_cache,
-        )
-        return
-    from treering.cli.inspect.command import run
-
-    run(
-        files=files,
-        tokenizer=folder,
-        model_shape=model_shape or DEFAULT_SHAPE,
-        template=template,
-        json_output=json_output,
-        num_causes=10 if why else 0,
-        format=format,
-        more=more,
-        tokenizer_name=tokenizer,
-        keeps_cache=not no_cache,
-    )
+    def renderer(self) -> Renderer:
+        """Makes tokens and masks of the records."""
+        return Renderer(tokenizer=self.tokenizer_dir, template=self.template)

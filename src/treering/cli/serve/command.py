@@ -5,7 +5,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from treering.cli.eval import find_weights
 from treering.cli.models import choose_device, load_checkpoint
+from treering.cli.serve.options import ServeOptions
 from treering.engine.host import EngineHost
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError
@@ -26,23 +26,6 @@ from treering.rl.tasks.text_tokens import TextTokens
 from treering.serving import HostSampler, Server, ServerSettings
 
 KEY_VARIABLE = "TREERING_API_KEY"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """The arguments of `treering serve`."""
-
-    name: str
-    step: int | None
-    host: str
-    port: int
-    served_name: str | None
-    history: Path | None
-    max_batch: int
-    max_tokens: int
-    device: str
-    dtype: str
-    seed: int
 
 
 def run(options: ServeOptions) -> None:
@@ -71,7 +54,6 @@ def opened(options: ServeOptions) -> Iterator[Server]:
         drafter,
         max_batch=options.max_batch,
         max_tokens=options.max_tokens,
-        seed=options.seed,
         decode=None if texts is None else texts.decode,
     )
     engine.refresh_history()
