@@ -12,7 +12,6 @@ from treering.config.loop import LoopConfig
 from treering.config.rl import HistoryConfig
 from treering.engine.request import Sampling
 from treering.errors import ConfigError
-from treering.history.draft.settings import MIN_ACCEPTANCE
 from treering.rl.drafting import DraftOptions
 from treering.rl.options import RlOptions
 from treering.train.loop.compute import ComputeOptions
@@ -51,16 +50,6 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
     loop = LoopConfig(num_steps=1)
     assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
     assert len(shared) == 19
-
-
-def test_a_group_of_settings_goes_through_overrides() -> None:
-    config = load(
-        RlConfig,
-        None,
-        [STEPS, "rl.clip=[0.1, 0.3]", 'history.sources=["own"]', "sampling.top_p=0.9", "optim.learning_rate=1e-3"],
-    )
-    assert config.rl.clip == (0.1, 0.3)
-    assert (config.history.sources, config.sampling.top_p, config.optim.learning_rate) == (("own",), 0.9, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -195,10 +184,6 @@ def test_vllm_takes_cuts_where_the_trainer_computes_the_log_probs_of_the_policy(
 def test_each_example_is_a_valid_configuration(name: str) -> None:
     config = load(RlConfig, EXAMPLES / name / "config.toml")
     assert config.run.dir == Path("runs") / name
-
-
-def test_drafts_have_one_default_of_the_least_acceptance() -> None:
-    assert HistoryConfig().min_acceptance == DraftOptions().min_acceptance == MIN_ACCEPTANCE
 
 
 @pytest.mark.parametrize("value", ["[true]", "[-1]", "[1.5]", "3"])

@@ -26,9 +26,6 @@ SUBCOMMANDS = {*PLACES, "compile", "init", "trl", "cache"}
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
     """Put a module with this `run` in the place of a subcommand's, so that no work is done."""
-    if name == "init":
-        monkeypatch.setattr("treering.cli.init.command._write", run)
-        return
     place = f"treering.cli.{PLACES[name]}"
     module = ModuleType(place)
     setattr(module, f"run_{name}" if PLACES[name] == "training" else "run", run)
@@ -52,10 +49,6 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
                 files=[Path("a")], tokenizer="t", model_shape="llama3-8b", template="hf", json_output=True,
                 no_cache=True, format="sharegpt", more=True,
             ),
-        ),
-        (
-            "init a --model m --rl --reward p.m:f --out c.toml --format chat --json",
-            {"file": Path("a"), "model": "m", "rl": True, "reward": "p.m:f", "out": Path("c.toml"), "format": "chat"},
         ),
         ("sft c.toml --json", {"config_path": Path("c.toml"), "overrides": []}),
         ("train c.toml rl.group_size=3 run.dir=x --json", {"overrides": ["rl.group_size=3", "run.dir=x"]}),

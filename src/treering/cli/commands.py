@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import treering
-from treering.cli.cache.command import cache
+from treering.cli.cache import cache
 from treering.cli.init.command import init
 from treering.cli.inspect.options import InspectOptions
 from treering.cli.options import Config, JsonOutput, Overrides, RunOrModel, Step, takes

@@ -176,7 +176,6 @@ class Session(Generic[ReportT]):
     def show(
         self,
         steps: Iterator[ReportT],
-        progress: Callable[[RunDisplay], Callable[[ReportT], None]],
         *,
         first_step: int,
         evaluation: Evaluation | None = None,
@@ -193,10 +192,9 @@ class Session(Generic[ReportT]):
             self.loop.on_progress = self.interruption.checked(display.show_phase)
             if evaluation is not None:
                 evaluation.on_measured = display.show_evaluation
-            show_step = progress(display)
             for report in steps:
                 self.say(*notes_of(report))
-                show_step(report)
+                display.show({"step": report.step, **report.values()})
                 reports.append(report)
         return reports
 

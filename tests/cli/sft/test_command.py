@@ -107,15 +107,6 @@ def test_a_run_trains_writes_metrics_and_a_model_that_hugging_face_loads(
     assert page["runs"][0]["facts"]["table"]["parameters"] == f"{summary['num_parameters']:,}"
 
 
-def test_a_person_gets_a_table_and_the_log_stays_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(config_path=config(folder), overrides=["run.dir=out"], json_output=False)
-    out, err = capsys.readouterr()
-    for name in ("loss", "flat tokens", "unique tokens", "sharing", "micro-batches", "checkpoint"):
-        assert name in out
-    assert "step 4/4" in err
-    assert "step 4/4" not in out
-
-
 def test_a_running_step_is_told_on_stderr_and_changes_no_weight(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,55 +122,6 @@ def test_a_running_step_is_told_on_stderr_and_changes_no_weight(
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(folder)
-    whole, _ = sft(capsys, path, "run.dir=whole", "train.num_steps=5")
-    sft(capsys, path, "run.dir=parts", "train.num_steps=3")
-    rest, err = sft(capsys, path, "run.dir=parts", "train.num_steps=5")
-    assert "resuming the run in parts after step 3" in err
-    assert (rest["resumed_from_step"], rest["num_steps"]) == (3, 5)
-    left, right = weights_of(whole["checkpoint"]), weights_of(rest["checkpoint"])
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-    losses = [[(row["step"], row["train/loss"]) for row in metrics_of(folder / name)] for name in ("whole", "parts")]
-    assert losses[0] == losses[1]
-    done, _ = sft(capsys, path, "run.dir=parts", "train.num_steps=5")
-    assert (done["first_loss"], done["seconds"], done["checkpoint"]) == (None, 0, rest["checkpoint"])
-
-
-def test_a_run_of_other_settings_is_refused_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(folder)
-    sft(capsys, path, "run.dir=out", "train.num_steps=1")
-    before = metrics_of(folder / "out")
-    for override, key in (
-        ("model.hidden_size=32", "model.hidden_size is 16 there and 32 here"),
-        ("model.dtype=bfloat16", "model.dtype is 'float32' there and 'bfloat16' here"),
-        ("data.stand_in.seed=1", "data is "),
-        ("train.seed=1", "train.seed is 0 there and 1 here"),
-        ("train.layout=packed", "train.layout is 'tree' there and 'packed' here"),
-        ("train.betas=[0.5, 0.9]", r"train.betas is '\[0.9, 0.95\]' there and '\[0.5, 0.9\]' here"),
-        ("train.schedule=cosine", "train.schedule is 'constant' there and 'cosine' here"),
-    ):
-        with pytest.raises(StateError, match=key):
-            sft(capsys, path, "run.dir=out", override)
-    assert metrics_of(folder / "out") == before
-
-
-def test_settings_that_change_only_memory_or_length_may_change(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = config(folder)
-    sft(capsys, path, "run.dir=out")
-    changed = [
-        "train.max_batch_tokens=9000",
-        "train.gradient_checkpointing=reentrant",
-        "run.keep=1",
-        "train.num_steps=5",
-    ]
-    summary, _ = sft(capsys, path, "run.dir=out", *changed)
-    assert (summary["resumed_from_step"], summary["num_steps"]) == (4, 5)
-
-
 def test_measured_sharing_keeps_its_costs_with_the_run_and_the_gradient_as_it_is(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,15 +133,6 @@ def test_measured_sharing_keeps_its_costs_with_the_run_and_the_gradient_as_it_is
     sft(capsys, path, "run.dir=measured", "train.sharing=measured", "train.num_steps=6")
     assert (folder / "measured" / "costs.json").read_text() == costs
     assert not (folder / "always" / "costs.json").exists()
-
-
-def test_a_tree_over_the_budget_trains_to_the_same_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(folder)
-    whole, _ = sft(capsys, path, "run.dir=whole")
-    for parents in ("keep", "recompute"):
-        cut, _ = sft(capsys, path, f"run.dir={parents}", "train.max_batch_tokens=20", f"train.parents={parents}")
-        assert cut["last_loss"] == pytest.approx(whole["last_loss"], rel=1e-5)
-        assert cut["num_micro_batches"] > whole["num_micro_batches"]
 
 
 def test_a_damaged_checkpoint_is_named_to_the_user(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,66 +265,10 @@ def test_cuda_is_refused_where_there_is_none(folder: Path, capsys: pytest.Captur
         sft(capsys, config(folder), "model.device=cuda")
 
 
-def test_a_setting_reaches_the_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, _ = sft(capsys, config(folder), "run.dir=plain")
-    for override in ("model.dtype=bfloat16", "train.layout=packed", "train.num_epochs=1"):
-        other, _ = sft(capsys, config(folder), f"run.dir={override}", override)
-        differing = {name for name in plain if plain[name] != other[name]}
-        assert differing & {"last_loss", "unique_tokens", "num_steps"}, override
-
-
-def test_packed_training_follows_the_same_losses_as_trees(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree, _ = sft(capsys, config(folder), "run.dir=tree")
-    packed, _ = sft(capsys, config(folder), "run.dir=packed", "train.layout=packed")
-    assert packed["unique_tokens"] == packed["flat_tokens"] == tree["flat_tokens"]
-    losses = [[row["train/loss"] for row in metrics_of(folder / name)] for name in ("tree", "packed")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train.layout=packed", "train.normalizer=tree_mean"], 'layout = "packed" has no trees'),
-        (["train.min_learning_rate=1e-4"], 'schedule = "constant" with min_learning_rate = 0.0001'),
-        (
-            ["train.schedule=cosine", "train.min_learning_rate=0.1"],
-            "min_learning_rate = 0.1 is above learning_rate = 0.01",
-        ),
-        (["train.eps=0"], "train.eps: expected greater than 0, got 0"),
-    ],
-)
-def test_settings_that_contradict_are_refused(folder: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run(config_path=config(folder), overrides=overrides, json_output=True)
-
-
 def test_the_example_is_a_valid_configuration() -> None:
     example = load(SftConfig, Path(__file__).parents[3] / "examples" / "agent_sft" / "config.toml")
     assert (example.data.source, len(example.data.files)) == ("real", 2)
     assert example.train.trees_per_step > 1
-
-
-@pytest.mark.slow
-def test_a_process_killed_while_it_trains_goes_on_to_bitwise_the_same_weights(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, overrides = config(folder), ["run.save_every=7", "train.trees_per_step=1"]
-    for num_rows in (10, 40):
-        victim = process(folder, path, "run.dir=killed", "train.num_steps=100000", *overrides)
-        while victim.poll() is None and num_rows > num_lines(folder / "killed" / "metrics.jsonl"):
-            time.sleep(0.005)
-        victim.send_signal(signal.SIGKILL)
-        assert victim.wait() == -signal.SIGKILL
-    num_steps = num_lines(folder / "killed" / "metrics.jsonl") + 3
-    killed, whole = (
-        sft(capsys, path, f"run.dir={name}", f"train.num_steps={num_steps}", *overrides)[0]
-        for name in ("killed", "whole")
-    )
-    left, right = weights_of(killed["checkpoint"]), weights_of(whole["checkpoint"])
-    assert all(torch.equal(left[name], right[name]) for name in left)
-    rows = [metrics_of(folder / name) for name in ("whole", "killed")]
-    assert [row["step"] for row in rows[1]] == list(range(1, num_steps + 1))
-    assert [row["train/loss"] for row in rows[0]] == [row["train/loss"] for row in rows[1]]
 
 
 def test_ctrl_c_loses_no_whole_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

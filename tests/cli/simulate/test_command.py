@@ -9,10 +9,10 @@ import pytest
 
 from treering.cli.simulate.cases import make_cases
 from treering.cli.simulate.options import SimulateOptions
-from treering.cli.simulate.report import about_predictions, answer
+from treering.cli.simulate.report import about_predictions
 from treering.cli.simulate.run import run
 from treering.errors import ConfigError, InputError
-from treering.schedule.compare import ONE_STEP_OFF, Result
+from treering.schedule.compare import ONE_STEP_OFF
 from treering.schedule.policies import POLICIES
 from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.traces.replay import read_trace
@@ -152,39 +152,6 @@ def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
     for name in ("ema", "quantile"):
         [(other, _, _)] = make_cases(replace(options, predictor=name))
         assert not np.array_equal(other.steps[4].forecast.lengths, later.forecast.lengths)
-
-
-def result(policy: str, **figures) -> Result:
-    given = {
-        "policy": policy,
-        "makespan_s": 100.0,
-        "throughput_of_bound": 0.9,
-        "bubble": 0.12,
-        "staleness_max": 1,
-        "speedup_over_sync": 1.5,
-        "staleness": 1,
-        "bound_s": 90.0,
-        "tokens_per_s": 5.0,
-        "num_stolen": 0.0,
-        "num_moved": 0.0,
-        "choices": (),
-        "worst_throughput_of_bound": 0.8,
-        "worst_speedup_over_sync": 1.4,
-        "makespan_over_one_step_off": None,
-        "worst_makespan_over_one_step_off": None,
-    }
-    return Result(**given | figures)
-
-
-def test_the_answer_compares_ours_with_both_plain_loops():
-    sync = result("sync", speedup_over_sync=1.0, staleness=0)
-    plain = result(ONE_STEP_OFF, makespan_s=125.0, speedup_over_sync=1.2)
-    words = answer([sync, plain, result("histopipe")])
-    assert words.startswith("histopipe ends the run 1.50x as fast as the synchronous loop and 1.25x as fast as FIFO")
-    assert words.endswith("at 0.90 of the lower bound; its workers decode nothing for 12% of their time.")
-    # Without ours it is about the fastest.
-    assert answer([sync, plain, result("longest_first")]).startswith("longest_first ends the run 1.50x")
-    assert answer([sync]) == ""
 
 
 def test_the_timeline_holds_the_policies_that_were_asked_for(tmp_path):

@@ -15,14 +15,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from treering.cli.train.warmup import joined
 from treering.cli.training import run_train as run
 from treering.data import read_trajectories
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.rl.tasks.sums import ChainedSums
 from treering.rl.tasks.task import Prompt
 
 TINY = """
@@ -201,73 +199,6 @@ def test_a_run_that_measured_goes_on_with_fixed_costs(
     assert {drafter.costs for drafter in drafters} == {None}
 
 
-def test_a_person_gets_a_table_and_the_log_stays_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(config_path=config(folder), overrides=["run.dir=out"], json_output=False)
-    out, err = capsys.readouterr()
-    for name in ("reward", "rollouts", "tokens per forward", "drafted tokens", "sharing", "checkpoint"):
-        assert name in out
-    for name in ("reward", "tokens/s", "tokens/forward", "sharing"):
-        assert name in err.partition("step 4/4")[2]
-    assert "step 4/4" not in out
-
-
-def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = prompts(folder)
-    whole, _ = train(capsys, path, "run.dir=whole", "rl.num_steps=7")
-    train(capsys, path, "run.dir=parts", "rl.num_steps=5")
-    rest, err = train(capsys, path, "run.dir=parts", "rl.num_steps=7")
-    assert "resuming the run in parts after step 5" in err
-    assert "warning" not in err
-    assert (rest["resumed_from_step"], rest["num_steps"]) == (5, 7)
-    left, right = weights_of(whole["checkpoint"]), weights_of(rest["checkpoint"])
-    assert all(torch.equal(left[name], right[name]) for name in left)
-    files = [sorted((folder / name / "rollouts").iterdir()) for name in ("whole", "parts")]
-    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
-    done, _ = train(capsys, path, "run.dir=parts", "rl.num_steps=7")
-    assert (done["total"]["first_reward"], done["total"]["seconds"], done["checkpoint"]) == (
-        None,
-        0,
-        rest["checkpoint"],
-    )
-
-
-def test_a_run_of_other_settings_is_refused_by_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(folder)
-    train(capsys, path, "run.dir=out", "rl.num_steps=1")
-    before = [(folder / "out" / name).read_bytes() for name in ("metrics.jsonl", "config.json")]
-    for override, key in (
-        ("model.hidden_size=32", "model.hidden_size is 16 there and 32 here"),
-        ("task.seed=1", "task is "),
-        ("engine.seed=1", "engine.seed is 0 there and 1 here"),
-        ("rl.group_size=4", "rl.group_size is 3 there and 4 here"),
-        ("rl.layout=packed", "rl.layout is 'tree' there and 'packed' here"),
-        ("sampling.temperature=0.5", "sampling.temperature is 1.0 there and 0.5 here"),
-        ("optim.learning_rate=1e-3", "optim.learning_rate is 0.01 there and 0.001 here"),
-        ("warmup.num_steps=3", "warmup.num_steps is 0 there and 3 here"),
-    ):
-        with pytest.raises(StateError, match=key):
-            train(capsys, path, "run.dir=out", override)
-    assert [(folder / "out" / name).read_bytes() for name in ("metrics.jsonl", "config.json")] == before
-    assert not (folder / "out" / "warmup").exists()
-
-
-def test_settings_that_change_only_memory_speed_or_length_may_change(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = config(folder)
-    train(capsys, path, "run.dir=out")
-    changed = [
-        "rl.max_batch_tokens=9",
-        "rl.parents=recompute",
-        "rl.sharing=measured",
-        "engine.max_batch=4",
-        "engine.backend=plain",
-    ]
-    changed += ["history.drafts=off", "run.keep=1"]
-    summary, _ = train(capsys, path, "run.dir=out", "rl.num_steps=5", *changed)
-    assert (summary["resumed_from_step"], summary["num_steps"]) == (4, 5)
-
-
 def test_off_switches_and_memory_settings_change_no_first_rollout(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,29 +212,6 @@ def test_off_switches_and_memory_settings_change_no_first_rollout(
         assert all(np.array_equal(ours.tokens, theirs.tokens) for ours, theirs in zip(rows, expected, strict=True)), (
             name
         )  # type: ignore[arg-type]
-
-
-def test_a_setting_reaches_the_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = prompts(folder)
-    plain = weights_of(train(capsys, path, "run.dir=plain")[0]["checkpoint"])
-    for override in (
-        "engine.seed=1",
-        "rl.seed=1",
-        "rl.prompts_per_step=1",
-        "rl.num_epochs=1",
-        "rl.estimator=rloo",
-        "rl.objective=dapo",
-        "rl.clip=[0.0, 0.0]",
-        "sampling.max_tokens=4",
-        "sampling.temperature=0.5",
-        "sampling.top_k=2",
-        "sampling.top_p=0.5",
-        "model.dtype=bfloat16",
-        "optim.learning_rate=1e-3",
-        "optim.warmup_steps=3",
-    ):
-        other = weights_of(train(capsys, path, f"run.dir={override}", override)[0]["checkpoint"])
-        assert any(not torch.equal(plain[name], other[name]) for name in plain), override
 
 
 def test_a_warm_up_trains_on_other_prompts_first_and_only_once(
@@ -338,16 +246,6 @@ def test_a_run_with_a_warm_up_goes_on_from_its_policy_and_not_from_the_warm_up(
     assert whole["total"]["num_updates"] > rest["total"]["num_updates"]
     left, right = weights_of(whole["checkpoint"]), weights_of(rest["checkpoint"])
     assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def test_joined_tasks_hold_the_same_sequences_in_order() -> None:
-    solved = ChainedSums(5).solutions()
-    tasks = joined(solved, 2)
-    assert [len(task.sequences) for task in tasks] == [2, 2, 1]
-    flat = [sequence.tolist() for task in tasks for sequence in task.sequences]
-    assert flat == [task.sequences[0].tolist() for task in solved]
-    masks = [mask.tolist() for task in tasks for mask in task.loss_masks]
-    assert masks == [task.loss_masks[0].tolist() for task in solved]
 
 
 def test_a_warm_up_that_was_stopped_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -462,18 +360,6 @@ def test_a_damaged_history_is_named_to_the_user(folder: Path, capsys: pytest.Cap
     assert summary["resumed_from_step"] == 4
 
 
-def test_a_policy_that_was_trained_can_be_trained_on_from_its_folder(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, _ = train(capsys, config(folder), "run.dir=first")
-    path = folder / "second.toml"
-    path.write_text(
-        f'[model]\npath = "{first["checkpoint"]}"\n[task]\nnum_prompts = 2\n[sampling]\nmax_tokens = 4\n[rl]\n'
-        "num_steps = 1\n"
-    )
-    assert train(capsys, path, "run.dir=second")[0]["num_parameters"] == first["num_parameters"]
-
-
 def test_prompts_are_read_by_the_tokenizer_of_the_model_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -488,20 +374,11 @@ def test_prompts_are_read_by_the_tokenizer_of_the_model_folder(
     assert (Path(second["checkpoint"]) / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "error", "message"),
-    [
-        (["model.vocab_size=10"], ConfigError, r"ids up to 15, and the model knows 10 ids; set model\.vocab_size"),
-        (["task.num_prompts=10", "task.max_number=1"], ConfigError, "there are 3 sums"),
-        (["engine.max_tokens=20"], InputError, "its rollouts need 41, and engine.max_tokens is 20"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], error: type[Exception], message: str
-) -> None:
-    solved = ["warmup.num_steps=1", "warmup.num_prompts=2"] if overrides[0].startswith("rl") else []
-    with pytest.raises(error, match=message):
-        train(capsys, config(folder), "run.dir=out", *overrides, *solved)
+def test_what_cannot_be_trained_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"ids up to 15, and the model knows 10 ids; set model\.vocab_size"):
+        train(capsys, config(folder), "model.vocab_size=10")
+    with pytest.raises(ConfigError, match="there are 3 sums"):
+        train(capsys, config(folder), "task.num_prompts=10", "task.max_number=1")
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.data_files import show_build
 from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import WorkProgress, note_compiling
-from treering.cli.display.run_display import SftProgress
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher
 from treering.cli.run_notes import budget_note
@@ -91,7 +90,6 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
         steps = session.steps(metrics, evaluation)
         reports = session.show(
             steps,
-            lambda display: SftProgress(display).show,
             first_step=opened.step,
             evaluation=evaluation,
             notes_of=notes_of,

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import note_compiling
-from treering.cli.display.run_display import RlProgress
 from treering.cli.run_folder import printed_warnings
 from treering.cli.run_notes import RunLength, budget_note
 from treering.cli.session import Session, agreed, agreed_compute, checkpoint_store, owning
@@ -66,7 +65,6 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
     with open_training(config, config_dir=config_dir, console=console) as run:
         reports = run.session.show(
             run.steps,
-            lambda display: RlProgress(display).show,
             first_step=run.opened.step,
             evaluation=run.evaluation,
             notes_of=_notes_of,

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from treering.cli.display.run_display import SftProgress
 from treering.cli.run_folder import WARMUP_FOLDER
 from treering.cli.session import Session
 from treering.cli.train.settings import warmup_identity, warmup_options
@@ -41,7 +40,7 @@ def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console:
     )
     opened = session.open()
     with session.metrics(opened) as metrics:
-        session.show(session.steps(metrics), lambda display: SftProgress(display).show, first_step=opened.step)
+        session.show(session.steps(metrics), first_step=opened.step)
 
 
 def joined(tasks: Sequence[TrainingTask], size: int) -> list[TrainingTask]:

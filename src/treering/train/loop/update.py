@@ -31,7 +31,6 @@ class Update:
         loss: the objective before the update, router losses added.
         grad_norm: global L2 norm before clipping.
         learning_rate: used by the update.
-        num_trees: tasks, each one tree.
         num_branches: sequences.
         num_loss_tokens: trained tokens, counted per branch (as in the loss's denominator).
         num_branch_tokens: flat tokens.
@@ -47,7 +46,6 @@ class Update:
     loss: float
     grad_norm: float
     learning_rate: float
-    num_trees: int
     num_branches: int
     num_loss_tokens: float
     num_branch_tokens: int
@@ -73,7 +71,6 @@ class Update:
             metrics.LOSS: self.loss,
             metrics.GRAD_NORM: self.grad_norm,
             metrics.LEARNING_RATE: self.learning_rate,
-            metrics.NUM_TREES: self.num_trees,
             metrics.NUM_BRANCHES: self.num_branches,
             metrics.NUM_LOSS_TOKENS: self.num_loss_tokens,
             metrics.NUM_BRANCH_TOKENS: self.num_branch_tokens,
@@ -182,7 +179,6 @@ class Updater:
             loss=sums["loss"],
             grad_norm=norm,
             learning_rate=rate,
-            num_trees=batch.num_tasks,
             num_loss_tokens=sums["num_loss_tokens"],
             **counts,
             peak_memory_bytes=peak_memory_bytes(self._model),
