@@ -1,15 +1,14 @@
 """`treering cache`, `--no-cache`, and files that are named by patterns."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.cli.runs import call
 from treering.cli.corpus import load_corpus
-from treering.cli.main import main
 from treering.config.sft import DataConfig
 from treering.data import Trajectory, write_trajectories
 from treering.errors import InputError
@@ -24,13 +23,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows = [Trajectory(task_id=task, tokens=np.arange(4 + i, dtype=np.int32)) for i, task in enumerate(tasks)]
         write_trajectories(tmp_path / name, rows)
     return tmp_path
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["treering", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.runs import call
 from treering.cli.inspect.options import InspectOptions
 from treering.cli.main import main
 from treering.cli.simulate.options import SimulateOptions
@@ -30,13 +31,6 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]
     module = ModuleType(place)
     setattr(module, f"run_{name}" if PLACES[name] == "training" else "run", run)
     monkeypatch.setitem(sys.modules, place, module)
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["treering", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
 
 
 @pytest.mark.parametrize(

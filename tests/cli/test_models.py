@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.cli.hub_cache import save_model
-from treering.cli.main import main
+from tests.cli.runs import call
 from treering.cli.models import build_model, load_teacher
 from treering.config.model import ModelConfig
 from treering.data.rendering.template import ChatTemplate
@@ -161,12 +161,9 @@ def test_the_command_ends_with_one_line_and_status_2(
     folder = edit_weights(save_model(tmp_path / "m"), lambda weights: weights.pop(UP))
     config = tmp_path / "run.toml"
     config.write_text(f"[model]\npath = {str(folder)!r}\n[rl]\nnum_steps = 1\n")
-    monkeypatch.setattr("sys.argv", ["treering", "train", str(config)])
     capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    error = capsys.readouterr().err
-    assert (ended.value.code, error.count("\n")) == (2, 1), error
+    code, error = call(monkeypatch, "train", str(config)), capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1), error
     assert f"{UP} is missing" in error
 
 

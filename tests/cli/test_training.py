@@ -1,5 +1,6 @@
 """Laws of both commands that train: a stopped run ends as one that was not, and goes on only as it began."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli.runs import metrics_of, weights_of
 from tests.cli.sft import test_command as of_sft
 from tests.cli.train import test_command as of_train
-from tests.cli.train.test_command import folder, metrics_of, weights_of
 from treering.errors import StateError
-
-__all__ = ["folder"]
 
 Call = Callable[..., tuple[dict[str, Any], str]]
 COMMANDS = {"sft": "train", "train": "rl"}
@@ -25,11 +24,12 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def call(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     """Trains with overrides; the JSON summary and stderr."""
     if name == "sft":
         path = of_sft.config(folder)
         return lambda *overrides: of_sft.sft(capsys, path, *overrides)
+    monkeypatch.setitem(sys.modules, "tests_rewards", of_train)
     path = of_train.prompts(folder)
     return lambda *overrides: of_train.train(capsys, path, *overrides)
 

@@ -1,13 +1,12 @@
 """Settings of both commands that train: translated to the records that training takes, and as a run's identity."""
 
 from collections.abc import Mapping
-from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
 
 from transformers import PreTrainedModel
 
 from treering.config import Config, RlConfig, SftConfig
+from treering.config.load import of_same_name
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig
 from treering.config.router import RouterConfig
@@ -33,17 +32,6 @@ _FREE_TO_CHANGE = frozenset(
     }
 )
 _LENGTH = frozenset({"num_steps", "num_epochs"})
-
-
-class _Record(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-
-def of_same_name(record: type[_Record], section: Config) -> dict[str, Any]:
-    """The settings of a section that a record of options has under the same names."""
-    return {
-        each.name: getattr(section, each.name) for each in fields(record) if each.name in type(section).model_fields
-    }
 
 
 def optim_options(config: OptimConfig, num_steps: int) -> OptimOptions:

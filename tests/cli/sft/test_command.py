@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.cli.runs import metrics_of, weights_of
 from tests.cli.test_signals import take_signals
 from treering.cli.training import run_sft as run
 from treering.config import SftConfig, load
@@ -44,14 +45,6 @@ save_every = 2
 GENERATED = 'source = "generated"\nstand_in = { num_tasks = 5, num_trials = 2, vocab_size = 32 }'
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, without real data unless a test makes some."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TREERING_DATA", str(tmp_path / "data"))
-    return tmp_path
-
-
 def config(folder: Path, data: str = GENERATED) -> Path:
     path = folder / "conf" / "run.toml"
     path.parent.mkdir(exist_ok=True)
@@ -70,14 +63,6 @@ def write_set(path: Path, *tokens: list[int]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = [np.array(sequence, np.int32) for sequence in tokens]
     write_trajectories(path, [Trajectory(task_id=str(i // 2), tokens=array) for i, array in enumerate(arrays)])
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights_of(checkpoint: str) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()  # type: ignore[no-any-return]
 
 
 def test_a_run_trains_writes_metrics_and_a_model_that_hugging_face_loads(

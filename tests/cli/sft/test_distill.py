@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from tests.cli.sft.test_command import config, folder, metrics_of, sft, weights_of, write_set
+from tests.cli.runs import metrics_of, weights_of
+from tests.cli.sft.test_command import config, sft, write_set
 from tests.models import build
 from treering.cli.models import load_teacher
 from treering.config.model import ModelConfig
 from treering.errors import InputError, StateError
 
-__all__ = ["folder"]
 FILES = 'files = ["set.jsonl"]'
 DISTILL = ("train.objective=distill", "teacher.path=teacher", "model.vocab_size=32")
 

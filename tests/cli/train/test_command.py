@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.cli.runs import metrics_of, weights_of
 from treering.cli.training import run_train as run
 from treering.data import read_trajectories
 from treering.engine.torch_engine import TorchEngine
@@ -52,13 +53,9 @@ SUMS = "num_prompts = 3"
 WORDS = ["?", "q", "<|im_start|>", "<|im_end|>", "user", "assistant", "yes", "no", "1", "2", "3"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, without real data unless a test makes some."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TREERING_DATA", str(tmp_path / "data"))
+@pytest.fixture(autouse=True)
+def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tests_rewards", sys.modules[__name__])
-    return tmp_path
 
 
 def length_of(prompt: Prompt, text: str) -> float:
@@ -110,14 +107,6 @@ def train(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> tu
     run(config_path=path, overrides=list(overrides), json_output=True)
     out, err = capsys.readouterr()
     return json.loads(out), err
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights_of(checkpoint: str) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()  # type: ignore[no-any-return]
 
 
 def test_a_run_leaves_settings_metrics_rollouts_history_and_a_model(

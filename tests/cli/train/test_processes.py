@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.cli.train.test_command import config, folder, prompts
+from tests.cli.train.test_command import config, prompts
 from treering.cli.train.summary import times_of
 from treering.cli.training import run_train as run
 from treering.config.runtime import Lengths, Schedule
@@ -18,8 +18,6 @@ from treering.report.timeline import read_timeline
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policies import POLICIES
 from treering.schedule.predict.lengths import PredictorName
-
-__all__ = ["folder"]
 
 REWARD = "tests.cli.train.test_command:length_of"
 

@@ -4,8 +4,9 @@ from transformers import PreTrainedModel
 
 from treering.cli.corpus import Corpus
 from treering.cli.run_notes import RunLength
-from treering.cli.settings import Scalar, distill_options, of_same_name, router_losses, training_identity
+from treering.cli.settings import Scalar, distill_options, router_losses, training_identity
 from treering.config import SftConfig
+from treering.config.load import of_same_name
 from treering.train.loop.batches import StepPlan
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.sft import LoopOptions

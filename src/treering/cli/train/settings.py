@@ -11,13 +11,13 @@ from treering.cli.settings import (
     compute_options,
     distill_options,
     model_identity,
-    of_same_name,
     router_losses,
     section_identity,
     training_identity,
 )
 from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
+from treering.config.load import of_same_name
 from treering.config.rl_task import RewardConfig, TaskConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from treering.cli.hub import find_folder, locate, search_places
 from treering.config.judge import JudgeConfig
+from treering.config.load import of_same_name
 from treering.config.rl_task import TaskConfig
 from treering.data.formats.pictures import BEFORE_TEXT
 from treering.engine.stop_strings import Decode
@@ -121,16 +122,8 @@ def load_task(
 
 def episode_options(config: TaskConfig, max_rows: int) -> EpisodeOptions:
     """How episodes run beside an engine of `max_rows` rows."""
-    return EpisodeOptions(
-        max_rows=max_rows,
-        episodes_in_flight=config.episodes_in_flight,
-        episode_order=config.episode_order,
-        episode_timeout_s=config.episode_timeout,
-        max_turn_tokens=config.max_turn_tokens,
-        max_failed=config.max_failed,
-        shared=config.shared,
-        weights=config.weights,
-    )
+    own = {"max_rows": max_rows, "episode_timeout_s": config.episode_timeout}
+    return EpisodeOptions(**of_same_name(EpisodeOptions, config) | own)
 
 
 def draw_sums(config: TaskConfig) -> ChainedSums:
