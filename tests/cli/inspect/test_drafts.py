@@ -85,12 +85,6 @@ def test_the_speedup_counts_steps_and_verified_tokens(tmp_path: Path, capsys: py
     assert as_json(capsys, file)["verify_cost"] == signature(Drafter).parameters["min_acceptance"].default
 
 
-def test_a_run_shows_its_epochs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(InspectOptions(files=[folder]))
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert any(row[:1] == ["0"] and row[-3:] == ["2.00", "/", "50%"] for row in rows)
-
-
 def test_prompts_with_one_rollout_have_nothing_to_draft_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +140,8 @@ def test_an_epoch_without_sampled_tokens_is_no_epoch(tmp_path: Path, capsys: pyt
         (["a", "--drafts", "--groups", "4"], "add --history, or leave it out"),
         (["a", "--history", "--verify-cost", "0.4"], "add --drafts, or leave it out"),
         (["a", "--drafts", "--verify-cost", "0"], "Invalid value for '--verify-cost'"),
+        (["a", "--max-rollouts", "4"], "add --drafts or --history, or leave it out"),
+        (["a", "--history", "--model-shape", "llama3-8b"], "leave --model-shape out"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

@@ -86,22 +86,6 @@ def test_a_sample_is_whole_prompts_and_says_so(folder: Path, capsys: pytest.Capt
     assert "a sample of whole prompts, the same ones in every epoch; 48 rollouts are recorded" in out
 
 
-def test_tables_show_the_figures_and_say_what_they_mean(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    run(InspectOptions(files=[folder], groups=4))
-    printed = capsys.readouterr()
-    rows = [line.split() for line in printed.out.splitlines()]
-    rate = f"{(720 - 48) / 720:.1%}"
-    assert ["1", "16", rate, "0.0%", "0.0%", rate, rate, rate] in rows
-    assert ["0", "16", "-", "-", "0.0%", rate, "-", rate] in rows
-    assert ["1", "100.0%", "0.0%", "0.0%", "0.0%"] in rows
-    assert "In the mean of epochs 46.7% of tokens could be copied from the prompt's last epoch, 0.0%" in printed.out
-    assert "46.7 points are the history's own" in printed.out
-    assert "100.0% of rollouts were in the group that their prompt's last median says" in printed.out
-
-
 def test_the_excess_is_over_the_better_control(tmp_path: Path) -> None:
     # Of 16 tokens 13 return from history, 5 6 7 8 repeat twice in the rollout itself, and another prompt has none.
     once = (5, 6, 7, 8) * 4
@@ -166,23 +150,6 @@ def test_messages_are_rendered_and_need_an_epoch(tmp_path: Path, real_data: Path
     write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, messages=messages, format="raw")])
     with pytest.raises(InputError, match='has no "epoch"'):
         inspect_history(options)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["a", "--groups", "4"], "add --history, or leave it out"),
-        (["a", "--max-rollouts", "4"], "add --drafts or --history, or leave it out"),
-        (["a", "--history", "--why"], "ask for one of them at a time"),
-        (["a", "--history", "--model-shape", "llama3-8b"], "leave --model-shape out"),
-        (["a", "--history", "--groups", "1"], "Invalid value for '--groups'"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, *arguments) == 2
-    assert part in capsys.readouterr().err
 
 
 def test_a_torn_last_line_of_a_run_is_left_out_with_one_note(
