@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,20 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(ended.value.code or 0)
 
 
+Call = Callable[..., tuple[dict[str, Any], str]]
+
+
+def trainer(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Call:
+    """A function of a configuration and overrides that trains, and returns the JSON summary and stderr."""
+
+    def call(path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+        run(config_path=path, overrides=list(overrides), json_output=True)
+        out, err = capsys.readouterr()
+        return json.loads(out), err
+
+    return call
+
+
 class Commands:
     """Runs commands in the current folder."""
 
@@ -105,6 +120,13 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 def weights_of(checkpoint: str) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint as Hugging Face loads them."""
     return AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()  # type: ignore[no-any-return]
+
+
+def is_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two runs, by their summaries, have bitwise the same weights."""
+    ours, theirs = weights_of(left["checkpoint"]), weights_of(right["checkpoint"])
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def rows(file: Path) -> list[dict[str, Any]]:

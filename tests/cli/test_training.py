@@ -1,19 +1,16 @@
 """Laws of both commands that train: a stopped run ends as one that was not, and goes on only as it began."""
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.cli.runs import metrics_of, weights_of
+from tests.cli.runs import Call, is_same, metrics_of
 from tests.cli.sft import test_command as of_sft
 from tests.cli.train import test_command as of_train
 from treering.errors import StateError
 
-Call = Callable[..., tuple[dict[str, Any], str]]
 COMMANDS = {"sft": "train", "train": "rl"}
 """With the section of their steps."""
 
@@ -24,21 +21,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def call(name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Trains with overrides; the JSON summary and stderr."""
-    if name == "sft":
-        path = of_sft.config(folder)
-        return lambda *overrides: of_sft.sft(capsys, path, *overrides)
+def call(name: str, folder: Path, sft: Call, train: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Trains by the command with overrides; the JSON summary and stderr."""
     monkeypatch.setitem(sys.modules, "tests_rewards", of_train)
-    path = of_train.prompts(folder)
-    return lambda *overrides: of_train.train(capsys, path, *overrides)
-
-
-def is_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether two runs, by their summaries, have bitwise the same weights."""
-    ours, theirs = weights_of(left["checkpoint"]), weights_of(right["checkpoint"])
-    assert ours.keys() == theirs.keys()
-    return all(torch.equal(ours[key], theirs[key]) for key in ours)
+    return partial(sft, of_sft.config(folder)) if name == "sft" else partial(train, of_train.prompts(folder))
 
 
 def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(name: str, call: Call, folder: Path) -> None:
