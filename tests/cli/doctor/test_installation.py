@@ -1,12 +1,11 @@
 """The doctor tells tested releases from others, and threads that wait for each other."""
 
-import sys
 from importlib import metadata
 
 import pytest
 
 from treering.cli.doctor import installation
-from treering.cli.doctor.installation import Machine, find_packages, read_machine
+from treering.cli.doctor.installation import Machine, find_packages
 
 
 @pytest.fixture
@@ -57,17 +56,6 @@ def test_candidates_and_local_builds_count_as_their_release(
     monkeypatch.setattr(installation, "version", lambda _name: installed)
     found = {package.name: package for package in find_packages()}
     assert found["torch"].is_supported is is_supported
-
-
-def test_a_local_build_of_a_tested_release_is_supported() -> None:
-    torch = next(package for package in find_packages() if package.name == "torch")
-    assert torch.is_supported
-
-
-def test_the_machine_is_this_one() -> None:
-    found = read_machine()
-    assert found.num_cores >= 1
-    assert found.num_threads == sys.modules["torch"].get_num_threads()
 
 
 @pytest.mark.parametrize(

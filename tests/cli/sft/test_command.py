@@ -124,13 +124,6 @@ def test_files_are_looked_up_beside_the_configuration_then_here_then_in_the_data
         assert (summary["data"], summary["num_tasks"]) == ("files", num_tasks)
 
 
-def test_a_file_that_is_nowhere_is_refused_with_the_places(folder: Path, sft: Call) -> None:
-    (folder / "data").mkdir()
-    path = config(folder, 'files = ["absent.jsonl"]')
-    with pytest.raises(InputError, match=r"absent.jsonl is looked up in .*conf, \., .*data, and none has it; correct"):
-        sft(path)
-
-
 def test_preference_pairs_are_refused_because_the_rejected_answer_would_be_trained(folder: Path, sft: Call) -> None:
     (folder / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c", "prompt_id": 1}\n')
     path = config(folder, 'files = ["a.jsonl"]\nformat = "trl"')

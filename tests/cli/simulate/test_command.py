@@ -87,31 +87,11 @@ def test_the_same_question_has_the_same_answer_and_another_seed_another(capsys):
     assert row["worst_speedup_over_sync"] < row["speedup_over_sync"]
 
 
-def test_the_defaults_are_the_small_model_that_the_table_was_made_with():
-    [(trace, cluster, believed)] = make_cases(SimulateOptions())
-    assert (len(trace.steps), trace.steps[0].num_rollouts, trace.max_tokens) == (12, 4096, 16384)
-    assert (cluster.num_workers, cluster.num_slots, cluster.staleness) == (32, 128, 1)
-    lengths = np.concatenate([step.lengths for step in trace.steps])
-    predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
-    assert np.median(np.log(lengths)) == pytest.approx(8.2, abs=0.02)
-    free = (lengths < 5000) & (lengths > 100)
-    assert np.log(predicted / lengths)[free].std() == pytest.approx(0.25, abs=0.01)
-    assert cluster.latency.token_s(128)[[1, 128]].tolist() == pytest.approx([0.02005, 0.0264])
-    # 128 rows gain 128 tokens in 26.4 ms.
-    assert cluster.latency.training_s == pytest.approx(0.07 * lengths.sum() / 12 * 0.0264 / 128 / 32)
-    assert np.array_equal(believed.latency.decode_s, cluster.latency.decode_s)
-
-
 def test_believed_times_are_wrong_by_the_factor_and_true_ones_are_not():
     [(_, cluster, believed)] = make_cases(replace(SMALL, believed_latency=2.0))
     assert cluster.latency.token_s(8)[8] == pytest.approx(1.8)
     assert believed.latency.token_s(8)[8] == pytest.approx(3.6)
     assert believed.latency.training_s == cluster.latency.training_s
-
-
-def test_the_bound_is_that_of_the_true_times(capsys):
-    right, wrong = (report_of(capsys, replace(SMALL, believed_latency=factor), "fifo") for factor in (1.0, 3.0))
-    assert right == wrong
 
 
 def test_stable_groups_share_a_prediction():

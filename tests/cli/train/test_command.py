@@ -177,19 +177,6 @@ def test_a_run_that_measured_goes_on_with_fixed_costs(
     assert {drafter.costs for drafter in drafters} == {None}
 
 
-def test_off_switches_and_memory_settings_change_no_first_rollout(folder: Path, train: Call) -> None:
-    path = prompts(folder)
-    overrides = ["history.drafts=off", "engine.max_batch=2", "engine.backend=plain", "engine.max_prefill=1"]
-    for name in ("rl.num_epochs=1", *overrides, "rl.layout=packed"):
-        train(path, f"run.dir={name}", "rl.num_steps=1", name)
-        rows = read_trajectories(folder / name / "rollouts" / "epoch-000.jsonl")
-        expected = read_trajectories(folder / "rl.num_epochs=1" / "rollouts" / "epoch-000.jsonl")
-        assert len(rows) == len(expected) == 6
-        assert all(np.array_equal(ours.tokens, theirs.tokens) for ours, theirs in zip(rows, expected, strict=True)), (
-            name
-        )  # type: ignore[arg-type]
-
-
 def test_a_warm_up_trains_on_other_prompts_first_and_only_once(folder: Path, train: Call) -> None:
     path = config(folder)
     start = ["warmup.num_steps=6", "warmup.num_prompts=20", "warmup.prompts_per_step=8"]
@@ -391,20 +378,6 @@ def test_the_run_says_where_its_rollouts_stop(folder: Path, train: Call) -> None
         train(prompts(folder), "run.dir=out", steps)
     with pytest.raises(ConfigError, match=r"task\.stop_tokens names single tokens, and 'maybe' is none of"):
         train(prompts(folder), "run.dir=other", steps, 'task.stop_tokens=["maybe"]')
-
-
-def test_the_ends_of_a_model_folder_stop_its_rollouts(folder: Path, train: Call) -> None:
-    summary, _ = train(prompts(folder), "run.dir=first", "rl.num_steps=1")
-    model = Path(summary["checkpoint"])
-    (model / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    text = prompts(folder).read_text()
-    shape = text[text.index("hidden_size") : text.index("device")]
-    (folder / "conf" / "run.toml").write_text(text.replace(shape, f"path = {str(model)!r}\n"))
-    _, err = train(folder / "conf" / "run.toml", "run.dir=second", "rl.num_steps=1")
-    assert "rollouts stop at <|im_end|> (3, tokenizer), no (7, generation_config.json)" in err
-    rows = read_trajectories(folder / "second" / "rollouts" / "epoch-000.jsonl")
-    sampled = [row.tokens[row.loss_mask] for row in rows if row.tokens is not None and row.loss_mask is not None]
-    assert not any(np.isin(tokens[:-1], [3, 7, 9]).any() for tokens in sampled)
 
 
 def test_an_engine_without_room_for_a_rollout_is_refused_at_the_start(folder: Path) -> None:
