@@ -13,12 +13,12 @@ from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher
-from treering.cli.run_notes import budget_note
+from treering.cli.run_notes import budget_note, run_length
 from treering.cli.session import Session, agreed, agreed_compute, checkpoint_store, owning
 from treering.cli.settings import optim_options
 from treering.cli.sft.held_out import split_corpus
 from treering.cli.sft.samples import write_samples
-from treering.cli.sft.settings import identity, loop_options, run_length, with_step_size
+from treering.cli.sft.settings import identity, loop_options, with_step_size
 from treering.cli.sft.summary import SftSummary, summary_of
 from treering.config import SftConfig
 from treering.ranks.group import RankGroup

@@ -3,11 +3,9 @@
 from transformers import PreTrainedModel
 
 from treering.cli.corpus import Corpus
-from treering.cli.run_notes import RunLength
 from treering.cli.settings import Scalar, distill_options, router_losses, training_identity
 from treering.config import SftConfig
 from treering.config.load import of_same_name
-from treering.train.loop.batches import StepPlan
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.sft import LoopOptions
 
@@ -24,19 +22,6 @@ def with_step_size(config: SftConfig, num_tasks: int, num_ranks: int) -> SftConf
         return config
     size = min(_TREES_PER_STEP, max(num_ranks, num_tasks // _STEPS_PER_EPOCH))
     return config.model_copy(update={"train": config.train.model_copy(update={"trees_per_step": size})})
-
-
-def run_length(config: SftConfig, num_tasks: int) -> RunLength:
-    """How long the run is; `with_step_size` comes first."""
-    train = config.train
-    return RunLength(
-        section="train",
-        per_step="trees_per_step",
-        plan=StepPlan(num_tasks=num_tasks, trees_per_step=int(train.trees_per_step), seed=train.seed),
-        num_steps=train.num_steps,
-        num_epochs=train.num_epochs,
-        schedule=train.schedule,
-    )
 
 
 def loop_options(config: SftConfig, compute: ComputeOptions) -> LoopOptions:

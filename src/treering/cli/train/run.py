@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import note_compiling
 from treering.cli.run_folder import printed_warnings
-from treering.cli.run_notes import RunLength, budget_note
+from treering.cli.run_notes import RunLength, budget_note, run_length
 from treering.cli.session import Session, agreed, agreed_compute, checkpoint_store, owning
 from treering.cli.train.held_out import held_out_notes, load_held_out, load_trained, measure_rewards
 from treering.cli.train.logs import Loop, step_logs
@@ -27,7 +27,6 @@ from treering.ranks.group import RankGroup
 from treering.rl.loop import RlLoop
 from treering.rl.step_report import RlStepReport
 from treering.runtime.pipeline import PipelineLoop
-from treering.train.loop.batches import StepPlan
 from treering.train.loop.held_out import Evaluation, Measure
 from treering.train.loop.interruption import Interruption
 from treering.train.loop.run import Opened
@@ -101,7 +100,7 @@ def _opened(config: RlConfig, config_dir: Path, console: Console, group: RankGro
     model = make_model(config, config_dir, source)
     note_doing(console, "preparing the first step")
     note_compiling(console, fill_forest, propose)
-    length = _run_length(config, source)
+    length = run_length(config, len(source.task.prompts))
     compute = agreed_compute(config, config.rl, model, group, length.total)
     # The identity is that of weights before they are sharded.
     checkpoints = checkpoint_store(config, identity(config, source, model), source.tokenizer, group)
@@ -133,18 +132,6 @@ def _opened(config: RlConfig, config_dir: Path, console: Console, group: RankGro
 def _measure(config: RlConfig, held: TaskSource, loop: Loop, group: RankGroup) -> Measure:
     """Measures in this process, whatever other processes the loop has."""
     return measure_rewards(config, held, loop.policy if isinstance(loop, RlLoop) else lambda: loop.model, group)
-
-
-def _run_length(config: RlConfig, source: TaskSource) -> RunLength:
-    rl = config.rl
-    return RunLength(
-        section="rl",
-        per_step="prompts_per_step",
-        plan=StepPlan(num_tasks=len(source.task.prompts), trees_per_step=rl.prompts_per_step, seed=rl.seed),
-        num_steps=rl.num_steps,
-        num_epochs=rl.num_epochs,
-        schedule=config.optim.schedule,
-    )
 
 
 def _notes_of(report: RlStepReport) -> Sequence[str]:
