@@ -134,6 +134,8 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["schedule=work_stealing", "runtime.workers=2", "runtime.rebalance=none"], "lets none move; set"),
         (["task.kind=verifiers", "task.tokenizer=t"], "runs a taskset, and task.env is not set"),
         (["task.kind=verifiers", "task.env=x"], '"verifiers" needs a tokenizer, and a random model has none'),
+        (["task.class=x"], 'kind = "sums" has no class, which belong to "environment"'),
+        (["task.kind=environment"], "task.class is not set"),
         (["task.env=x"], 'kind = "sums" has no env, which belong to "verifiers"'),
         (["task.kind=chess"], "task.kind: expected 'sums', 'prompts', .* got 'chess'"),
     ],

@@ -140,15 +140,6 @@ def test_an_unexpected_exception_passes_through(monkeypatch: pytest.MonkeyPatch)
         main()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help_names_every_subcommand(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    assert call(monkeypatch, *arguments) == 0
-    out = capsys.readouterr().out
-    assert {name for name in SUBCOMMANDS if name in out} == SUBCOMMANDS
-
-
 @pytest.mark.parametrize("name", sorted(SUBCOMMANDS))
 def test_help_of_a_subcommand_shows_an_example_and_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
@@ -203,12 +194,3 @@ def test_notes_about_data_are_one_line_each_on_stderr_and_said_once(
     assert call(monkeypatch, "inspect", "a.jsonl", "--json") == 0
     out, err = capsys.readouterr()
     assert (out, err) == ("{}\n", "treering: note: a.jsonl: one note\ntreering: note: b.jsonl: another\n")
-
-
-def test_an_unknown_format_is_refused_with_the_known_ones(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "inspect", "a.jsonl", "--format", "alpaca") == 2
-    err = capsys.readouterr().err
-    assert err.startswith("treering: ")
-    assert all(word in err for word in ("'alpaca' is not one of", "'sharegpt'", "'atif'"))

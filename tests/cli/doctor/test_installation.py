@@ -39,15 +39,6 @@ def test_each_requirement_stands_beside_what_is_installed() -> None:
     assert found["vllm"].is_supported is None
 
 
-def test_without_an_installation_no_requirement_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata.Distribution, "from_name", _not_found)
-    assert [package for package in find_packages() if package.needed] == []
-
-
-def _not_found(name: str) -> None:
-    raise metadata.PackageNotFoundError(name)
-
-
 @pytest.mark.parametrize(("installed", "is_supported"), [("2.12.0rc1", True), ("2.11.0+cpu", True), ("2.10.1", False)])
 def test_candidates_and_local_builds_count_as_their_release(
     installed: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch

@@ -120,16 +120,6 @@ def test_epochs_without_a_common_prompt_are_shown_without_history(
     assert "there is nothing to compare" in capsys.readouterr().out
 
 
-def test_one_epoch_has_siblings_and_its_own_past(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_trajectories(tmp_path / "set.jsonl", trajectories([Line(response=(1, 2, 3, 4))] * 2))
-    [only] = as_json(capsys, tmp_path / "set.jsonl")["epochs"]
-    assert (only["reuse"]["siblings"]["rate"], only["reuse"]["own"]["rate"], only["reuse"]["history"]) == (
-        0.25,
-        0,
-        None,
-    )
-
-
 def test_a_folder_without_rollouts_is_refused_with_the_setting_that_writes_them(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r'has none; run it with run.rollouts = "on"'):
         inspect_history(InspectOptions(files=[tmp_path]))

@@ -102,13 +102,6 @@ def test_stable_groups_share_a_prediction():
     assert "16% of a step's rollouts are in a longer one" in about_predictions(trace)
 
 
-def test_distorted_predictions_are_of_the_same_rollouts():
-    [(plain, _, _)] = make_cases(SMALL)
-    [(wrong, _, _)] = make_cases(replace(SMALL, distort="reversed"))
-    assert np.array_equal(plain.steps[1].lengths, wrong.steps[1].lengths)
-    assert np.corrcoef(wrong.steps[1].lengths, wrong.steps[1].forecast.lengths)[0, 1] < 0
-
-
 def read_log_step(log: Path, at: int, *, staleness: int) -> np.ndarray:
     median = lambda limit: make_predictor("median", max_tokens=limit)  # noqa: E731
     trace = read_trace(log, median, num_rollouts=16, staleness=staleness)

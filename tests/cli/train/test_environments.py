@@ -88,11 +88,3 @@ def test_what_it_cannot_do_is_refused_by_name(trained: Commands, overrides: list
     code, told = trained.run("train", *CONFIG, *overrides)
     assert code != 0
     assert rule in " ".join(told.split())
-
-
-def test_an_environment_without_its_kind_is_refused(trained: Commands) -> None:
-    code, told = trained.run("train", "task.class=envs.py:Digits")
-    assert code != 0
-    assert 'kind = "sums" has no class, which belong to "environment"' in " ".join(told.split())
-    code, told = trained.run("train", "task.kind=environment")
-    assert "task.class is not set" in " ".join(told.split())

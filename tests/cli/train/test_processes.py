@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 from tests.cli.runs import Call
 from tests.cli.train.test_command import config, prompts
 from treering.cli.train.summary import times_of
-from treering.cli.training import run_train as run
 from treering.config.runtime import Lengths, Schedule
 from treering.data import read_trajectories
-from treering.errors import ConfigError, StateError
+from treering.errors import StateError
 from treering.report.timeline import read_timeline
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policies import POLICIES
@@ -101,11 +100,6 @@ def test_measured_times_are_a_line() -> None:
     )
     sloped = Latency(num_rows=np.array([1, 2, 9]), decode_s=np.array([0.5, 1.0, 4.5]))
     assert times_of(sloped)["step_s"] == pytest.approx(0.0)
-
-
-def test_steps_overlap_only_where_there_are_workers(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.workers=1 or more"):
-        run(config_path=config(folder), overrides=["rl.staleness=1"], json_output=True)
 
 
 def test_settings_name_what_there_is() -> None:
