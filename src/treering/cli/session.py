@@ -52,11 +52,17 @@ def agreed(config: ConfigT, config_dir: Path, group: RankGroup) -> ConfigT:
 
 
 def agreed_compute(
-    config: SftConfig | RlConfig, section: StepsConfig, model: nn.Module, group: RankGroup, num_steps: int
+    config: SftConfig | RlConfig,
+    section: StepsConfig,
+    model: nn.Module,
+    group: RankGroup,
+    num_steps: int,
+    threads: int | None = None,
 ) -> ComputeOptions:
     """How steps are computed, with the costs that one rank has measured, so that all share trees alike.
 
-    Where `sharing` is "measured", costs are fitted once per run, to stock layers, and kept in its folder.
+    Where `sharing` is "measured", costs are fitted once per run, to stock layers and with so many threads, and kept in
+    its folder.
 
     Raises:
         StateError: the file of costs is damaged.
@@ -64,7 +70,7 @@ def agreed_compute(
     compute = compute_options(config.model, section, num_steps)
     if group.rank == 0 and section.sharing == "measured":
         prepare_model(model, replace(compute, layers="stock"))
-        with num_threads(getattr(section, "num_train_threads", None)), precision(model, compute.autocast):
+        with num_threads(threads), precision(model, compute.autocast):
             compute = replace(compute, costs=cached_costs(model, config.run.dir / COSTS_FILE))
     return group.gather(compute)[0]  # type: ignore[no-any-return]
 

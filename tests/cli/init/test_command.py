@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli import runs
 from tests.cli.hub_cache import save_model, save_tokenizer
-from treering.cli.init.texts import comments, pair
+from treering.cli.toml import comments, pair
 from treering.data import Trajectory, write_trajectories
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}30 {% endif %}"

@@ -44,7 +44,8 @@ def init(
     require("treering init")
     from treering.cli.hub import is_hub_id
     from treering.cli.init.model import read_model
-    from treering.cli.init.texts import comments, rl_text, sft_text
+    from treering.cli.init.texts import rl_text, sft_text
+    from treering.cli.toml import comments
 
     command = "train" if rl else "sft"
     path = out or Path(f"{command}.toml")
