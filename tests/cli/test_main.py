@@ -15,6 +15,7 @@ import pytest
 from tests.cli.runs import call
 from treering.cli.inspect.options import InspectOptions
 from treering.cli.main import main
+from treering.cli.push.options import PushOptions
 from treering.cli.simulate.options import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
@@ -54,8 +55,10 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]
         ("watch runs/a --once --json", {"folder": Path("runs/a"), "once": True}),
         (
             "push runs/a me/a --step 3 --base-model o/b --private --dry-run --json",
-            {"folder": Path("runs/a"), "repo_id": "me/a", "step": 3, "base_model": "o/b", "private": True}
-            | {"dry_run": True},
+            PushOptions(
+                folder=Path("runs/a"), repo_id="me/a", step=3, base_model="o/b", private=True, dry_run=True,
+                json_output=True,
+            ),
         ),
         ("demo --out o --seed 3 --json", {"out": Path("o"), "seed": 3}),
         ("simulate", SimulateOptions()),
@@ -72,9 +75,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]
         ),
     ],
 )  # fmt: skip
-def test_a_subcommand_gets_its_arguments_by_name(
-    monkeypatch: pytest.MonkeyPatch, line: str, expected: dict[str, Any] | InspectOptions | SimulateOptions
-) -> None:
+def test_a_subcommand_gets_its_arguments_by_name(monkeypatch: pytest.MonkeyPatch, line: str, expected: Any) -> None:
     got: list[Any] = []
     words = shlex.split(line)
     replace(monkeypatch, words[0], lambda *options, **given: got.extend([*options, given]))

@@ -10,9 +10,11 @@ import typer
 
 import treering
 from treering.cli.cache import cache
+from treering.cli.eval.options import EvalOptions
 from treering.cli.init.command import init
 from treering.cli.inspect.options import InspectOptions
-from treering.cli.options import Config, JsonOutput, Overrides, RunOrModel, Step, takes
+from treering.cli.options import Config, JsonOutput, Overrides, takes
+from treering.cli.push.options import PushOptions
 from treering.cli.reference.help import SftCommand, TrainCommand
 from treering.cli.serve.options import ServeOptions
 from treering.cli.simulate.options import SimulateOptions
@@ -118,19 +120,8 @@ def train(config: Config, overrides: Overrides = None, json_output: JsonOutput =
 
 
 @app.command("eval")
-def evaluate(
-    name: RunOrModel,
-    overrides: Overrides = None,
-    file: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Held-out trajectories, or prompts; without it those of the run's [eval]."),
-    ] = None,
-    reward: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The file holds prompts: their reward, see task.reward.")
-    ] = None,
-    step: Step = None,
-    json_output: JsonOutput = False,
-) -> None:
+@takes(EvalOptions)
+def evaluate(options: EvalOptions) -> None:
     """Measure a checkpoint or a model on held-out data: loss of trajectories, rewards and pass@k of prompts.
 
     Example: treering eval runs/sft
@@ -138,16 +129,9 @@ def evaluate(
     Example: treering eval models/qwen3 --file test.jsonl --reward exact_answer eval.temperature=1 eval.num_samples=8
     """
     require("treering eval")
-    from treering.cli.eval import run
+    from treering.cli.eval.command import run
 
-    run(
-        name=name,
-        step=step,
-        files=file or [],
-        reward=reward,
-        overrides=overrides or [],
-        json_output=json_output,
-    )
+    run(options)
 
 
 @app.command()
@@ -300,20 +284,8 @@ def watch(
 
 
 @app.command()
-def push(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft`.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="ORGANISATION/NAME on the hub; made if absent.")],
-    step: Step = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(metavar="HUB_ID", help="Base model of a run that began from a folder."),
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be uploaded, and upload nothing.")
-    ] = False,
-    json_output: JsonOutput = False,
-) -> None:
+@takes(PushOptions)
+def push(options: PushOptions) -> None:
     """Upload a checkpoint and its model card to the Hugging Face hub.
 
     Weights, their configuration, the tokenizer and the card go there; optimiser, rollouts and history stay. It needs
@@ -324,15 +296,7 @@ def push(
     require("treering push")
     from treering.cli.push.command import run
 
-    run(
-        folder=folder,
-        repo_id=repo_id,
-        step=step,
-        base_model=base_model,
-        private=private,
-        dry_run=dry_run,
-        json_output=json_output,
-    )
+    run(options)
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

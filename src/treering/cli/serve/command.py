@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.eval import find_weights
+from treering.cli.eval.command import find_weights
 from treering.cli.models import choose_device, load_checkpoint
 from treering.cli.serve.options import ServeOptions
 from treering.engine.host import EngineHost

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from treering.cli.corpus import load_corpus
 from treering.cli.display.progress import WorkProgress, warnings_as_lines
 from treering.cli.display.tables import facts_table
+from treering.cli.eval.options import EvalOptions
 from treering.cli.hub import find_folder, find_model
 from treering.cli.models import choose_device, load_checkpoint
 from treering.cli.push.staging import find_checkpoint
@@ -43,15 +44,14 @@ class Target:
     config: SftConfig | RlConfig
 
 
-def find_target(
-    name: str, *, step: int | None, files: Sequence[Path], reward: str | None, overrides: Sequence[str]
-) -> Target:
-    """The target of a command line; arguments as for `run`.
+def find_target(options: EvalOptions) -> Target:
+    """The target of a command line.
 
     Raises:
         ConfigError, InputError: there is no such run or model, or nothing to evaluate it on.
     """
-    weights, is_run = find_weights(name, step), is_a_run(name)
+    name, files, reward, overrides = options.name, options.file or [], options.reward, options.overrides or []
+    weights, is_run = find_weights(name, options.step), is_a_run(name)
     written = _written(Path(name)) if is_run else {}
     data = _data_settings(files, is_prompts=reward is not None or "rl" in written)
     if reward is not None:
@@ -142,24 +142,8 @@ def _at(weights: Path, config: SftConfig | RlConfig) -> SftConfig | RlConfig:
     return config.model_copy(update=update)
 
 
-def run(
-    *,
-    name: str,
-    step: int | None,
-    files: Sequence[Path],
-    reward: str | None,
-    overrides: Sequence[str],
-    json_output: bool,
-) -> None:
-    """Evaluates and prints.
-
-    Args:
-        name: folder of a run, or folder or hub id of a model.
-        step: of the run's checkpoint; None is the newest.
-        files: held-out data; none: those of the run's [eval].
-        reward: reward of prompts; None for trajectories, or as the run has it.
-        overrides: settings that replace those of the run.
-        json_output: JSON instead of the table.
+def run(options: EvalOptions) -> None:
+    """Evaluates, and prints the metrics as JSON or as a table.
 
     Raises:
         ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
@@ -167,12 +151,12 @@ def run(
     # Its own progress bars would flicker through ours.
     transformers_logging.disable_progress_bar()
     with only_results_on_stdout() as results:
-        target = find_target(name, step=step, files=files, reward=reward, overrides=overrides)
+        target = find_target(options)
         console = Console(stderr=True, highlight=False)
         with warnings_as_lines(console), WorkProgress(console) as progress, ExitStack() as stack:
             measure = _measure(target, stack)
             values = dict(measure(lambda phase, done, planned: progress.show(f"{phase} {done:,} of {planned:,}")))
-        if json_output:
+        if options.json_output:
             print(json.dumps({"weights": str(target.weights), **values}, indent=2), file=results, flush=True)
             return
         Console(file=results).print(_table(target, values))
