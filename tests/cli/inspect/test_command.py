@@ -109,6 +109,11 @@ def test_the_figures_of_experts_are_shown_when_asked_for_and_a_verdict_ends_the_
     *_, verdict, following = out.splitlines()
     assert verdict.startswith("set: trees can train it at most 1.30x as fast (qwen3-8b)")
     assert following == f"Next: treering init {two_tasks} --model MODEL"
+    run(InspectOptions(files=[two_tasks], more=True))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # Rows, tokens, sharing, bounds; the whole set and its turns.
+    assert ["set", "3", "13", "10", "0.23", "1.30", "1.30", "1.18"] in rows
+    assert any(row[:3] == ["set", "0.38", "1.62"] and row[4] == "4" for row in rows)
 
 
 def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass(tmp_path):

@@ -68,11 +68,6 @@ class Comparison:
     first_difference: int | None = None
     """First step at which any token of the two runs differs; None if none does."""
 
-    @property
-    def num_steps(self) -> int:
-        """Steps that both have done."""
-        return len(self.reports["treering"])
-
 
 def compare(
     out: Path, size: DemoSize, threads: Mapping[Side, int], *, seed: int, on_step: Callable[[Comparison], None]
