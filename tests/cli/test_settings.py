@@ -1,19 +1,24 @@
-"""All loops of a configuration compute their steps with the same options."""
+"""Settings reach every loop of a configuration alike, and a run keeps some from its first start."""
 
 from dataclasses import fields
+from datetime import date
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from treering.cli.begun import with_chats
 from treering.cli.settings import compute_options, router_losses
 from treering.cli.sft.settings import loop_options
-from treering.cli.train.settings import warmup_options
+from treering.cli.train.settings import engine_factory, warmup_options
 from treering.config import Config, RlConfig, SftConfig
 from treering.config.load import load
 from treering.config.loop import LoopConfig
 from treering.config.optim import OptimConfig
+from treering.config.rl_task import TaskConfig
 from treering.config.router import RouterConfig
 from treering.config.sft import TrainConfig
-from treering.errors import ConfigError
+from treering.errors import ConfigError, UnsupportedError
 from treering.rl.options import RlOptions
 from treering.train.gradient.router_losses import RouterLosses
 from treering.train.loop.compute import ComputeOptions
@@ -83,3 +88,30 @@ def test_router_losses_reach_every_loop_and_are_off_where_nothing_is_set() -> No
     assert router_losses(RouterConfig(balance=0.0)) == RouterLosses(), "a factor of 0 measures only"
     with pytest.raises(ConfigError, match=r"router\.z"):
         load(SftConfig, None, [*sft, "router.z=-1"])
+
+
+def test_prompts_with_pictures_are_refused_before_vllm_starts() -> None:
+    config: Any = SimpleNamespace(engine=SimpleNamespace(kind="vllm"))
+    source: Any = SimpleNamespace(has_pictures=True)
+    model: Any = None
+    with pytest.raises(UnsupportedError, match=r'got engine\.kind = "vllm", set "torch"'):
+        engine_factory(config, model, source)
+
+
+@pytest.mark.parametrize(
+    ("first", "configured", "expected"),
+    [
+        ({}, "auto", "auto"),
+        ({"template": "plain", "date": None}, "auto", "plain"),
+        ({"template": "auto", "date": "2024-07-26"}, "auto", "auto"),
+        ({"template": "plain", "date": None}, "hf", "hf"),
+        ({"template": "hf", "date": "2024-07-26"}, "plain", "plain"),
+    ],
+)
+def test_a_run_keeps_the_form_and_the_date_of_chats_that_it_began_with(first, configured, expected):
+    task = TaskConfig(kind="prompts", file="p.jsonl", template=configured)
+    found = with_chats(task, first)
+    day = date(2024, 7, 26) if first.get("date") else date.today()
+    assert (found.template, found.date) == (expected, None if expected == "plain" else day)
+    dated = task.model_copy(update={"date": date(2020, 1, 1)})
+    assert with_chats(dated, first).date == date(2020, 1, 1)

@@ -13,7 +13,7 @@ from treering.cli.cache import cache
 from treering.cli.eval.options import EvalOptions
 from treering.cli.init.command import init
 from treering.cli.inspect.options import InspectOptions
-from treering.cli.options import Config, JsonOutput, Overrides, takes
+from treering.cli.options import ConfigFile, JsonOutput, Overrides, takes
 from treering.cli.push.options import PushOptions
 from treering.cli.reference.help import SftCommand, TrainCommand
 from treering.cli.serve.options import ServeOptions
@@ -88,7 +88,7 @@ app.command()(init)
 
 
 @app.command(cls=SftCommand)
-def sft(config: Config, overrides: Overrides = None, json_output: JsonOutput = False) -> None:
+def sft(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutput = False) -> None:
     """Fine-tune a model on trajectories, one tree per task, loss on the assistant's tokens only.
 
     Example: treering sft config.toml train.num_steps=20 run.dir=runs/try
@@ -104,7 +104,7 @@ def sft(config: Config, overrides: Overrides = None, json_output: JsonOutput = F
 
 
 @app.command(cls=TrainCommand)
-def train(config: Config, overrides: Overrides = None, json_output: JsonOutput = False) -> None:
+def train(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutput = False) -> None:
     """Train a policy on the rewards of its own rollouts: drafted from earlier ones, trained as trees.
 
     Example: treering train config.toml rl.group_size=16 run.dir=runs/try

@@ -36,7 +36,7 @@ RunOrModel = Annotated[
     str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or folder or hub id of a model.")
 ]
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file with the sections below.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file with the sections below.")]
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file or run.")
