@@ -31,6 +31,7 @@ class Update:
         loss: the objective before the update, router losses added.
         grad_norm: global L2 norm before clipping.
         learning_rate: used by the update.
+        num_trees: tasks, each one tree.
         num_branches: sequences.
         num_loss_tokens: trained tokens, counted per branch (as in the loss's denominator).
         num_branch_tokens: flat tokens.
@@ -46,6 +47,7 @@ class Update:
     loss: float
     grad_norm: float
     learning_rate: float
+    num_trees: int
     num_branches: int
     num_loss_tokens: float
     num_branch_tokens: int
@@ -179,6 +181,7 @@ class Updater:
             loss=sums["loss"],
             grad_norm=norm,
             learning_rate=rate,
+            num_trees=batch.num_tasks,
             num_loss_tokens=sums["num_loss_tokens"],
             **counts,
             peak_memory_bytes=peak_memory_bytes(self._model),
