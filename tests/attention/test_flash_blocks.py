@@ -15,7 +15,7 @@ from tests.forests import SHAPES, sequence_sets, star
 from treering.attention import Form, TreeLayout, attend, self_check
 from treering.attention.ancestors import Ancestor
 from treering.attention.flash.ops import flash_backward, flash_forward
-from treering.attention.flash.tables import FlatTables
+from treering.attention.flash.tables import FlashTables
 from treering.attention.gateway import Gateway, KeysValues
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import sight_of, take_fragment
@@ -118,7 +118,7 @@ def test_the_operations_tell_torch_their_shapes_strides_and_derivative(
     sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_flash.install(monkeypatch)
-    tables = FlatTables.of(layout_of([[0] * 9, [0] * 4 + [1] * 3]), None, SMALL)
+    tables = FlashTables.of(layout_of([[0] * 9, [0] * 4 + [1] * 3]), None, SMALL)
     # Transposed: the package gives gradients the strides of its inputs.
     rows = [tensor.detach().bfloat16().transpose(1, 2).requires_grad_() for tensor in random_inputs(12)]
     leaf = None if sinks is None else sinks.float().requires_grad_()
@@ -137,7 +137,7 @@ def test_a_compiled_layer_holds_both_passes_in_one_graph(monkeypatch: pytest.Mon
     torch.manual_seed(0)
     project = torch.nn.Linear(16, 4 * 8, dtype=torch.float64)
 
-    def layer(hidden: Tensor, sinks: Tensor, tables: FlatTables) -> Tensor:
+    def layer(hidden: Tensor, sinks: Tensor, tables: FlashTables) -> Tensor:
         query = project(hidden).view(1, -1, 4, 8)
         key = query[:, :, ::2]
         lists = (tables.ranges, tables.by_query, tables.by_key, [8, 6])
@@ -151,7 +151,7 @@ def test_a_compiled_layer_holds_both_passes_in_one_graph(monkeypatch: pytest.Mon
     sinks = SINKS.clone().requires_grad_()
     results = []
     for run in (layer, compiled):
-        out = run(hidden, sinks, FlatTables.of(layout, 9, SMALL))
+        out = run(hidden, sinks, FlashTables.of(layout, 9, SMALL))
         results.append([out, *torch.autograd.grad(out.sin().sum(), [hidden, sinks, project.weight])])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)

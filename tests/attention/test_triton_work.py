@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.forests import SHAPES, sequence_sets
+from tests.forests import sequence_sets
 from treering.attention import TreeLayout
 from treering.attention.blocks import BlockPairs, find_block_pairs
 from treering.attention.triton import TileSize
@@ -15,7 +15,6 @@ from treering.attention.triton.tables import (
     NUM_PROGRAMS,
     Tables,
     WorkList,
-    without_short_blocks,
     work_by_key,
     work_by_query,
 )
@@ -26,9 +25,7 @@ from treering.tree.plan.fragment import Sight
 
 def pairs_of(sequences: list[list[int]], query_size: int, key_size: int, window: int | None = None) -> BlockPairs:
     sight = Sight.within(Forest.from_sequences(sequences))
-    pairs = find_block_pairs(sight, sight.position, query_size=query_size, key_size=key_size, window=window)
-    count = sight.first.size
-    return without_short_blocks(pairs, num_queries=count, num_keys=count, query_size=query_size, key_size=key_size)
+    return find_block_pairs(sight, sight.position, query_size=query_size, key_size=key_size, window=window)
 
 
 def visited(work: WorkList) -> list[tuple[int, int, bool]]:
@@ -70,15 +67,6 @@ def assert_shared_in_order(work: WorkList, max_visits: int) -> None:
     assert all(sorted(found) == split.get(block, [DIRECT]) for block, found in slots.items())
     assert sorted(slot for shared in split.values() for slot in shared) == list(range(work.num_slots))
     assert sorted(slots) == list(range(len(slots)))
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_short_blocks_at_the_end_are_never_unmasked(name: str) -> None:
-    pairs = pairs_of(SHAPES[name], 8, 16)
-    num_tokens = Forest.from_sequences(SHAPES[name]).num_tokens
-    full = pairs.is_full
-    assert (pairs.query_block[full] * 8 + 8 <= num_tokens).all()
-    assert (pairs.key_block[full] * 16 + 16 <= num_tokens).all()
 
 
 def test_a_block_of_keys_that_no_row_sees_still_has_an_item() -> None:

@@ -56,7 +56,7 @@ def run_forward(
         key: [1, K, G, D].
         value: [1, K, G, D].
         sinks: [H], None for none.
-        ranges: see `FlatTables`.
+        ranges: see `FlashTables`.
         lists: blocks of keys of each block of queries.
         block_size: rows and keys of a block.
         scale: of the scores.

@@ -65,7 +65,7 @@ flash_forward = torch.library.custom_op(
 )
 """Output [1, N, H, D] and log-sum-exp [1, H, N] of queries [1, N, H, D], keys and values [1, K, G, D] and sinks [H].
 
-Differentiable in these four. `ranges`, the lists and the block size are those of `FlatTables`; a softcap of 0 is none.
+Differentiable in these four. `ranges`, the lists and the block size are those of `FlashTables`; a softcap of 0 is none.
 """
 
 flash_backward = torch.library.custom_op(

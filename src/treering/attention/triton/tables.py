@@ -4,7 +4,7 @@ N query rows   K keys
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -60,17 +60,6 @@ def work_by_key(pairs: BlockPairs, max_visits: int) -> WorkList:
     """
     own, other = pairs.key_block, pairs.query_block
     return _listed(own, other, pairs.is_full, pairs.num_key_blocks, max_visits=max_visits)
-
-
-def without_short_blocks(
-    pairs: BlockPairs, *, num_queries: int, num_keys: int, query_size: int, key_size: int
-) -> BlockPairs:
-    """The same pairs, in which a short last block of queries or keys does not count as full.
-
-    Kernels read full blocks without a bounds check.
-    """
-    is_whole = ((pairs.query_block + 1) * query_size <= num_queries) & ((pairs.key_block + 1) * key_size <= num_keys)
-    return replace(pairs, is_full=pairs.is_full & is_whole)
 
 
 def _listed(
@@ -173,16 +162,8 @@ class Tables:
         return self._works[key]
 
     def _pairs(self, tile: TileSize) -> BlockPairs:
-        pairs = find_block_pairs(
-            self._sight, self._position, query_size=tile.queries, key_size=tile.keys, window=self._window
-        )
-        return without_short_blocks(
-            pairs,
-            num_queries=self._position.size,
-            num_keys=self._sight.first.size,
-            query_size=tile.queries,
-            key_size=tile.keys,
-        )
+        sizes = {"query_size": tile.queries, "key_size": tile.keys}
+        return find_block_pairs(self._sight, self._position, **sizes, window=self._window)
 
     def _on_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return to_device(array.astype(np.int32), self._device)

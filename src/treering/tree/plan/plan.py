@@ -104,8 +104,8 @@ def plan_batch(
 ) -> Plan:
     """Plans the trees of `forests`: micro-batches and partitions of at most `max_tokens` tokens.
 
-    Up to 12 whole trees go into the fewest micro-batches, more of them by first-fit decreasing (at most 11/9 of the
-    fewest, plus one). A tree over the budget is cut into partitions. Deterministic.
+    Whole trees go into micro-batches by first-fit decreasing: at most 11/9 of the fewest, plus one. A tree over the
+    budget is cut into partitions. Deterministic.
 
     Args:
         forests: branches are numbered through all of them in order.
