@@ -21,7 +21,7 @@ from treering.arrays import Int64Array
 from treering.attention.blocks import find_block_pairs
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
-from treering.attention.joined import join_differentiably, joined_sight
+from treering.attention.joined import join_differentiably
 from treering.attention.layout import TreeLayout
 from treering.attention.to_device import to_device
 from treering.errors import UnsupportedError
@@ -83,7 +83,7 @@ def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
 
     Example: a prompt of 128 tokens and two responses of 128 visit five blocks of nine, two of them without a mask.
     """
-    sight = joined_sight(layout)
+    sight = layout.joined_sight()
     num_queries, num_keys = layout.forest.num_tokens, sight.first.size
     pairs = find_block_pairs(sight, layout.sight.position, query_size=BLOCK_SIZE, key_size=BLOCK_SIZE, window=window)
     # Torch takes the number of columns from the lists' width.

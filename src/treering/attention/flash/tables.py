@@ -10,7 +10,6 @@ from torch import Tensor
 
 from treering.arrays import Int64Array
 from treering.attention.blocks import find_block_pairs
-from treering.attention.joined import joined_sight
 from treering.attention.layout import TreeLayout
 from treering.attention.to_device import to_device
 
@@ -45,7 +44,7 @@ class FlashTables(NamedTuple):
 
 
 def _make(layout: TreeLayout, window: int | None, block_size: tuple[int, int]) -> FlashTables:
-    sight, position, device = joined_sight(layout), layout.sight.position, layout.device
+    sight, position, device = layout.joined_sight(), layout.sight.position, layout.device
     pairs = find_block_pairs(sight, position, query_size=block_size[0], key_size=block_size[1], window=window)
     ranges = [(sight.first, block_size[1]), (sight.stop, block_size[1])]
     if window is not None:

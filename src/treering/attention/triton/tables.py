@@ -13,7 +13,6 @@ from torch import Tensor
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.attention.blocks import BlockPairs, find_block_pairs
-from treering.attention.joined import joined_sight
 from treering.attention.layout import TreeLayout
 from treering.attention.to_device import to_device
 from treering.attention.triton.tiles import TileSize
@@ -117,7 +116,7 @@ class Tables:
     """
 
     def __init__(self, layout: TreeLayout, window: int | None) -> None:
-        self._sight = joined_sight(layout)
+        self._sight = layout.joined_sight()
         self._position = layout.sight.position
         self._window = layout.effective_window(window)
         self._device = layout.device
