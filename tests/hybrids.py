@@ -35,7 +35,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.models import VOCAB
 from treering.model.recurrence import plan, rows
-from treering.model.recurrence.cost import Price
+from treering.model.recurrence.rows import Price
 
 _SHAPE = {
     "vocab_size": VOCAB,

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests.forests import bushy, comb, sequence_sets, star
 from treering.attention import TreeLayout
 from treering.attention.states import Boundary, StateGateway
-from treering.model.recurrence.cost import MAX_GROWTH, PRICES, Price, price_on
 from treering.model.recurrence.plan import RecurrencePlan, make_plan, runs_of
-from treering.model.recurrence.rows import choose_schedule
+from treering.model.recurrence.rows import MAX_GROWTH, PRICES, Price, choose_schedule, price_on
 from treering.model.recurrence.runs import find_runs
 from treering.tree.forest import Forest
 

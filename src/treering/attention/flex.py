@@ -87,8 +87,12 @@ def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
     num_queries, num_keys = layout.forest.num_tokens, sight.first.size
     pairs = find_block_pairs(sight, layout.sight.position, query_size=BLOCK_SIZE, key_size=BLOCK_SIZE, window=window)
     # Torch takes the number of columns from the lists' width.
+    num_masked, masked, num_full, full = pairs.lists(layout.device, is_square=True)
     return BlockMask.from_kv_blocks(
-        *pairs.lists(layout.device, is_square=True),
+        num_masked,
+        masked,
+        num_full,
+        full,
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=_visibility(sight, layout.sight.position, window, layout.device),
         seq_lengths=(num_queries, num_keys),

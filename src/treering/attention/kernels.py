@@ -94,8 +94,8 @@ class Plain:
             grad_query[:, :, rows] = grad_scores @ key
             grad_key += grad_scores.mT @ query[:, :, rows]
             grad_value += weights.mT @ upstream
-        num_key_heads = given.key.shape[1]
-        folded = (grad.unflatten(1, (num_key_heads, -1)).sum(2) for grad in (grad_key, grad_value))
+        per_group = (1, given.key.shape[1], -1, *key.shape[2:])
+        folded = (grad.view(per_group).sum(2) for grad in (grad_key, grad_value))
         return Gradients(*(grad.to(given.query.dtype) for grad in (grad_query, *folded)))
 
     def _capped(self, scores: Tensor) -> Tensor:

@@ -122,13 +122,10 @@ def _sources(own: KeysValues, run: _SegmentRun) -> list[_Source]:
 def _rectangle(call: Call, query: Tensor, source: _Source, run: _SegmentRun) -> Rectangle:
     keys = run.layout.keys(call)
     sight = None if source.ancestor is None else source.ancestor.sight
-    return Rectangle(
-        query[:, :, _rows(call)],
-        *(tensor[:, :, keys] for tensor in source.keys),
-        mask=run.layout.mask(call, query.dtype, sight),
-        causal=call.visibility is Visibility.CAUSAL,
-        scale=run.form.scale,
-    )
+    key, value = (tensor[:, :, keys] for tensor in source.keys)
+    mask = run.layout.mask(call, query.dtype, sight)
+    is_causal = call.visibility is Visibility.CAUSAL
+    return Rectangle(query[:, :, _rows(call)], key, value, mask, is_causal, run.form.scale)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Part) -> None:

@@ -66,7 +66,9 @@ def build_schedule(sight: Sight, segment_start: Int32Array, window: int | None =
         if start in wholes and visibility is Visibility.CAUSAL:
             is_near = window is None or stop - start <= window
             visibility = Visibility.FULL if is_near else Visibility.MASKED
-        within.append(_own_call(start, stop, visibility, window))
+        # A causal or full block is shorter than the window, so it needs none.
+        own_window = window if visibility is Visibility.MASKED else None
+        within.append(Call.of(start, stop, np.arange(start, stop), visibility, own_window))
         for call in _later_calls(start, stop, subtree_end):
             across.extend([call] if window is None else narrowed(call, sight, sight.position, window))
     return CallSchedule(within=tuple(within), across=tuple(across))
@@ -83,18 +85,6 @@ def _apart(segment_start: Int32Array, sight: Sight) -> tuple[Int32Array, frozens
     is_inside = (before >= 0) & (segment_start > starts[before]) & (segment_start < stops[before])
     bounds = np.concatenate([segment_start[~is_inside].astype(np.int64), starts, stops[stops < sight.first.size]])
     return np.unique(bounds).astype(np.int32), frozenset(starts.tolist())
-
-
-def _own_call(start: int, stop: int, visibility: Visibility, window: int | None) -> Call:
-    """A block against itself. A causal or full block is shorter than the window, so it needs none."""
-    return Call(
-        query_start=start,
-        query_stop=stop,
-        key_start=start,
-        key_stop=stop,
-        visibility=visibility,
-        window=window if visibility is Visibility.MASKED else None,
-    )
 
 
 def _blocks(segment_start: Int32Array, subtree_end: Int64Array) -> list[tuple[int, int, Visibility]]:
@@ -126,8 +116,7 @@ def _later_calls(start: int, stop: int, subtree_end: Int64Array) -> list[Call]:
     """Calls in which tokens after a block see keys of the block."""
     ends = subtree_end[start:stop]
     if ends.min() == ends.max() > stop:
-        visibility = Visibility.FULL
-        return [Call(query_start=stop, query_stop=int(ends[0]), key_start=start, key_stop=stop, visibility=visibility)]
+        return [Call.of(stop, int(ends[0]), np.arange(start, stop), Visibility.FULL)]
     open_keys = start + np.flatnonzero(ends > stop)
     if open_keys.size == 0:
         return []
@@ -172,13 +161,5 @@ def _entries(step: _StaircaseStep, row_stop: int) -> int:
 
 
 def _step_call(step: _StaircaseStep, open_keys: Int64Array) -> Call:
-    keys = open_keys[: step.num_seen]
-    contiguous = int(keys[-1] - keys[0]) == keys.size - 1
-    return Call(
-        query_start=step.row_start,
-        query_stop=step.row_stop,
-        key_start=int(keys[0]),
-        key_stop=int(keys[-1]) + 1,
-        visibility=Visibility.FULL if step.num_seen == step.num_seen_by_all else Visibility.MASKED,
-        keys=None if contiguous else keys,
-    )
+    visibility = Visibility.FULL if step.num_seen == step.num_seen_by_all else Visibility.MASKED
+    return Call.of(step.row_start, step.row_stop, open_keys[: step.num_seen], visibility)
