@@ -15,7 +15,7 @@ from tests.partitions import random_partitions
 from treering.attention import Form, TreeLayout, attend
 from treering.attention.reference import reference_attention
 from treering.attention.self_check import OFF_SWITCH
-from treering.attention.triton import Tiles, TileSize, backend, triton_attention
+from treering.attention.triton import Tiles, TileSize, backend, tables, triton_attention
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
 
@@ -27,8 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 CPU = torch.device("cpu")
 SMALL = Tiles(forward=TileSize(16, 16), query_gradient=TileSize(16, 16), key_gradient=TileSize(16, 16))
-UNEVEN = Tiles(forward=TileSize(32, 16), query_gradient=TileSize(16, 32), key_gradient=TileSize(16, 32), max_visits=1)
-SHARED = Tiles(forward=TileSize(16, 16), query_gradient=TileSize(16, 16), key_gradient=TileSize(16, 16), max_visits=2)
+UNEVEN = Tiles(forward=TileSize(32, 16), query_gradient=TileSize(16, 32), key_gradient=TileSize(16, 32))
 FORMS = {
     "plain": Form(scale=0.3),
     "window of 20": Form(scale=0.3, window=20),
@@ -96,21 +95,27 @@ def test_every_form_equals_the_reference_with_sinks(form: str) -> None:
     assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], with_sinks=True)
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of the key gradient visit at most two blocks of queries."""
+    monkeypatch.setattr(tables, "MIN_TILES", 4)
+
+
 @pytest.mark.parametrize(
-    ("name", "tiles"),
-    [("prompt and responses", UNEVEN), ("star", SHARED), ("prompt and responses", None)],
+    ("name", "tiles", "min_tiles"),
+    [("prompt and responses", UNEVEN, 1), ("star", SMALL, 4), ("prompt and responses", None, tables.MIN_TILES)],
 )
-def test_however_the_work_is_cut_the_result_is_the_same(name: str, tiles: Tiles | None) -> None:
+def test_however_the_work_is_cut_the_result_is_the_same(
+    name: str, tiles: Tiles | None, min_tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MIN_TILES", min_tiles)
     assert_equal_with_gradients(FORESTS[name], FORMS["window of 20"], tiles=tiles, with_sinks=True)
 
 
-def test_query_heads_share_key_heads() -> None:
-    assert_equal_with_gradients([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9], FORMS["plain"], tiles=SHARED, heads=(4, 2))
-
-
-@pytest.mark.parametrize("size", [20, 96])
-def test_any_head_size_is_padded(size: int) -> None:
-    assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], FORMS["plain"], tiles=SHARED, size=size)
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(("heads", "size"), [((4, 2), 16), ((2, 1), 20), ((2, 1), 96)])
+def test_query_heads_share_key_heads_and_any_head_size_is_padded(heads: tuple[int, int], size: int) -> None:
+    assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], FORMS["plain"], heads=heads, size=size)
 
 
 @given(sequences=sequence_sets(max_sequences=5), seed=st.integers(0, 10**6))
@@ -131,7 +136,8 @@ def assert_partitions_equal_the_tree(tree: Forest, seed: int, size: int, form: F
     loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
     expected = gradients(inputs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "choose_tiles", lambda *_: SHARED)
+        patch.setattr(backend, "choose_tiles", lambda *_: SMALL)
+        patch.setattr(tables, "MIN_TILES", 4)
         in_partitions(inputs, tree, random_partitions(tree, seed, size, cut), "triton", form)
     for got, wanted in zip(gradients(inputs), expected, strict=True):
         assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())

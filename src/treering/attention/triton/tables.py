@@ -137,21 +137,19 @@ class Tables:
         """Work list whose programs each own a block of queries."""
         return self._once((tile,), lambda: work_by_query(self._pairs(tile)))
 
-    def by_key(
-        self, tile: TileSize, *, num_heads: int, num_key_heads: int, max_visits: int | None = None
-    ) -> WorkTables:
+    def by_key(self, tile: TileSize, *, num_heads: int, num_key_heads: int) -> WorkTables:
         """Work list whose programs each own a block of keys, or share one; see `work_by_key`.
 
-        With `max_visits` None, the work of all key heads is split into about `NUM_PROGRAMS` equal programs.
+        The work of all key heads is split into about `NUM_PROGRAMS` equal programs.
         """
 
         def cut() -> WorkList:
             pairs = self._pairs(tile)
             least = -(-MIN_TILES * num_key_heads // num_heads)
             even = -(-pairs.key_block.size * num_key_heads // NUM_PROGRAMS)
-            return work_by_key(pairs, max_visits or max(least, even))
+            return work_by_key(pairs, max(least, even))
 
-        return self._once((tile, num_heads, num_key_heads, max_visits), cut)
+        return self._once((tile, num_heads, num_key_heads), cut)
 
     def _once(self, key: tuple[object, ...], make: Callable[[], WorkList]) -> WorkTables:
         if key not in self._works:
