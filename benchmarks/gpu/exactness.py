@@ -14,7 +14,7 @@ from benchmarks.gpu.budget import Cell, PartReport
 from benchmarks.tree.cases import SHAPE, Case, build_model
 from benchmarks.tree.steps import BASELINES, build_steps, gradient_after, relative_error
 from treering.tree.forest import Forest
-from treering.tree.stats import bounds
+from treering.tree.stats import flat_work, tree_work, work_bounds
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -64,7 +64,7 @@ def measure_case(case: Case, dtype: torch.dtype, device: str, num_runs: int) -> 
         dtype=str(dtype).removeprefix("torch."),
         flat_tokens=forest.num_branch_tokens,
         unique_tokens=forest.num_tokens,
-        flop_bound=bounds(forest, SHAPE).flop_bound,
+        flop_bound=work_bounds(flat_work(forest.branch_length), tree_work([forest]), SHAPE).flop_bound,
         baseline=baseline,
         speedup=seconds[baseline] / seconds["tree"],
         seconds=seconds,

@@ -25,7 +25,7 @@ from benchmarks.tree.steps import BASELINES, build_steps, gradient_after, relati
 from treering.data import DATA_VARIABLE
 from treering.errors import InputError
 from treering.tree.forest import Forest
-from treering.tree.stats import bounds
+from treering.tree.stats import flat_work, tree_work, work_bounds
 
 NO_DATA = f"the bench sets were left out: {DATA_VARIABLE} names no folder of real data, and ../shared/data is none"
 NUM_RUNS = 5
@@ -121,7 +121,7 @@ def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress:
     peers = {peer.name: peer.measure(model, case, num_runs) for peer in find_peers() if peer.can_train(case)}
     baseline = min(BASELINES, key=seconds.__getitem__)
     forest = Forest.from_sequences(case.sequences)
-    best = bounds(forest, SHAPE)
+    best = work_bounds(flat_work(forest.branch_length), tree_work([forest]), SHAPE)
     return CaseResult(
         case=case.name,
         flat_tokens=forest.num_branch_tokens,

@@ -4,10 +4,13 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention import given
+from tests.attention.given import layout_of
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.largest_tensor import LargestTensor
@@ -15,7 +18,6 @@ from treering.attention import Form, TreeLayout, attend
 from treering.attention.kernels import FlashCpu, Plain, choose_kernel
 from treering.attention.segments import segment_attention
 from treering.errors import ConfigError, InputError, StateError
-from treering.tree.forest import Forest
 
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE = 4, 2, 8
 SCALE = 0.3
@@ -93,14 +95,8 @@ IMPLEMENTATIONS: dict[str, Attention] = {
 }
 
 
-def layout_of(sequences: list[list[int]]) -> TreeLayout:
-    return TreeLayout(Forest.from_sequences(sequences), torch.device("cpu"))
-
-
 def random_inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    torch.manual_seed(num_tokens)
-    heads = (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
-    return [torch.randn(1, h, num_tokens, HEAD_SIZE, dtype=dtype, requires_grad=True) for h in heads]
+    return given.random_inputs(num_tokens, (NUM_HEADS, NUM_KEY_HEADS), HEAD_SIZE, dtype)
 
 
 def assert_equal_with_gradients(
@@ -112,19 +108,13 @@ def assert_equal_with_gradients(
     sinks: Tensor | None = None,
 ) -> None:
     inputs = random_inputs(layout.forest.num_tokens)
-    if sinks is not None:
-        inputs.append(sinks := sinks.clone().requires_grad_())
-    results = []
-    for run in (actual, expected):
-        out = run(*inputs[:3], layout, form, sinks)
-        upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
-        results.append([out.detach(), *torch.autograd.grad(out, inputs, upstream)])
-    for got, wanted in zip(*results, strict=True):
-        assert float((got - wanted).norm()) <= tolerance * max(1.0, float(wanted.norm()))
+    sinks = None if sinks is None else sinks.clone().requires_grad_()
+    ways = (given.results(run, inputs, sinks, layout=layout, form=form) for run in (actual, expected))
+    given.assert_close(*ways, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@given(sequences=sequence_sets(max_sequences=5))
+@drawn(sequences=sequence_sets(max_sequences=5))
 @settings(max_examples=25)
 def test_attention_equals_softmax_along_each_path(name: str, sequences: list[list[int]]) -> None:
     assert_equal_with_gradients(IMPLEMENTATIONS[name], by_path, layout_of(sequences), 1e-12)
@@ -138,7 +128,7 @@ def test_segments_equal_the_reference_on_every_shape(name: str, shape: str) -> N
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("form", FORMS)
-@given(sequences=sequence_sets(max_sequences=5, max_extra=30), with_sinks=st.booleans())
+@drawn(sequences=sequence_sets(max_sequences=5, max_extra=30), with_sinks=st.booleans())
 @settings(max_examples=15)
 def test_every_form_equals_softmax_along_each_path(
     name: str, form: str, sequences: list[list[int]], with_sinks: bool
@@ -211,22 +201,13 @@ def test_low_precision_error_is_at_most_twice_that_of_dense_attention(
     assert 0 < error <= 2 * dense
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", EXACT_BACKENDS)
 def test_autocast_rounds_nothing_inside_attention(name: str) -> None:
     layout = layout_of(SHAPES["bushy"])
     inputs = [tensor.detach().bfloat16() for tensor in random_inputs(layout.forest.num_tokens)]
     expected = IMPLEMENTATIONS[name](*inputs, layout)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attend_as(name, inputs, layout), expected)
-
-
-def attend_as(name: str, inputs: list[Tensor], layout: TreeLayout) -> Tensor:
-    """Calls the public function with the named kernel."""
-    if name != "segments, plain kernel":
-        return IMPLEMENTATIONS[name](*inputs, layout)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treering.attention.segments.choose_kernel", lambda tensor, form: Plain(form.softcap))
-        return IMPLEMENTATIONS["segments"](*inputs, layout)
+        assert torch.equal(IMPLEMENTATIONS[name](*inputs, layout), expected)
 
 
 def test_bfloat16_gradients_of_deep_paths_are_summed_wide() -> None:

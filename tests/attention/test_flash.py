@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention.test_ancestors import CPU
+from tests.attention.given import CPU
 from treering.attention import Form, TreeLayout, attend
 from treering.attention.flash import backend as flash
 from treering.attention.flash.backend import blocks_of, check_flash

@@ -54,20 +54,18 @@ def test_a_forest_scores_like_its_sequences_whatever_the_plan(
         assert_forward_is_exact(MODELS[family], sequences)
 
 
+FORESTS = {
+    **{name: SHAPES[name][:12] for name in SHAPES if "comb" not in name},
+    **{"deep": comb(60)[::6], "wide": star(20, 70, 2), "long": LONG},
+}
+
+
 @pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("planning", ["fork, padded", "rescan"])
-@pytest.mark.parametrize("name", [name for name in SHAPES if "comb" not in name])
+@pytest.mark.parametrize("planning", ["fork, padded", "rescan", "mixed"])
+@pytest.mark.parametrize("name", FORESTS)
 def test_every_shape_scores_like_its_sequences(name: str, planning: str, family: str) -> None:
     with planned(planning):
-        assert_forward_is_exact(MODELS[family], SHAPES[name][:12])
-
-
-@pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("sequences", [comb(60)[::6], star(20, 70, 2), LONG], ids=["comb", "star", "long"])
-@pytest.mark.parametrize("planning", ["fork, padded", "mixed"])
-def test_deep_and_wide_and_long_trees_are_exact(planning: str, sequences: list[list[int]], family: str) -> None:
-    with planned(planning):
-        assert_forward_is_exact(build_wide(family, vocab_size=128), sequences)
+        assert_forward_is_exact(MODELS[family], FORESTS[name])
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -167,12 +165,6 @@ def test_a_stock_forward_outside_is_as_before_even_after_an_error(family: str) -
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
-
-
-@pytest.mark.parametrize("family", DENSE)
-def test_a_plain_call_inside_the_block_is_refused(family: str) -> None:
-    with tree_attention(MODELS[family]), pytest.raises(StateError, match=r"call treering\.forward instead"):
-        MODELS[family](input_ids=torch.tensor([[1, 2]]))
 
 
 @pytest.mark.parametrize("family", DENSE)

@@ -1,0 +1,101 @@
+"""What tests of attention share: layouts, random inputs, and comparisons with the reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treering.attention import Backend, Form, TreeLayout, attend
+from treering.attention.ancestors import Ancestor
+from treering.attention.gateway import Gateway
+from treering.tree.forest import Forest
+from treering.tree.plan.fragment import sight_of, take_fragment
+from treering.tree.plan.partition import Partition
+
+CPU = torch.device("cpu")
+Inputs = list[Tensor]
+
+
+def layout_of(sequences: list[list[int]]) -> TreeLayout:
+    return TreeLayout(Forest.from_sequences(sequences), CPU)
+
+
+def random_inputs(
+    num_tokens: int, heads: tuple[int, int] = (4, 2), size: int = 16, dtype: torch.dtype = torch.float64
+) -> Inputs:
+    """Queries, keys and values that need gradients."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(1, count, num_tokens, size) for count in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def results(run: Callable[..., Tensor], inputs: Inputs, sinks: Tensor | None, **options: Any) -> list[Tensor]:
+    """The output, and the gradients of inputs and sinks where the output needs them."""
+    out = run(*inputs, sinks=sinks, **options)
+    if not out.requires_grad:
+        return [out]
+    upstream = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs if sinks is None else [*inputs, sinks], upstream)]
+
+
+def assert_close(got: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+    """In float64 only the order of sums differs: N terms of a relative 1.1e-16 each."""
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert float((mine - theirs).norm()) <= tolerance * max(1.0, float(theirs.norm()))
+
+
+def in_partitions(
+    inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...], backend: Backend, form: Form
+) -> Tensor:
+    """The tree's outputs from partitions one by one; then all backward from the last, with `loss_of`."""
+    layouts: list[TreeLayout] = []
+    outs: list[tuple[Tensor, Tensor]] = []
+    for part in partitions:
+        ancestors = []
+        above = part.parent
+        while above >= 0:
+            gateway = layouts[above].gateway
+            assert gateway is not None
+            ancestors.append(Ancestor.from_sight(gateway, sight_of(tree, partitions[above].tokens, part.tokens)))
+            above = partitions[above].parent
+        layout = TreeLayout(take_fragment(tree, part.tokens), CPU, ancestors=tuple(ancestors), gateway=Gateway())
+        rows = torch.from_numpy(part.tokens.astype(np.int64))
+        outs.append(
+            (attend(*(x[:, :, rows] for x in inputs), layout=layout, form=form, backend=backend, layer=3), rows)
+        )
+        layouts.append(layout)
+    for out, rows in reversed(outs):
+        if out.requires_grad:
+            loss_of(out, rows).backward()  # type: ignore[no-untyped-call]
+    places = torch.cat([rows for _, rows in outs]).argsort()
+    return torch.cat([out for out, _ in outs], 2).detach()[:, :, places]
+
+
+def loss_of(out: Tensor, rows: Tensor) -> Tensor:
+    """The sum of out * cos(index)."""
+    size = out.shape[1] * out.shape[3]
+    weights = torch.cos(rows[:, None] * size + torch.arange(size)).double()
+    return (out[0].transpose(0, 1).reshape(-1, size) * weights).sum()
+
+
+def take_gradients(inputs: Inputs) -> list[Tensor]:
+    taken = [x.grad.clone() for x in inputs if x.grad is not None]
+    for x in inputs:
+        x.grad = None
+    return taken
+
+
+def assert_partitions_equal_the_tree(
+    tree: Forest, partitions: tuple[Partition, ...], backend: Backend, form: Form
+) -> None:
+    """Outputs and gradients; of `flex`, which has no gradients on CPU, outputs alone."""
+    inputs = random_inputs(tree.num_tokens, size=8)
+    whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
+    loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
+    expected = take_gradients(inputs)
+    with torch.set_grad_enabled(backend != "flex"):
+        out = in_partitions(inputs, tree, partitions, backend, form)
+    assert_close([out, *take_gradients(inputs)], [whole.detach(), *(expected if backend != "flex" else [])])
