@@ -99,3 +99,18 @@ def assert_partitions_equal_the_tree(
     with torch.set_grad_enabled(backend != "flex"):
         out = in_partitions(inputs, tree, partitions, backend, form)
     assert_close([out, *take_gradients(inputs)], [whole.detach(), *(expected if backend != "flex" else [])])
+
+
+def assert_a_token_changes_only_its_descendants(run: Callable[[Inputs], Tensor], layout: TreeLayout) -> None:
+    """Bitwise, for some tokens, one at a time; `run` gets inputs of float32."""
+    forest = layout.forest
+    inputs = [tensor.detach() for tensor in random_inputs(forest.num_tokens, size=8, dtype=torch.float32)]
+    before, index = run(inputs), torch.arange(forest.num_tokens)
+    for changed in (1, forest.num_tokens // 2, forest.num_tokens - 1):
+        poisoned = [tensor.clone() for tensor in inputs]
+        for tensor in poisoned:
+            tensor[:, :, changed] += 100.0
+        after = run(poisoned)
+        descends = (changed <= index) & (index < int(forest.subtree_end[changed]))
+        assert torch.equal(after[:, :, ~descends], before[:, :, ~descends])
+        assert not torch.equal(after[:, :, descends], before[:, :, descends])

@@ -165,18 +165,7 @@ def test_the_plain_kernel_in_many_row_slices_equals_one_slice(monkeypatch: pytes
 @pytest.mark.parametrize("shape", ["long segments", "comb", "star"])
 def test_a_token_changes_only_its_descendants_bitwise(name: str, shape: str) -> None:
     layout = layout_of(SHAPES[shape])
-    forest = layout.forest
-    inputs = [tensor.detach() for tensor in random_inputs(forest.num_tokens, torch.float32)]
-    before = IMPLEMENTATIONS[name](*inputs, layout)
-    for changed in (1, forest.num_tokens // 2, forest.num_tokens - 1):
-        poisoned = [tensor.clone() for tensor in inputs]
-        for tensor in poisoned:
-            tensor[:, :, changed] += 100.0
-        after = IMPLEMENTATIONS[name](*poisoned, layout)
-        index = torch.arange(forest.num_tokens)
-        descends = (changed <= index) & (index < int(forest.subtree_end[changed]))
-        assert torch.equal(after[:, :, ~descends], before[:, :, ~descends])
-        assert not torch.equal(after[:, :, descends], before[:, :, descends])
+    given.assert_a_token_changes_only_its_descendants(lambda inputs: IMPLEMENTATIONS[name](*inputs, layout), layout)
 
 
 def dense_in_its_own_dtype(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout) -> Tensor:

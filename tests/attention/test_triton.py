@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.given import assert_close, in_partitions, layout_of, random_inputs, results
+from tests.attention.given import (
+    assert_a_token_changes_only_its_descendants,
+    assert_close,
+    in_partitions,
+    layout_of,
+    random_inputs,
+    results,
+)
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.partitions import random_partitions
 from treering.attention import Form
@@ -142,19 +149,8 @@ def test_rows_of_any_stride_are_read_and_outputs_run_by_token() -> None:
 
 def test_a_token_changes_only_its_descendants_bitwise() -> None:
     layout = layout_of(FORESTS["prompt and responses"])
-    forest = layout.forest
-    inputs = [tensor.detach() for tensor in random_inputs(forest.num_tokens, (2, 1), dtype=torch.float32)]
     options: dict[str, Any] = {"layout": layout, "form": FORMS["plain"], "tiles": SMALL}
-    before = triton_attention(*inputs, **options)
-    for changed in (1, 40):
-        poisoned = [tensor.clone() for tensor in inputs]
-        for tensor in poisoned:
-            tensor[:, :, changed] += 100.0
-        after = triton_attention(*poisoned, **options)
-        index = torch.arange(forest.num_tokens)
-        descends = (changed <= index) & (index < int(forest.subtree_end[changed]))
-        assert torch.equal(after[:, :, ~descends], before[:, :, ~descends])
-        assert not torch.equal(after[:, :, descends], before[:, :, descends])
+    assert_a_token_changes_only_its_descendants(lambda inputs: triton_attention(*inputs, **options), layout)
 
 
 @pytest.mark.parametrize(

@@ -186,24 +186,6 @@ def test_a_row_without_a_distribution_has_no_number_and_changes_no_other(upstrea
     torch.testing.assert_close(logits.double(), gradient, rtol=rounding, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which the interpreter runs on, warns of each NaN
-@pytest.mark.parametrize("kind", [ThreePassScores, LinearRows])
-@pytest.mark.parametrize("fault", [torch.nan, float("inf")])
-def test_hidden_states_that_are_no_numbers_have_scores_and_gradients_that_are_none(kind: Any, fault: float) -> None:
-    tensors = inputs(with_bias=False)
-    with torch.no_grad():
-        tensors[0][3, 0] = fault
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    got = scores(tensors, kind, temperature=0.6, max_rows=3, entropy_of="all")
-    wanted = spelled_out(exact, 0.6)
-    assert torch.equal(got[0].isnan(), torch.from_numpy(ROW_OF == 3))
-    for mine, right in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4, equal_nan=True)
-    gradients = [torch.autograd.grad(side[0].sum(), leaves) for side, leaves in ((got, tensors), (wanted, exact))]
-    for mine, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4, equal_nan=True)
-
-
 def test_in_deterministic_mode_the_rows_of_a_chunk_do_not_depend_on_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
