@@ -18,17 +18,22 @@ CPU = torch.device("cpu")
 Inputs = list[Tensor]
 
 
-def layout_of(sequences: list[list[int]]) -> TreeLayout:
-    return TreeLayout(Forest.from_sequences(sequences), CPU)
+def layout_of(sequences: list[list[int]], device: torch.device = CPU) -> TreeLayout:
+    return TreeLayout(Forest.from_sequences(sequences), device)
 
 
 def random_inputs(
-    num_tokens: int, heads: tuple[int, int] = (4, 2), size: int = 16, dtype: torch.dtype = torch.float64
+    num_tokens: int,
+    heads: tuple[int, int] = (4, 2),
+    size: int = 16,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
 ) -> Inputs:
     """Queries, keys and values that need gradients."""
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = [(1, count, num_tokens, size) for count in (heads[0], heads[1], heads[1])]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
 
 
 def results(run: Callable[..., Tensor], inputs: Inputs, sinks: Tensor | None, **options: Any) -> list[Tensor]:
@@ -36,14 +41,17 @@ def results(run: Callable[..., Tensor], inputs: Inputs, sinks: Tensor | None, **
     out = run(*inputs, sinks=sinks, **options)
     if not out.requires_grad:
         return [out]
-    upstream = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).reshape(out.shape).to(out.dtype)
+    index = torch.arange(out.numel(), dtype=torch.float64, device=out.device)
+    upstream = torch.sin(index).reshape(out.shape).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, inputs if sinks is None else [*inputs, sinks], upstream)]
 
 
-def assert_close(got: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
-    """In float64 only the order of sums differs: N terms of a relative 1.1e-16 each."""
+def assert_close(
+    got: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12, dtype: torch.dtype = torch.float64
+) -> None:
+    """In float64 only the order of sums differs: N terms of a relative 1.1e-16 each. `dtype` is that of `got`."""
     for mine, theirs in zip(got, wanted, strict=True):
-        assert mine.dtype == theirs.dtype
+        assert mine.dtype == dtype
         assert float((mine - theirs).norm()) <= tolerance * max(1.0, float(theirs.norm()))
 
 
@@ -52,6 +60,7 @@ def in_partitions(
 ) -> Tensor:
     """The tree's outputs from partitions one by one; then all backward from the last, with `loss_of`."""
     layouts: list[TreeLayout] = []
+    device = inputs[0].device
     outs: list[tuple[Tensor, Tensor]] = []
     for part in partitions:
         ancestors = []
@@ -61,8 +70,8 @@ def in_partitions(
             assert gateway is not None
             ancestors.append(Ancestor.from_sight(gateway, sight_of(tree, partitions[above].tokens, part.tokens)))
             above = partitions[above].parent
-        layout = TreeLayout(take_fragment(tree, part.tokens), CPU, ancestors=tuple(ancestors), gateway=Gateway())
-        rows = torch.from_numpy(part.tokens.astype(np.int64))
+        layout = TreeLayout(take_fragment(tree, part.tokens), device, ancestors=tuple(ancestors), gateway=Gateway())
+        rows = torch.from_numpy(part.tokens.astype(np.int64)).to(device)
         outs.append(
             (attend(*(x[:, :, rows] for x in inputs), layout=layout, form=form, backend=backend, layer=3), rows)
         )
@@ -77,7 +86,7 @@ def in_partitions(
 def loss_of(out: Tensor, rows: Tensor) -> Tensor:
     """The sum of out * cos(index)."""
     size = out.shape[1] * out.shape[3]
-    weights = torch.cos(rows[:, None] * size + torch.arange(size)).double()
+    weights = torch.cos(rows[:, None] * size + torch.arange(size, device=rows.device)).double()
     return (out[0].transpose(0, 1).reshape(-1, size) * weights).sum()
 
 
@@ -89,16 +98,22 @@ def take_gradients(inputs: Inputs) -> list[Tensor]:
 
 
 def assert_partitions_equal_the_tree(
-    tree: Forest, partitions: tuple[Partition, ...], backend: Backend, form: Form
+    inputs: Inputs,
+    tree: Forest,
+    partitions: tuple[Partition, ...],
+    backend: Backend,
+    form: Form,
+    tolerance: float = 1e-12,
 ) -> None:
-    """Outputs and gradients; of `flex`, which has no gradients on CPU, outputs alone."""
-    inputs = random_inputs(tree.num_tokens, size=8)
-    whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
-    loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
-    expected = take_gradients(inputs)
-    with torch.set_grad_enabled(backend != "flex"):
-        out = in_partitions(inputs, tree, partitions, backend, form)
-    assert_close([out, *take_gradients(inputs)], [whole.detach(), *(expected if backend != "flex" else [])])
+    """Outputs and gradients, against the reference in float64; where no input needs gradients, outputs alone."""
+    exact = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    layout = TreeLayout(tree, inputs[0].device)
+    wanted = attend(*exact, layout=layout, form=form, backend="reference")
+    if wanted.requires_grad:
+        loss_of(wanted, torch.arange(tree.num_tokens, device=layout.device)).backward()  # type: ignore[no-untyped-call]
+    out = in_partitions(inputs, tree, partitions, backend, form)
+    got = [out, *take_gradients(inputs)]
+    assert_close(got, [wanted.detach(), *take_gradients(exact)], tolerance, inputs[0].dtype)
 
 
 def assert_a_token_changes_only_its_descendants(run: Callable[[Inputs], Tensor], layout: TreeLayout) -> None:

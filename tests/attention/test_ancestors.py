@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.attention import fake_flash
-from tests.attention.given import CPU, assert_partitions_equal_the_tree
+from tests.attention.given import CPU, assert_partitions_equal_the_tree, random_inputs
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
@@ -36,15 +36,16 @@ def test_gradients_through_gateways_equal_those_of_the_whole_tree(
 ) -> None:
     tree = Forest.from_sequences(sequences).trees()[0]
     form = Form(scale=0.3, window=window)
-    assert_partitions_equal_the_tree(tree, random_partitions(tree, seed, size), backend, form)
+    inputs = random_inputs(tree.num_tokens, size=8)
+    assert_partitions_equal_the_tree(inputs, tree, random_partitions(tree, seed, size), backend, form)
 
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_exact_through_gateways(shape: str, window: int | None) -> None:
     tree = max(Forest.from_sequences(SHAPES[shape]).trees(), key=lambda tree: tree.num_tokens)
-    partitions = random_partitions(tree, 0, 60, cut=0.02)
-    assert_partitions_equal_the_tree(tree, partitions, "segments", Form(scale=0.3, window=window))
+    inputs, partitions = random_inputs(tree.num_tokens, size=8), random_partitions(tree, 0, 60, cut=0.02)
+    assert_partitions_equal_the_tree(inputs, tree, partitions, "segments", Form(scale=0.3, window=window))
 
 
 @pytest.mark.parametrize("backend", ["triton", "flash", "flex"])
@@ -59,9 +60,10 @@ def test_backends_that_join_keys_are_exact_through_gateways(
         monkeypatch.setattr(triton_backend, "choose_tiles", lambda *_: Tiles(*[TileSize(16, 16)] * 3))
         monkeypatch.setattr(tables, "MIN_TILES", 4)
     tree = Forest.from_sequences([[0] * 20 + [1] * 6, [0] * 20 + [2] * 11 + [3] * 4, [0] * 20 + [2] * 11 + [4] * 5])
-    assert_partitions_equal_the_tree(
-        tree, random_partitions(tree, 1, size, cut), backend, Form(scale=0.3, window=window)
-    )
+    # Torch has no gradients of flex on CPU.
+    inputs = [tensor.requires_grad_(backend != "flex") for tensor in random_inputs(tree.num_tokens, size=8)]
+    partitions = random_partitions(tree, 1, size, cut)
+    assert_partitions_equal_the_tree(inputs, tree, partitions, backend, Form(scale=0.3, window=window))
 
 
 @given(
