@@ -129,7 +129,7 @@ def breaks_at_attention() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_layers_under_flash_leave_no_graph_and_are_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flash.install(monkeypatch)
     model = build_float64(family)

@@ -38,11 +38,6 @@ def test_walking_a_branch_gives_back_its_sequence(sequences: list[list[int]]) ->
     assert_is_forest_of(Forest.from_sequences(sequences), sequences)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_gives_back_its_sequences(name: str) -> None:
-    assert_is_forest_of(Forest.from_sequences(SHAPES[name]), SHAPES[name])
-
-
 @given(sequence_sets())
 def test_a_key_is_visible_exactly_to_its_descendants_and_itself(sequences: list[list[int]]) -> None:
     forest = Forest.from_sequences(sequences)

@@ -7,7 +7,8 @@ from treering.tree import stats
 from treering.tree.forest import Forest
 from treering.tree.stats import (
     Bounds,
-    branching,
+    Branching,
+    BranchingCounter,
     flat_work,
     merged_work,
     train_flops,
@@ -37,6 +38,13 @@ sequence_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), m
 def bounds(sequences: list[list[int]]) -> Bounds:
     forest = Forest.from_sequences(sequences)
     return work_bounds(flat_work(forest.branch_length), tree_work([forest]), TINY)
+
+
+def branching(*forests: Forest) -> Branching:
+    counter = BranchingCounter()
+    for forest in forests:
+        counter.add(forest)
+    return counter.total()
 
 
 def prefixes(sequences: list[list[int]]) -> set[tuple[int, ...]]:

@@ -134,21 +134,15 @@ def work_bounds(flat: Work, tree: Work, shape: ModelShape) -> Bounds:
     )
 
 
-def branching(*forests: Forest) -> Branching:
-    """Leaves, branch points, depths and segment lengths of all given forests together.
-
-    Example: `[5, 6, 7]` and `[5, 6, 8, 9]` have 2 leaves, 1 branch point, depth 4 and segments of 2, 1 and 2 tokens.
-    """
-    counter = BranchingCounter()
-    for forest in forests:
-        counter.add(forest)
-    return counter.total()
-
-
 class BranchingCounter:
     """Adds up the shapes of forests; keeps the lengths of their segments alone.
 
-    Example: see `branching`.
+    Example:
+        >>> counter = BranchingCounter()
+        >>> counter.add(Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9]]))
+        >>> shape = counter.total()
+        >>> shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segment_length
+        (2, 1, 4, 2)
     """
 
     def __init__(self) -> None:
