@@ -5,7 +5,7 @@ All three work in place: names of modules, their parameters and what a checkpoin
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -81,7 +81,7 @@ def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], Abstr
         >>> with compiled():                                                               # doctest: +SKIP
         ...     out = forward(model, forest)
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_GRAPHS)
+    _allow_graphs()
     calls = [torch.compile(layer._call_impl, dynamic=True, **options) for layer in layers]
 
     @contextmanager
@@ -98,10 +98,22 @@ def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], Abstr
     return compiled
 
 
+def _allow_graphs() -> None:
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_GRAPHS)
+
+
 def _compile(model: nn.Module) -> Callable[[], None]:
-    undo = ExitStack()
-    undo.enter_context(compiled_layers(find_parts(model).layers)())
-    return undo.close
+    layers = find_parts(model).layers
+    _allow_graphs()
+    before = [layer._compiled_call_impl for layer in layers]
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+    def undo() -> None:
+        for layer, call in zip(layers, before, strict=True):
+            layer._compiled_call_impl = call
+
+    return undo
 
 
 def _apply_liger(model: nn.Module) -> Callable[[], None]:

@@ -79,8 +79,9 @@ def _listed(
     heaviest_first = np.argsort(start - stop, kind="stable")
     shared = np.flatnonzero(num_items > 1)
     last_slot = np.cumsum(num_items[shared])
-    arrays = (items[heaviest_first], visits, np.stack([shared, last_slot - num_items[shared], last_slot], 1))
-    return WorkList(*(to_device(array.astype(np.int32), device) for array in arrays), num_slots=int(is_split.sum()))
+    splits = np.stack([shared, last_slot - num_items[shared], last_slot], 1)
+    tensors = [to_device(array.astype(np.int32), device) for array in (items[heaviest_first], visits, splits)]
+    return WorkList(tensors[0], tensors[1], tensors[2], int(is_split.sum()))
 
 
 NUM_PROGRAMS = 512
