@@ -15,7 +15,7 @@ from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.largest_tensor import LargestTensor
 from treering.attention import Form, TreeLayout, attend
-from treering.attention.kernels import FlashCpu, Plain, choose_kernel
+from treering.attention.kernels import Plain
 from treering.attention.segments import segment_attention
 from treering.errors import ConfigError, InputError, StateError
 
@@ -234,12 +234,6 @@ def test_an_empty_forest_gives_empty_attention() -> None:
     layout = layout_of([])
     for implementation in EXACT_BACKENDS:
         assert backend(implementation)(*random_inputs(0), layout).shape == (1, NUM_HEADS, 0, HEAD_SIZE)
-
-
-def test_cpu_tensors_run_the_flash_kernel_and_others_the_plain_one() -> None:
-    assert isinstance(choose_kernel(torch.zeros(1), FORM), FlashCpu)
-    assert isinstance(choose_kernel(torch.zeros(1), Form(scale=SCALE, softcap=30.0)), Plain)
-    assert isinstance(choose_kernel(torch.zeros(1, device="meta"), FORM), Plain)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from tests.attention.given import layout_of, random_inputs
 from tests.forests import SHAPES, sequence_sets, star
 from treering.attention import Form, TreeLayout, attend, flex
 from treering.attention.flex import BLOCK_SIZE, block_mask
-from treering.attention.self_check import OFF_SWITCH
 from treering.errors import UnsupportedError
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -87,21 +86,6 @@ def test_flex_equals_the_reference(name: str, form: Form, with_sinks: bool) -> N
 def test_flex_equals_the_reference_on_random_forests(sequences: list[list[int]], window: int | None) -> None:
     layout = layout_of(sequences)
     assert_flex_equals_the_reference(layout, Form(scale=0.3, window=window), SINKS)
-
-
-def test_masks_are_made_once_per_window() -> None:
-    layout = layout_of([[1] * 40])
-    inputs = random_inputs(40)
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        # Its forest has masks of its own.
-        patch.setenv(OFF_SWITCH, "0")
-        made = []
-        patch.setattr(
-            flex, "block_mask", lambda layout, window, **size: made.append(window) or block_mask(layout, window, **size)
-        )
-        for window in (None, 7, 1000, 7, None):
-            attend(*inputs, layout=layout, form=Form(scale=0.3, window=window), backend="flex")
-    assert made == [None, 7]
 
 
 def test_a_gradient_on_cpu_is_refused() -> None:

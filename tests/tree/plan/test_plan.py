@@ -10,14 +10,23 @@ from hypothesis import strategies as st
 from tests.forests import sequence_sets
 from treering.errors import InputError
 from treering.tree.forest import Forest
+from treering.tree.plan.costs import CostModel
 from treering.tree.plan.plan import Plan, plan_batch
 
+BY_TOKEN, BY_SEGMENT = (CostModel(token_s=each, pair_s=0.0, segment_s=1 - each) for each in (1.0, 0.01))
 
-@given(st.lists(sequence_sets(min_sequences=0), max_size=4), st.integers(0, 40))
-def test_a_plan_holds_every_branch_once_within_the_budget(sets: list[list[list[int]]], spare: int) -> None:
+
+@given(
+    st.lists(sequence_sets(min_sequences=0), max_size=4),
+    st.integers(0, 40),
+    st.sampled_from([None, BY_TOKEN, BY_SEGMENT]),
+)
+def test_a_plan_holds_every_branch_once_within_the_budget(
+    sets: list[list[list[int]]], spare: int, costs: CostModel | None
+) -> None:
     forests = [Forest.from_sequences(sequences) for sequences in sets]
     largest = max((tree.num_tokens for forest in forests for tree in forest.trees()), default=1)
-    plan = plan_batch(forests, largest + spare)
+    plan = plan_batch(forests, largest + spare, costs=costs)
     flat = [sequence for sequences in sets for sequence in sequences]
     seen = {}
     for batch in plan.micro_batches:
@@ -26,7 +35,9 @@ def test_a_plan_holds_every_branch_once_within_the_budget(sets: list[list[list[i
             assert branch not in seen
             seen[branch] = batch.forest.tokens[batch.forest.path(local)].tolist()
     assert [seen[i] for i in range(len(flat))] == flat
-    assert plan.num_tokens == sum(forest.num_tokens for forest in forests)
+    if costs is not BY_SEGMENT:
+        assert plan.unshared == ()
+        assert plan.num_tokens == sum(forest.num_tokens for forest in forests)
     assert plan.num_branch_tokens == sum(map(len, flat))
 
 
