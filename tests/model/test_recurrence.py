@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
-from torch import nn
 
 from tests.forests import SHAPES, comb, sequence_sets, star
 from tests.hybrids import DENSE, HYBRIDS, PLANNINGS, build_hybrid, build_wide, no_float32, planned
-from tests.model.test_context import WAYS, enable_checkpointing
+from tests.model.test_context import WAYS, enable_checkpointing, flat_gradients
+from tests.model.test_forward import assert_forward_is_exact
 from tests.model.test_isolation import assert_isolated
-from tests.models import assert_gradients_equal, flat_logprobs, take_gradients
+from tests.models import assert_gradients_equal, take_gradients
 from treering.attention import TreeLayout
 from treering.errors import StateError, UnsupportedError
 from treering.model.context import tree_attention
@@ -31,17 +31,6 @@ def wide() -> Iterator[None]:
         yield
 
 
-def assert_forward_is_exact(model: nn.Module, sequences: list[list[int]]) -> None:
-    forest = Forest.from_sequences(sequences)
-    with torch.no_grad():
-        out = forward(model, forest)
-        for i, sequence in enumerate(sequences):
-            path = torch.from_numpy(forest.path(i)).long()
-            logprobs, entropy = flat_logprobs(model, sequence)
-            torch.testing.assert_close(out.logprobs[path][1:], logprobs, atol=1e-11, rtol=1e-11)
-            torch.testing.assert_close(out.entropy[path][1:], entropy, atol=1e-11, rtol=1e-11)
-
-
 @pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("planning", PLANNINGS)
 @given(sequences=sequence_sets(max_sequences=5))
@@ -50,7 +39,7 @@ def test_a_forest_scores_like_its_sequences_whatever_the_plan(
     sequences: list[list[int]], planning: str, family: str
 ) -> None:
     with planned(planning):
-        assert_forward_is_exact(MODELS[family], sequences)
+        assert_forward_is_exact(MODELS[family], sequences, 1e-11)
 
 
 FORESTS = {
@@ -64,7 +53,7 @@ FORESTS = {
 @pytest.mark.parametrize("name", FORESTS)
 def test_every_shape_scores_like_its_sequences(name: str, planning: str, family: str) -> None:
     with planned(planning):
-        assert_forward_is_exact(MODELS[family], FORESTS[name])
+        assert_forward_is_exact(MODELS[family], FORESTS[name], 1e-11)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -72,9 +61,9 @@ def test_every_shape_scores_like_its_sequences(name: str, planning: str, family:
 def test_contexts_of_every_length_span_as_many_ancestors_as_they_need(kernel_size: int, family: str) -> None:
     name = "mamba_d_conv" if family == "bamba" else "linear_conv_kernel_dim"
     model = build_wide(family, **{name: kernel_size})
-    assert_forward_is_exact(model, comb(12))
+    assert_forward_is_exact(model, comb(12), 1e-11)
     with planned("fork"):
-        assert_forward_is_exact(model, comb(12))
+        assert_forward_is_exact(model, comb(12), 1e-11)
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -83,7 +72,7 @@ def test_a_tree_of_single_tokens_is_one_call_per_level_and_exact(family: str) ->
     layout = TreeLayout(Forest.from_sequences(sequences), torch.device("cpu"))
     with planned("fork"):
         assert [len(level) for level in plan_of(layout).levels] == [1, 1, 1]
-        assert_forward_is_exact(MODELS[family], sequences)
+        assert_forward_is_exact(MODELS[family], sequences, 1e-11)
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -91,12 +80,6 @@ def test_a_tree_of_single_tokens_is_one_call_per_level_and_exact(family: str) ->
 def test_a_changed_token_changes_no_bit_outside_its_subtree(planning: str, family: str) -> None:
     with planned(planning):
         assert_isolated(build_hybrid(family).eval(), Forest.from_sequences(SHAPES["long segments"] + comb(5)))
-
-
-def flat_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    for sequence in SHAPES["long segments"]:
-        flat_logprobs(model, sequence)[0].sum().backward()
-    return take_gradients(model)
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -175,4 +158,4 @@ def test_a_least_time_step_is_refused_by_name() -> None:
 
 
 def test_a_bounded_time_step_is_exact() -> None:
-    assert_forward_is_exact(build_wide("bamba", time_step_limit=(0.0, 0.7)), LONG)
+    assert_forward_is_exact(build_wide("bamba", time_step_limit=(0.0, 0.7)), LONG, 1e-11)
