@@ -112,10 +112,14 @@ def test_the_benchmark_cases_have_their_known_bounds(sequences, token_bound, flo
 
 
 @given(sequence_lists)
-def test_the_flop_bound_lies_between_one_and_the_token_bound(sequences):
-    # Shared tokens are the shallow ones, so attention saves a smaller part than the matrices do.
+def test_the_flop_bound_lies_between_the_bounds_of_tokens_and_of_pairs(sequences):
+    # FLOPs are a sum of both, with the same weights on either side.
+    forest = Forest.from_sequences(sequences)
+    pairs = max(1, flat_work(forest.branch_length).num_pairs) / max(1, visible_pairs(forest))
     result = bounds(sequences)
-    assert 1.0 <= result.flop_bound <= result.token_bound + 1e-12
+    low, high = sorted([result.token_bound, pairs])
+    assert 1.0 <= low
+    assert low - 1e-12 <= result.flop_bound <= high + 1e-12
 
 
 def test_counts_do_not_overflow_32_bits():
