@@ -14,9 +14,16 @@ from numba.core import event
 
 from treering.cli.compile import parts
 
+NOTE = "each part in a process with an empty cache, under a minute in all; seconds are those of one processor"
+TABLES = {
+    "parts": ("name", "seconds", "compiling_s", "num_functions"),
+    "slowest": ("part", "function", "seconds", "num_types"),
+}
+
 Row = dict[str, Any]
 OnProgress = Callable[[str, float], None]
 
+_NUM_SHOWN = 20
 MOST_S = 3.0
 """Seconds of a processor for a function of one type, without those that it calls; slower ones are failures."""
 
@@ -53,7 +60,10 @@ def measure(*, on_progress: OnProgress | None = None) -> dict[str, Any]:
         if on_progress is not None:
             on_progress(f"compiling {name}", number / len(names))
         found.append(_measure(name))
-    return {"parts": found, "failures": _slow(found)}
+    slowest = sorted((row for part in found for row in part["functions"]), key=lambda row: -row["seconds"])
+    failures = _slow(found)
+    notes = [f"too slow to compile: {failure}" for failure in failures]
+    return {"parts": found, "slowest": slowest[:_NUM_SHOWN], "failures": failures, "notes": notes}
 
 
 def _slow(found: list[dict[str, Any]]) -> list[str]:
@@ -82,11 +92,13 @@ def _in_this_process(name: str) -> dict[str, Any]:
         parts()[name]()
     functions: dict[str, Row] = {}
     for row in timer.rows:
-        function = functions.setdefault(row["function"], {**row, "seconds": 0.0, "num_types": 0})
+        function = functions.setdefault(row["function"], {**row, "part": name, "seconds": 0.0, "num_types": 0})
         function["seconds"] += row["seconds"]
         function["num_types"] += 1
     slowest_first = sorted(functions.values(), key=lambda row: -row["seconds"])
-    return {"name": name, "seconds": time.process_time(), "functions": slowest_first}
+    compiling_s = sum(row["seconds"] for row in slowest_first)
+    counts = {"compiling_s": compiling_s, "num_functions": len(slowest_first)}
+    return {"name": name, "seconds": time.process_time(), **counts, "functions": slowest_first}
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from benchmarks.common.tiny_model import TINY_MODEL
 from treering.data import Trajectory, data_folder, read_trajectories, render
 from treering.errors import InputError
 
+NOTE = "a minute for 13 MB, and some ten for 1.3 GB of text on quiet cores; `--only '13 MB'` takes one file"
+TABLES = {"files": ("file", "num_tokens", "commands")}
+
 ROOT = Path(__file__).parents[2]
 FILES: Mapping[str, tuple[float, bool]] = MappingProxyType(
     {"13 MB": (13e6, False), "134 MB": (134e6, False), "1.3 GB of ids": (1.3e9, True), "1.3 GB": (1.3e9, False)}

@@ -35,6 +35,14 @@ from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import Work, flat_work, train_flops, tree_work
 
+NOTE = "a star in a minute, three samples of real trajectories in several more; --only NAMES measures some"
+TABLES = {
+    "batches": (
+        *("name", "flat_tokens", "unique_tokens", "flop_bound", "baseline", "baseline_s", "tree_s", "speedup"),
+        *("seconds", "saved_bytes", "grad_errors"),
+    ),
+}
+
 STUDENT = replace(STUDENT_BASE, name="qwen3-2x256, 4096 tokens", vocab_size=TEACHER_BASE.vocab_size)
 TEACHER = replace(TEACHER_BASE, name="qwen3-4x512", num_layers=4)
 MAX_TOKENS = 16_384

@@ -23,6 +23,15 @@ from treering.analysis.recording import Recorded
 from treering.analysis.replay import NUM_ROWS
 from treering.errors import InputError
 
+NOTE = "up to a few minutes, most of them for the grid of Arctic's configurations where it is installed"
+TABLES = {
+    "drafters": (
+        *("history", "drafter", "config", "tokens_per_step", "drafted_per_step", "precision", "us_per_row"),
+        *("bytes_per_token", "ratio_to_best_arctic"),
+    ),
+    "reliability": ("name", "estimate", "accepted", "num_drafted"),
+}
+
 LIMIT_TOKENS = 60_000
 
 BASELINES: dict[str, Callable[[], ChainDrafter]] = {

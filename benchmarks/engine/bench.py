@@ -21,6 +21,18 @@ from benchmarks.engine.runs import thread_counts
 from benchmarks.engine.speed import PROMPT_LENGTH, RESPONSE_LENGTH, measure_speed
 from benchmarks.tree.cases import build_model
 
+NOTE = "five to seven minutes, one of which trains the small policy whose rollouts are drafted"
+TABLES = {
+    "speed": ("batch_size", "generate", "engine", "ratio"),
+    "drafting": (
+        *("batch_size", "generate_tokens_per_s", "each_tokens_per_s", "plain_tokens_per_s", "drafting.tokens_per_s"),
+        *("drafting.ratio_to_each", "drafting.ratio", "drafting.tokens_per_forward", "drafting.acceptance"),
+        *("drafting.num_differing", "num_rollouts"),
+    ),
+    "controls": ("name", "ratio", "low", "high", "num_pairs", "drafted_per_forward", "num_differing", "num_rollouts"),
+    "flips": ("dtype", "backend", "change", "num_differing", "num_rollouts", "num_compared"),
+}
+
 
 def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) -> dict[str, Any]:
     """The report, ready for JSON.

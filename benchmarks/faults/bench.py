@@ -29,6 +29,11 @@ from benchmarks.faults.serving import SERVERS
 from benchmarks.faults.task import Task, arguments, make_task
 from treering.errors import InputError
 
+NOTE = "about six minutes; `--cases 100` takes about two"
+TABLES = {
+    "kinds": ("kind", "num_cases", "same weights", "counted warning", "one line", "failure"),
+}
+
 NUM_STEPS = 6
 NUM_CASES = 300
 _SHARES: Sequence[tuple[Sequence[Kind], float]] = (

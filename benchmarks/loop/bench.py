@@ -20,6 +20,12 @@ from benchmarks.common.timing import check_runs, cpu_name, versions
 from benchmarks.engine.cases import OnProgress
 from benchmarks.loop.runs import LoopRun, RunSize, Start, Variant, configuration, count_differing, make_start, run_loop
 
+NOTE = "about ten minutes, one of which trains the small policy that is trained on"
+TABLES = {
+    "variants": ("variant.name", "step_s", "speedup", "shares"),
+    "product": ("factors", "product", "whole", "ladder"),
+}
+
 SEED = 0
 NUM_WORKERS = 2
 

@@ -16,6 +16,11 @@ from benchmarks.pictures.flops import step_flops
 from benchmarks.pictures.memory import peak_bytes
 from benchmarks.pictures.steps import WAYS
 
+NOTE = "a group of completions after two pictures, on one thread; about a minute"
+TABLES = {
+    "": ("seconds", "peak_bytes", "speedup", "flop_bound", "share_of_bound", "gradient_difference"),
+}
+
 
 def measure(
     *, num_runs: int = 5, case: Case = DEFAULT, on_progress: Callable[..., None] | None = None

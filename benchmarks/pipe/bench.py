@@ -22,6 +22,14 @@ from benchmarks.pipe.machine import Machine, Observed, fit_machine, merged
 from benchmarks.pipe.prediction import Prediction, predict
 from benchmarks.pipe.runs import PipeRun, run_timed
 
+NOTE = "about twenty minutes, one of which trains the small policy that is trained on"
+TABLES = {
+    "policies": (
+        *("policy", "staleness", "drafts", "is_base", "step_s", "predicted_step_s", "ratio", "speedup"),
+        *("predicted_speedup", "bubble", "predicted_bubble", "num_differing"),
+    ),
+}
+
 SEED = 0
 NUM_WORKERS = 2
 TARGET = 0.15

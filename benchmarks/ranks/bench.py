@@ -25,6 +25,9 @@ from treering.train.loop.batches import StepPlan
 from treering.tree.forest import Forest
 from treering.tree.plan.ranks import share_among_ranks
 
+NOTE = "several minutes; needs the real-data folder (TREERING_DATA)"
+TABLES = {"sets": ("name", "flat_tokens", "flat_tokens_per_s", "seconds", "busiest_over_mean")}
+
 SETS = ("toolbench", "hotpotqa", "math", "text")
 SAMPLE_TOKENS = 12_000
 NUM_RUNS = 3

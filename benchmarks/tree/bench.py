@@ -27,6 +27,22 @@ from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import bounds
 
+NOTE = (
+    "three cases and two trees in partitions in about four minutes, then samples of real trajectories in about 45 "
+    "minutes on 2 cores; --only NAMES measures some"
+)
+TABLES = {
+    "cases": (
+        *("case", "flat_tokens", "unique_tokens", "flop_bound", "baseline", "baseline_s", "tree_s", "speedup"),
+        *("grad_error", "baselines", "peers.prefix_grouper.seconds"),
+    ),
+    "partitions": ("tree", "seconds", "scoring_s", "num_recomputed_tokens", "saved_bytes", "grad_errors"),
+    "sets": (
+        *("set", "baseline", "baseline_s", "tree_s", "speedup", "counts.flop_bound", "flop_bound_share", "overhead"),
+        *("saved_bytes", "flat_saved_bytes", "grad_error", "counts.flat_tokens", "counts.sharing"),
+    ),
+}
+
 NO_DATA = f"the bench sets were left out: {DATA_VARIABLE} names no folder of real data, and ../shared/data is none"
 NUM_RUNS = 5
 """Rounds of a published case, unless the caller says how many."""

@@ -29,6 +29,15 @@ from treering.tree.forest import Forest
 from treering.tree.stats import Work, flat_work, train_flops, tree_work
 from treering.types import ModelShape
 
+NOTE = "about five minutes"
+TABLES = {
+    "cases": (
+        *("case", "token_ratio", "flop_bound", "stock_s", "tree_s", "speedup", "share_of_flop_bound"),
+        *("gradient_difference", "tree_row.kv_rows_per_token", "tree_row.pack_us_per_flat_token"),
+        "pack_us_per_flat_token",
+    ),
+}
+
 SETS = ("toolbench", "hotpotqa")
 SAMPLE_TOKENS = 8_000
 SYNTHETIC = {

@@ -18,6 +18,12 @@ from benchmarks.engine.cases import OnProgress
 from benchmarks.trl_rollouts.runs import RunSize, measure_drafts, measure_learning
 from treering.extras import require
 
+NOTE = "about fifteen minutes, two of which train the small policy"
+TABLES = {
+    "runs": ("num_prompts", "batch", "off_s", "auto_s", "ratio", "control_ratio", "epochs"),
+    "learning": ("name", "last_mean", "last_stdev"),
+}
+
 SEED = 0
 NUM_SEEDS = 6
 SHORT_PROMPTS, LONG_PROMPTS = 24, 384

@@ -20,6 +20,11 @@ from benchmarks.vllm.policy import save_policy
 from benchmarks.vllm.runs import Case, measure_case
 from treering.extras import require
 
+NOTE = "about twenty minutes, ten of which train the small policy"
+TABLES = {
+    "cases": (*("num_rows", "method", "tokens_per_row_and_step", "accepted_share", "propose_us_per_row", "cpu_s"),),
+}
+
 NUM_PROBLEMS, GROUP_SIZE = 11, 16
 METHODS = ("none", "ngram", "suffix", "history", "contract", "other history")
 ROWS = (16, 64)

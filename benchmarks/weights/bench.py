@@ -22,6 +22,12 @@ from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.ipc.weight_store import IncomingWeights, PublishedWeights, WeightStore
 
+NOTE = "about two minutes; needs Ray (make ray-test sets an environment up) and four times the largest size of memory"
+TABLES = {
+    "sizes": ("size_mib", "seconds"),
+    "scale": (*("num_workers", "num_rollouts", "load_s", "step_s", "step_without_load_s", "messages_s", "wakes_s"),),
+}
+
 SIZES_MIB = (10, 100, 500)
 STORES = ("shared memory", "object store")
 NUM_RUNS = 5
