@@ -119,7 +119,6 @@ def _row(variant: Variant, runs: Mapping[str, Sequence[LoopRun]], size: RunSize)
         "variant": asdict(variant),
         "step_s": step_s,
         "step_s_of_runs": [run.step_s(first) for run in own],
-        "median_step_s": median(run.median_step_s(first) for run in own),
         **phases,
         "speedup": plain_s / step_s,
         "shares": shares(own, first),

@@ -1,4 +1,4 @@
-"""The simulator's prediction of a run, from its lengths, the latencies that its policy used, and a measured one."""
+"""What the simulator predicts of a run: its own lengths, and the times of other runs with as many processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,28 +6,46 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.loop.runs import prompts_of_step
-from benchmarks.pipe.machine import Machine
+from benchmarks.loop.runs import LoopRun
+from benchmarks.pipe.passes import LOAD, PASS
 from treering.config import RlConfig
+from treering.errors import InputError
+from treering.history.budget.pass_times import non_decreasing
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD, Latency
 from treering.schedule.policies import make_policy
 from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
 from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.simulator.run import simulate
-from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
+from treering.train.loop.batches import StepPlan
 
-_NUM_ROUNDS = 10
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TimedRun:
+    """A run, and the times of its workers after the first epoch."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Of the steps after the first ones."""
+    config: RlConfig
+    run: LoopRun
+    records: NDArray[np.float64]
+    """As `read_passes` gives them."""
+    first: int
+    """Steps of the first epoch, which do not count."""
 
-    step_s: float
-    bubble: float
-    """Share of the workers' time in which they sample nothing."""
+    @property
+    def training_s(self) -> float:
+        """Seconds of an update, with those of a step in which nothing is sampled or trained where none overlap."""
+        phases = [report.phases for report in self.run.reports[self.first :]]
+        updates = sum(phase.train_s + phase.update_s for phase in phases)
+        if not self.config.rl.staleness:
+            # Messages, rewards and advantages.
+            updates = sum(phase.step_s - phase.rollout_s for phase in phases)
+        return updates / len(phases)
+
+    @property
+    def num_rollouts(self) -> int:
+        """That were sampled after the first epoch."""
+        return sum(map(len, self.run.latest[self.first :]))
 
 
 class MeasuredLatencyPolicy(Policy):
@@ -41,45 +59,81 @@ class MeasuredLatencyPolicy(Policy):
 
     def __init__(self, policy: Policy, latencies: Sequence[Latency | None]) -> None:
         """`latencies`: what the run had measured after 0, 1, 2, ... steps; None: nothing yet."""
-        self._policy = policy
-        self._latencies = latencies
+        self._policy, self._latencies = policy, latencies
 
     @property
     def name(self) -> str:
+        """Of the policy."""
         return self._policy.name
 
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return self._policy.choices
-
     def assign(self, request: PlanRequest) -> Assignment:
+        """See `Policy`."""
         known = self._latencies[max(0, request.step - 2 - request.cluster.staleness)]
         cluster = replace(request.cluster, latency=known or request.cluster.latency)
         return self._policy.assign(replace(request, cluster=cluster))
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
+        """See `Policy`."""
         self._policy.learn(step, predicted, lengths)
 
 
-def cluster_of(config: RlConfig, latency: Latency = STANDARD) -> Cluster:
-    """The workers of a configuration."""
-    return Cluster(
+def fit_latency(runs: Sequence[TimedRun]) -> Latency:
+    """Averages over runs with the same number of processes, which slow each other down in all of them alike.
+
+    Seconds of a pass are a curve over its rows, linear between powers of 2, plus a constant for each prefilled token;
+    `prefill_s` is per rollout, each with a prompt of one token. Averages, not minima: messages and other programs take
+    time in every run.
+
+    Raises:
+        InputError: no passes with at least two numbers of rows.
+    """
+    records = np.concatenate([run.records for run in runs])
+    kind, _, seconds, rows, prefilled, sampled = records.T
+    seen = (kind == PASS) & (rows > 0)
+    if np.unique(rows[seen]).size < 2:
+        raise InputError("a curve needs passes with two numbers of rows or more; sample more rollouts than fit at once")
+    knots = _knots(rows[seen])
+    design = np.column_stack([*(np.interp(rows[seen], knots, unit) for unit in np.eye(knots.size)), prefilled[seen]])
+    (*decode_s, prefill_s), *_ = np.linalg.lstsq(design, seconds[seen], rcond=None)
+    gain = float(sampled[seen].sum() / rows[seen].sum())
+    loads = seconds[kind == LOAD]
+    return Latency(
+        num_rows=knots,
+        # Noise may make a pass free, or prefilling save time.
+        decode_s=non_decreasing(np.maximum(decode_s, seconds[seen].min())),
+        tokens_per_step=np.full(knots.size, gain) if gain > 1 else None,
+        prefill_s=max(0.0, prefill_s) * prefilled.sum() / sum(run.num_rollouts for run in runs),
+        load_s=float(np.median(loads)) if loads.size else 0.0,
+        training_s=sum(run.training_s for run in runs) / len(runs),
+    )
+
+
+def predict(own: TimedRun, latency: Latency) -> float:
+    """Seconds of a step after the first epoch; each is planned with what the run had measured.
+
+    Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
+    """
+    config = own.config
+    believed = Cluster(
         num_workers=config.runtime.workers,
         num_slots=config.engine.max_batch,
         max_tokens=config.sampling.max_tokens,
         staleness=config.rl.staleness,
-        latency=latency,
+        latency=STANDARD,
         rebalancing=config.runtime.rebalance,
     )
+    policy = MeasuredLatencyPolicy(make_policy(config.schedule), own.run.measured)
+    trace = _trace(config, own.run.lengths())
+    timeline = simulate(policy, trace, workers=replace(believed, latency=latency), believed=believed)
+    ended_s = timeline.trained_s
+    return float(ended_s[-1] - ended_s[own.first - 1]) / (ended_s.size - own.first)
 
 
-def trace_of(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
-    """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned.
-
-    Every rollout has a prompt of one token, to which `fit_machine` fits the time of prefill.
-    """
+def _trace(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
+    """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned."""
     predictor = make_predictor(config.lengths, max_tokens=config.sampling.max_tokens)
-    prompts, size = prompts_of_step(config, len(lengths)), config.rl.group_size
+    plan = StepPlan(num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed)
+    prompts, size = [plan.tasks_of(step) for step in range(1, len(lengths) + 1)], config.rl.group_size
     steps = []
     for number, (own, real) in enumerate(zip(prompts, lengths, strict=True), 1):
         known = number - 1 - config.rl.staleness
@@ -91,68 +145,8 @@ def trace_of(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
     return Trace(steps=tuple(steps), max_tokens=config.sampling.max_tokens)
 
 
-def predict(
-    config: RlConfig,
-    lengths: Sequence[NDArray[np.int64]],
-    machine: Machine,
-    *,
-    first: int,
-    measured: Sequence[Latency | None],
-) -> Prediction:
-    """Seconds and bubble of the steps after the first `first`.
-
-    Each step is planned with what the run had measured, see `MeasuredLatencyPolicy`.
-
-    How many processes share the machine decides how fast they are, and how fast they are decides when they run. So the
-    simulation is repeated, each time with the overlap of processes that the one before found.
-
-    Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
-    """
-    trace, believed = trace_of(config, lengths), cluster_of(config)
-    shares, num_busy = np.eye(machine.factors.size)[0], 0.0
-    for _ in range(_NUM_ROUNDS):
-        cluster = cluster_of(config, machine.latency(shares, num_busy))
-        policy = MeasuredLatencyPolicy(make_policy(config.schedule), measured)
-        timeline = simulate(policy, trace, workers=cluster, believed=believed)
-        new_shares, new_busy = beside_each_other(timeline, machine.factors.size)
-        # Half way, so that it does not oscillate.
-        shares, num_busy = (shares + new_shares) / 2, (num_busy + new_busy) / 2
-    begins, ends = float(timeline.trained_s[first - 1]), float(timeline.trained_s[-1])
-    return Prediction(
-        step_s=(ends - begins) / (len(lengths) - first),
-        bubble=_bubble(timeline, begins, ends),
-    )
-
-
-def beside_each_other(timeline: Timeline, num_states: int) -> tuple[NDArray[np.float64], float]:
-    """How a timeline's processes run side by side.
-
-    Returns:
-        The share of the workers' busy time with j other workers or trainers at work, float64 [num_states], more of them
-        counted with the last; and the workers at work during updates, on average.
-
-    Example: two workers that run [0, 4] and [0, 2], then an update of 1 s: (2/6, 4/6, 0) and 0.
-    """
-    before = np.concatenate([[0.0], timeline.trained_s[:-1]])
-    updates = np.column_stack([np.maximum(timeline.sampled_s, before), timeline.trained_s])
-    spans = np.column_stack([timeline.started_s, timeline.ended_s])
-    edges = np.unique(np.concatenate([spans.ravel(), updates.ravel()]))
-    lengths, middle = np.diff(edges), (edges[1:] + edges[:-1]) / 2
-    busy = _num_covering(middle, spans)
-    training = np.minimum(1, _num_covering(middle, updates))
-    weights = lengths * busy
-    beside = np.minimum(np.maximum(0, busy - 1) + training, num_states - 1)
-    shares = np.bincount(beside, weights, minlength=num_states) / weights.sum()
-    trained_s = float((lengths * training).sum())
-    return shares, float((weights * training).sum()) / trained_s if trained_s else 0.0
-
-
-def _num_covering(times: NDArray[np.float64], spans: NDArray[np.float64]) -> NDArray[np.int64]:
-    """int64: spans around each time."""
-    begun = np.searchsorted(np.sort(spans[:, 0]), times, side="right")
-    return begun - np.searchsorted(np.sort(spans[:, 1]), times, side="right")
-
-
-def _bubble(timeline: Timeline, begins: float, ends: float) -> float:
-    busy = np.minimum(timeline.ended_s, ends) - np.maximum(timeline.started_s, begins)
-    return 1.0 - float(np.maximum(busy, 0.0).sum()) / (timeline.num_workers * (ends - begins))
+def _knots(rows: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The smallest and the greatest number of rows, and the powers of 2 between them."""
+    least, most = int(rows.min()), int(rows.max())
+    powers = [1 << power for power in range(most.bit_length()) if least < 1 << power < most]
+    return np.array([least, *powers, most], np.int64)
