@@ -1,18 +1,19 @@
 """Tables of a benchmark's report, drawn alike for all: a heading for each of its lists, and columns by their places."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from treering.cli.display.tables import figures_table
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Tables = Mapping[str, Sequence[str]]
 """By a key of the report, the columns of its rows: dotted places in a row."""
 
 
-def show(report: Mapping[str, Any], tables: Tables, console: Console) -> None:
+def show(report: Mapping[str, Any], tables: Tables, console: "Console") -> None:
     """A table for each key that the report has; "" is the report itself as a single row."""
+    from treering.cli.display.tables import figures_table
+
     for key, places in tables.items():
         found = _rows(report.get(key, ()) if key else report)
         rows = [[in_words(_at(row, place)) for place in places] for row in found]

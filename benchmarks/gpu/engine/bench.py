@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +30,16 @@ from treering.model.families import find_parts
 from treering.types import PromptId, TokenIds
 
 GOALS = MappingProxyType({"over_floor": {"qwen3-8b": 1.5, "qwen3-1.7b": 2.5}, "most_rows": 16, "over_generate": 1.0})
+
+COLUMNS = MappingProxyType(
+    {
+        "memory": ("bytes_per_s",),
+        "verify": ("seconds", "over_floor"),
+        "rollouts": ("plain_step_s", "over_floor", "by_acceptance"),
+        "generate": ("step_s",),
+    }
+)
+"""What is printed of a case, by its kind."""
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
 """Copied to measure the rate of memory; many times a cache."""
@@ -212,42 +221,3 @@ def measure_generate(model: PreTrainedModel, plan: EnginePlan, batch: int) -> Ce
         "batch": batch,
         "step_s": seconds_per_token(model, batch, plan.num_prompt, plan.num_generated),
     }
-
-
-def compared_with_generate(cases: Sequence[Cell]) -> dict[str, float]:
-    """Our plain step over that of `generate`, by model and batch, where both were measured.
-
-    Example: steps of 4 and 5 ms of a model at batch 1 are {"qwen3-8b 1": 0.8}.
-    """
-    steps: dict[str, dict[str, float]] = {}
-    for case in cases:
-        if case["kind"] in ("rollouts", "generate"):
-            name = f"{case['model']} {case['batch']}"
-            seconds = case["plain_step_s"] if case["kind"] == "rollouts" else case["step_s"]
-            steps.setdefault(name, {})[case["kind"]] = seconds
-    return {name: both["rollouts"] / both["generate"] for name, both in steps.items() if len(both) == 2}
-
-
-def print_table(report: Cell) -> None:
-    """One line per case."""
-    print(f"\nengine on {report['environment']['device']}: milliseconds of a pass or step")
-    for case in report["cases"]:
-        print(f"{case['case']:28} {_in_words(case)}")
-    for name, ratio in compared_with_generate(report["cases"]).items():
-        print(f"{name:28} plain step {ratio:.2f}x the time of compiled generate")
-    goals: dict[str, Any] = report["goals"]
-    floors = ", ".join(f"{name} <= {most}x the floor" for name, most in goals["over_floor"].items())
-    print(f"goals: {floors} and no slower than generate, up to batch {goals['most_rows']}")
-
-
-def _in_words(case: Cell) -> str:
-    if case["kind"] == "memory":
-        return f"{case['bytes_per_s'] / 1e9:.0f} GB/s copied"
-    if case["kind"] == "generate":
-        return f"{1000 * case['step_s']:.2f}"
-    floor = "" if case["over_floor"] is None else f", {case['over_floor']:.2f}x the floor"
-    if case["kind"] == "verify":
-        curve = "  ".join(f"{count}: {1000 * value:.2f}" for count, value in case["seconds"].items())
-        return f"by tokens per row {curve}{floor}"
-    speedups = ", ".join(f"{way['speedup']:.2f}x at {way['accepted']:.0%} accepted" for way in case["by_acceptance"])
-    return f"plain {1000 * case['plain_step_s']:.2f}{floor}; drafts {speedups}"
