@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.timing import cpu_name, versions
+from benchmarks.common.timing import environment
 from benchmarks.draft.drafters import arctic
 from benchmarks.draft.drafters.baselines import Naive, Ngram, Rhyme
 from benchmarks.draft.drafters.ours import OURS
@@ -98,16 +98,14 @@ def measure(
         "drafters": [row | ratio(row, rows) for row in rows],
         "reliability": tables,
         "notes": notes + _notes(rows),
-        "environment": {
-            "versions": versions(),
-            "cpu": cpu_name(),
-            "clock": "CPU time of the thread",
-            "num_tasks": int(np.unique(recorded.prompts).size),
-            "num_rollouts": recorded.num_rollouts,
-            "num_sampled_tokens": int(recorded.lengths.sum()),
-            "num_generations": int(np.unique(recorded.epochs).size),
-            "num_rows": NUM_ROWS,
-        },
+        "environment": environment(
+            clock="CPU time of the thread",
+            num_tasks=int(np.unique(recorded.prompts).size),
+            num_rollouts=recorded.num_rollouts,
+            num_sampled_tokens=int(recorded.lengths.sum()),
+            num_generations=int(np.unique(recorded.epochs).size),
+            num_rows=NUM_ROWS,
+        ),
     }
 
 

@@ -10,10 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from benchmarks.common.timing import cpu_name, one_thread, versions
-from benchmarks.engine.cases import SHAPE, OnProgress, Policy, warm_policy
+from benchmarks.common.timing import environment, one_thread
+from benchmarks.engine.cases import SHAPE, OnProgress, warm_policy
 from benchmarks.engine.controls import measure_controls
 from benchmarks.engine.drafting import measure_drafting
 from benchmarks.engine.flips import measure_flips
@@ -48,41 +47,33 @@ def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) 
         # By CPU time, of which a thread that waits takes as much as one that works.
         controls = measure_controls(policy, on_progress=on_progress)
         flips = measure_flips(policy, on_progress=on_progress)
+    alike = {"dtype": "float32", "threads": thread_counts()}
     return {
         "speed": speed,
-        "drafting": [asdict(result) for result in drafting],
-        "controls": {case: asdict(result) for case, result in controls.items()},
-        "flips": [asdict(result) for result in flips],
-        "environment": environment(num_runs, model, policy),
-    }
-
-
-def environment(num_runs: int, model: PreTrainedModel, policy: Policy) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
-    return {
-        "versions": versions(),
-        "cpu": cpu_name(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "num_processors": os.cpu_count(),
-        "clock": "wall time",
-        "runs": num_runs,
-        "speed": {
-            "model": asdict(SHAPE),
-            "num_parameters": model.num_parameters(),
-            "dtype": "float32",
-            "threads": thread_counts(),
-            "prompt_length": PROMPT_LENGTH,
-            "response_length": RESPONSE_LENGTH,
-        },
-        "drafting": {
-            "num_parameters": policy.model.num_parameters(),
-            "dtype": "float32",
-            "threads": thread_counts(),
-            "warm_start_steps": policy.num_steps,
-            "accuracy": policy.accuracy,
-            "num_prompts": len(policy.task.prompts),
-            "group_size": policy.group_size,
-            "max_tokens": policy.max_tokens,
-            "verify_costs": "measured",
-        },
+        "drafting": drafting,
+        "controls": controls,
+        "flips": flips,
+        "environment": environment(
+            cpu_capability=torch.backends.cpu.get_cpu_capability(),
+            num_processors=os.cpu_count(),
+            clock="wall time",
+            runs=num_runs,
+            speed={
+                "model": asdict(SHAPE),
+                "num_parameters": model.num_parameters(),
+                **alike,
+                "prompt_length": PROMPT_LENGTH,
+                "response_length": RESPONSE_LENGTH,
+            },
+            drafting={
+                "num_parameters": policy.model.num_parameters(),
+                **alike,
+                "warm_start_steps": policy.num_steps,
+                "accuracy": policy.accuracy,
+                "num_prompts": len(policy.task.prompts),
+                "group_size": policy.group_size,
+                "max_tokens": policy.max_tokens,
+                "verify_costs": "measured",
+            },
+        ),
     }

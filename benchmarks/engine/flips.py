@@ -7,8 +7,8 @@ with the same requests one at a time.
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -23,34 +23,18 @@ BATCH_SIZE = 16
 Change = Literal["batch", "batch and drafts"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlipResult:
-    """One data type and change."""
-
-    dtype: str
-    backend: str
-    """Of the engine, see `TorchEngine.backend`."""
-    change: Change
-    """Against one rollout at a time without drafts."""
-    batch_size: int
-    num_rollouts: int
-    num_differing: int
-    differing_share: float
-    """Of the rollouts."""
-    num_compared: int
-    """Tokens up to the first difference of each rollout, that one included: after it contexts differ."""
-    flip_rate: float
-    """First differences per compared token."""
-
-
 def measure_flips(
     policy: Policy,
     *,
     on_progress: OnProgress,
     dtypes: Sequence[torch.dtype] = DTYPES,
     batch_size: int = BATCH_SIZE,
-) -> list[FlipResult]:
-    """Two results per data type."""
+) -> list[dict[str, Any]]:
+    """Two results per data type.
+
+    `num_compared` are tokens up to the first difference of each rollout, that one included: after it contexts differ;
+    `flip_rate` are first differences per compared token.
+    """
     results = []
     for dtype in dtypes:
         on_progress(f"flips in {_name(dtype)}")
@@ -70,7 +54,7 @@ def compare(rollouts: Rollouts, expected: Rollouts) -> tuple[int, int]:
     return count_differing(rollouts, expected), num_compared
 
 
-def _measure_dtype(policy: Policy, dtype: torch.dtype, batch_size: int) -> list[FlipResult]:
+def _measure_dtype(policy: Policy, dtype: torch.dtype, batch_size: int) -> list[dict[str, Any]]:
     requests = policy.requests(draw=MEASURED_DRAW)
     batched = TorchEngine(policy.model, max_batch=batch_size)
     history = remember(run_all(batched, policy.requests(draw=REMEMBERED_DRAW)))
@@ -83,17 +67,17 @@ def _measure_dtype(policy: Policy, dtype: torch.dtype, batch_size: int) -> list[
     for change, rollouts in changed.items():
         num_differing, num_compared = compare(rollouts, expected)
         results.append(
-            FlipResult(
-                dtype=_name(dtype),
-                backend=batched.backend,
-                change=change,
-                batch_size=batch_size,
-                num_rollouts=len(expected),
-                num_differing=num_differing,
-                differing_share=num_differing / len(expected),
-                num_compared=num_compared,
-                flip_rate=num_differing / num_compared,
-            )
+            {
+                "dtype": _name(dtype),
+                "backend": batched.backend,
+                "change": change,
+                "batch_size": batch_size,
+                "num_rollouts": len(expected),
+                "num_differing": num_differing,
+                "differing_share": num_differing / len(expected),
+                "num_compared": num_compared,
+                "flip_rate": num_differing / num_compared,
+            }
         )
     return results
 

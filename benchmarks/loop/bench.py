@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
+from benchmarks.common.timing import check_runs
+from benchmarks.common.timing import environment as common_environment
 from benchmarks.engine.cases import OnProgress
 from benchmarks.loop.runs import LoopRun, RunSize, Start, Variant, configuration, count_differing, make_start, run_loop
 
@@ -84,8 +85,7 @@ def measure(
 def environment(num_runs: int, size: RunSize, start: Start) -> dict[str, Any]:
     """What the figures depend on besides the code."""
     return {
-        "versions": versions(),
-        "cpu": cpu_name(),
+        **common_environment(),
         "num_processors": os.cpu_count(),
         "load_average": list(os.getloadavg()),
         "clock": "wall time",

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.common.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
+from benchmarks.common.timing import environment, interleaved_medians, one_thread, process_seconds
 from benchmarks.pictures.cases import DEFAULT, Case, forest_of, model_of
 from benchmarks.pictures.flops import step_flops
 from benchmarks.pictures.memory import peak_bytes
@@ -57,7 +57,7 @@ def measure(
         "peak_bytes_without_sharing": peak_bytes(replace(case, num_completions=1)),
         "gradient_difference": difference(grads["tree"], grads["padded_batch"]),
         "num_runs": num_runs,
-        "environment": {"cpu": cpu_name(), **versions()},
+        "environment": environment(),
     }
 
 

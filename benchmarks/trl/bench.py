@@ -17,12 +17,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
-from benchmarks.common.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
+from benchmarks.common.timing import chosen, environment, interleaved_medians, one_thread, process_seconds
 from benchmarks.engine.cases import OnProgress
 from benchmarks.tree.sets import find_source
 from benchmarks.trl.cases import Case, group, real
 from benchmarks.trl.tree_row import pack
-from treering.errors import ConfigError
 from treering.extras import require
 from treering.model.patch import TreePatch
 from treering.tree.forest import Forest
@@ -62,15 +61,12 @@ def measure(
         on_progress: called with a line of progress.
 
     Raises:
-        ConfigError: an unknown name.
+        InputError: an unknown name, or a set without TREERING_DATA.
         MissingExtraError: without TRL.
     """
     require("python -m benchmarks trl", "torch", "transformers", "trl")
     source = find_source()
-    names = list(only or (*SYNTHETIC, *(SETS if source else ())))
-    unknown = [name for name in names if name not in SYNTHETIC and (name not in SETS or source is None)]
-    if unknown:
-        raise ConfigError(f"cases are {', '.join((*SYNTHETIC, *SETS))}, got {unknown[0]!r}; sets need TREERING_DATA")
+    names = chosen(only or (), [*SYNTHETIC, *(SETS if source else ())])
     rows = []
     with one_thread(), labelled_positions_only():
         for name in names:
@@ -80,7 +76,7 @@ def measure(
     notes = [] if source else ["no real sets: TREERING_DATA names no folder"]
     import trl
 
-    facts = {"cpu": cpu_name(), "threads": 1, "runs": num_runs, "versions": versions() | {"trl": trl.__version__}}
+    facts = environment(threads=1, runs=num_runs, trl=trl.__version__)
     return {"cases": rows, "notes": notes, "environment": facts}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
+from benchmarks.common.timing import check_runs, environment
 from benchmarks.engine.cases import OnProgress
 from benchmarks.trl_rollouts.runs import RunSize, measure_drafts, measure_learning
 from treering.extras import require
@@ -68,8 +68,8 @@ def measure(
         learning = _learning(policy, num_seeds, on_progress)
     slow = [run for run in runs if run["ratio"] < LEAST_RATIO]
     notes = [f"batch {run['batch']}: {run['ratio']:.2f}x is below {LEAST_RATIO}" for run in slow]
-    environment = {"versions": versions(), "cpu": cpu_name(), "clock": "process time", "threads": 1}
-    return {"runs": runs, "learning": learning, "notes": notes, "environment": environment}
+    facts = environment(clock="process time", threads=1)
+    return {"runs": runs, "learning": learning, "notes": notes, "environment": facts}
 
 
 def _learning(policy: Path, num_seeds: int, on_progress: OnProgress) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
+from benchmarks.common.timing import check_runs, environment
 from benchmarks.vllm.policy import save_policy
 from benchmarks.vllm.runs import Case, measure_case
 from treering.extras import require
@@ -76,8 +76,8 @@ def measure(
                     options=options,
                 )
                 cases.append(_median_of([_measure(case, saved) for _ in range(num_runs)]))
-    environment = {"versions": versions(), "cpu": cpu_name(), "clock": "process time", "threads": 1}
-    return {"cases": cases, "notes": [*notes, *_misses(cases)], "environment": environment}
+    facts = environment(clock="process time", threads=1)
+    return {"cases": cases, "notes": [*notes, *_misses(cases)], "environment": facts}
 
 
 def _measure(case: Case, policy: Path) -> dict[str, Any]:

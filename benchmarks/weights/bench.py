@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
+from benchmarks.common.timing import check_runs, environment
 from benchmarks.tree.bench import OnProgress
 from benchmarks.weights.roles import Done, Load, Publish, SizedRecipe, run_reader, run_writer
 from benchmarks.weights.scale import NUM_WORKERS, controller_costs, scaled
@@ -73,13 +73,9 @@ def measure(
         "sizes": found,
         "controller": costs,
         "scale": [scaled(count, hand_over_s, costs["object store"]) for count in NUM_WORKERS],
-        "environment": {
-            "versions": versions() | {"ray": ray_version},
-            "cpu": cpu_name(),
-            "num_cores": os.cpu_count(),
-            "load_average": list(os.getloadavg()),
-            "runs": runs,
-        },
+        "environment": environment(
+            ray=ray_version, num_cores=os.cpu_count(), load_average=list(os.getloadavg()), runs=runs
+        ),
         "notes": ["medians of wall times on one host; between hosts the network comes on top"],
     }
 
