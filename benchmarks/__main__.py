@@ -29,7 +29,7 @@ SUBJECTS = {
     ),
     "engine": ("decoding with drafts, without, and by model.generate", "--runs"),
     "pipe": ("every scheduling policy on worker processes against the simulator's prediction", "--runs"),
-    "trl": ("TRL's trainers with shared prefixes against the stock ones, and its own prefix sharing", "--runs --only"),
+    "trl": ("TRL's trainers with shared prefixes against the stock ones", "--runs --only"),
     "loop": ("the plain RL loop, each part of Treering alone, and all together", "--runs"),
     "trl_rollouts": ("rollouts of TRL's trainer: drafts where they pay against none", "--runs --seeds"),
     "vllm": ("inside vLLM: drafts from history against its own drafters and none", "--runs --only --policy"),

@@ -38,8 +38,8 @@ def measure_drafting(
 
     Speeds are each side's own tokens over its median of wall time: of `generate`, of the engine without drafts
     (`plain`), the same where every row is computed for itself though others have the same tokens (`each`), and with
-    drafts. Ratios are medians over rounds, each of which runs all. `num_differing` are rollouts whose tokens differ with
-    drafts.
+    drafts. Ratios are medians over rounds, each of which runs all. `num_differing` are rollouts whose tokens
+    differ with drafts.
     """
     remembered = run_all(TorchEngine(policy.model), policy.requests(draw=REMEMBERED_DRAW))
     results = []

@@ -8,7 +8,6 @@ bound leaves out: real rows of unequal length gain more than it says.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from benchmarks.common.timing import chosen, environment, interleaved_medians, o
 from benchmarks.engine.cases import OnProgress
 from benchmarks.tree.sets import find_source
 from benchmarks.trl.cases import Case, group, real
-from benchmarks.trl.tree_row import pack
 from treering.extras import require
 from treering.model.patch import TreePatch
 from treering.tree.forest import Forest
@@ -32,8 +30,7 @@ NOTE = "about five minutes"
 TABLES = {
     "cases": (
         *("case", "token_ratio", "flop_bound", "stock_s", "tree_s", "speedup", "share_of_flop_bound"),
-        *("gradient_difference", "tree_row.kv_rows_per_token", "tree_row.pack_us_per_flat_token"),
-        "pack_us_per_flat_token",
+        *("gradient_difference", "pack_us_per_flat_token"),
     ),
 }
 
@@ -94,7 +91,7 @@ def labelled_positions_only() -> Iterator[None]:
 
 
 def measure_case(case: Case, num_runs: int) -> dict[str, Any]:
-    """One case's seconds, bounds, gradient difference, and TRL's own packing beside ours."""
+    """One case's seconds, bounds, gradient difference, and the time of packing."""
     model = build(case.vocab_size)
     batches = case.tensors()
     patched = treering.patch(model)
@@ -108,7 +105,6 @@ def measure_case(case: Case, num_runs: int) -> dict[str, Any]:
     flat = flops(shape, flat_work(np.array([len(row) for row in case.rows])), case.num_labels)
     flop_bound = flat / flops(shape, tree_work(forests), num_pairs(case))
     pack_s = interleaved_medians({"ours": lambda: _merge(batches)}, num_runs, process_seconds)["ours"]
-    theirs = pack(case.batches)
     speedup = seconds["stock"] / seconds["tree"]
     return {
         "case": case.name,
@@ -124,11 +120,6 @@ def measure_case(case: Case, num_runs: int) -> dict[str, Any]:
         "share_of_flop_bound": speedup / flop_bound,
         "gradient_difference": float((found - expected).norm() / expected.norm()),
         "pack_us_per_flat_token": 1e6 * pack_s / counts.num_flat_tokens,
-        "tree_row": asdict(theirs)
-        | {
-            "kv_rows_per_token": theirs.num_kv_rows / theirs.num_tokens,
-            "pack_us_per_flat_token": 1e6 * theirs.pack_s / counts.num_flat_tokens,
-        },
     }
 
 
