@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from numba.core import event
 
+from benchmarks.common.progress import OnProgress, silent
 from treering.cli.compile import parts
 
 NOTE = "each part in a process with an empty cache, under a minute in all; seconds are those of one processor"
@@ -21,7 +21,6 @@ TABLES = {
 }
 
 Row = dict[str, Any]
-OnProgress = Callable[[str, float], None]
 
 _NUM_SHOWN = 20
 MOST_S = 3.0
@@ -50,15 +49,14 @@ class Timer(event.Listener):  # type: ignore[misc]
             self._open[-1][1] += whole
 
 
-def measure(*, on_progress: OnProgress | None = None) -> dict[str, Any]:
+def measure(*, on_progress: OnProgress = silent) -> dict[str, Any]:
     """Compiles each part in a new process with an empty cache, so parts count alone what others need too.
 
     Failures are the functions that take more than `MOST_S` in every part that compiles them.
     """
     names, found = list(parts()), []
     for number, name in enumerate(names):
-        if on_progress is not None:
-            on_progress(f"compiling {name}", number / len(names))
+        on_progress(f"compiling {name}", number / len(names))
         found.append(_measure(name))
     slowest = sorted((row for part in found for row in part["functions"]), key=lambda row: -row["seconds"])
     failures = _slow(found)

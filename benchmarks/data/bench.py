@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.tiny_model import TINY_MODEL
 from treering.data import Trajectory, data_folder, read_trajectories, render
 from treering.errors import InputError
@@ -43,9 +44,7 @@ dir = "{run}"
 """
 
 
-def measure(
-    *, only: Sequence[str] = tuple(FILES), on_progress: Callable[[str, float], None] = lambda words, done: None
-) -> dict[str, Any]:
+def measure(*, only: Sequence[str] = tuple(FILES), on_progress: OnProgress = silent) -> dict[str, Any]:
     """The report: "files" with the tokens of each, and seconds and peak memory of each command.
 
     Raises:
@@ -70,7 +69,7 @@ def measure(
     return {"commit": commit.stdout.strip(), "files": found}
 
 
-def _measured(file: Path, source: Path, on_progress: Callable[[str, float], None], done: float) -> dict[str, Any]:
+def _measured(file: Path, source: Path, on_progress: OnProgress, done: float) -> dict[str, Any]:
     tokenizer = source / "tokenizer"
     config = file.with_name("run.toml")
     config.write_text(CONFIG.format(model=TINY_MODEL, file=file, tokenizer=tokenizer, run=file.with_name("run")))

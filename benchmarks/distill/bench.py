@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.saved_bytes import watch_saved_bytes
 from benchmarks.common.timing import (
     Step,
@@ -24,7 +25,6 @@ from benchmarks.common.timing import (
     process_seconds,
 )
 from benchmarks.distill.steps import BETA, build_steps, find_trl
-from benchmarks.tree.bench import OnProgress
 from benchmarks.tree.cases import SHAPE as STUDENT_BASE
 from benchmarks.tree.cases import Case, build_model, star
 from benchmarks.tree.sets import NO_DATA, TaskSample, find_source, sample_sets
@@ -56,19 +56,9 @@ def measure(
     only: Sequence[str] = (),
     sample_tokens: int = SAMPLE_TOKENS,
     case: Case | None = None,
-    on_progress: OnProgress = lambda words, done=None: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: a list under "batches", the "environment", "notes" in words.
-
-    Args:
-        num_runs: rounds; None is `NUM_RUNS`.
-        only: "star" and names of `SETS`; all of them when empty.
-        sample_tokens: flat tokens of a set, about.
-        case: instead of the star.
-        on_progress: told what is being measured.
-
-    Raises:
-        InputError: fewer than one run, an unknown name, a set without real data.
+    """The star, or `case` instead, and samples of `SETS` of about `sample_tokens` flat tokens.
 
     Example: `measure(only=["star"], num_runs=1)["batches"][0]["flat_tokens"]` is 4,608.
     """

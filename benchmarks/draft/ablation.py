@@ -15,8 +15,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import print_report
-from benchmarks.draft.bench import LIMIT_TOKENS, OnProgress
+from benchmarks.draft.bench import LIMIT_TOKENS
 from benchmarks.draft.drafters.ours import make_drafter, replay_rows
 from benchmarks.draft.histories import plans
 from benchmarks.draft.matched import NUM_REPLAYS, at_most
@@ -37,7 +38,7 @@ VARIANTS: tuple[tuple[str, Shape], ...] = (
 RATES = ("tokens_per_step", "drafted_per_step", "precision")
 
 
-def measure(name: str, recorded: Recorded, on_progress: OnProgress = lambda words, done: None) -> list[Row]:
+def measure(name: str, recorded: Recorded, on_progress: OnProgress = silent) -> list[Row]:
     """Two rows a variant: `drafts` is shipped and equal; the second is missing where nothing drafts as little.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import environment
 from benchmarks.draft.drafters import arctic
 from benchmarks.draft.drafters.baselines import Naive, Ngram, Rhyme
@@ -53,7 +54,6 @@ WITHOUT_CONTEXT = ("paper", "paper_frequency", "released")
 """They look at history alone, so without history they draft nothing."""
 BY_REWARD = ("naive_reward", "paper")
 
-OnProgress = Callable[[str, float | None], None]
 Run = Callable[[OnDone], list[Row]]
 """One drafter on one history: rows of the report, without their names."""
 
@@ -64,19 +64,16 @@ def measure(
     tokenizer: Path | None = None,
     drafters: Sequence[str] = DEFAULT,
     limit_tokens: int | None = LIMIT_TOKENS,
-    on_progress: OnProgress = lambda words, done: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: rows under "drafters", "file", "reliability", "notes" and "environment".
+    """Replays recorded rollouts of a JSON Lines file with each drafter and history.
 
     Args:
-        file: recorded rollouts, JSON Lines.
-        tokenizer: folder to render messages with.
+        file: recorded rollouts, whose messages are rendered by the folder `tokenizer`.
+        tokenizer: see `file`.
         drafters: some of `DRAFTERS`.
         limit_tokens: whole tasks, chosen by a seed, until they have as many sampled tokens; None replays all.
         on_progress: told what is replayed, and the share that is done.
-
-    Raises:
-        InputError: an unknown drafter, a limit below 1, or a bad file.
     """
     _check(drafters, limit_tokens)
     recorded, notes = read_recording(file, tokenizer, limit_tokens)

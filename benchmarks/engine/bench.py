@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import environment, one_thread
-from benchmarks.engine.cases import SHAPE, OnProgress, warm_policy
+from benchmarks.engine.cases import SHAPE, warm_policy
 from benchmarks.engine.controls import measure_controls
 from benchmarks.engine.drafting import measure_drafting
 from benchmarks.engine.flips import measure_flips
@@ -33,12 +34,8 @@ TABLES = {
 }
 
 
-def measure(*, num_runs: int = 5, on_progress: OnProgress = lambda words: None) -> dict[str, Any]:
-    """The report, ready for JSON.
-
-    Lists of results under "speed", "drafting" and "flips", a result per case under "controls", and the "environment".
-    Raises InputError for fewer than one run.
-    """
+def measure(*, num_runs: int = 5, on_progress: OnProgress = silent) -> dict[str, Any]:
+    """Plain decoding, drafting by batch size, controls by case, and flips by data type."""
     model = build_model(shape=SHAPE).eval()
     speed = measure_speed(model, num_runs=num_runs, on_progress=on_progress)
     with one_thread():

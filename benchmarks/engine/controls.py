@@ -12,8 +12,9 @@ from functools import partial
 from statistics import median
 from typing import Any, Literal
 
+from benchmarks.common.progress import OnProgress
 from benchmarks.common.timing import check_runs, process_seconds
-from benchmarks.engine.cases import OnProgress, Policy
+from benchmarks.engine.cases import Policy
 from benchmarks.engine.drafting import LEARNING_DRAW, MEASURED_DRAW, REMEMBERED_DRAW, remember
 from benchmarks.engine.runs import Rollouts, count_differing, run_all
 from treering.engine.request import Request

@@ -14,8 +14,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from benchmarks.common.progress import OnProgress
 from benchmarks.common.timing import OnRun
-from benchmarks.engine.cases import OnProgress, Policy
+from benchmarks.engine.cases import Policy
 from benchmarks.engine.generate import generate
 from benchmarks.engine.runs import Best, Rollouts, count_differing, count_tokens, fastest, run_all, thread_counts
 from treering.engine.protocol import EngineStats

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.engine.cases import OnProgress, Policy
+from benchmarks.common.progress import OnProgress
+from benchmarks.engine.cases import Policy
 from benchmarks.engine.drafting import MEASURED_DRAW, REMEMBERED_DRAW, DraftingSide, remember
 from benchmarks.engine.runs import Rollouts, count_differing, first_difference, run_all
 from treering.engine.torch_engine import TorchEngine

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks.engine.cases import OnProgress
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.loop.bench import NUM_WORKERS, environment
 from benchmarks.loop.runs import RunSize, Start, Variant, configuration, make_start, run_loop
 from treering.cli.display.progress import WorkProgress
@@ -56,9 +56,9 @@ def measure(
     *,
     size: RunSize = SIZE,
     make: StartMaker | None = None,
-    on_progress: OnProgress = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "sides" with rewards float [seeds][steps], "summary", and the "environment".
+    """Rewards of each side by seed and step, and their summary; `make` makes the policy of a seed in a new folder.
 
     Raises:
         InputError: no seed, a seed twice, or fewer steps than twice those that a mean is taken of.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.engine.cases import OnProgress
+from benchmarks.common.progress import OnProgress
 from treering.cli.demo.policy import ENOUGH, MAX_NUMBER, MAX_ROLLOUT_TOKENS, demo_task, warm_start
 from treering.cli.settings import compute_options
 from treering.cli.train.loop import make_loop, make_model

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import environment, interleaved_medians, one_thread, process_seconds
 from benchmarks.pictures.cases import DEFAULT, Case, forest_of, model_of
 from benchmarks.pictures.flops import step_flops
@@ -22,9 +23,7 @@ TABLES = {
 }
 
 
-def measure(
-    *, num_runs: int = 5, case: Case = DEFAULT, on_progress: Callable[..., None] | None = None
-) -> dict[str, Any]:
+def measure(*, num_runs: int = 5, case: Case = DEFAULT, on_progress: OnProgress = silent) -> dict[str, Any]:
     """Times both ways in turn, in CPU time of this process: medians, the bound, the difference of the gradients."""
     model, forest = model_of(case), forest_of(case)
     grads: dict[str, dict[str, Tensor]] = {}

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import check_runs
-from benchmarks.engine.cases import OnProgress
 from benchmarks.loop.bench import environment
 from benchmarks.loop.runs import RunSize, Start, Variant, configuration, count_differing, make_start, run_loop
 from benchmarks.pipe.passes import TimedRecipe, read_passes
@@ -60,20 +60,9 @@ def measure(
     size: RunSize = SIZE,
     start: Start | None = None,
     policies: Sequence[str] = POLICIES,
-    on_progress: OnProgress = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "policies", the "target", "notes" and the "environment".
-
-    Args:
-        num_runs: rounds, each of which runs every policy.
-        size: of a run.
-        start: the policy that is trained; None trains the demo's.
-        policies: two or more.
-        on_progress: called with a line of progress.
-
-    Raises:
-        InputError: fewer than one run.
-    """
+    """Every policy, two or more, in `num_runs` rounds from a start, or from the demo's policy."""
     check_runs(num_runs)
     groups = variants(policies)
     with tempfile.TemporaryDirectory() as name:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import check_runs, chosen, environment
 from benchmarks.ranks.worker import MAX_TOKENS, SHAPE
-from benchmarks.tree.bench import OnProgress
 from benchmarks.tree.sets import NO_DATA, TaskSource, find_source
 from treering.errors import StateError
 from treering.train.loop.batches import StepPlan
@@ -41,20 +41,9 @@ def measure(
     num_runs: int | None = None,
     only: Sequence[str] = (),
     sample_tokens: int = SAMPLE_TOKENS,
-    on_progress: OnProgress = lambda words, done=None: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: a list under "sets", the "environment", "notes" in words.
-
-    Args:
-        num_runs: rounds; None is `NUM_RUNS`.
-        only: names of `SETS`; all of them when empty.
-        sample_tokens: flat tokens of a set, about.
-        on_progress: told what is being measured.
-
-    Raises:
-        InputError: fewer than one run, an unknown name.
-        StateError: the ranks failed.
-    """
+    """Samples of `SETS` of about `sample_tokens` flat tokens; a StateError tells what ended the ranks."""
     runs = NUM_RUNS if num_runs is None else num_runs
     check_runs(runs)
     names = chosen(only, SETS)

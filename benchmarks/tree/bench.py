@@ -6,13 +6,14 @@ The baseline is the fastest of three tuned ways to train the branches; PrefixGro
 `make peers` has installed it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import check_runs, chosen, environment, interleaved_medians, one_thread, process_seconds
 from benchmarks.peers.peer import measure_peers
 from benchmarks.tree.cases import SHAPE, Case, build_model, published_cases
@@ -44,31 +45,18 @@ NUM_RUNS = 5
 """Rounds of a published case, unless the caller says how many."""
 
 
-class OnProgress(Protocol):
-    """Told what is being measured and, where known, the share of the whole that is done."""
-
-    def __call__(self, words: str, done: float | None = None) -> None: ...
-
-
 def measure(
     cases: Iterable[Case] | None = None,
     *,
     num_runs: int | None = None,
     only: Sequence[str] = (),
     sample_tokens: int | None = SAMPLE_TOKENS,
-    on_progress: OnProgress = lambda words, done=None: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: lists under "cases", "partitions" and "sets", the "environment", "notes" in words.
+    """Published cases, trees in partitions and sets of real trajectories.
 
-    Args:
-        cases: instead of the published ones.
-        num_runs: rounds; None is `NUM_RUNS` for cases, and `real.default_runs` for sets.
-        only: names of cases and sets, and "partitions"; all of them when empty.
-        sample_tokens: flat tokens of a set, about; None trains all of its tasks.
-        on_progress: told what is being measured.
-
-    Raises:
-        InputError: fewer than one run, an unknown name, a set without real data, a broken file.
+    `cases` replaces the published ones, and `sample_tokens` are the flat tokens of a set, about; None trains all of its
+    tasks. `num_runs` of None is `NUM_RUNS` for cases, and `real.default_runs` for sets.
 
     Example: `measure([star(prompt=8, response=4, group=2)], only=["star"], num_runs=1)["cases"][0]["flat_tokens"]` is
     24.
@@ -109,9 +97,7 @@ def measure(
     }
 
 
-def measure_case(
-    model: PreTrainedModel, case: Case, num_runs: int, on_progress: Callable[[str], None]
-) -> dict[str, Any]:
+def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress: OnProgress) -> dict[str, Any]:
     """One case: medians of process time for one forward and backward of all branches, and gradients.
 
     `grad_error` is the relative L2 distance of the whole gradient from that of one branch at a time; a baseline must

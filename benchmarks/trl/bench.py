@@ -16,8 +16,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import chosen, environment, interleaved_medians, one_thread, process_seconds
-from benchmarks.engine.cases import OnProgress
 from benchmarks.tree.sets import find_source
 from benchmarks.trl.cases import Case, group, real
 from treering.extras import require
@@ -48,19 +48,9 @@ def measure(
     *,
     num_runs: int = 5,
     only: Sequence[str] | None = None,
-    on_progress: OnProgress = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "cases", "notes" and the "environment".
-
-    Args:
-        num_runs: timed rounds of each case; the median counts.
-        only: cases and sets by name.
-        on_progress: called with a line of progress.
-
-    Raises:
-        InputError: an unknown name, or a set without TREERING_DATA.
-        MissingExtraError: without TRL.
-    """
+    """Every case, stock and on trees, beside the bound."""
     require("python -m benchmarks trl", "torch", "transformers", "trl")
     source = find_source()
     names = chosen(only or (), [*SYNTHETIC, *(SETS if source else ())])

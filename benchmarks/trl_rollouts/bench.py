@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import check_runs, environment
-from benchmarks.engine.cases import OnProgress
 from benchmarks.trl_rollouts.runs import RunSize, measure_drafts, measure_learning
 from treering.extras import require
 
@@ -39,20 +39,9 @@ def measure(
     num_runs: int = 3,
     sizes: tuple[RunSize, ...] = SIZES,
     num_seeds: int = NUM_SEEDS,
-    on_progress: OnProgress = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "runs", "learning", "notes" and the "environment".
-
-    Args:
-        num_runs: of each short size.
-        sizes: runs to time.
-        num_seeds: of the learning comparison; 0 leaves it out.
-        on_progress: called with a line of progress.
-
-    Raises:
-        InputError: fewer than one run.
-        MissingExtraError: TRL is not installed.
-    """
+    """Runs of the given sizes, short ones `num_runs` times, and learning over `num_seeds` seeds, or none for 0."""
     require("python -m benchmarks trl_rollouts", "torch", "transformers", "trl")
     check_runs(num_runs)
     with tempfile.TemporaryDirectory() as folder:

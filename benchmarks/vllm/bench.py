@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import check_runs, environment
 from benchmarks.vllm.policy import save_policy
 from benchmarks.vllm.runs import Case, measure_case
@@ -37,21 +38,11 @@ def measure(
     num_rows: tuple[int, ...] = ROWS,
     options: str = "",
     policy: Path | None = None,
-    on_progress: Callable[[str], None] = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "cases", "notes" and the "environment".
+    """Every method with every number of rows, on a policy that `save_policy` saved, or a new one.
 
-    Args:
-        num_runs: of each case; the median counts.
-        only: methods to measure; None is all.
-        num_rows: sizes of the batch.
-        options: lines of the plugin's TOML file.
-        policy: folder of a policy that `save_policy` saved; None trains one.
-        on_progress: called with a line of progress.
-
-    Raises:
-        InputError: fewer than one run.
-        MissingExtraError: vLLM is not installed.
+    `options` are lines of the plugin's TOML file.
     """
     require("python -m benchmarks vllm", "vllm")
     check_runs(num_runs)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import check_runs, environment
-from benchmarks.tree.bench import OnProgress
 from benchmarks.weights.roles import Done, Load, Publish, SizedRecipe, run_reader, run_writer
 from benchmarks.weights.scale import NUM_WORKERS, controller_costs, scaled
 from treering.errors import InputError, StateError
@@ -39,19 +39,9 @@ def measure(
     *,
     num_runs: int | None = None,
     sizes_mib: Sequence[int] = SIZES_MIB,
-    on_progress: OnProgress = lambda words, done=None: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: lists under "sizes" and "scale", "controller", the "environment", "notes" in words.
-
-    Args:
-        num_runs: hand-overs of each size; None is `NUM_RUNS`.
-        sizes_mib: of the weights, in MiB, multiples of ten.
-        on_progress: told what is being measured.
-
-    Raises:
-        InputError: fewer than one run, or a size that is no multiple of ten.
-        MissingExtraError: Ray is not installed.
-    """
+    """Hand-overs of weights of some MiB, multiples of ten, by store, and what they make of many workers."""
     runs = NUM_RUNS if num_runs is None else num_runs
     check_runs(runs)
     wrong = [size for size in sizes_mib if size < 10 or size % 10]
