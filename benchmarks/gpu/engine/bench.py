@@ -20,7 +20,6 @@ from benchmarks.gpu.clock import Stopwatch
 from benchmarks.gpu.engine.cases import EnginePlan, build, requests_of
 from benchmarks.gpu.engine.drafts import ReplayDrafter
 from benchmarks.gpu.engine.generate import seconds_per_token
-from benchmarks.gpu.model.bench import free_bytes
 from treering.engine.backends import BackendParts, make_backend
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.weights import read_weights
@@ -53,10 +52,6 @@ def measure_engine(report: PartReport, plans: Sequence[EnginePlan], device: str,
     found = report.run("memory", lambda: {"kind": "memory", "bytes_per_s": copy_rate(device, watch)})
     rate = None if found is None else float(found["bytes_per_s"])
     for plan in plans:
-        free = free_bytes(device)
-        if free is not None and plan.needed_bytes > free:
-            report.skip(plan.name, f"it takes {plan.needed_bytes:,} bytes, {free:,} are free")
-            continue
         _measure_plan(report, plan, device, watch, rate)
 
 

@@ -49,36 +49,21 @@ MAX_LAG = 1.15
 NUM_RUNS = 2
 """After the run that shows the way's memory; steps of seconds vary by less than a percent."""
 
-ROOM = 1.3
-"""A model starts only if this many times the bytes of its weights and gradients are free."""
-
 Choice = tuple[MicroBatch, float]
 """A way's micro-batch and its seconds on the first workload."""
 
 
 def measure_models(report: PartReport, plans: Sequence[ModelPlan], device: str, ways: Mapping[str, Way]) -> None:
-    """Adds all workloads of all plans to a report; checks the first model's gradients before anything is timed.
-
-    A model that does not fit is skipped, by name.
-    """
+    """Adds all workloads of all plans to a report; checks the first model's gradients before anything is timed."""
     report.run(f"{plans[0].shape.name} gradient", lambda: check_gradients(plans[0], device))
     for plan in plans:
-        reason = _lack_of_room(plan, device)
-        if reason is not None:
-            report.skip(plan.shape.name, reason)
-            continue
+        # Frees the cycles of the last model before the next one needs their memory.
+        gc.collect()
         chosen: dict[str, Choice] = {}
         for layers in plan.layers:
             _measure_layers(report, plan, device, ways, layers, chosen)
         for workload in plan.workloads:
             _compare(report, plan, workload, device)
-
-
-def _lack_of_room(plan: ModelPlan, device: str) -> str | None:
-    free = free_bytes(device)
-    if free is None or ROOM * plan.weight_bytes <= free:
-        return None
-    return f"weights and gradients take {plan.weight_bytes:,} bytes, {free:,} are free"
 
 
 def _measure_layers(
@@ -241,15 +226,6 @@ def compare(rows: Sequence[Cell], counts: Mapping[str, float], peak: float | Non
         "baseline_mfu": None if peak is None else rates[1] / peak,
         "peak_bytes": [tree["peak_bytes"], baseline["peak_bytes"]],
     }
-
-
-def free_bytes(device: str) -> int | None:
-    """Bytes free on the device after unused memory is released; None for a CPU."""
-    if device != "cuda":
-        return None
-    gc.collect()
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info()[0])
 
 
 def _clock(device: str) -> Clock:
