@@ -39,13 +39,12 @@ BASELINES: dict[str, Callable[[], ChainDrafter]] = {
     "ngram": Ngram,
     "naive": lambda: Naive("frequency"),
     "naive_reward": lambda: Naive("reward"),
-    "naive_recency": lambda: Naive("recency"),
     "paper": lambda: Rhyme("paper", "reward"),
     "paper_frequency": lambda: Rhyme("paper", "frequency"),
     "released": lambda: Rhyme("released", "frequency"),
 }
 DRAFTERS = ("none", *BASELINES, "arctic", *OURS)
-ABLATION = ("naive_reward", "naive_recency", "treering_frequency")
+ABLATION = ("naive_reward", "treering_frequency")
 """Only replayed if named."""
 DEFAULT = tuple(name for name in DRAFTERS if name not in ABLATION)
 

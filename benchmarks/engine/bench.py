@@ -1,8 +1,8 @@
 """Claim: the engine decodes faster than `model.generate`, and faster still with drafts, without changing a token.
 
-`python -m benchmarks engine` takes five to seven minutes. It measures plain decoding of a random model, drafting with a
-policy trained for a minute, what a drafter costs where drafts cannot help, and how often rounding changes a token. Wall
-time, all ways in turns in one process; the controls count CPU time, pair by pair.
+`python -m benchmarks engine` takes four to six minutes. It measures plain decoding of a random model, drafting with a
+policy trained for a minute, and what a drafter costs where drafts cannot help. Wall time, all ways in turns in one
+process; the controls count CPU time, pair by pair.
 """
 
 import os
@@ -16,12 +16,11 @@ from benchmarks.common.timing import environment, one_thread
 from benchmarks.engine.cases import SHAPE, warm_policy
 from benchmarks.engine.controls import measure_controls
 from benchmarks.engine.drafting import measure_drafting
-from benchmarks.engine.flips import measure_flips
 from benchmarks.engine.runs import thread_counts
 from benchmarks.engine.speed import PROMPT_LENGTH, RESPONSE_LENGTH, measure_speed
 from benchmarks.tree.cases import build_model
 
-NOTE = "five to seven minutes, one of which trains the small policy whose rollouts are drafted"
+NOTE = "four to six minutes, one of which trains the small policy whose rollouts are drafted"
 TABLES = {
     "speed": ("batch_size", "generate", "engine", "ratio"),
     "drafting": (
@@ -30,12 +29,11 @@ TABLES = {
         *("drafting.num_differing", "num_rollouts"),
     ),
     "controls": ("name", "ratio", "low", "high", "num_pairs", "drafted_per_forward", "num_differing", "num_rollouts"),
-    "flips": ("dtype", "backend", "change", "num_differing", "num_rollouts", "num_compared"),
 }
 
 
 def measure(*, num_runs: int = 5, on_progress: OnProgress = silent) -> dict[str, Any]:
-    """Plain decoding, drafting by batch size, controls by case, and flips by data type."""
+    """Plain decoding, drafting by batch size, and controls by case."""
     model = build_model(shape=SHAPE).eval()
     speed = measure_speed(model, num_runs=num_runs, on_progress=on_progress)
     with one_thread():
@@ -43,13 +41,11 @@ def measure(*, num_runs: int = 5, on_progress: OnProgress = silent) -> dict[str,
         drafting = measure_drafting(policy, num_runs=num_runs, on_progress=on_progress)
         # By CPU time, of which a thread that waits takes as much as one that works.
         controls = measure_controls(policy, on_progress=on_progress)
-        flips = measure_flips(policy, on_progress=on_progress)
     alike = {"dtype": "float32", "threads": thread_counts()}
     return {
         "speed": speed,
         "drafting": drafting,
         "controls": controls,
-        "flips": flips,
         "environment": environment(
             cpu_capability=torch.backends.cpu.get_cpu_capability(),
             num_processors=os.cpu_count(),
