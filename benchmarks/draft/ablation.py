@@ -3,8 +3,8 @@
 `python -m benchmarks.draft.ablation FILE... --tokenizer DIR --out FILE` replays recorded rollouts with each policy as
 tree and as chain: as shipped, and once more with a least acceptance at which it drafts no more tokens a step than the
 tree by frequency as shipped. History is what tasks had in the last three epochs, where a file has as many, else in the
-one before, else siblings that ran before. For rewards, replay the baselines `naive` and `naive_reward` by `python -m benchmarks
-draft`.
+one before, else siblings that ran before. For rewards, replay the baselines `naive` and `naive_reward` by `python -m
+benchmarks draft`.
 """
 
 import argparse
