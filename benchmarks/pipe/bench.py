@@ -1,8 +1,9 @@
 """Claim: what the simulator predicts of a policy is what the runtime takes, within 15 %.
 
 `python -m benchmarks pipe` runs the demo's policy and task on the runtime with two workers, every policy at staleness 0
-and 1, in turns, by wall time. The times of passes, loads and updates come from the other runs of the same round and
-staleness, never from the run that is predicted; the simulator does the rest from each run's own lengths. The drafting
+and 1, in turns, by wall time. The times of passes, loads and updates, and how processes slow passes down, come from the
+other runs of the same round and staleness, never from the run that is predicted; the simulator does the rest from each
+run's own lengths. The drafting
 budget uses fixed costs, because costs measured at an engine's start differ from run to run. There is little to gain:
 with two processors, one worker each keeps both busy.
 """
@@ -106,7 +107,7 @@ def _row(variant: Variant, group: Sequence[Variant], rounds: Sequence[dict[str, 
     for ran in rounds:
         own, others = ran[variant.name], [ran[each.name] for each in group if each != variant]
         step_s.append(own.run.step_s(own.first))
-        predicted_s.append(predict(own, fit_latency(others)))
+        predicted_s.append(predict(own, *fit_latency(others)))
     run, base = (rounds[0][each.name].run for each in (variant, group[0]))
     return {
         "policy": variant.schedule,

@@ -17,7 +17,7 @@ PASS, LOAD = range(2)
 """Kinds of records."""
 
 COLUMNS = ("kind", "started_s", "seconds", "num_rows", "num_prefilled", "num_sampled")
-"""Of a record."""
+"""Of a record; `read_passes` adds the number of the worker."""
 
 
 def record_passes(engine: Engine, file: Path) -> Engine:
@@ -68,8 +68,11 @@ class TimedRecipe(TrainRecipe):
 
 
 def read_passes(folder: Path, *, since_s: float = 0.0) -> NDArray[np.float64]:
-    """Records of all workers that began at `since_s` of the clock or later: float64 [N, columns], see `COLUMNS`."""
-    found = [np.loadtxt(file, delimiter=",", ndmin=2) for file in sorted(folder.glob("passes-*.csv"))]
-    records = np.concatenate([np.zeros((0, len(COLUMNS))), *found])
+    """Records of all workers that began at `since_s` of the clock or later: float64 [N, columns + 1], see `COLUMNS`."""
+    found = [np.zeros((0, len(COLUMNS) + 1))]
+    for worker, file in enumerate(sorted(folder.glob("passes-*.csv"))):
+        own = np.loadtxt(file, delimiter=",", ndmin=2)
+        found.append(np.column_stack([own, np.full(len(own), worker)]))
+    records = np.concatenate(found)
     # One clock for all processes of a machine.
     return records[records[:, COLUMNS.index("started_s")] >= since_s]

@@ -1,4 +1,4 @@
-"""What the simulator predicts of a run: its own lengths, and the times of other runs with as many processes."""
+"""What the simulator predicts of a run from its own lengths, and from the times of other runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +17,14 @@ from treering.schedule.policies import make_policy
 from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
 from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.simulator.run import simulate
+from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
 from treering.train.loop.batches import StepPlan
+
+_NUM_STATES = 3
+"""Of a pass: alone, beside one other process at work, and beside two or more."""
+_NUM_TURNS = 50
+_NUM_ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,19 +39,35 @@ class TimedRun:
     """Steps of the first epoch, which do not count."""
 
     @property
+    def updates(self) -> NDArray[np.float64]:
+        """float64 [K, 2]: begin and end of each update."""
+        ended, reports = self.run.ended_s[self.first :], self.run.reports[self.first :]
+        seconds = [report.phases.train_s + report.phases.update_s for report in reports]
+        return np.column_stack([ended - seconds, ended])
+
+    @property
     def training_s(self) -> float:
         """Seconds of an update, with those of a step in which nothing is sampled or trained where none overlap."""
         phases = [report.phases for report in self.run.reports[self.first :]]
-        updates = sum(phase.train_s + phase.update_s for phase in phases)
-        if not self.config.rl.staleness:
-            # Messages, rewards and advantages.
-            updates = sum(phase.step_s - phase.rollout_s for phase in phases)
-        return updates / len(phases)
+        if self.config.rl.staleness:
+            return sum(phase.train_s + phase.update_s for phase in phases) / len(phases)
+        # Messages, rewards and advantages.
+        return sum(phase.step_s - phase.rollout_s for phase in phases) / len(phases)
 
     @property
     def num_rollouts(self) -> int:
         """That were sampled after the first epoch."""
         return sum(map(len, self.run.latest[self.first :]))
+
+    def num_beside(self) -> NDArray[np.int64]:
+        """int64 [N]: other processes at work in the middle of each record, workers with a pass and the trainer."""
+        kind, started, seconds, worker = self.records[:, [0, 1, 2, -1]].T
+        middle, beside = started + seconds / 2, np.zeros(worker.size, np.int64)
+        for other in np.unique(worker):
+            own = (worker == other) & (kind == PASS)
+            spans = np.column_stack([started[own], started[own] + seconds[own]])
+            beside += (worker != other) * _num_covering(middle, spans)
+        return np.minimum(beside + _num_covering(middle, self.updates), _NUM_STATES - 1)
 
 
 class MeasuredLatencyPolicy(Policy):
@@ -77,39 +99,47 @@ class MeasuredLatencyPolicy(Policy):
         self._policy.learn(step, predicted, lengths)
 
 
-def fit_latency(runs: Sequence[TimedRun]) -> Latency:
-    """Averages over runs with the same number of processes, which slow each other down in all of them alike.
+def fit_latency(runs: Sequence[TimedRun]) -> tuple[Latency, NDArray[np.float64]]:
+    """Averages of runs: the times of a process that runs alone, and the slowdown of a pass by those beside it.
 
-    Seconds of a pass are a curve over its rows, linear between powers of 2, plus a constant for each prefilled token;
-    `prefill_s` is per rollout, each with a prompt of one token. Averages, not minima: messages and other programs take
-    time in every run.
+    Seconds of a pass are a curve over its rows, linear between powers of 2, plus a constant for each prefilled token,
+    times a factor for 0, 1 and 2 other processes at work; curve and factors are fitted in turn. `prefill_s` is per
+    rollout, each with a prompt of one token. Averages, not minima: messages and other programs take time in every run.
 
     Raises:
         InputError: no passes with at least two numbers of rows.
     """
     records = np.concatenate([run.records for run in runs])
-    kind, _, seconds, rows, prefilled, sampled = records.T
+    beside = np.concatenate([run.num_beside() for run in runs])
+    kind, seconds, rows, prefilled, sampled = records[:, [0, 2, 3, 4, 5]].T
     seen = (kind == PASS) & (rows > 0)
     if np.unique(rows[seen]).size < 2:
         raise InputError("a curve needs passes with two numbers of rows or more; sample more rollouts than fit at once")
     knots = _knots(rows[seen])
     design = np.column_stack([*(np.interp(rows[seen], knots, unit) for unit in np.eye(knots.size)), prefilled[seen]])
-    (*decode_s, prefill_s), *_ = np.linalg.lstsq(design, seconds[seen], rcond=None)
+    factors = np.ones(_NUM_STATES)
+    for _ in range(_NUM_TURNS):
+        found, *_ = np.linalg.lstsq(design, seconds[seen] / factors[beside[seen]], rcond=None)
+        factors = _factors(seconds[seen], design @ found, beside[seen])
     gain = float(sampled[seen].sum() / rows[seen].sum())
     loads = seconds[kind == LOAD]
-    return Latency(
+    latency = Latency(
         num_rows=knots,
         # Noise may make a pass free, or prefilling save time.
-        decode_s=non_decreasing(np.maximum(decode_s, seconds[seen].min())),
+        decode_s=non_decreasing(np.maximum(found[:-1], seconds[seen].min() / factors.max())),
         tokens_per_step=np.full(knots.size, gain) if gain > 1 else None,
-        prefill_s=max(0.0, prefill_s) * prefilled.sum() / sum(run.num_rollouts for run in runs),
+        prefill_s=max(0.0, found[-1]) * prefilled.sum() / sum(run.num_rollouts for run in runs),
         load_s=float(np.median(loads)) if loads.size else 0.0,
         training_s=sum(run.training_s for run in runs) / len(runs),
     )
+    return latency, factors
 
 
-def predict(own: TimedRun, latency: Latency) -> float:
+def predict(own: TimedRun, alone: Latency, factors: NDArray[np.float64]) -> float:
     """Seconds of a step after the first epoch; each is planned with what the run had measured.
+
+    How many processes share the machine decides how fast they are, and how fast they are decides when they run. So the
+    simulation is repeated, each time with the overlap of processes that the one before found.
 
     Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
     """
@@ -122,11 +152,45 @@ def predict(own: TimedRun, latency: Latency) -> float:
         latency=STANDARD,
         rebalancing=config.runtime.rebalance,
     )
-    policy = MeasuredLatencyPolicy(make_policy(config.schedule), own.run.measured)
-    trace = _trace(config, own.run.lengths())
-    timeline = simulate(policy, trace, workers=replace(believed, latency=latency), believed=believed)
+    trace, factor = _trace(config, own.run.lengths()), 1.0
+    for _ in range(_NUM_ROUNDS):
+        policy = MeasuredLatencyPolicy(make_policy(config.schedule), own.run.measured)
+        latency = replace(alone, decode_s=alone.decode_s * factor, prefill_s=alone.prefill_s * factor)
+        timeline = simulate(policy, trace, workers=replace(believed, latency=latency), believed=believed)
+        # Half way, so that it does not oscillate.
+        factor = (factor + 1.0 / float((_shares(timeline) / factors).sum())) / 2
     ended_s = timeline.trained_s
     return float(ended_s[-1] - ended_s[own.first - 1]) / (ended_s.size - own.first)
+
+
+def _factors(real: NDArray[np.float64], alone: NDArray[np.float64], beside: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Seconds with 0, 1 and 2 others over those of the curve, never falling; a rare state counts as the one before."""
+    counts, real_s, alone_s = (np.bincount(beside, each, _NUM_STATES) for each in (np.ones(beside.size), real, alone))
+    known = np.flatnonzero(counts >= min(30, counts.max()))
+    ratios = np.interp(np.arange(_NUM_STATES), known, real_s[known] / np.maximum(alone_s[known], 1e-12))
+    return np.maximum.accumulate(ratios / ratios[0])
+
+
+def _shares(timeline: Timeline) -> NDArray[np.float64]:
+    """float64 [states]: the share of the workers' busy time with so many other workers or trainers at work.
+
+    Example: two workers that run [0, 4] and [0, 2], then an update of 1 s: 2/6, 4/6, 0.
+    """
+    before = np.concatenate([[0.0], timeline.trained_s[:-1]])
+    updates = np.column_stack([np.maximum(timeline.sampled_s, before), timeline.trained_s])
+    spans = np.column_stack([timeline.started_s, timeline.ended_s])
+    edges = np.unique(np.concatenate([spans.ravel(), updates.ravel()]))
+    middle = (edges[1:] + edges[:-1]) / 2
+    busy, training = _num_covering(middle, spans), np.minimum(1, _num_covering(middle, updates))
+    beside = np.minimum(np.maximum(0, busy - 1) + training, _NUM_STATES - 1)
+    weights = np.diff(edges) * busy
+    return np.bincount(beside, weights, minlength=_NUM_STATES) / weights.sum()
+
+
+def _num_covering(times: NDArray[np.float64], spans: NDArray[np.float64]) -> NDArray[np.int64]:
+    """int64: spans around each time."""
+    begun = np.searchsorted(np.sort(spans[:, 0]), times, side="right")
+    return begun - np.searchsorted(np.sort(spans[:, 1]), times, side="right")
 
 
 def _trace(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
