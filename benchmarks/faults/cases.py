@@ -107,13 +107,13 @@ def _read_only(case: Case) -> Verdict:
 
 
 @contextmanager
-def small_disk(folder: Path, options: str) -> Iterator[Callable[[], None]]:
+def small_disk(folder: Path, options: str) -> Iterator[Callable[[], object]]:
     """A new folder that is a disk of its own, and a call that makes it larger and writable."""
     folder.mkdir()
     mount = "mount", "-t", "tmpfs", "-o"
     subprocess.run([*mount, options, "tmpfs", str(folder)], check=True)
     try:
-        yield lambda: subprocess.run([*mount, "remount,rw,size=16m", "tmpfs", str(folder)], check=True) and None
+        yield lambda: subprocess.run([*mount, "remount,rw,size=16m", "tmpfs", str(folder)], check=True)
     finally:
         subprocess.run(["umount", str(folder)], check=True)
 
