@@ -56,7 +56,6 @@ def expected(lines: Sequence[Line], epoch: int, before: int | None, source: Sour
         num_tokens=sum(counts),
         num_copied=sum(map(sum, found)),
         num_after_prefix=sum(sum(line.is_sampled[3:]) for line in chosen),
-        rate_by_rollout=float(np.mean([sum(hits) / count for hits, count in zip(found, counts, strict=True)])),
         num_hits=tuple(sum(hit in kind for hits in found for hit in hits) for kind in CLASSES),
         hit_tokens=tuple(sum(hit for hits in found for hit in hits if hit in kind) for kind in CLASSES),
     )

@@ -43,8 +43,6 @@ class Reuse:
     num_copied: int
     num_after_prefix: int
     """Sampled tokens with `NUM_PREFIX` tokens before them: an upper bound of the copied tokens."""
-    rate_by_rollout: float
-    """Mean over rollouts of the share that could be copied."""
     num_hits: tuple[int, ...]
     """By `HIT_LENGTHS`."""
     hit_tokens: tuple[int, ...]
@@ -102,13 +100,11 @@ class ReuseMeter:
             self._text, self._links, self._heads, self._head_offsets, self._run_ends, self._begins, rollouts, texts,
             source == "own", least, num_hits, hit_tokens, copied,
         )  # fmt: skip
-        lengths = self._recorded.lengths[rollouts]
         return Reuse(
             num_rollouts=rollouts.size,
-            num_tokens=int(lengths.sum()),
+            num_tokens=int(self._recorded.lengths[rollouts].sum()),
             num_copied=int(copied.sum()),
             num_after_prefix=int(self._num_after_prefix[rollouts].sum()),
-            rate_by_rollout=float((copied / lengths).mean()),
             num_hits=tuple(num_hits.tolist()),
             hit_tokens=tuple(hit_tokens.tolist()),
         )
