@@ -23,7 +23,7 @@ from benchmarks.tree.sets import NO_DATA, SAMPLE_TOKENS, SEED, SET_NAMES, find_s
 from benchmarks.tree.sets import SHAPE as SET_SHAPE
 from benchmarks.tree.steps import BASELINES, build_steps, gradient_after, relative_error
 from treering.tree.forest import Forest
-from treering.tree.stats import bounds
+from treering.tree.stats import flat_work, tree_work, work_bounds
 
 NOTE = (
     "three cases and two trees in partitions in about four minutes, then samples of real trajectories in about 45 "
@@ -114,7 +114,7 @@ def measure_case(model: PreTrainedModel, case: Case, num_runs: int, on_progress:
     peers = measure_peers(model, case, num_runs)
     baseline = min(BASELINES, key=seconds.__getitem__)
     forest = Forest.from_sequences(case.sequences)
-    best = bounds(forest, SHAPE)
+    best = work_bounds(flat_work(forest.branch_length), tree_work([forest]), SHAPE)
     return {
         "case": case.name,
         "flat_tokens": forest.num_branch_tokens,

@@ -22,7 +22,7 @@ from benchmarks.tree.steps import BASELINES, build_steps, gradient, relative_err
 from treering.train.gradient.backward import plan_step
 from treering.train.objectives import sft
 from treering.tree.forest import Forest
-from treering.tree.stats import branching, flat_work, tree_work, work_bounds
+from treering.tree.stats import flat_work, tree_work, work_bounds
 from treering.types import TokenIds
 
 MAX_TOKENS = 16_384
@@ -54,7 +54,7 @@ def count(sample: TaskSample) -> dict[str, Any]:
     lengths = np.array([sequence.size for group in sample.groups for sequence in group])
     flat, tree = flat_work(lengths), tree_work(forests)
     bounds, sharing = work_bounds(flat, tree, SHAPE), 1.0 - tree.num_tokens / flat.num_tokens
-    mean_segment = branching(*forests).mean_segment_length
+    mean_segment = sum(forest.num_tokens for forest in forests) / sum(forest.num_segments for forest in forests)
     return {
         "num_tasks": len(forests),
         "num_tasks_of_set": sample.num_tasks_of_set,
