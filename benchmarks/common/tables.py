@@ -11,15 +11,22 @@ Tables = Mapping[str, Sequence[str]]
 
 
 def show(report: Mapping[str, Any], tables: Tables, console: "Console") -> None:
-    """A table for each key that the report has; "" is the report itself as a single row."""
+    """A table for each key that the report has, and what is too wide for one below it.
+
+    The key "" is the report itself as a single row.
+    """
     from treering.cli.display.tables import figures_table
 
     for key, places in tables.items():
-        found = _rows(report.get(key, ()) if key else report)
-        rows = [[in_words(_at(row, place)) for place in places] for row in found]
+        rows = _rows(report.get(key, ()) if key else report)
+        wide = [place for place in places if _is_wide([_at(row, place) for row in rows])]
+        narrow = [place for place in places if place not in wide]
         if rows:
-            headings = [place.replace(".", " ").replace("_", " ") for place in places]
-            console.print(figures_table(key, headings, rows))
+            cells = [[in_words(_at(row, place)) for place in narrow] for row in rows]
+            console.print(figures_table(key, list(map(_heading, narrow)), cells))
+        for row, place in ((row, place) for row in rows for place in wide):
+            name = in_words(_at(row, places[0])) if places[0] in narrow else ""
+            console.print(f"{name} {_heading(place)}: {in_words(_at(row, place))}", soft_wrap=True, highlight=False)
 
 
 def in_words(value: Any) -> str:
@@ -36,6 +43,17 @@ def in_words(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return "" if value is None else str(value)
+
+
+def _is_wide(values: Sequence[Any]) -> bool:
+    """Whether a column holds tables of numbers or of tables; settings, which have a word among them, fit a cell."""
+    tables = [value for value in values if isinstance(value, list | Mapping)]
+    words = (entry for table in tables if isinstance(table, Mapping) for entry in table.values())
+    return bool(tables) and not any(isinstance(entry, str) for entry in words)
+
+
+def _heading(place: str) -> str:
+    return place.replace(".", " ").replace("_", " ")
 
 
 def _joined(parts: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from benchmarks.tree.cases import build_model
 
 NOTE = "four to six minutes, one of which trains the small policy whose rollouts are drafted"
 TABLES = {
-    "speed": ("batch_size", "generate", "engine", "ratio"),
+    "speed": ("batch_size", "generate.tokens_per_s", "engine.tokens_per_s", "ratio"),
     "drafting": (
         *("batch_size", "generate_tokens_per_s", "each_tokens_per_s", "plain_tokens_per_s", "drafting.tokens_per_s"),
         *("drafting.ratio_to_each", "drafting.ratio", "drafting.tokens_per_forward", "drafting.acceptance"),
