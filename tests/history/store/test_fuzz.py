@@ -102,7 +102,7 @@ def damage(folder: Path, earlier: Path, data: st.DataObject, *, in_place: bool) 
 
 
 @settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
