@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from treering.arrays import Float32Array, Int32Array, Int64Array
 from treering.compiling.lean import kernel, lean
 from treering.errors import InputError
 from treering.types import PromptId
@@ -37,7 +37,6 @@ class DraftRows:
         max_drafts: int64 [B], the most tokens that each row's draft may have; 0 is none.
         row_ids: int64 [B] or None, a number that a running rollout keeps and no other ever has. Without it, a rollout
             is assumed to stay in its line while the line's prompt, group and newest tokens match.
-        worth: float64 [B] or None, > 0: relative value of a token of each row; None is 1 for all.
         leaders: int64 [B] or None, the row whose draft each row is verified with: itself, or an earlier row with the
             same tokens that is its own leader. Other rows than leaders get no draft. None: all are their own leaders.
 
@@ -52,7 +51,6 @@ class DraftRows:
     num_prompt_tokens: Int64Array
     max_drafts: Int64Array
     row_ids: Int64Array | None = None
-    worth: Float64Array | None = None
     leaders: Int64Array | None = None
 
     def __post_init__(self) -> None:
@@ -74,21 +72,13 @@ class DraftRows:
                     f"{name} is int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of shape "
                     f"{np.shape(values)}; convert it"
                 )
-        worth = self.worth
-        if worth is not None and (_kind_of(worth) != np.float64 or worth.shape != shape or not (worth > 0).all()):
-            raise InputError(
-                f"worth is float64 of shape {shape} and above 0, got {_kind_of(worth)} of shape {np.shape(worth)} or "
-                "other values; leave it out if all rows are alike"
-            )
 
     def _convert_lists(self) -> None:
-        for name in ("tokens", "worth", *_COUNTS):
+        for name in ("tokens", *_COUNTS):
             values = getattr(self, name)
-            if not isinstance(values, _LISTS):
-                continue
-            dtype = np.float64 if name == "worth" else np.int64
-            array = _padded(values) if name == "tokens" else _as_array(name, values, dtype)
-            object.__setattr__(self, name, array)
+            if isinstance(values, _LISTS):
+                array = _padded(values) if name == "tokens" else _as_array(name, values, np.int64)
+                object.__setattr__(self, name, array)
 
 
 def check_counts(rows: DraftRows) -> None:
@@ -159,18 +149,14 @@ def _padded(lines: Sequence[Sequence[int]]) -> Int32Array:
 
 
 def _as_array(name: str, values: object, dtype: type[np.generic]) -> NDArray[Any]:
-    """A list's numbers as an array, exactly."""
+    """A list's whole numbers as an array, exactly."""
     try:
         found = np.array(values)
-        if found.size == 0 or (found.dtype.kind in ("iu", "iuf")[dtype is np.float64] and _fits(found, dtype)):
+        if found.size == 0 or (found.dtype.kind in "iu" and bool((found.astype(dtype) == found).all())):
             return found.astype(dtype)
     except ValueError as error:
         raise InputError(f"{name} of rows holds lists of different lengths, got {values!r}; flatten it") from error
     raise InputError(f"{name} of rows holds {np.dtype(dtype)} numbers, got {values!r}; correct it")
-
-
-def _fits(values: NDArray[Any], dtype: type[np.generic]) -> bool:
-    return bool((values.astype(dtype) == values).all())
 
 
 def _kind_of(values: object) -> np.dtype[Any] | str:

@@ -153,33 +153,6 @@ def test_a_removed_leader_leaves_its_keys_and_values_to_its_duplicates(
     assert_same({r.key: r for r in finished}, {r.key: plain[r.key] for r in requests if r.key != aborted[0].key})
 
 
-def test_feedback_of_duplicate_rows_is_along_the_leaders_draft(model: PreTrainedModel) -> None:
-    stops = tuple(range(0, VOCAB, 4))
-    requests = requests_of(stop_tokens=stops)
-    drafter = branching(one_by_one(model, requests))
-    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, duplicate_rows="once")
-    run(engine, requests)
-    num_heard = num_of_led = num_stops = 0
-    for step in drafter.seen:
-        if "accepted" not in step:
-            continue
-        drafts, leaders = step["drafts"], step["leaders"]
-        for row, leader in enumerate(leaders):
-            if leader != row:
-                assert drafts.offsets[row] == drafts.offsets[row + 1]
-            own = slice(drafts.offsets[leader], drafts.offsets[leader + 1])
-            parents, depth, at = drafts.parents[own], 0, int(step["leaves"][row])
-            num_stops += at >= 0 and leader != row and drafts.tokens[own][at] in stops
-            num_heard -= at >= 0 and drafts.tokens[own][at] in stops
-            while at >= 0:
-                at, depth = int(parents[at]), depth + 1
-            assert depth == step["accepted"][row]
-            num_heard, num_of_led = num_heard + depth, num_of_led + depth * (leader != row)
-    # A drafted stop token is sampled but never computed, so the engine does not count it.
-    assert num_heard == engine.stats.num_accepted
-    assert num_of_led > num_stops > 0
-
-
 ROWS = st.tuples(
     st.integers(0, 3),  # the prompt
     st.lists(st.sampled_from([1, 6]), max_size=4),  # the rollout

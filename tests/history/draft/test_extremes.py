@@ -175,15 +175,3 @@ def test_rows_may_be_a_view_of_a_larger_buffer_and_stay_as_they_are() -> None:
     for view in (buffer[:2], buffer[:2, : rows.tokens.shape[1]]):
         assert same_drafts(simple([1, 2, 4]).propose(replace(rows, tokens=view)), expected)
     np.testing.assert_array_equal(buffer, before)
-
-
-def test_the_usual_length_of_a_prompt_is_the_median_of_what_is_published() -> None:
-    store = store_of({"q": {0: [[1], [1, 2]], 1: [[1, 2, 3, 4, 5]]}})
-    drafter = Drafter(store)
-    assert drafter.median_tokens("q") == 2
-    assert drafter.median_tokens("unknown") is None
-    store.add("q", [np.array([1] * 9, np.int32)] * 2, 2)
-    assert drafter.median_tokens("q") == 2
-    store.publish()
-    # Of versions 2 and 1: 9, 9 and 5 tokens.
-    assert drafter.median_tokens("q") == 9

@@ -45,7 +45,6 @@ def test_a_setting_out_of_range_is_refused(options: dict[str, Any], message: str
         ({"max_drafts": np.zeros(1, np.int32)}, r"max_drafts is int64 .* got int32"),
         ({"row_ids": [7.5]}, r"row_ids of rows holds int64 numbers, got \[7.5\]"),
         ({"row_ids": [[7], []]}, r"row_ids of rows holds lists of different lengths, got \[\[7\], \[\]\]; flatten it"),
-        ({"worth": np.zeros(1)}, r"worth is float64 of shape \(1,\) and above 0.* or other values; leave it out"),
         ({"tokens": [[1.5]]}, r"tokens of rows holds int32 numbers, got \[1.5\]"),
         ({"tokens": [[[1]]]}, "lists within them; flatten each row"),
         ({"prompt_ids": [["a"]]}, r"prompt_ids are strings or integers, got \[\['a'\]\]; convert them"),
@@ -71,7 +70,7 @@ def test_counts_that_contradict_are_refused_before_anything_is_read(name: str, v
 
 def test_lists_are_the_rows_that_arrays_of_them_are() -> None:
     lines = [Row(rollout=(1,)), Row(prompt=(5,), rollout=(1, 2), group=1)]
-    arrays = draft_rows(lines, num_spare=0, row_ids=[3, 4], worth=[1.0, 2.0])
+    arrays = draft_rows(lines, num_spare=0, row_ids=[3, 4])
     lists = DraftRows(
         prompt_ids=["q", np.str_("q")],
         groups=[0, 1],
@@ -80,7 +79,6 @@ def test_lists_are_the_rows_that_arrays_of_them_are() -> None:
         num_prompt_tokens=(2, 1),
         max_drafts=[64, 64],
         row_ids=[3, 4],
-        worth=[1, 2],
     )
     for name in DraftRows.__slots__[1:-1]:
         np.testing.assert_array_equal(getattr(lists, name), getattr(arrays, name), strict=True)

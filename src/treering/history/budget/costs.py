@@ -13,7 +13,7 @@ from treering.errors import InputError
 class DraftPrices:
     """Seconds that a step spends on drafts in addition to its pass, all finite and >= 0.
 
-    The defaults are those of a fast machine with little history, for costs that are given by hand.
+    The defaults were measured after passes of a small model, on slow cores: a pass fills their caches with weights.
 
     Attributes:
         look: per step that looks for drafts, whatever it finds.
@@ -25,13 +25,13 @@ class DraftPrices:
     Raises:
         InputError: a price is negative or not finite.
 
-    Example: by the defaults, 8 rows with 60 tokens grown, 40 of them drafted, take 52 us + 120 us to look and
+    Example: by the defaults, 8 rows with 60 tokens grown, 40 of them drafted, take 90 us + 60 us to look and
     40 us + 40 us to learn.
     """
 
-    look: float = 20e-6
-    row: float = 4e-6
-    grown: float = 2e-6
+    look: float = 50e-6
+    row: float = 5e-6
+    grown: float = 1e-6
     learn: float = 40e-6
     drafted: float = 1e-6
 

@@ -18,7 +18,6 @@ from treering.history.store.rollouts import RolloutKey, checked_text, key_of
 from treering.history.store.snapshot import Snapshot, Stored, read_saved, write_saved
 from treering.types import PromptId, TokenIds, is_count
 
-
 _MIN_FILE_BYTES = 1 << 20
 _MAX_FILES = 64
 """Approximate; sets the size of data files, so that a publish writes a small part of a large history."""
