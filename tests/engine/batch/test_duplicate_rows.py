@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
 from tests.models import VOCAB
-from treering.engine.batch.duplicate_rows import leaders_of, resolve
+from treering.engine.batch.duplicate_rows import leaders_of
 from treering.engine.batch.state import BatchState, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.request import Request, Sampling
@@ -185,8 +185,3 @@ def test_the_leader_is_the_first_row_with_the_same_tokens(rows: list[tuple[int, 
     columns = columns_of(rows)
     assert leaders_of(columns, len(rows), "once").tolist() == [kinds.index(kind) for kind in kinds]
     assert leaders_of(columns, len(rows), "each").tolist() == [*range(len(rows))]
-
-
-def test_auto_is_once_on_cpu_only() -> None:
-    assert [resolve("auto", device) for device in ("cpu", "cuda")] == ["once", "each"]
-    assert resolve("once", "cuda") == "once"

@@ -106,23 +106,6 @@ def test_what_is_not_looked_at_would_not_have_made_a_step_faster(slope: float, d
     assert speed(found) >= speed(every) * (1 - 1e-5)
 
 
-@pytest.mark.parametrize("slope", [0.0, 0.02, 0.05, 5.0])
-def test_what_is_grown_is_counted_as_a_drafter_without_costs_drafts_it(
-    slope: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(DraftController, "note_drafts", lambda self, rows, drafted, cutoff, grown: seen.append(grown))
-    drafter = drafter_of(costs_of(FREE, [1, 101], [1.0, 1.0 + 100 * slope]))
-    rows = draft_rows(ROWS)
-    drafts = drafter.propose(rows)
-    monkeypatch.setattr(spending, "_RISE", 0.0)
-    without_costs = drafter_of(None, min_acceptance=drafter._controller.leasts[0])
-    assert seen[0] == without_costs.propose(rows).tokens.size
-    assert seen[0] >= drafts.tokens.size
-    if slope == 0:
-        assert seen[0] == drafts.tokens.size > 40
-
-
 @given(
     st.integers(1, 12),
     st.lists(st.tuples(st.integers(1, 20), st.floats(0.0, 2.0)), min_size=1, max_size=6),
@@ -155,16 +138,6 @@ def test_resting_counts_what_was_found_and_not_only_what_was_drafted() -> None:
         # 8 tokens in 40 s, or 16 in 80 s: the pass with drafts takes 57 of these.
         rest.note(8, 20, 8, 40.0, 57.0, num_grown)
         assert rest.is_due() == is_due
-
-
-def test_a_drafter_rests_for_what_it_finds_and_leaves_out() -> None:
-    for num_grown, is_due in ((20, True), (1000, False)):
-        spending = DraftController(0.5)
-        spending.use_costs(costs_of(DraftPrices(look=0, row=0, grown=0.01, learn=0, drafted=0)))
-        # 28 tokens in 3.7 s and what was found, where 8 would take 1.7 s.
-        spending.note_drafts(8, 20, 0.1, num_grown)
-        spending.note_accepted(8, 20, 20)
-        assert spending.is_due() == is_due
 
 
 def test_asking_first_whether_a_step_rests_changes_no_draft() -> None:

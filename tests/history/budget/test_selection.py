@@ -33,17 +33,6 @@ def test_seconds_are_linear_between_entries_and_go_on_with_the_last_slope(num_to
     assert seconds_of(num_tokens, np.array([1, 8]), np.array([1.0, 2.4])) == pytest.approx(expected)
 
 
-def test_bins_are_seven_per_cent_of_probability_wide_and_fall() -> None:
-    chances = np.geomspace(1.0, 1e-6, 500)
-    bins = [bin_of(chance) for chance in chances]
-    assert bins == sorted(bins)
-    assert (bins[0], bins[-1]) == (0, NUM_BINS - 1)
-    assert bin_of(0.0) == NUM_BINS - 1
-    for chance, number in zip(chances, bins, strict=True):
-        if number < NUM_BINS - 1:
-            assert np.exp(-(number + 1) / 14) - 1e-9 <= chance <= np.exp(-number / 14) + 1e-9
-
-
 @given(
     st.integers(1, 9),
     st.lists(st.tuples(st.floats(1e-3, 1.0), st.sampled_from([0.5, 1.0, 3.0])), max_size=20),

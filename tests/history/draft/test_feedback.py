@@ -37,44 +37,6 @@ TREE = [-1, 0, 1, 0, -1, 4]
 """0 and 4 behind the context; 1 and 3 behind 0; 2 behind 1; 5 behind 4."""
 
 
-@pytest.mark.parametrize(
-    ("parents", "accepted", "leaf", "expected", "state"),
-    [
-        (CHAIN, 0, -1, [0, -1, -1], REFUSED),
-        (CHAIN, 2, 1, [1, 1, 0], REFUSED),
-        (CHAIN, 3, 2, [1, 1, 1], ACCEPTED),
-        ([], 0, -1, [], 9),
-        (TREE, 0, -1, [0, -1, -1, -1, 0, -1], REFUSED),
-        (TREE, 1, 0, [1, 0, -1, 0, 0, -1], REFUSED),
-        (TREE, 2, 1, [1, 1, 0, 0, 0, -1], REFUSED),
-        (TREE, 3, 2, [1, 1, 1, 0, 0, -1], ACCEPTED),
-        (TREE, 2, 3, [1, 0, -1, 1, 0, -1], ACCEPTED),
-        (TREE, 2, 5, [0, -1, -1, -1, 1, 1], ACCEPTED),
-    ],
-)
-def test_with_a_leaf_every_token_behind_an_accepted_one_was_tried(
-    parents: list[int], accepted: int, leaf: int, expected: list[int], state: int
-) -> None:
-    assert marked([parents], [accepted], [leaf], [False]) == ([expected], [state])
-
-
-@pytest.mark.parametrize(
-    ("parents", "accepted", "leaf", "expected"),
-    [
-        (CHAIN, 1, 0, [1, -1, -1]),
-        (CHAIN, 0, -1, [-1, -1, -1]),
-        (CHAIN, 3, 2, [1, 1, 1]),
-        # Cut off behind 0: that 4 was not taken is known, what comes behind 0 is not.
-        (TREE, 1, 0, [1, -1, -1, -1, 0, -1]),
-        (TREE, 2, 5, [0, -1, -1, -1, 1, 1]),
-    ],
-)
-def test_a_cut_off_row_did_not_try_what_stands_behind_its_last_token(
-    parents: list[int], accepted: int, leaf: int, expected: list[int]
-) -> None:
-    assert marked([parents], [accepted], [leaf], [True])[0] == [expected]
-
-
 @pytest.mark.parametrize("was_cut", [False, True])
 @pytest.mark.parametrize("accepted", range(4))
 def test_a_chain_needs_no_leaf(accepted: int, was_cut: bool) -> None:
