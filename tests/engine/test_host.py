@@ -151,14 +151,6 @@ def test_a_busy_engine_is_refused() -> None:
         EngineHost(engine)
 
 
-def test_functions_run_in_the_thread_between_steps() -> None:
-    engine, names = CountedEngine(), []
-    with EngineHost(engine) as host:
-        host.run(lambda: names.append(threading.current_thread().name))
-        host.submit(request_of(1)).result()
-    assert names == ["treering-engine"]
-
-
 def test_where_calls_queue_the_lowest_rank_goes_first_and_one_that_leaves_is_gone() -> None:
     engine, ended = CountedEngine(max_batch=4), []
     engine.may_step.clear()

@@ -75,17 +75,6 @@ def test_whatever_fits_an_empty_arena_finishes_as_if_alone(model: PreTrainedMode
     assert engine._table.prefixes.allocator.num_free == num_slots
 
 
-def test_siblings_share_a_group_while_they_run_and_groups_are_forgotten(model: PreTrainedModel) -> None:
-    engine = TorchEngine(model, max_batch=4)
-    engine.submit([request_of(name, 2, sample) for name in ("a", "bb") for sample in range(2)])
-    engine.step()
-    first = engine._table.columns.groups[:4].tolist()
-    assert first[0] == first[1] != first[2] == first[3]
-    before = sum(len(value) for value in vars(engine._table).values() if isinstance(value, dict | list))
-    run(engine, [request_of("c" * n, 2) for n in range(3, 60)])
-    assert sum(len(value) for value in vars(engine._table).values() if isinstance(value, dict | list)) <= before
-
-
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_a_stop_string_that_spans_an_abort_ends_the_rollout(model: PreTrainedModel, num_steps: int) -> None:
     whole = run(TorchEngine(model), [request_of("q", 3)])["q", 0, 0]
@@ -113,14 +102,6 @@ def test_a_stop_string_that_ended_a_turn_does_not_end_the_next(model: PreTrained
         longer = first.observe(np.array(observed, np.int32))
         second = run(engine, [request_of("q", 3, stop_strings=(stop,), so_far=longer)])["q", 0, 0]
         assert second.num_tokens > longer.num_tokens + 1
-
-
-@pytest.mark.parametrize("max_tokens", [2, 5])
-@pytest.mark.parametrize("backend", ["fused", "plain"])
-def test_the_smallest_arenas_hold_what_fits_them(model: PreTrainedModel, max_tokens: int, backend: str) -> None:
-    request = request_of("q", 2, max_tokens=max_tokens - 1)
-    engine = TorchEngine(model, max_tokens=max_tokens, backend=backend)
-    assert tokens_of(run(engine, [request])) == tokens_of(run(TorchEngine(model), [request]))
 
 
 def test_tokens_without_an_embedding_are_refused(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Chooses an engine's decoder, with the key-value arena and the sampler that go with it.
+"""Chooses an engine's decoder, and the sampler that goes with it.
 
 The CUDA modules, and triton with them, are imported only when weights on CUDA need them.
 """
@@ -11,12 +11,11 @@ from treering.engine.decoder.cpu.decoder import CpuDecoder, supports
 from treering.engine.decoder.protocol import Decoder
 from treering.engine.decoder.reference import TorchDecoder
 from treering.engine.decoder.weights import DecoderWeights
-from treering.engine.kv_cache.allocator import KVAllocator, SpanAllocator
 from treering.errors import ConfigError, UnsupportedError
 
 Backend = Literal["auto", "fused", "cuda", "plain"]
 """fused: the CPU path, for float32 and float64. cuda: our own kernels for float32, bfloat16 and float16, with captured
-passes and paged keys and values that prompts share. plain: torch operations, for any device. auto: the first of these
+passes. plain: torch operations, for any device. auto: the first of these
 that supports the weights."""
 
 Timing = Literal["allowed", "never"]
@@ -24,14 +23,12 @@ Timing = Literal["allowed", "never"]
 
 
 class BackendParts(NamedTuple):
-    """A decoder, its arena and its sampler.
+    """A decoder and its sampler.
 
     Example: `make_backend(weights, 1000, "auto")` for float32 weights on CPU is named "fused on cpu".
     """
 
     decoder: Decoder
-    allocator: KVAllocator
-    """Allocates the decoder's slots."""
     sampler: SampleAndVerify
     """See `treering.engine.batch.sampler.sample_and_verify`."""
     name: str
@@ -73,7 +70,7 @@ def make_backend(
     name = f"plain on {weights.device.type}{f' ({reason})' if reason and backend == 'auto' else ''}"
     # The off-switch samples by the reference's compiled form, whatever the device.
     sampler = sample_and_verify if backend == "plain" else _sampler_on(weights)
-    return BackendParts(TorchDecoder(weights, num_slots), SpanAllocator(num_slots), sampler, name)
+    return BackendParts(TorchDecoder(weights, num_slots), sampler, name)
 
 
 def _fused(weights: DecoderWeights, num_slots: int) -> BackendParts:
@@ -83,7 +80,7 @@ def _fused(weights: DecoderWeights, num_slots: int) -> BackendParts:
             f'{weights.device}; use backend="auto"'
         )
     name = f"fused on {weights.device.type}"
-    return BackendParts(CpuDecoder(weights, num_slots), SpanAllocator(num_slots), sample_and_verify, name)
+    return BackendParts(CpuDecoder(weights, num_slots), sample_and_verify, name)
 
 
 def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:
@@ -110,4 +107,4 @@ def _on_cuda(weights: DecoderWeights, num_slots: int, timing: Timing) -> Backend
 
     decoder = CudaDecoder(weights, num_slots, "measured" if timing == "allowed" else "torch")
     device = weights.device
-    return BackendParts(decoder, decoder.allocator, DeviceSampler(device).sample_and_verify, f"cuda on {device.type}")
+    return BackendParts(decoder, DeviceSampler(device).sample_and_verify, f"cuda on {device.type}")

@@ -21,6 +21,7 @@ from treering.engine.batch.table import Table
 from treering.engine.batch.token_batch import join, plan_chunks
 from treering.engine.decoder.support import check_decoder
 from treering.engine.decoder.weights import read_weights
+from treering.engine.kv_cache.allocator import SpanAllocator
 from treering.engine.kv_cache.rollout_cache import Continuation
 from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning, check_update
 from treering.engine.request import Request, as_requests
@@ -127,7 +128,7 @@ class TorchEngine(Engine):
         )
         self._table = Table(
             max_rows=max_batch,
-            allocator=backend_parts.allocator,
+            allocator=SpanAllocator(max_tokens),
             seed=seed,
             move=self._decoder.move if continuation == "copy" else None,
         )

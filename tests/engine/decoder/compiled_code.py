@@ -1,8 +1,6 @@
-"""Inspects compiled kernels: their buffers, and what asynchronous copies wait for and how wide they are."""
+"""Inspects compiled kernels: their buffers, and how wide asynchronous copies are."""
 
 import re
-
-_NAME = re.compile(r"%[A-Za-z_0-9]+")
 
 
 def num_buffers(ttgir: str) -> list[int]:
@@ -11,34 +9,6 @@ def num_buffers(ttgir: str) -> list[int]:
     Example: `ttg.local_alloc : () -> !ttg.memdesc<2x64x128xbf16, ...` is one tensor with 2.
     """
     return [int(count) for count in re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)]
-
-
-def copies_wait_for_loads(ttgir: str) -> bool:
-    """Whether an asynchronous copy inside a loop takes an address from a load of the same round of the loop."""
-    loop = [line.strip() for line in ttgir.split("scf.for", 1)[-1].splitlines()[1:]] if "scf.for" in ttgir else []
-    sources: dict[str, list[str]] = {}
-    loaded: set[str] = set()
-    for line in loop:
-        if line.startswith("scf.yield"):
-            break
-        names = _NAME.findall(line.split("loc(")[0])
-        if "async_copy_global_to_local" in line and _reaches(names[1:], sources, loaded):
-            return True
-        if line.startswith("%"):
-            sources[names[0]] = names[1:]
-            loaded |= {names[0]} if "tt.load" in line else set()
-    return False
-
-
-def _reaches(names: list[str], sources: dict[str, list[str]], wanted: set[str]) -> bool:
-    seen: set[str] = set()
-    while names:
-        name = names.pop()
-        if name in wanted:
-            return True
-        names += [] if name in seen else sources.get(name, [])
-        seen.add(name)
-    return False
 
 
 def copy_bytes(ptx: str) -> list[int]:

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.engine.decoder.compiled_code import copies_wait_for_loads, copy_bytes, num_buffers
+from tests.engine.decoder.compiled_code import copy_bytes, num_buffers
 from treering.engine.decoder.cuda.attention import LOG2_E, add_parts_kernel, attend_kernel, num_stages
 from treering.engine.decoder.cuda.gumbel import gumbel_max_kernel, reduce_tiles_kernel
 from treering.engine.decoder.cuda.layers import gate_kernel, norm_kernel, rotate_kernel
@@ -22,12 +22,12 @@ from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LONG = ("tokens_ptr", "tiles_ptr", "keys_ptr", "positions_ptr", "rows_ptr")
-WHOLE = ("table_ptr", "winners_ptr", "drafts_ptr", "parents_ptr")
+WHOLE = ("winners_ptr", "drafts_ptr", "parents_ptr")
 SINGLE = ("parts_ptr", "lse_ptr")
 DOUBLE = ("temperature_ptr", "peaks_ptr", "totals_ptr", "bests_ptr", "logprobs_ptr", "policy_ptr", "packed_ptr")
 
-ATTEND = {"GROUPS": 4, "KEY_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 128, "PAGE": 16, "WIDE": False}
-ROTATE = {"HEADS": 32, "KEY_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 64, "HAS_NORM": True, "PAGE": 16}
+ATTEND = {"GROUPS": 4, "KEY_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 128, "WIDE": False}
+ROTATE = {"HEADS": 32, "KEY_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 64, "HAS_NORM": True}
 GUMBEL_MAX = {
     "VOCABULARY": 151_936, "TILE": 1024, "POSITION": POSITION_STEP, "TOKEN": TOKEN_STEP, "FIRST": MIX_FACTORS[0],
     "SECOND": MIX_FACTORS[1], "S0": MIX_SHIFTS[0], "S1": MIX_SHIFTS[1], "S2": MIX_SHIFTS[2],
@@ -110,7 +110,6 @@ def report(name: str, dtype: str, compiled: Any) -> None:
         "has_matrix_units": "wgmma" in ptx or "mma.sync" in ptx,
         "has_local_memory": ".local" in ptx,
         "num_buffers": num_buffers(ttgir),
-        "copies_wait_for_loads": copies_wait_for_loads(ttgir),
         "copy_bytes": copy_bytes(ptx),
     }
     print(json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""Passes over pages for the CUDA tests, with the visible slots of each token listed explicitly."""
+"""Passes for the CUDA tests, with the visible slots of each token listed explicitly."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from treering.engine.batch.token_batch import TokenBatch
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS
 
 # Without triton, whoever imports this file is skipped.
 pytest.importorskip("triton")
@@ -18,7 +17,7 @@ INTERPRETED_ONLY = pytest.mark.skipif(
 )
 
 APART = 128
-"""Addresses from one row's prefix to the next one's; its own span begins in the middle."""
+"""Slots from one row's prefix to the next one's; its own span begins in the middle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,8 @@ def path_of(parents: tuple[int, ...], node: int) -> list[int]:
     return path
 
 
-def addresses_seen(rows: list[Row]) -> list[np.ndarray]:
-    """The visible addresses of each token of `batch_of`."""
+def slots_seen(rows: list[Row]) -> list[np.ndarray]:
+    """The visible slots of each token of `batch_of`."""
     seen = []
     for number, row in enumerate(rows):
         prefix = number * APART + np.arange(row.prefix)
@@ -83,26 +82,19 @@ def addresses_seen(rows: list[Row]) -> list[np.ndarray]:
 def random_case(
     rows: list[Row], *, num_heads: int, num_kv_heads: int, head_size: int = 16, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Queries, pages in random order, and the visible slots of each token."""
+    """Queries, keys and values, and the visible slots of each token."""
     generator = torch.Generator().manual_seed(1)
     batch = batch_of(rows)
-    num_pages = (len(rows) + 1) * APART // PAGE_SLOTS
-    table = torch.randperm(num_pages, generator=generator).to(torch.int32)
-    keys, values = (
-        torch.randn(num_kv_heads, num_pages * PAGE_SLOTS, head_size, generator=generator).to(dtype) for _ in range(2)
-    )
+    shape = num_kv_heads, (len(rows) + 1) * APART, head_size
+    keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     width = (num_heads + 2 * num_kv_heads) * head_size
     return {
         "batch": batch,
-        "table": table,
         "keys": keys,
         "values": values,
         "qkv": torch.randn(batch.num_tokens, width, generator=generator).to(dtype),
         "num_heads": num_heads,
-        "slots_seen": [
-            table.numpy()[addresses // PAGE_SLOTS] * PAGE_SLOTS + addresses % PAGE_SLOTS
-            for addresses in addresses_seen(rows)
-        ],
+        "slots_seen": slots_seen(rows),
     }
 
 

@@ -1,11 +1,11 @@
-"""Paged attention, in triton's interpreter, against softmax over each token's explicit list of slots."""
+"""Attention over the arena, in triton's interpreter, against softmax over each token's explicit list of slots."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.engine.decoder.cuda_cases import INTERPRETED_ONLY, Row, batch_of, expected_attention, random_case
-from treering.engine.decoder.cuda.passes import PassTables, bucket, plan_tables
+from treering.engine.decoder.cuda.passes import PassTables, plan_tables
 
 attend_module = pytest.importorskip("treering.engine.decoder.cuda.attention")
 pytestmark = INTERPRETED_ONLY
@@ -34,7 +34,6 @@ def attended(case: dict, tables: PassTables, *, num_parts: int, num_tokens: int,
         case["values"],
         torch.from_numpy(tokens),
         torch.from_numpy(tiles),
-        case["table"],
         torch.full((num_parts, num_tokens, heads, head_size), torch.nan),
         torch.full((num_parts, num_tokens, heads), torch.nan),
         out,
@@ -57,19 +56,6 @@ def test_every_token_sees_its_own_slots_and_no_others(
     assert torch.allclose(out, expected_attention(case), rtol=0, atol=1e-5)
 
 
-def test_one_part_takes_one_kernel_and_equals_two_parts_with_one_empty(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # All keys of a row fit one tile of 32, so the second part has none.
-    case = random_case(TREES, num_heads=4, num_kv_heads=2)
-    tables = plan_tables(case["batch"], 2)
-    assert (tables.tiles[:, 3] + tables.tiles[:, 5]).max() <= 32
-    sizes = {"num_tokens": case["qkv"].shape[0], "num_tiles": tables.tiles.shape[0]}
-    both = attended(case, tables, num_parts=2, **sizes)
-    monkeypatch.setattr(attend_module, "add_parts", None)
-    assert torch.equal(attended(case, tables, num_parts=1, **sizes), both)
-
-
 def test_a_tree_of_64_drafts_uses_every_bit() -> None:
     parents = tuple(int(p) for p in np.maximum(np.arange(64) - 3, -1))
     case = random_case([Row(prefix=2, own=3, parents=parents)], num_heads=2, num_kv_heads=1)
@@ -86,8 +72,7 @@ def test_the_highest_bit_is_one_slot_and_not_all_after_it() -> None:
     batch = case["batch"]
     # The last token moves into the tree's tile and sees more of its span than the tree has.
     batch.own_start[-1], batch.prefix_start[-1], batch.num_own[-1] = batch.own_start[0], 0, 100
-    pages = case["table"].numpy()[np.arange(batch.own_start[0], batch.own_start[0] + 100) // 16]
-    case["slots_seen"][-1] = pages * 16 + np.arange(100) % 16
+    case["slots_seen"][-1] = np.arange(batch.own_start[0], batch.own_start[0] + 100)
     tables = plan_tables(batch, 1)
     assert tables.tiles.shape[0] == 2
     out = attended(case, tables, num_parts=1, num_tokens=66, num_tiles=2)
@@ -119,10 +104,3 @@ def test_tiles_are_as_large_as_the_longest_row_needs(longest: int, groups: int, 
     assert tables.rows == rows
     assert tables.tiles[:, 1].max() <= rows // groups
     assert tables.tiles[:, 1].sum() == longest + 1
-
-
-def test_buckets_are_few_and_never_too_small() -> None:
-    buckets = [bucket(count) for count in range(1, 1025)]
-    assert all(size >= count for count, size in enumerate(buckets, 1))
-    assert len({*buckets}) == 7 + 15
-    assert [bucket(count) for count in (1, 3, 64, 65, 130)] == [1, 4, 64, 128, 192]

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from tests.compiling import SHARED_BYTES, compiled_by
-from tests.engine.decoder.compiled_code import copies_wait_for_loads
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +26,8 @@ def test_attention_runs_on_matrix_units_and_loads_ahead(compiled: list[dict[str,
     attention = [kernel for kernel in compiled if kernel["kernel"] == "attend"]
     assert len(attention) == 8
     assert all(kernel["has_matrix_units"] for kernel in attention)
-    # Keys and values of a tile are copied, 16 bytes at a time, into one of two buffers while the other one is read, and
-    # from addresses that were there when the tile's round began.
+    # Keys and values of a tile are copied, 16 bytes at a time, into one of two buffers while the other one is read.
     assert all(kernel["num_buffers"] == [2, 2] and kernel["copy_bytes"] == [16] for kernel in attention)
-    assert not any(kernel["copies_wait_for_loads"] for kernel in attention)
 
 
 @pytest.mark.slow
@@ -41,21 +38,3 @@ def test_products_run_on_matrix_units_with_at_least_two_steps_in_flight(compiled
     # Of the matrix and of the rows.
     assert all(len(kernel["num_buffers"]) == 2 and min(kernel["num_buffers"]) >= 3 for kernel in products)
     assert all(kernel["copy_bytes"] == [16] for kernel in products)
-
-
-LOOP = """
-    %out:3 = scf.for %at = %a to %b step %c iter_args(%page = %p, %next = %q, %sum = %s) -> (i32) {
-      %line = arith.muli %page, %c64 : i32 loc(#loc1)
-      %fresh = tt.load %table, %mask : tensor<64x!tt.ptr<i32>> loc(#loc2)
-      %copy = ttg.async_copy_global_to_local %LINE, %buffer : tensor<64x!tt.ptr<bf16>> loc(#loc3)
-      scf.yield %fresh, %next, %sum : i32
-    }
-"""
-
-
-def test_a_copy_whose_address_is_loaded_in_the_same_iteration_is_detected() -> None:
-    assert not copies_wait_for_loads(LOOP.replace("%LINE", "%line"))
-    assert copies_wait_for_loads(LOOP.replace("%LINE", "%fresh"))
-    through = LOOP.replace("%line = arith.muli %page", "%other = arith.muli %page")
-    moved = through.replace("      %copy", "      %line = arith.muli %fresh, %c64 : i32\n      %copy")
-    assert copies_wait_for_loads(moved.replace("%LINE", "%line"))

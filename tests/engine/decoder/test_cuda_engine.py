@@ -1,4 +1,4 @@
-"""An engine with pages, kernels and device-side verification, in triton's interpreter, against a plain one."""
+"""An engine with kernels and device-side verification, in triton's interpreter, against a plain one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,39 +60,29 @@ def test_tokens_and_logprobs_are_those_of_the_plain_engine(model: PreTrainedMode
     assert engine.stats.num_accepted > 0
 
 
-def test_prompts_with_a_common_beginning_compute_its_full_pages_once(model: PreTrainedModel) -> None:
-    requests = requests_with(20, [3, 9], group_size=2, max_tokens=2)
-    engine = TorchEngine(model, max_batch=6, max_prefill=20, backend="cuda")
-    assert_same(run(engine, requests), with_plain(model, requests), 1e-4)
-    # Of 20 common tokens, 16 fill a page; then each prompt's rest but its last token.
-    assert engine.stats.num_prefilled == 16 + sum(4 + ending - 1 for ending in (3, 9))
-
-
-def test_a_repeated_prompt_finds_its_pages_until_the_weights_change(model: PreTrainedModel) -> None:
+def test_a_repeated_beginning_is_copied_until_the_weights_change(model: PreTrainedModel) -> None:
     mine = build("qwen3", **SMALL).eval()
     first, later = ([request] for request in requests_with(17, [2, 4], max_tokens=2))
     engine = TorchEngine(mine, max_batch=2, backend="cuda")
     run(engine, first)
     assert engine.stats.num_prefilled == 18
     assert_same(run(engine, later), with_plain(mine, later), 1e-4)
-    assert engine.stats.num_prefilled == 18 + 20 - 16
+    assert engine.stats.num_prefilled == 18 + 20 - 17
     other = build("qwen3", seed=5, **SMALL).eval()
     mine.load_state_dict(other.state_dict())
     engine.update_weights(1)
     assert_same(run(engine, later), with_plain(other, later), 1e-4)
-    assert engine.stats.num_prefilled == 18 + 20 - 16 + 20
+    assert engine.stats.num_prefilled == 18 + 20 - 17 + 20
 
 
-def test_branches_copy_keys_and_values_across_pages(model: PreTrainedModel) -> None:
-    """A span of 20 + 16 tokens has three pages, of which a finished rollout keeps those that it filled."""
+def test_branches_copy_keys_and_values(model: PreTrainedModel) -> None:
     (first,) = requests_with(18, [2], max_tokens=16)
     engine = TorchEngine(model, max_batch=3, max_tokens=200, backend="cuda")
     (parent,) = run(engine, [first]).values()
     before = engine.stats
     branches = [replace(first, sample=at, so_far=parent.branch(at, sample=at)) for at in (3, 13, 15)]
     found = run(engine, branches)
-    # Of the prompt, only full pages stay cached.
-    assert engine.stats.since(before).num_prefilled == 3
+    assert engine.stats.since(before).num_prefilled == 0
     assert_same(found, with_plain(model, branches, continuation="prefill"), 1e-4)
 
 

@@ -148,8 +148,3 @@ def test_noise_needs_no_torch() -> None:
     probe = "import sys, treering.engine.sampling.noise; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=500)
     assert done.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize("axis", list(AXES))
-def test_neighbours_are_not_shifted_copies(axis: str) -> None:
-    assert np.unique(block(axis)).size == SIDE * SIDE

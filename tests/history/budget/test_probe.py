@@ -66,12 +66,6 @@ def test_rows_without_places_do_not_count_and_get_nothing() -> None:
     assert sizes_of(drafter, [KNOWN], 2) == [1, 0]
 
 
-def test_a_token_that_is_tried_is_verified_where_drafts_have_a_price() -> None:
-    # Between two looks a drafter with costs that finds nothing rests; what it verifies then is the one token.
-    sizes = sizes_of(hopeless_drafter(has_costs=True), [KNOWN] * 5, 400)
-    assert set(sizes) == {0, 1}
-
-
 def test_a_source_that_was_given_up_is_drafted_from_again_once_it_comes_true() -> None:
     texts = {p: np.random.default_rng(p).permutation(5000)[:12].tolist() for p in range(8)}
     drafter = Drafter(

@@ -142,32 +142,6 @@ def test_whatever_is_damaged_opening_goes_on_and_reads_only_what_was_added(origi
             assert temporary in str(each.message), each.message
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(st.data())
-def test_a_damaged_save_gives_only_what_was_added(original: Path, data: st.DataObject) -> None:
-    with TemporaryDirectory() as temporary, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        folder = Path(temporary, "saved")
-        folder.mkdir()
-        with shutil_copy(original / "now", Path(temporary, "copy")) as store:
-            store.save(folder / "history.bin")
-            num_saved = all_read(store)
-        damage(folder, original / "earlier", data, in_place=True)
-        loaded = HistoryStore.load(folder / "history.bin", max_epochs=3)
-        assert all_read(loaded) == num_saved or warned
-
-
-def shutil_copy(folder: Path, copy: Path) -> HistoryStore:
-    """A store on a copy of a folder."""
-    shutil.copytree(folder, copy)
-    return HistoryStore(copy, max_epochs=3)
-
-
 def test_a_writer_killed_at_a_file_operation_leaves_one_published_state(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-m", "tests.history.store.killed_writer", str(tmp_path)]

@@ -8,7 +8,7 @@ import numpy as np
 
 from treering.arrays import Int64Array
 from treering.engine.batch.state import BatchState, make_columns, move_row, widen
-from treering.engine.kv_cache.allocator import KVAllocator
+from treering.engine.kv_cache.allocator import SpanAllocator
 from treering.engine.kv_cache.prefix_cache import Prefix, PrefixCache, PromptKeys
 from treering.engine.kv_cache.rollout_cache import ComputedTokens, Copy, RolloutCache, Source, plan_copies
 from treering.engine.request import Request
@@ -27,7 +27,7 @@ _FIRST_STOPS = 4
 class Table:
     """Rows 0 to num_rows - 1 are running; waiting requests are not in the table."""
 
-    def __init__(self, *, max_rows: int, allocator: KVAllocator, seed: int, move: Move | None = None) -> None:
+    def __init__(self, *, max_rows: int, allocator: SpanAllocator, seed: int, move: Move | None = None) -> None:
         """Starts without rows; all slots of `allocator` must be free.
 
         `move` copies the keys and values of continued rollouts; None computes them again.

@@ -1,6 +1,5 @@
 """Allocates contiguous spans of the key-value arena, first fit, and tracks how many tokens of each are computed."""
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 
 import numpy as np
@@ -9,53 +8,8 @@ from treering.errors import InputError
 from treering.types import TokenIds
 
 
-class KVAllocator(ABC):
-    """The interface of key-value memory: spans of token slots."""
-
-    @property
-    @abstractmethod
-    def num_free(self) -> int:
-        """Free slots, not necessarily in one piece."""
-
-    @abstractmethod
-    def allocate(self, length: int) -> int | None:
-        """First slot of a new span of `length` >= 1 slots, or None if there is no space."""
-
-    @abstractmethod
-    def allocate_prompt(self, tokens: TokenIds) -> int | None:
-        """`allocate` for a prompt with these tokens, some of which may already be computed: see `num_computed`."""
-
-    @abstractmethod
-    def shrink(self, start: int, length: int) -> None:
-        """Keeps the first `length` >= 1 slots of a span from `allocate` and frees the others."""
-
-    @abstractmethod
-    def free(self, start: int) -> None:
-        """Frees a span from `allocate` or `allocate_prompt`."""
-
-    @abstractmethod
-    def cached_prompts(self) -> list[tuple[TokenIds, int]]:
-        """Tokens and first slot of computed prompts without readers, which `allocate` may evict; oldest first."""
-
-    @abstractmethod
-    def note_use(self, start: int) -> None:
-        """Makes a cached prompt the last one to evict; ignores other spans."""
-
-    @abstractmethod
-    def num_computed(self, start: int) -> int:
-        """Leading tokens of a span whose keys and values are computed."""
-
-    @abstractmethod
-    def set_computed(self, start: int, num_tokens: int) -> None:
-        """Marks the first `num_tokens` as computed, or computed before anything reads them; never lowers the count."""
-
-    @abstractmethod
-    def invalidate(self) -> None:
-        """Marks everything as not computed, after a weight update."""
-
-
-class SpanAllocator(KVAllocator):
-    """An allocator over slots 0 to num_slots - 1.
+class SpanAllocator:
+    """Spans of slots 0 to num_slots - 1.
 
     Computed prompts without readers stay cached for the next request with the same tokens, and are evicted oldest
     first when space is needed. Spans do not overlap.
@@ -76,11 +30,14 @@ class SpanAllocator(KVAllocator):
 
     @property
     def num_free(self) -> int:
-        """See `KVAllocator.num_free`; cached prompts count as free."""
+        """Free slots, not necessarily in one piece; those of cached prompts count."""
         return sum(length for _, length in self._holes) + sum(self._taken[start] for start in self._cached.values())
 
     def allocate(self, length: int) -> int | None:
-        """See `KVAllocator.allocate`; evicts cached prompts until a hole is long enough."""
+        """First slot of a new span of `length` >= 1 slots, or None if there is no space.
+
+        Evicts cached prompts until a hole is long enough.
+        """
         assert length >= 1
         start = self._fit(length)
         while start is None and self._cached:
@@ -89,7 +46,7 @@ class SpanAllocator(KVAllocator):
         return start
 
     def allocate_prompt(self, tokens: TokenIds) -> int | None:
-        """See `KVAllocator.allocate_prompt`; the cached span of exactly these tokens, else a new one."""
+        """`allocate` for a prompt: the cached span of exactly these tokens, else a new one; see `num_computed`."""
         prompt = tokens.tobytes()
         start = self._cached.pop(prompt, None)
         if start is None:
@@ -99,32 +56,32 @@ class SpanAllocator(KVAllocator):
         return start
 
     def cached_prompts(self) -> list[tuple[TokenIds, int]]:
-        """See `KVAllocator.cached_prompts`."""
+        """Tokens and first slot of computed prompts without readers, which `allocate` may evict; oldest first."""
         return [(np.frombuffer(prompt, np.int32), start) for prompt, start in self._cached.items()]
 
     def note_use(self, start: int) -> None:
-        """See `KVAllocator.note_use`."""
+        """Makes a cached prompt the last one to evict; ignores other spans."""
         prompt = next((prompt for prompt, cached in self._cached.items() if cached == start), None)
         if prompt is not None:
             self._cached[prompt] = self._cached.pop(prompt)
 
     def num_computed(self, start: int) -> int:
-        """See `KVAllocator.num_computed`."""
+        """Leading tokens of a span whose keys and values are computed."""
         return self._computed[start]
 
     def set_computed(self, start: int, num_tokens: int) -> None:
-        """See `KVAllocator.set_computed`."""
+        """Marks the first `num_tokens` as computed, or computed before anything reads them; never lowers the count."""
         self._computed[start] = max(self._computed[start], num_tokens)
 
     def invalidate(self) -> None:
-        """See `KVAllocator.invalidate`; evicts all cached prompts."""
+        """Marks everything as not computed, after a weight update, and evicts all cached prompts."""
         for start in self._cached.values():
             self._free(start)
         self._cached = {}
         self._computed = dict.fromkeys(self._computed, 0)
 
     def shrink(self, start: int, length: int) -> None:
-        """See `KVAllocator.shrink`."""
+        """Keeps the first `length` >= 1 slots of a span from `allocate` and frees the others."""
         assert 1 <= length <= self._taken[start]
         num_freed = self._taken[start] - length
         self._taken[start] = length
@@ -132,7 +89,7 @@ class SpanAllocator(KVAllocator):
             self._add_hole(start + length, num_freed)
 
     def free(self, start: int) -> None:
-        """See `KVAllocator.free`; caches a fully computed prompt, unless the same prompt is already cached."""
+        """Frees a span; caches a fully computed prompt, unless the same prompt is already cached."""
         prompt = self._prompts.pop(start, None)
         if prompt is not None and prompt not in self._cached and self._computed[start] == self._taken[start]:
             self._cached[prompt] = start

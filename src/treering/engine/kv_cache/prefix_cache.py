@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from treering.data.picture import PlacedPicture
-from treering.engine.kv_cache.allocator import KVAllocator
+from treering.engine.kv_cache.allocator import SpanAllocator
 from treering.engine.request import Request
 from treering.types import TokenIds
 
@@ -20,7 +20,7 @@ class Prefix:
     tokens: TokenIds
     """Those of pictures are negative, see `PromptKeys`."""
     pictures: tuple[PlacedPicture, ...] = ()
-    allocator: KVAllocator
+    allocator: SpanAllocator
     num_requests: int = 0
     """Requests with this prompt, waiting ones included."""
     num_running: int = 0
@@ -48,7 +48,7 @@ class Prefix:
 class PrefixCache:
     """The prefixes of all unfinished requests, by their tokens."""
 
-    allocator: KVAllocator
+    allocator: SpanAllocator
     _by_tokens: dict[bytes, Prefix] = field(default_factory=dict)
 
     def register(self, prompt: TokenIds, pictures: Sequence[PlacedPicture] = ()) -> None:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from treering.engine.kv_cache.allocator import KVAllocator
+from treering.engine.kv_cache.allocator import SpanAllocator
 from treering.types import TokenIds
 
 Continuation = Literal["copy", "prefill"]
@@ -39,7 +39,7 @@ class ComputedTokens(NamedTuple):
 class RolloutCache:
     """Spans of finished rollouts, by prompt."""
 
-    allocator: KVAllocator
+    allocator: SpanAllocator
     _spans: dict[int, tuple[bytes, ComputedTokens]] = field(default_factory=dict)  # by slot, least recently used first
 
     def keep(self, prompt: TokenIds, span: ComputedTokens) -> None:

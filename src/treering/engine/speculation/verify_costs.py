@@ -31,11 +31,8 @@ _TOKENS_PER_ROW = 8
 _NUM_SINGLE = 8
 """Up to this many drafts beyond a full batch every count is timed: kernels that work in blocks have stepped costs."""
 _NUM_ROUNDS = 25
-_BUDGET_S = 0.2
+_BUDGET_S = 0.4
 """Time for all rounds; a started round always finishes."""
-_FEW_ROUNDS = 5
-_PATIENCE = 5
-"""The first `_FEW_ROUNDS` rounds may take this many budgets."""
 
 
 def measure(
@@ -75,27 +72,16 @@ def measure(
         )
     sizes = _sizes(max_batch)
     passes = [
-        make_pass(size, decoder, sampler, num_slots=num_slots, max_batch=max_batch, context=context) for size in sizes
+        _make_pass(size, decoder, sampler, num_slots=num_slots, max_batch=max_batch, context=context) for size in sizes
     ]
     for one_pass in passes:
         # The first pass of a size compiles, allocates and starts threads.
         one_pass()
     rounds: list[list[float]] = []
     start = clock()
-    while needs_another_round(len(rounds), clock() - start, most=_NUM_ROUNDS, budget_s=_BUDGET_S):
+    while not rounds or (len(rounds) < _NUM_ROUNDS and clock() - start < _BUDGET_S):
         rounds.append([_time(one_pass, clock) for one_pass in passes])
     return VerifyCosts(num_tokens=np.array(sizes, np.int64), seconds=non_decreasing(np.min(rounds, axis=0)))
-
-
-def needs_another_round(num_rounds: int, spent_s: float, *, most: int, budget_s: float) -> bool:
-    """Whether to measure another round: at least five where affordable, because other load may disturb a few.
-
-    Example: with a budget of 0.2 s and at most 25 rounds, there are 20 rounds of 10 ms, or five of 150 ms. A round of
-    0.6 s is followed by another, one of 2 s is not.
-    """
-    if num_rounds < _FEW_ROUNDS:
-        return num_rounds == 0 or spent_s < _PATIENCE * budget_s
-    return num_rounds < most and spent_s < budget_s
 
 
 def _sizes(max_batch: int) -> list[int]:
@@ -108,7 +94,7 @@ def _sizes(max_batch: int) -> list[int]:
     return [*fewer, full, *(full + count for count in drafted if full + count < most), *({most} - {full})]
 
 
-def make_pass(
+def _make_pass(
     num_tokens: int, decoder: Decoder, sampler: SampleAndVerify, *, num_slots: int, max_batch: int, context: int
 ) -> Callable[[], object]:
     """A callable that runs a pass and samples: at most `max_batch` rows, `context` visible slots for each token."""

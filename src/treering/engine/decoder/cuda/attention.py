@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: one program per tile of tokens, key head and part of the keys.
+"""Attention over the key-value arena: one program per tile of tokens, key head and part of the keys.
 
 A tile holds all query heads of one key head, for several tokens of one row. Partial results are combined by
 `treering.engine.decoder.cuda.attention`.
@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from treering.attention.triton.ops import INTERPRETED
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS
 
 LOG2_E = 1.4426950408889634
 
@@ -35,27 +34,6 @@ def factor(tile, WIDE: tl.constexpr):
     return tile
 
 
-@triton.jit
-@no_type_check
-def _addresses(at, prefix_start, num_prefix, own_start, KEY_TILE: tl.constexpr):
-    """Addresses of the keys from index `at` on; prefix keys come first."""
-    key_number = at + tl.arange(0, KEY_TILE)
-    return tl.where(key_number < num_prefix, prefix_start + key_number, own_start + key_number - num_prefix)
-
-
-@triton.jit
-@no_type_check
-def _pages(table_ptr, addresses, at, end, KEY_TILE: tl.constexpr, PAGE: tl.constexpr):
-    """Pages of the addresses of the keys from index `at` on; 0 from `end` on."""
-    return tl.load(table_ptr + addresses // PAGE, mask=at + tl.arange(0, KEY_TILE) < end, other=0)
-
-
-@triton.jit
-@no_type_check
-def _slots(pages, addresses, PAGE: tl.constexpr):
-    return pages.to(tl.int64) * PAGE + addresses % PAGE
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 @no_type_check
 def attend_kernel(
@@ -67,7 +45,6 @@ def attend_kernel(
     out_ptr,
     tokens_ptr,
     tiles_ptr,
-    table_ptr,
     num_tokens,
     num_slots,
     GROUPS: tl.constexpr,
@@ -76,7 +53,6 @@ def attend_kernel(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    PAGE: tl.constexpr,
     FACTOR: tl.constexpr,
     WHOLE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -115,15 +91,12 @@ def attend_kernel(
     out = tl.zeros([ROWS, PADDED], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    # Page lookups run two tiles ahead, so that loads of the next tile's keys and values wait for no other load.
-    address = _addresses(begin, prefix_start, num_prefix, own_start, KEY_TILE)
-    slot = _slots(_pages(table_ptr, address, begin, end, KEY_TILE, PAGE), address, PAGE)
-    address = _addresses(begin + KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE)
-    page = _pages(table_ptr, address, begin + KEY_TILE, end, KEY_TILE, PAGE)
     for at in tl.range(begin, end, KEY_TILE):
         key_number = at + tl.arange(0, KEY_TILE)
         is_key = key_number < end
         own = key_number - num_prefix
+        # Keys of the prefix come first.
+        slot = tl.where(own < 0, prefix_start + key_number, own_start + own)
         lines = base + (slot * HEAD_SIZE)[:, None] + column[None, :]
         in_cache = is_key[:, None] & is_column[None, :]
         key = tl.load(keys_ptr + lines, mask=in_cache, other=0.0)
@@ -144,9 +117,6 @@ def attend_kernel(
         rounded = factor(weights.to(value.dtype), WIDE)
         out = tl.dot(rounded, factor(value, WIDE), out, input_precision="tf32x3", out_dtype=tl.float32)
         peak = highest
-        slot = _slots(page, _addresses(at + KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE), PAGE)
-        address = _addresses(at + 2 * KEY_TILE, prefix_start, num_prefix, own_start, KEY_TILE)
-        page = _pages(table_ptr, address, at + 2 * KEY_TILE, end, KEY_TILE, PAGE)
     place = (part * num_tokens + token) * (GROUPS * KEY_HEADS) + query_head
     has_seen = total > 0.0
     out = out / tl.where(has_seen, total, 1.0)[:, None]
@@ -165,7 +135,6 @@ def attend(
     values: Tensor,
     tokens: Tensor,
     tiles: Tensor,
-    table: Tensor,
     parts: Tensor,
     lse: Tensor,
     out: Tensor,
@@ -180,7 +149,6 @@ def attend(
         values: the same.
         tokens: int64 [6, T], of `PassTables`.
         tiles: int64 [I, 6], of `PassTables`; a tile of 0 tokens does nothing.
-        table: int32, the page of each 16 addresses.
         parts: float32 [P, T, H, D], overwritten unless P, a power of two, is 1.
         lse: float32 [P, T, H], the same.
         out: [T, H D], written. Tokens outside all tiles get zeros, or with one part stay unchanged.
@@ -190,9 +158,9 @@ def attend(
     num_parts, num_tokens, num_heads, _ = parts.shape
     padded = padded_size(head_size)
     attend_kernel[(tiles.shape[0], num_key_heads, num_parts)](
-        qkv, keys, values, parts, lse, out, tokens, tiles, table, num_tokens, num_slots,
+        qkv, keys, values, parts, lse, out, tokens, tiles, num_tokens, num_slots,
         GROUPS=num_heads // num_key_heads, KEY_HEADS=num_key_heads, HEAD_SIZE=head_size, PADDED=padded, ROWS=rows,
-        KEY_TILE=32 if keys.dtype == torch.float32 else 64, PAGE=PAGE_SLOTS, FACTOR=head_size**-0.5 * LOG2_E,
+        KEY_TILE=32 if keys.dtype == torch.float32 else 64, FACTOR=head_size**-0.5 * LOG2_E,
         WHOLE=num_parts == 1, WIDE=INTERPRETED, num_warps=4, num_stages=num_stages(rows, keys.dtype),
     )  # fmt: skip
     if num_parts > 1:

@@ -19,7 +19,6 @@ from treering.engine.decoder.cuda.attention import attend
 from treering.engine.decoder.cuda.buffers import Buffers
 from treering.engine.decoder.cuda.device import Staging, StagingBuffer, capture, no_grad_mode, on_device, padded_bytes
 from treering.engine.decoder.cuda.layers import add_norm, gate, rotate_and_write
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PagedAllocator
 from treering.engine.decoder.cuda.passes import (
     ROWS_OF_TILES,
     TILE_COLUMNS,
@@ -42,23 +41,16 @@ class CudaDecoder(Decoder):
     """Forward passes with float32, bfloat16 or float16 weights.
 
     Attributes:
-        allocator: the arena; slots of a batch are addresses in it.
         products: the kernel chosen for each matrix product of a captured pass.
     """
 
     @no_grad_mode()
     def __init__(self, weights: DecoderWeights, num_slots: int, products: ProductsBy = "measured") -> None:
-        """Allocates pages for `num_slots` and a spare page that nothing reads."""
+        """Allocates `num_slots` and a spare slot that nothing reads."""
         sizes, device = weights.sizes, weights.device
-        self.allocator = PagedAllocator(num_slots)
         self.products = Products(weights, products)
-        num_pages = int(self.allocator.table.max()) + 1
-        self._weights = weights
-        # Padding tokens of a bucket write to the address after the last one.
-        self._spare_address = self.allocator.table.size * PAGE_SLOTS
-        self._table = torch.zeros(self.allocator.table.size + 1, dtype=torch.int32, device=device)
-        self._table[-1] = num_pages
-        shape = (sizes.num_layers, sizes.num_kv_heads, (num_pages + 1) * PAGE_SLOTS, sizes.head_size)
+        self._weights, self._num_slots = weights, num_slots
+        shape = (sizes.num_layers, sizes.num_kv_heads, num_slots + 1, sizes.head_size)
         self._keys = torch.zeros(shape, dtype=weights.dtype, device=device)
         self._values = torch.zeros_like(self._keys)
         self._buffers: dict[int, Buffers] = {}
@@ -67,8 +59,8 @@ class CudaDecoder(Decoder):
 
     @property
     def spare_slot(self) -> int:
-        """See `Decoder.spare_slot`; padding tokens of a bucket write there too."""
-        return self._spare_address
+        """See `Decoder.spare_slot`: the last one; padding tokens of a bucket write there too."""
+        return self._num_slots
 
     @no_grad_mode()
     def run(self, batch: TokenBatch) -> Tensor:
@@ -77,7 +69,6 @@ class CudaDecoder(Decoder):
         tables = plan_tables(batch, sizes.num_heads // sizes.num_kv_heads)
         is_whole = batch.wanted.size == batch.num_tokens
         with on_device(self._weights.device):
-            self._sync_page_table()
             if is_whole and 0 < batch.num_tokens <= MAX_CAPTURED:
                 return self._replay(tables)[: batch.num_tokens]
             return self._launch(tables, batch.wanted)
@@ -85,21 +76,10 @@ class CudaDecoder(Decoder):
     @no_grad_mode()
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """See `Decoder.move`; reads all sources before it writes any target, which is equivalent under its rules."""
-        table = self.allocator.table.astype(np.int64)
-        slots = [
-            table[addresses // PAGE_SLOTS] * PAGE_SLOTS + addresses % PAGE_SLOTS for addresses in (sources, targets)
-        ]
         with on_device(self._weights.device):
-            source, target = self._staging.send(slots)
+            source, target = self._staging.send([sources, targets])
             for cache in (self._keys, self._values):
                 cache.index_copy_(2, target, cache.index_select(2, source))
-
-    def _sync_page_table(self) -> None:
-        """Copies the changed part of the page table to the device."""
-        changed = self.allocator.pop_changed()
-        if changed is not None:
-            (fresh,) = self._staging.send([self.allocator.table[slice(*changed)]])
-            self._table[slice(*changed)] = fresh
 
     def _replay(self, tables: PassTables) -> Tensor:
         num_tokens, num_tiles = bucket(tables.tokens.shape[1]), bucket(tables.tiles.shape[0])
@@ -129,7 +109,7 @@ class CudaDecoder(Decoder):
     def _padded(self, tables: PassTables, num_tokens: int, num_tiles: int) -> list[NDArray[np.int64]]:
         """The tables padded to a bucket, with tokens that see nothing and empty tiles."""
         tokens, tiles = np.zeros((TOKEN_COLUMNS, num_tokens), np.int64), np.zeros((num_tiles, TILE_COLUMNS), np.int64)
-        tokens[2] = self._spare_address
+        tokens[2] = self._num_slots
         tokens[:, : tables.tokens.shape[1]] = tables.tokens
         tiles[: tables.tiles.shape[0]] = tables.tiles
         return [tokens, tiles]
@@ -155,10 +135,8 @@ class CudaDecoder(Decoder):
             product("qkv", views.h, layer.qkv, layer.qkv_bias, views.qkv)
             keys, values = self._keys[index], self._values[index]
             rotation = weights.cos, weights.sin
-            rotate_and_write(views.qkv, _norms(layer), rotation, keys, values, tokens, self._table, eps)
-            attend(
-                views.qkv, keys, values, tokens, tiles, self._table, views.parts, views.lse, views.attended, rows=rows
-            )
+            rotate_and_write(views.qkv, _norms(layer), rotation, keys, values, tokens, eps)
+            attend(views.qkv, keys, values, tokens, tiles, views.parts, views.lse, views.attended, rows=rows)
             product("out", views.attended, layer.out, layer.out_bias, views.update)
             add_norm(views.x, views.update, layer.mlp_norm, views.h, eps)
             product("gate_up", views.h, layer.gate_up, layer.gate_up_bias, views.gate_up)

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS
-
 _GATE_TILE = 1024
 
 
@@ -54,7 +52,6 @@ def rotate_kernel(
     keys_ptr,
     values_ptr,
     tokens_ptr,
-    table_ptr,
     num_tokens,
     num_slots,
     eps,
@@ -63,9 +60,8 @@ def rotate_kernel(
     HEAD_SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    PAGE: tl.constexpr,
 ):
-    """Norms and rotates queries in place and keys into their page, and copies values; grid (T, H + 2 G).
+    """Norms and rotates queries in place and keys into their slot, and copies values; grid (T, H + 2 G).
 
     A head is held as two halves of `PADDED` columns.
     """
@@ -100,8 +96,7 @@ def rotate_kernel(
         tl.store(line, first, mask=is_column)
         tl.store(line + HALF, second, mask=is_column)
     else:
-        address = tl.load(tokens_ptr + 2 * num_tokens + token)
-        slot = tl.load(table_ptr + address // PAGE).to(tl.int64) * PAGE + address % PAGE
+        slot = tl.load(tokens_ptr + 2 * num_tokens + token)
         is_key = head < HEADS + KEY_HEADS
         key_head = tl.where(is_key, head - HEADS, head - HEADS - KEY_HEADS).to(tl.int64)
         place = (key_head * num_slots + slot) * HEAD_SIZE + column
@@ -143,7 +138,6 @@ def rotate_and_write(
     keys: Tensor,
     values: Tensor,
     tokens: Tensor,
-    table: Tensor,
     eps: float,
 ) -> None:
     """Norms and rotates the queries of qkv [T, (H + 2 G) D] in place, and writes keys and values to their slots.
@@ -155,15 +149,14 @@ def rotate_and_write(
         keys: [G, S, D] of the layer.
         values: the same.
         tokens: int64 [6, T], of `PassTables`.
-        table: int32, the page of each 16 addresses.
         eps: of the norms.
     """
     num_key_heads, num_slots, head_size = keys.shape
     num_units = qkv.shape[1] // head_size
     rotate_kernel[(qkv.shape[0], num_units)](
-        qkv, *(norms or (qkv, qkv)), *rotation, keys, values, tokens, table, qkv.shape[0], num_slots, eps,
+        qkv, *(norms or (qkv, qkv)), *rotation, keys, values, tokens, qkv.shape[0], num_slots, eps,
         HEADS=num_units - 2 * num_key_heads, KEY_HEADS=num_key_heads, HEAD_SIZE=head_size,
-        PADDED=_power_of_two(head_size // 2), HAS_NORM=norms is not None, PAGE=PAGE_SLOTS, num_warps=1,
+        PADDED=_power_of_two(head_size // 2), HAS_NORM=norms is not None, num_warps=1,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ ROWS_OF_TILES = (16, 64)
 """Queries of a tile, tokens times heads: the minimum of the matrix units, and the most that fits with the keys."""
 
 TOKEN_COLUMNS = 6
-"""token, position, address, num_own, tree_offset, tree_bits"""
+"""token, position, slot, num_own, tree_offset, tree_bits"""
 
 TILE_COLUMNS = 6
 """first token, number of tokens, prefix_start, num_prefix, own_start, num_read"""
@@ -25,8 +25,8 @@ TILE_COLUMNS = 6
 class PassTables(NamedTuple):
     """The inputs of a pass besides weights."""
 
-    tokens: Int64Array  # [6, T], see TOKEN_COLUMNS; a tree begins tree_offset addresses after the own span's start
-    tiles: Int64Array  # [I, 6], see TILE_COLUMNS; some token sees the first num_read addresses of the own span
+    tokens: Int64Array  # [6, T], see TOKEN_COLUMNS; a tree begins tree_offset slots after the own span's start
+    tiles: Int64Array  # [I, 6], see TILE_COLUMNS; some token sees the first num_read slots of the own span
     rows: int  # queries of a tile, of ROWS_OF_TILES
 
 
