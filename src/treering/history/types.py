@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Float32Array, Int32Array, Int64Array
-from treering.compiling.lean import kernel, lean
 from treering.errors import InputError
 from treering.types import PromptId
 
@@ -87,23 +86,10 @@ def check_counts(rows: DraftRows) -> None:
     Raises:
         InputError: the first row whose counts contradict each other.
     """
-    bad: int = _first_bad(rows.num_prompt_tokens, rows.num_tokens, rows.tokens.shape[1])
-    if bad >= 0:
-        raise InputError(contradiction(rows, bad))
-
-
-@kernel
-def _first_bad(num_prompt: Int64Array, num_tokens: Int64Array, num_columns: int) -> int:
-    for b in range(num_tokens.size):
-        if not fits_line(num_prompt[b], num_tokens[b], num_columns):
-            return b
-    return -1
-
-
-@lean
-def fits_line(num_prompt: int, num_tokens: int, num_columns: int) -> bool:
-    """Whether a row's prompt lies within its context, and the context within its line."""
-    return bool(0 <= num_prompt <= num_tokens <= num_columns)
+    num_prompt, num_tokens = rows.num_prompt_tokens, rows.num_tokens
+    fits = (num_prompt >= 0) & (num_prompt <= num_tokens) & (num_tokens <= rows.tokens.shape[1])
+    if not fits.all():
+        raise InputError(contradiction(rows, int(fits.argmin())))
 
 
 def contradiction(rows: DraftRows, b: int) -> str:

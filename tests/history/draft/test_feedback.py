@@ -23,7 +23,7 @@ def marked(
     was_accepted, states = np.full(offsets[-1], 9, np.int8), RowStates(*np.full((3, num), 9, np.int64))
     parents = np.array([parent for row in drafts for parent in row], np.int32)
     mark(
-        offsets, parents, np.array(accepted, np.int64), np.array(leaves, np.int64), np.array(was_cut, np.bool_),
+        offsets, parents, np.array(accepted, np.int64), np.array(leaves, np.int64), False, np.array(was_cut, np.bool_),
         was_accepted, states, np.arange(num),
     )  # fmt: skip
     # A context of 9 tokens has the accepted ones then, and the one sampled after them.

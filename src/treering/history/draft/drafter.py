@@ -15,7 +15,7 @@ from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.acceptance import Acceptance, ReliabilityBin, as_bins, learn
 from treering.history.draft.duplicate_rows import read_leaders, repeat
-from treering.history.draft.feedback import as_counts, check_latest, mark
+from treering.history.draft.feedback import as_counts, check_fault, check_latest, mark
 from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
 from treering.history.draft.output import Output
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
@@ -209,14 +209,15 @@ class Drafter:
             drafts, origins = repeat(drafts, self._leaders)
             shares, features = shares[origins], features[origins]
         counts, was_cut, last = as_counts(drafts, accepted, ended, leaves)
+        was_accepted, searched, table = np.empty(drafts.tokens.size, np.int8), self._search_state, self._acceptance
+        fault = mark(
+            drafts.offsets, drafts.parents, counts, last, leaves is not None, was_cut, was_accepted,
+            searched.live.states, searched.live_slots,
+        )  # fmt: skip
+        check_fault(fault, drafts, counts, last)
         self._latest = None
         if drafts.tokens.size == 0:
             return
-        was_accepted, searched, table = np.empty(drafts.tokens.size, np.int8), self._search_state, self._acceptance
-        mark(
-            drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, searched.live.states,
-            searched.live_slots,
-        )  # fmt: skip
         learn(
             drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
             table.weights, table.squares, table.reliability,
