@@ -72,7 +72,7 @@ class EnginePlan:
         return self.num_slots_of(max(self.batches))
 
     def num_slots_of(self, batch: int) -> int:
-        """Tokens of keys and values that rollouts of so many rows take, pages filled in part included."""
+        """Tokens of keys and values that rollouts of so many rows take, with room for drafted ones."""
         return batch * (self.num_prompt + self.num_new + 32)
 
     def max_prefill(self, batch: int) -> int:
