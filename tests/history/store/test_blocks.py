@@ -30,8 +30,8 @@ def index_of(versions: dict[int, list[list[int]]]) -> PromptIndex:
     return PromptIndex.build(texts)
 
 
-def file_of(*indexes: PromptIndex, pending: Any = None) -> bytes:
-    parts, _ = blocks.encode(3, [(f"q{i}", 10 + i, index) for i, index in enumerate(indexes)], pending)
+def file_of(*indexes: PromptIndex) -> bytes:
+    parts, _ = blocks.encode(3, [(f"q{i}", 10 + i, index) for i, index in enumerate(indexes)])
     return b"".join(bytes(part) for part in parts)
 
 

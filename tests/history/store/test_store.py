@@ -103,17 +103,17 @@ def test_no_rollouts_and_empty_rollouts_are_fine_and_leave_nothing() -> None:
 @given(ADDS, st.integers(1, 3), st.sampled_from([100, 10_000]))
 def test_a_loaded_store_equals_the_saved_one_in_all_that_follows(adds: list[Any], epochs: int, budget: int) -> None:
     store = filled(adds, max_epochs=epochs, max_bytes=budget)
+    store.publish()
     with TemporaryDirectory() as folder:
         store.save(Path(folder, "history.bin"))
         loaded = HistoryStore.load(Path(folder, "history.bin"), max_epochs=epochs, max_bytes=budget)
     assert_equal_snapshots(store, loaded)
     assert (loaded.num_bytes, loaded.num_tokens) == (store.num_bytes, store.num_tokens)
     rows = draft_rows([Row(prompt_id=p, rollout=r) for p in ("a", 7) for r in ((), (1,), (0, 1), (2, 2, 3))])
-    # What was not yet published comes along too.
     for step in range(2):
         for each in (store, loaded):
-            each.publish()
             each.add("a", [ids(0, 1, 2)], 3 + step)
+            each.publish()
         assert_equal_snapshots(store, loaded)
         drafts = [drafted(Drafter(each, min_acceptance=0.01).propose(rows)) for each in (store, loaded)]
         assert drafts[0] == drafts[1]
@@ -144,19 +144,14 @@ def test_a_damaged_or_missing_save_costs_one_warning_and_gives_an_empty_store(tm
 def test_a_damaged_prompt_of_a_save_is_left_out_alone(tmp_path: Path) -> None:
     file = tmp_path / "history.bin"
     store = store_of({"a": {0: [[1, 2]]}, "b": {0: [[3, 4]]}})
-    store.add("c", [ids(5)], 0)
-    store.add("d", [ids(6)], 0)
     store.save(file)
     data = bytearray(file.read_bytes())
-    for text in ((-1, 3, 4), (-1, 6)):
-        data[data.index(np.array(text, np.int32).tobytes())] ^= 2
+    data[data.index(np.array((-1, 3, 4), np.int32).tobytes())] ^= 2
     file.write_bytes(data)
-    with pytest.warns(UserWarning, match=r"prompt '[bd]' in .*history.bin are left out: damaged") as warned:
+    with pytest.warns(UserWarning, match=r"prompt 'b' in .*history.bin are left out: damaged") as warned:
         loaded = HistoryStore.load(file)
-    assert len(warned) == 2
+    assert len(warned) == 1
     assert contents(loaded) == {"a": {0: [-1, 1, 2]}}
-    loaded.publish()
-    assert contents(loaded) == {"a": {0: [-1, 1, 2]}, "c": {0: [-1, 5]}}
 
 
 @pytest.mark.parametrize("option", ["max_bytes", "max_epochs"])

@@ -139,17 +139,14 @@ class HistoryStore(Closing):
             self._journal.close()
 
     def save(self, file: Path, snapshot: Mapping[PromptId, PromptIndex] | None = None) -> None:
-        """Writes the whole store, pending rollouts included, or one of its snapshots, as one checksummed file.
+        """Writes what is published, or one of the store's earlier snapshots, as one checksummed file.
 
         Raises:
             StateError: the file cannot be written; an older one of that name is unchanged.
         """
-        if snapshot is not None:
-            assert isinstance(snapshot, Snapshot), "a store saves its own snapshots"
-            write_saved(Path(file), snapshot, {})
-            return
-        pending = {key: np.concatenate(added) for key, added in self._pending.items()}
-        write_saved(Path(file), self._snapshot, pending)
+        saved = self._snapshot if snapshot is None else snapshot
+        assert isinstance(saved, Snapshot), "a store saves its own snapshots"
+        write_saved(Path(file), saved)
 
     @classmethod
     def load(cls, file: Path, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> "HistoryStore":
@@ -159,9 +156,7 @@ class HistoryStore(Closing):
         out (law 7).
         """
         store = cls(max_bytes=max_bytes, max_epochs=max_epochs)
-        found, pending = read_saved(Path(file))
-        store._open(found)
-        store._pending = {key: [rollouts] for key, rollouts in pending.items()}
+        store._open(read_saved(Path(file)))
         return store
 
     def _open(self, found: Mapping[PromptId, tuple[int, Stored]]) -> None:
