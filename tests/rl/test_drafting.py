@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from treering.engine.rollout import Rollout
-from treering.history.budget.costs import DraftPrices, VerifyCosts
+from treering.history.budget.costs import VerifyCosts
 from treering.history.types import DraftRows
 from treering.rl.drafting import Drafting, DraftOptions
 
@@ -115,8 +115,7 @@ def test_the_options_choose_chains_and_policies() -> None:
 
 def test_a_state_carries_the_feedback_and_the_measured_costs() -> None:
     first = learnt(Drafting())
-    prices = DraftPrices(look=1.0, row=2.0, grown=3.0, learn=4.0, drafted=5.0)
-    first.drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([0.5, 0.75]), prices=prices))
+    first.drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([0.5, 0.75])))
     second = Drafting()
     assert not same(second.state(), first.state())
     second.load_state(first.state())
@@ -124,7 +123,6 @@ def test_a_state_carries_the_feedback_and_the_measured_costs() -> None:
     assert second.drafter.costs is not None
     assert second.drafter.costs.num_tokens.tolist() == [1, 8]
     assert second.drafter.costs.seconds.tolist() == [0.5, 0.75]
-    assert second.drafter.costs.prices == prices
     assert Drafting().drafter.costs is None
 
 
@@ -139,7 +137,7 @@ def test_a_loaded_history_keeps_what_the_drafter_knows(tmp_path: Path) -> None:
     assert drafting.knows("a")
 
 
-@pytest.mark.parametrize("damage", ["other names", "another shape", "costs that fall", "a price below 0"])
+@pytest.mark.parametrize("damage", ["other names", "another shape", "costs that fall"])
 def test_an_unknown_state_is_one_warning_and_drops_the_feedback(damage: str) -> None:
     state = learnt(Drafting()).state()
     if damage == "other names":
@@ -147,9 +145,7 @@ def test_an_unknown_state_is_one_warning_and_drops_the_feedback(damage: str) -> 
     elif damage == "another shape":
         state["weights"] = state["weights"][:-1]
     else:
-        falls = damage == "costs that fall"
-        state |= {"costs.num_tokens": torch.tensor([1, 2]), "costs.seconds": torch.tensor([2.0, 1.0 if falls else 3.0])}
-        state["costs.prices"] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0 if falls else -1.0])
+        state |= {"costs.num_tokens": torch.tensor([1, 2]), "costs.seconds": torch.tensor([2.0, 1.0])}
     drafting, fresh = Drafting(), Drafting().state()
     with pytest.warns(UserWarning, match="learns anew") as caught:
         drafting.load_state(state)

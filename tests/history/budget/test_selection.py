@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.history.reference import Allowed, Row, draft_rows, drafted, same_drafts, store_of, walk
+from tests.history.reference import Allowed, Row, draft_rows, same_drafts, store_of, walk
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.budget.selection import NUM_BINS, Backoff, bin_of, choose_bins, seconds_of
 from treering.history.draft.drafter import Drafter
@@ -73,13 +73,6 @@ def with_costs(costs: VerifyCosts | None, **options: Any) -> Drafter:
     drafter = Drafter(store_of(HISTORY), **options)
     drafter.use_costs(costs)
     return drafter
-
-
-def test_tokens_that_cost_nothing_are_drafted_and_tokens_that_cost_a_step_each_are_not() -> None:
-    rows = draft_rows(ROWS)
-    assert min(len(tokens) for tokens in drafted(with_costs(FREE).propose(rows))) >= 20
-    # A drafted token takes as long as a step of its own.
-    assert with_costs(DEAR).propose(rows).tokens.size == 0
 
 
 def test_the_dearer_tokens_are_the_fewer_are_drafted_and_never_an_unlikely_one_before_a_likelier() -> None:
@@ -268,14 +261,3 @@ def test_where_nothing_is_found_looking_takes_half_a_percent(seconds: float, len
     assert rest.is_due()
     rest.note_nothing(8, seconds)
     assert [rest.is_due() for _ in range(2)] == [lengths[0] == 0, True]
-
-
-def test_a_step_that_gains_exactly_its_cost_is_no_gain_for_drafts_must_be_made() -> None:
-    rest = Backoff()
-    rest.note(8, 20, 8, 1e-3, 2e-3)
-    assert not rest.is_due()
-    # 50 us, 5 us a row, 40 us and 2 us a drafted token are what drafting costs: 8 tokens more at 2 x 1 ms - 170 us are
-    # an even step.
-    even = Backoff()
-    even.note(8, 20, 8, 1e-3, 2e-3 - 170e-6 - 1e-9)
-    assert even.is_due()

@@ -137,26 +137,6 @@ def test_more_entries_than_their_places_can_count_are_refused_before_room_is_mad
         make()
 
 
-@pytest.mark.timeout(60)
-def test_links_that_lead_in_a_circle_cost_looks_and_never_more() -> None:
-    sources: Any = ("siblings", "own", "others")
-    drafter = Drafter(HistoryStore(), min_acceptance=1e-6, sources=sources)
-    rows = [
-        Row(rollout=(7, 8, 9, 7)),
-        Row(rollout=(7,)),
-        Row(),
-        Row(rollout=(7, 8, 9), group=1),
-        Row(rollout=(7, 8, 9), group=2),
-    ]
-    expected = drafter.propose(draft_rows(rows, row_ids=range(5)))
-    assert min(len(tokens) for tokens in drafted(expected)[2:]) > 0
-    chains = drafter._search_state.live.chains
-    for links in (chains.short, chains.long, chains.wide):
-        links[:] = np.arange(links.size)
-    drafts = drafter.propose(draft_rows(rows, row_ids=range(5)))
-    Allowed(history={}, rows=rows, sources=sources).check(drafts, 64, 1e-6, is_chain=False)
-
-
 def test_no_rows_and_no_room_give_no_drafts() -> None:
     drafter = simple([1, 2])
     empty = draft_rows([])

@@ -1,6 +1,6 @@
 """Seconds that an engine's pass takes by its tokens, and seconds that drafting takes."""
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -38,23 +38,7 @@ class DraftPrices:
     def __post_init__(self) -> None:
         prices = astuple(self)
         if not all(0 <= price < np.inf for price in prices):
-            raise InputError(f"prices are seconds, finite and 0 or more, got {prices}; measure them, or leave them out")
-
-    @classmethod
-    def from_array(cls, values: NDArray[np.float64]) -> "DraftPrices":
-        """The inverse of `to_array`.
-
-        Raises:
-            InputError: another number of prices, or an invalid one.
-        """
-        names = [field.name for field in fields(cls)]
-        if np.shape(values) != (len(names),):
-            raise InputError(f"prices are {', '.join(names)}, {len(names)} numbers, got {values!r}; measure them anew")
-        return cls(**dict(zip(names, values.tolist(), strict=True)))
-
-    def to_array(self) -> NDArray[np.float64]:
-        """The prices in the order of the fields, float64 [5]."""
-        return np.array(astuple(self), np.float64)
+            raise InputError(f"prices are seconds, finite and 0 or more, got {prices}; correct them, or leave them out")
 
     def of_looking(self, num_rows: int, num_grown: float = 0.0) -> float:
         """Seconds of looking for drafts, with so many tokens grown."""
@@ -72,7 +56,7 @@ class VerifyCosts:
     Attributes:
         num_tokens: int64 [K], K >= 1, >= 1 and ascending; lists become arrays.
         seconds: float64 [K], > 0, finite and never falling.
-        prices: of drafting; the defaults of `DraftPrices` if they were not measured.
+        prices: of drafting.
 
     Raises:
         InputError: columns that break these rules.
