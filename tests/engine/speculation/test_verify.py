@@ -82,16 +82,6 @@ def test_drafts_leave_tokens_and_logprobs_bitwise_unchanged(
     np.testing.assert_array_equal(drafted.policy_logprobs, plain.policy_logprobs)
 
 
-def test_sampling_stops_after_the_first_rejected_draft() -> None:
-    # One-hot rows sample 2, 0, 1; the row after the rejected draft is never read.
-    logits = np.full((4, VOCAB), np.nan)
-    logits[:3] = 1e6 * np.eye(VOCAB)[[2, 0, 1]]
-    done = verified(logits, np.array([[2, 0, 0]], np.int32), np.array([5]), np.array([0]), Rule())
-    assert (done.code, done.num.tolist()) == (-1, [3])
-    assert done.tokens.tolist() == [[2, 0, 1, -9]]
-    assert np.isnan(done.logprobs).tolist() == [[False, False, False, True]]
-
-
 @pytest.mark.parametrize(
     ("drawn", "tokens", "path"),
     [

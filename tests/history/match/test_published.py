@@ -104,21 +104,6 @@ def test_prompts_that_were_published_last_stand_first_however_early_they_came(
         assert newest_first(reopened.snapshot) == expected
 
 
-def test_places_are_sorted_by_their_contexts() -> None:
-    rng = np.random.default_rng(0)
-    history = {
-        p: {v: [rng.integers(0, 3, rng.integers(1, 9)).tolist() for _ in range(3)] for v in range(2)} for p in range(4)
-    }
-    recent = Recent(1000)
-    recent.take(store_of(history).snapshot)
-    text = recent.text[:-1].tolist()
-    keys = []
-    for place in range(len(text)):
-        start = max(k for k in range(place + 1) if text[k] == MARKER)
-        keys.append((text[start : place + 1][::-1], place))
-    assert recent.order.tolist() == [place for _, place in sorted(keys)]
-
-
 @pytest.mark.parametrize(
     ("limit", "expected"), [(0, []), (1, [MARKER]), (4, [MARKER, 3, 4, MARKER]), (99, [MARKER, 3, 4, MARKER, 1, 2])]
 )
