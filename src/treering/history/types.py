@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treering.arrays import Float32Array, Int32Array, Int64Array
 from treering.errors import InputError
 from treering.types import PromptId
 
 _NAMES = (str, int, np.integer)
-_LISTS = (list, tuple)
 _OPTIONAL = ("row_ids", "leaders")
 _COUNTS = ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", *_OPTIONAL)
 
@@ -23,8 +21,6 @@ _COUNTS = ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", *_OPTIONAL
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRows:
     """The rows of one engine step; arrays are read in place, so they may be views of the engine's own.
-
-    Lists become arrays; those of `tokens` may be of different lengths.
 
     Attributes:
         prompt_ids: B ids; history need not know them.
@@ -53,14 +49,13 @@ class DraftRows:
     leaders: Int64Array | None = None
 
     def __post_init__(self) -> None:
-        self._convert_lists()
         shape = (len(self.prompt_ids),)
         if not all(issubclass(kind, _NAMES) for kind in set(map(type, self.prompt_ids))):
             raise InputError(f"prompt_ids are strings or integers, got {self.prompt_ids!r}; convert them")
         if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
             raise InputError(
                 f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
-                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows, or a list with the tokens of each"
+                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows"
             )
         for name in _COUNTS:
             values = getattr(self, name)
@@ -71,13 +66,6 @@ class DraftRows:
                     f"{name} is int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of shape "
                     f"{np.shape(values)}; convert it"
                 )
-
-    def _convert_lists(self) -> None:
-        for name in ("tokens", *_COUNTS):
-            values = getattr(self, name)
-            if isinstance(values, _LISTS):
-                array = _padded(values) if name == "tokens" else _as_array(name, values, np.int64)
-                object.__setattr__(self, name, array)
 
 
 def check_counts(rows: DraftRows) -> None:
@@ -123,26 +111,6 @@ class Drafts:
 
     def __post_init__(self) -> None:
         assert self.tokens.size == self.parents.size == self.acceptance.size == self.offsets[-1]
-
-
-def _padded(lines: Sequence[Sequence[int]]) -> Int32Array:
-    """Lists of token ids as one array [B, L], padded with zeros."""
-    rows = [_as_array("tokens", line, np.int32) for line in lines]
-    width = max((row.size for row in rows), default=0)
-    if any(row.ndim != 1 for row in rows):
-        raise InputError("tokens are a list with the token ids of each row, got lists within them; flatten each row")
-    return np.array([np.pad(row, (0, width - row.size)) for row in rows], np.int32).reshape(len(rows), width)
-
-
-def _as_array(name: str, values: object, dtype: type[np.generic]) -> NDArray[Any]:
-    """A list's whole numbers as an array, exactly."""
-    try:
-        found = np.array(values)
-        if found.size == 0 or (found.dtype.kind in "iu" and bool((found.astype(dtype) == found).all())):
-            return found.astype(dtype)
-    except ValueError as error:
-        raise InputError(f"{name} of rows holds lists of different lengths, got {values!r}; flatten it") from error
-    raise InputError(f"{name} of rows holds {np.dtype(dtype)} numbers, got {values!r}; correct it")
 
 
 def _kind_of(values: object) -> np.dtype[Any] | str:

@@ -80,11 +80,6 @@ class HistoryStore(Closing):
         return self._num_bytes
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts with published rollouts."""
-        return len(self._snapshot)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the published rollouts."""
         snapshot = self._snapshot
