@@ -1,6 +1,7 @@
 """A search finds the position that counting finds, with keys and however often entries repeat."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -12,6 +13,7 @@ from treering.history.match.suffix_search import (
     MAX_QUERIES,
     BatchedSearch,
     add_query,
+    last_with_key,
     run_queries,
 )
 from treering.history.store.prompt_index import PromptIndex, as_text
@@ -101,6 +103,15 @@ def test_searches_side_by_side_find_how_many_places_stand_before_each_context(
             text = texts[names[b]] if names[b] < len(texts) else np.zeros(0, np.int32)
             assert own[q] == counted(text, context)
             assert elsewhere[q] == counted(recent.text[:-1], context)
+
+
+@pytest.mark.parametrize("num_equal", [1, 15, 16, 17, 100, 1000])
+def test_keys_equal_to_a_key_are_counted(num_equal: int) -> None:
+    keys = np.array([1, 2] + [5] * num_equal + [7] * 3)
+    assert last_with_key(keys, 0, 2, keys.size, 5) == 2 + num_equal
+    assert last_with_key(keys, 0, 2, 2 + num_equal, 5) == 2 + num_equal
+    assert last_with_key(keys, 1, 1, keys.size - 1, 5) == 1 + num_equal
+    assert last_with_key(keys, 0, 2, keys.size, 4) == 2
 
 
 def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None:
