@@ -21,14 +21,12 @@ from treering.train.loop.sft import LoopOptions
 MEMORY = (
     "max_batch_tokens=9",
     "parents=recompute",
-    "max_bytes=5000",
     "gradient_checkpointing=reentrant",
     "layers=compiled",
 )
 EXPECTED = ComputeOptions(
     max_tokens=9,
     parents="recompute",
-    max_bytes=5000,
     autocast="bfloat16",
     gradient_checkpointing="reentrant",
     layers="compiled",

@@ -56,7 +56,6 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "other mode", lambda: step(prepared(), ranks="sharded" if rank else "gathered")
     yield "whole but sharded", lambda: step(prepared(build_float64()), ranks="sharded")
     yield "sharded but alone", lambda: step(prepared(), ranks="alone")
-    yield "sums twice", lambda: step(prepared(), sum_over_ranks=lambda values: values)
     yield "unknown mode", lambda: step(prepared(), ranks="both")
     yield "FSDP1", lambda: step(fsdp1())
     yield "FSDP1 prepared", lambda: ranks.prepare(fsdp1())
@@ -75,7 +74,6 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "forward under ZeRO-3", lambda: forward(partitioned(build_float64()), FOREST)
     yield "patch under ZeRO-3", lambda: patch(partitioned(build_float64()))
     yield "alone", lambda: step(build_float64(), ranks="alone")
-    yield "own sums", lambda: step(build_float64(), sum_over_ranks=lambda values: values)
     yield "forward", lambda: forward_is_that_of_one(num_ranks, rank)
     # On CPU one process would cut it at 2,048 tokens.
     large = tree(rank, num_branches=2, depth=800 if rank == 0 else 2)

@@ -151,7 +151,6 @@ GUARDS = {
     "other mode": ("StateError", "rank 0 has .*gathered.* where rank 1 has .*sharded"),
     "whole but sharded": ("ConfigError", 'use ranks="gathered"'),
     "sharded but alone": ("ConfigError", "trained by all ranks together"),
-    "sums twice": ("ConfigError", "leave out sum_over_ranks"),
     "unknown mode": ("ConfigError", "ranks is one of sharded, gathered, alone"),
     "FSDP1": ("UnsupportedError", "FSDP1.*fully_shard"),
     "FSDP1 prepared": ("UnsupportedError", "FSDP1.*fully_shard"),
@@ -168,7 +167,7 @@ GUARDS = {
     "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
     "forward under ZeRO-3": ("UnsupportedError", "ZeRO-3 has partitioned the weights.*treering.patch"),
 }
-WORKS = ("patch under ZeRO-3", "alone", "own sums", "forward", "a large tree in step", "goes on after an error")
+WORKS = ("patch under ZeRO-3", "alone", "forward", "a large tree in step", "goes on after an error")
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.models import build
-from treering.errors import InputError, StateError
+from treering.errors import StateError
 from treering.train import fit_costs as fitting
 from treering.train.fit_costs import cached_costs, fit_costs, fit_seconds, probe_forests
 from treering.tree.plan.costs import CostModel
@@ -75,6 +75,13 @@ def test_the_forests_vary_in_every_cost() -> None:
     assert [f.num_segments for f in FORESTS] == [1, 1, 4, 16, 9, 25, 31, 63]
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "NUM_TOKENS", 256)
+    monkeypatch.setattr(fitting, "NUM_RUNS", 1)
+
+
+@pytest.mark.usefixtures("few")
 def test_fitting_leaves_the_model_its_gradients_and_random_states_as_they_were() -> None:
     model = build()
     for number, weight in enumerate(model.parameters()):
@@ -82,7 +89,7 @@ def test_fitting_leaves_the_model_its_gradients_and_random_states_as_they_were()
     weights = [(weight, weight.clone(), weight.grad) for weight in model.parameters()]
     torch.manual_seed(7)
     random_state = torch.get_rng_state()
-    costs = fit_costs(model, num_tokens=256, num_runs=1)
+    costs = fit_costs(model)
     assert costs.token_s + costs.pair_s + costs.segment_s > 0
     assert torch.equal(torch.get_rng_state(), random_state)
     for number, (weight, before, grad) in enumerate(weights):
@@ -101,7 +108,7 @@ def test_gradients_come_back_when_fitting_fails(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fitting, "backward", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        fit_costs(model, num_tokens=256, num_runs=1)
+        fit_costs(model)
     assert first.grad is not None
     assert bool((first.grad == 1).all())
 
@@ -163,10 +170,3 @@ def test_a_corrupt_file_is_refused_by_name(fits: Fits, tmp_path: Path, text: str
     with pytest.raises(StateError, match=r"costs\.json must hold fitted costs.*delete it"):
         cached_costs(build(), path)
     assert path.read_text() == text
-
-
-def test_too_few_tokens_or_runs_are_refused() -> None:
-    with pytest.raises(InputError, match="num_tokens >= 256 and num_runs >= 1, got 255 and 3"):
-        fit_costs(build(), num_tokens=255)
-    with pytest.raises(InputError, match="got 1024 and 0"):
-        fit_costs(build(), num_runs=0)

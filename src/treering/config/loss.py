@@ -20,9 +20,6 @@ Sharing = Annotated[
         "that sharing would slow down is trained branch by branch, to the same gradient. always: never."
     ),
 ]
-MaxBytes = Annotated[
-    int | None, Field(ge=1, description='Bytes that parents = "auto" may fill with activations; none: all free memory.')
-]
 
 Ranks = Annotated[
     Literal["gathered", "sharded"],

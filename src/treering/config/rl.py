@@ -14,7 +14,6 @@ from treering.config.load import Config
 from treering.config.lora import LoraConfig, check_lora
 from treering.config.loss import (
     Layers,
-    MaxBytes,
     Parents,
     Ranks,
     Sharing,
@@ -107,7 +106,6 @@ class LoopConfig(Config):
         "memory holds, halved where it does not; elsewhere, and on several ranks, 16384.",
     )
     parents: Parents = "auto"
-    max_bytes: MaxBytes = None
     sharing: Sharing = "always"
     gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
         default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from treering.config.eval import SftEvalConfig
 from treering.config.load import Config
 from treering.config.lora import LoraConfig, check_lora
-from treering.config.loss import Layers, MaxBytes, Parents, Ranks, Sharing, check_divisor, check_packed
+from treering.config.loss import Layers, Parents, Ranks, Sharing, check_divisor, check_packed
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
 from treering.config.optim import OptimConfig, check_end, check_warmup
@@ -108,7 +108,6 @@ class TrainConfig(OptimConfig):
         "memory holds, halved where it does not; elsewhere, and on several ranks, 16384.",
     )
     parents: Parents = "auto"
-    max_bytes: MaxBytes = None
     sharing: Sharing = "always"
     objective: Literal["sft", "distill"] = Field(
         default="sft",

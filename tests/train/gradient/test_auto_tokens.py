@@ -130,7 +130,7 @@ def test_the_measured_number_fits_into_free_memory(
         each = bytes_per_token(parts)
         # Gradients in float64, and 8 bytes of AdamW's.
         free = free_tokens * each * 4 / 3 + trained * 16 * 4 / 3
-        monkeypatch.setattr(auto_tokens, "free_memory", lambda device, max_bytes: (free, None))
+        monkeypatch.setattr(auto_tokens, "free_memory", lambda device: (free, None))
         found = auto_tokens._measured(parts)
     assert abs(found - free_tokens) <= 1
     assert tokens_that_fit(parts) == DEFAULT_TOKENS, "on a CPU it is a fixed number"

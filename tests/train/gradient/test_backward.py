@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -160,44 +159,8 @@ def test_whole_gradients_accumulate_into_existing_ones() -> None:
     assert_gradients_equal(twice, once, EXACT)
 
 
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-def test_ranks_that_share_denominators_add_up_to_one_rank(normalizer: str) -> None:
-    groups = [SHAPES["long segments"], SHAPES["prefixes of each other"], SHAPES["duplicates"]]
-    batch = batch_of(groups, seed=3)
-    backward(MODEL, forests_of(batch), objective_of("dapo", batch, normalizer, "sum"))
-    expected = take_gradients(MODEL)
-    for rank_batch in split_after(batch, num_groups=1):
-
-        def sum_over_ranks(own: np.ndarray, part: Batch = rank_batch) -> np.ndarray:
-            assert own.tolist() == totals_of(part)
-            return np.array(totals_of(batch))
-
-        objective = objective_of("dapo", rank_batch, normalizer, "sum")
-        backward(MODEL, forests_of(rank_batch), objective, sum_over_ranks=sum_over_ranks)
-    assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
-
-
 def forests_of(batch: Batch) -> list[Forest]:
     return [Forest.from_sequences(group) for group in batch.groups]
-
-
-def split_after(batch: Batch, num_groups: int) -> list[Batch]:
-    cut = sum(map(len, batch.groups[:num_groups]))
-    halves = [(slice(None, num_groups), slice(None, cut)), (slice(num_groups, None), slice(cut, None))]
-    return [
-        Batch(
-            groups=batch.groups[groups],
-            masks=batch.masks[branches],
-            advantages=batch.advantages[branches],
-            old_logprobs=batch.old_logprobs[branches],
-        )
-        for groups, branches in halves
-    ]
-
-
-def totals_of(batch: Batch) -> list[float]:
-    """Trained entries, branches and trees, counted by hand."""
-    return [float(sum(sum(mask[1:]) for mask in batch.masks)), float(len(batch.masks)), float(len(set(batch.trees)))]
 
 
 def low_precision_distance(family: str, seed: int, path: str) -> float:
@@ -258,9 +221,8 @@ def test_metrics_average_over_trained_entries_of_all_micro_batches() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_refusals_come_before_the_first_gradient() -> None:
     good, bad = Forest.from_sequences([[1, 2, 3], [1, 2, 4], [5]]), Forest.from_sequences([[1, 2, 99]])
-    nothing: list[object] = []
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (InputError, "token id 99", lambda: backward(MODEL, [good, bad], sft(), 4, sum_over_ranks=nothing.append)),
+        (InputError, "token id 99", lambda: backward(MODEL, [good, bad], sft(), 4)),
         (InputError, "expected a Forest, got list", lambda: backward(MODEL, [good, [1]], sft())),  # type: ignore[list-item]
         (InputError, "expected an objective, got <function sft", lambda: backward(MODEL, good, sft)),  # type: ignore[arg-type]
         (
@@ -275,7 +237,6 @@ def test_refusals_come_before_the_first_gradient() -> None:
     for error, message, call in cases:
         with pytest.raises(error, match=message):
             call()
-    assert nothing == []
     assert all(weight.grad is None for weight in MODEL.parameters())
 
 

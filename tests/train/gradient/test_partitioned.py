@@ -241,39 +241,24 @@ def test_the_fastest_way_that_fits_is_chosen_and_said() -> None:
     assert "10,000 tokens, about 10.00 GB" in choose_parents("auto", memory(5e9, None)).reason
 
 
-def test_the_memory_model_chooses_by_what_a_token_costs() -> None:
+def test_the_memory_model_chooses_by_what_a_token_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, forest = build(), Forest.from_sequences([[1] * 400])
     token_bytes = saved_bytes(lambda: hidden_of(model, 200), find_parts(model)) / 200
     chosen = {}
     for share in (1.2, 0.8):
-        room = int(share * 400 * token_bytes)
-        result = backward(model, forest, sft(), max_tokens=100, max_bytes=room)
+        room = share * 400 * token_bytes
+        monkeypatch.setattr(units, "free_memory", lambda device, room=room: (room, None))
+        result = backward(model, forest, sft(), max_tokens=100)
         assert result.parents is not None
         chosen[share] = result.parents.parents
     assert chosen == {1.2: "keep", 0.8: "recompute"}
     assert backward(model, forest, sft()).parents is None
-    assert free_memory(torch.device("cpu"), None)[0] > 0
+    assert free_memory(torch.device("cpu"))[0] > 0
 
 
 def hidden_of(model: nn.Module, num_tokens: int) -> object:
     with tree_attention(model):
         return hidden_states(find_parts(model), Forest.from_sequences([[1] * num_tokens]))
-
-
-def test_a_rank_with_little_work_runs_as_many_passes_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = []
-    honest = units.hidden_states
-    monkeypatch.setattr(units, "hidden_states", lambda *given: passes.append(0) or honest(*given))  # type: ignore[func-returns-value]
-    forest = Forest.from_sequences([[1, 2, 3], [1, 2, 4]])
-    backward(MODEL, forest, sft(normalizer="sum"))
-    expected = take_gradients(MODEL)
-    del passes[:]
-    backward(MODEL, forest, sft(normalizer="sum"), min_micro_batches=4)
-    assert len(passes) == 4
-    assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
-    backward(MODEL, forest, sft([[0, 0, 0]] * 2), min_micro_batches=2)
-    assert len(passes) == 6
-    assert all(not gradient.any() for gradient in take_gradients(MODEL).values())
 
 
 def test_what_is_trained_may_be_the_head_or_the_value_head_alone() -> None:
@@ -283,7 +268,7 @@ def test_what_is_trained_may_be_the_head_or_the_value_head_alone() -> None:
         weight.requires_grad_("lm_head" in name)
     backward(only_head, forest, sft(normalizer="sum"))
     expected = take_gradients(only_head)
-    backward(only_head, forest, sft(normalizer="sum"), 3, min_micro_batches=9)
+    backward(only_head, forest, sft(normalizer="sum"), 3)
     assert_gradients_equal(take_gradients(only_head), expected, EXACT)
     frozen, head = build_float64().requires_grad_(False), nn.Linear(32, 1).double()
     objective = ppo([1.0, 2.0], [[0, 1, 1, 1]] * 2, returns=[1.0, 2.0])
@@ -305,8 +290,8 @@ def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkey
     assert_gradients_equal(take_gradients(MODEL), expected, EXACT)
     assert (few.plan.max_tokens, few.plan.num_micro_batches, few.num_recomputed_tokens) == (4, 3, 0)
     # Otherwise: a pass without gradients would be needed, ranks must plan alike, or None runs everything at once.
-    for objective, max_tokens, num_passes in ((by_sequence, 16, 0), (sft(masks), 16, 1), (sft(masks), None, 0)):
-        plan = backward(MODEL, forest, objective, max_tokens, min_micro_batches=num_passes).plan
+    for objective, max_tokens, in_step in ((by_sequence, 16, False), (sft(masks), 16, True), (sft(masks), None, False)):
+        plan = step.plan_step([forest], objective, max_tokens, device=torch.device("cpu"), in_step=in_step)
         assert (plan.max_tokens, plan.num_micro_batches) == (max_tokens, 1)
     take_gradients(MODEL)
 
@@ -317,14 +302,12 @@ def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkey
     [
         ({"max_tokens": True}, "max_tokens must be an integer of at least 1"),
         ({"max_tokens": 1.5}, "max_tokens must be an integer of at least 1"),
-        ({"min_micro_batches": True}, "min_micro_batches must be an integer"),
         ({"temperature": True}, "temperature must be a positive number"),
         ({"value_head": "x"}, "value_head is a module"),
         ({"value_head": nn.Linear(7, 1)}, "value_head reads hidden states of 32 numbers, got one that reads 7"),
         ({"forests": None}, "expected a Forest or several, got None"),
         ({"parents": "drop"}, "parents is one of auto, keep, recompute, offload, got 'drop'"),
         ({"parents": "offload"}, "the model is there already"),
-        ({"max_bytes": 0}, "max_bytes is a positive number of bytes"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_any_gradient(options: dict[str, object], message: str) -> None:

@@ -212,14 +212,6 @@ def test_a_manifest_that_has_changed_is_no_other_run(tmp_path: Path) -> None:
             assert read_facts(tmp_path / "a") == facts
 
 
-def test_a_manifest_of_the_first_version_has_no_checksum_of_its_own(tmp_path: Path) -> None:
-    write_folder(tmp_path / "a", lambda draft: (draft / "x").touch(), {"step": 7})
-    manifest = json.loads((tmp_path / "a" / MANIFEST).read_text())
-    del manifest["sha256"]
-    (tmp_path / "a" / MANIFEST).write_text(json.dumps(manifest))
-    assert read_facts(tmp_path / "a") == {"step": 7}
-
-
 def test_a_folder_keeps_its_facts_and_files_in_folders(tmp_path: Path) -> None:
     def fill(draft: Path) -> None:
         (draft / "inner").mkdir()

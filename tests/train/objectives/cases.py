@@ -62,7 +62,6 @@ class Policy:
     normalizer: str | None = None
     divisor: float | None = None
     value_coefficient: float = 0.0
-    value_clip: float | None = None
 
     def case(self) -> Case:
         return Case(make=self.make, loss=self.loss, needs_value_head=self.value_coefficient > 0)
@@ -77,8 +76,6 @@ class Policy:
             options["min_importance"] = BOUNDS[0] if self.importance.endswith("mask") else None
         if self.value_coefficient:
             options |= {"returns": d.returns, "value_coefficient": self.value_coefficient}
-        if self.value_clip:
-            options |= {"old_values": d.old_values, "value_clip": self.value_clip}
         given = {name: value for name, value in options.items() if value is not None}
         advantages = d.token_advantages if self.is_per_token else d.advantages
         return BASES[self.name][0](advantages, d.masks, None if self.is_on_policy else d.old, **given)
@@ -119,13 +116,8 @@ class Policy:
         return ratio if BOUNDS[0] <= ratio <= BOUNDS[1] else 0.0
 
     def _value_loss(self, d: Data, f: Flat, i: int, t: int) -> Tensor:
-        value, wanted, old = f.values[i][t - 1], d.returns[i][t], d.old_values[i][t]
-        if not self.value_coefficient:
-            return torch.zeros_like(value)
-        error = (value - wanted) ** 2
-        if self.value_clip:
-            error = torch.max(error, (torch.clamp(value, old - self.value_clip, old + self.value_clip) - wanted) ** 2)
-        return error / 2
+        value, wanted = f.values[i][t - 1], d.returns[i][t]
+        return (value - wanted) ** 2 / 2 if self.value_coefficient else torch.zeros_like(value)
 
 
 def kl(d: Data, f: Flat, i: int, t: int, estimator: str) -> Tensor:
@@ -159,9 +151,7 @@ def _policy_cases() -> dict[str, Case]:
     found["dr_grpo by divisor"] = Policy(name="dr_grpo", divisor=7.0)
     for shared in ("sum", "once"):
         found[f"ppo values {shared}"] = Policy(name="ppo", shared=shared, value_coefficient=0.5, is_per_token=True)
-    found["ppo clipped values, entropy, kl"] = Policy(
-        name="ppo", value_coefficient=0.8, value_clip=0.3, entropy=0.1, kl=0.2
-    )
+    found["ppo values, entropy, kl"] = Policy(name="ppo", value_coefficient=0.8, entropy=0.1, kl=0.2)
     return {name: policy.case() for name, policy in found.items()}
 
 
@@ -201,9 +191,8 @@ def _dpo(reference: str | None, of_margin: Callable[[Tensor], Tensor], **options
     )
 
 
-def _sigmoid(margin: Tensor, beta: float = 0.5, wrong: float = 0.0) -> Tensor:
-    right = torch.log(1 / (1 + torch.exp(-beta * margin)))
-    return -(1 - wrong) * right - wrong * torch.log(1 / (1 + torch.exp(beta * margin)))
+def _sigmoid(margin: Tensor, beta: float = 0.5) -> Tensor:
+    return -torch.log(1 / (1 + torch.exp(-beta * margin)))
 
 
 CASES: dict[str, Case] = {
@@ -216,7 +205,4 @@ CASES: dict[str, Case] = {
     "dpo per token": _dpo("ref", _sigmoid, beta=0.5),
     "dpo sums": _dpo("ref_sums", _sigmoid, beta=0.5),
     "dpo mixed": _dpo("mixed_ref", _sigmoid, beta=0.5),
-    "dpo smooth": _dpo("ref", functools.partial(_sigmoid, wrong=0.2), beta=0.5, label_smoothing=0.2),
-    "dpo hinge": _dpo("ref", lambda margin: torch.clamp(1 - 0.5 * margin, min=0), beta=0.5, loss_type="hinge"),
-    "dpo ipo": _dpo("ref", lambda margin: (margin - 1 / (2 * 0.5)) ** 2, beta=0.5, loss_type="ipo"),
 }

@@ -33,7 +33,6 @@ class Data:
     ref: PerToken
     ref_sums: list[float]
     returns: PerToken
-    old_values: PerToken
     pairs: list[tuple[int, int]]
 
     @property
@@ -119,7 +118,6 @@ def data_of(groups: Groups, model: nn.Module, seed: int = 0, noise: float = 0.3)
         ref=ref,
         ref_sums=[sum(v for v in row if not math.isnan(v)) - 0.5 for row in ref],
         returns=noisy(1.0),
-        old_values=noisy(0.5),
         pairs=[(c, r) for c, r in zip(first, second, strict=True) if c != r],
     )
 

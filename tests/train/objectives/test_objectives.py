@@ -10,7 +10,7 @@ import torch
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.errors import InputError
 from treering.train.gradient.backward import backward
-from treering.train.objectives import Objective, clipped_surrogate, grpo, sft
+from treering.train.objectives import Objective, grpo, sft, surrogate_of_ratio
 from treering.tree.forest import Forest
 
 MODEL = build_float64()
@@ -19,7 +19,7 @@ FOREST = Forest.from_sequences([[5, 6, 7], [5, 6, 8], [5]])
 
 def surrogate(logprob: float, old: float, advantage: float, clip: tuple[float, float]) -> float:
     one = [torch.tensor([x], dtype=torch.float64) for x in (logprob, old, advantage)]
-    return float(clipped_surrogate(*one, clip=clip).loss)
+    return float(surrogate_of_ratio(one[0] - one[1], one[2], clip=clip).loss)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_clip_metrics_count_entries_whose_gradient_is_cut() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.5, -1.5], requires_grad=True)
     old = torch.tensor([-1.5, -1.5, -1.0, -1.0])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    terms = clipped_surrogate(logprobs, old, advantages, clip=(0.2, 0.2))
+    terms = surrogate_of_ratio(logprobs - old, advantages, clip=(0.2, 0.2))
     (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
     cut = (terms.metrics["clip_low"] + terms.metrics["clip_high"]).bool()
     assert torch.equal(cut, gradient == 0)
@@ -83,7 +83,7 @@ def test_untrained_values_may_be_anything() -> None:
 
 def test_approx_kl_estimates_the_divergence_from_the_old_policy() -> None:
     logprobs, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
-    terms = clipped_surrogate(logprobs, old, torch.ones(2), clip=(0.2, 0.2))
+    terms = surrogate_of_ratio(logprobs - old, torch.ones(2), clip=(0.2, 0.2))
     expected = [math.exp(0.5) - 1 - 0.5, math.exp(-1.0) - 1 + 1.0]
     assert terms.metrics["approx_kl"].tolist() == pytest.approx(expected)
     assert terms.metrics["ratio"].tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0)])

@@ -30,7 +30,6 @@ EXAMPLES: Mapping[str, Any] = MappingProxyType(
         "keep": 5,
         "max_batch": 64,
         "max_batch_tokens": 16384,
-        "max_bytes": 8_000_000_000,
         "max_epochs": 3,
         "max_draft": 16,
         "max_number": 999,

@@ -22,9 +22,7 @@ from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.sft import LoopOptions
 
 # Settings that change rounding at most.
-_FREE_TO_CHANGE = frozenset(
-    {"max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "layers", "ranks"}
-)
+_FREE_TO_CHANGE = frozenset({"max_batch_tokens", "parents", "sharing", "gradient_checkpointing", "layers", "ranks"})
 _LENGTH = frozenset({"num_steps", "num_epochs"})
 _TREES_PER_STEP = 8
 _STEPS_PER_EPOCH = 16

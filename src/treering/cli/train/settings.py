@@ -37,7 +37,7 @@ from treering.train.loop.sft import LoopOptions
 # except its seed: no rollout's tokens depend on them.
 _FREE_TO_CHANGE = frozenset(
     {
-        *("max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "layers"),
+        *("max_batch_tokens", "parents", "sharing", "gradient_checkpointing", "layers"),
         *("num_train_threads", "ranks"),
     }
 )

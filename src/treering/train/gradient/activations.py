@@ -20,7 +20,6 @@ from treering.model.families import ModelParts
 from treering.model.forward import hidden_states
 from treering.model.layers import layers_of
 from treering.tree.forest import Forest
-from treering.types import is_count
 
 Parents = Literal["keep", "recompute", "offload"]
 """keep: activations stay, and nothing is computed twice. recompute: they are dropped and computed again before the
@@ -57,11 +56,11 @@ class ParentsChoice:
     reason: str
 
 
-def check_parents(requested: str, device: torch.device, max_bytes: int | None) -> None:
-    """Checks the options `parents` and `max_bytes`.
+def check_parents(requested: str, device: torch.device) -> None:
+    """Checks the option `parents`.
 
     Raises:
-        ConfigError: an unknown option, an offload of a model on the host, or no bytes.
+        ConfigError: an unknown option, or an offload of a model on the host.
     """
     if requested not in get_args(ParentsOption):
         raise ConfigError(f"parents is one of {', '.join(get_args(ParentsOption))}, got {requested!r}; choose one")
@@ -70,8 +69,6 @@ def check_parents(requested: str, device: torch.device, max_bytes: int | None) -
             'parents="offload" moves activations to host memory, and the model is there already; use "keep" or '
             '"recompute"'
         )
-    if max_bytes is not None and not is_count(max_bytes, least=1):
-        raise ConfigError(f"max_bytes is a positive number of bytes, or None for what is free, got {max_bytes!r}")
 
 
 def choose_parents(requested: ParentsOption, measure: Callable[[], ActivationMemory]) -> ParentsChoice:
@@ -97,13 +94,13 @@ def choose_parents(requested: ParentsOption, measure: Callable[[], ActivationMem
     return ParentsChoice(parents="recompute", reason=said)
 
 
-def free_memory(device: torch.device, max_bytes: int | None) -> tuple[float, float | None]:
-    """Bytes free for activations on the model's device, or `max_bytes`; and on the host, None if it is that device."""
+def free_memory(device: torch.device) -> tuple[float, float | None]:
+    """Bytes free for activations on the model's device, and on the host: None if it is that device."""
     host = _free_host_bytes() * USABLE_SHARE
     if device.type == "cpu":
-        return (host if max_bytes is None else float(max_bytes)), None
-    if max_bytes is not None or device.type != "cuda":
-        return (float("inf") if max_bytes is None else float(max_bytes)), host
+        return host, None
+    if device.type != "cuda":
+        return float("inf"), host
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free + unused) * USABLE_SHARE, host

@@ -58,8 +58,7 @@ class StepRun:
         scorer: Scorer,
         *,
         parents: ParentsOption,
-        max_bytes: int | None,
-        min_micro_batches: int,
+        min_passes: int,
         in_step: bool = False,
         routing: Routing | None = None,
         teacher: StepTeacher | None = None,
@@ -74,7 +73,7 @@ class StepRun:
         """
         self._teacher = teacher
         self._in_step = in_step
-        self._min_passes = min_micro_batches
+        self._min_passes = min_passes
         self._routing = routing
         self._num_passes = 0
         self._on_progress = on_progress
@@ -90,7 +89,7 @@ class StepRun:
         self._selected = [batch.select(unit.forest, unit.branches) for unit in self._units]
         if teacher is not None:
             teacher.check(self._units, self._selected)
-        self.parents = self._choose(plan, parents, max_bytes) if plan.partitioned else None
+        self.parents = self._choose(plan, parents) if plan.partitioned else None
 
     def backward(self) -> None:
         """Adds all gradients to `.grad`."""
@@ -112,16 +111,6 @@ class StepRun:
             self._progress.reach(num_done)
         for _ in range(self._num_passes, self._min_passes):
             self._run_nothing()
-
-    def evaluate(self) -> None:
-        """Adds the loss of every unit to the totals, without gradients."""
-        self._progress = PhaseProgress("scoring", self._num_tokens(range(len(self._units))), self._on_progress)
-        with torch.no_grad():
-            for unit, selected in zip(self._units, self._selected, strict=True):
-                if num_forwards(unit) > 0:
-                    self._loss(self._score(unit, selected, None), selected.edges, selected)
-            for _ in range(sum(map(num_forwards, self._units)), self._min_passes):
-                self._scorer.zero(hidden_states(self._scorer.parts, ONE_TOKEN))
 
     def _num_tokens(self, numbers: Iterable[int]) -> int:
         return sum(self._units[i].forest.num_tokens for i in numbers)
@@ -261,13 +250,13 @@ class StepRun:
         self._progress.reach(self.num_scoring_tokens)
         return scores
 
-    def _choose(self, plan: Plan, parents: ParentsOption, max_bytes: int | None) -> ParentsChoice:
+    def _choose(self, plan: Plan, parents: ParentsOption) -> ParentsChoice:
         if self._in_step and parents == "auto":
             # Measuring runs forwards, which the ranks would have to run alike.
             return ParentsChoice(parents="keep", reason="auto: ranks in step keep parents, without measuring")
 
         def measure() -> ActivationMemory:
-            free, free_host = free_memory(self._scorer.device, max_bytes)
+            free, free_host = free_memory(self._scorer.device)
             return ActivationMemory(
                 chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
                 bytes_per_token=bytes_per_token(self._scorer.parts),

@@ -145,7 +145,6 @@ def measured_layers(
                 sft(normalizer="sum"),
                 compute.max_tokens,
                 parents=compute.parents,
-                max_bytes=compute.max_bytes,
                 costs=compute.costs,
                 backend=compute.backend,
                 router_losses=router_losses,

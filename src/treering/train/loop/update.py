@@ -154,7 +154,6 @@ class Updater:
                 compute.max_tokens,
                 temperature=temperature,
                 parents=compute.parents,
-                max_bytes=compute.max_bytes,
                 costs=compute.costs,
                 backend=compute.backend,
                 ranks=self._ranks,

@@ -16,7 +16,7 @@ from treering.train.objectives.grpo import dr_grpo as dr_grpo
 from treering.train.objectives.grpo import grpo as grpo
 from treering.train.objectives.options import PolicyOptions as PolicyOptions
 from treering.train.objectives.policy import Clip as Clip
-from treering.train.objectives.policy import clipped_surrogate as clipped_surrogate
+from treering.train.objectives.policy import surrogate_of_ratio as surrogate_of_ratio
 from treering.train.objectives.ppo import ppo as ppo
 from treering.train.objectives.regularizers import MAX_LOG_RATIO as MAX_LOG_RATIO
 from treering.train.objectives.sequence_ratio import gspo as gspo

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -15,10 +14,6 @@ from treering.train.branch_values import BranchValues, split_totals
 from treering.train.loss_weights import Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms, branch_sizes, branch_sums
 
-PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
-"""Of the margin m = beta * (log-ratio of the chosen - log-ratio of the rejected). sigmoid: -log sigmoid(m). hinge:
-max(0, 1 - m) (arXiv 2309.06657). ipo: ((m - 1/2) / beta)^2 (arXiv 2310.12036), with log-ratios that are sums."""
-
 Pairs = Sequence[tuple[int, int]] | Sequence[Sequence[int]] | NDArray[np.integer] | Tensor
 """(chosen, rejected) numbers of branches: forests in order, then sequences."""
 
@@ -29,8 +24,6 @@ def dpo(
     ref_logprobs: BranchValues | None = None,
     beta: float = 0.1,
     *,
-    label_smoothing: float = 0.0,
-    loss_type: PreferenceLoss = "sigmoid",
     shared: Shared = "sum",
 ) -> Objective:
     """Direct preference optimisation: -log sigmoid(beta * (log-ratio of chosen - of rejected)), averaged over pairs.
@@ -45,23 +38,21 @@ def dpo(
         ref_logprobs: of a reference model, for each of K branches one number, the *sum* over its trained tokens, or a
             list with one log-probability per token. None is reference-free: 0.
         beta: how far the policy may stray from the reference; positive.
-        label_smoothing: the chance, below 0.5, that a label is wrong (conservative DPO); only for "sigmoid".
-        loss_type: see `PreferenceLoss`.
         shared: "sum" only.
 
     Raises:
         InputError: invalid pairs; `backward` refuses a number that no branch has.
-        ConfigError: an invalid option, label smoothing with another loss, or shared="once".
+        ConfigError: an invalid beta, or shared="once".
 
     Example: log-ratios 1.0 (chosen) and -1.0 (rejected) with beta=0.1 give -log sigmoid(0.2) = 0.598.
     """
-    _check(beta, label_smoothing, loss_type, shared)
+    _check(beta, shared)
 
     def terms(entries: Entries) -> Terms:
         assert entries.pairs is not None
         rewards = beta * _log_ratios(entries)
         chosen, rejected = rewards[entries.pairs[:, 0]], rewards[entries.pairs[:, 1]]
-        loss = _loss(chosen - rejected, beta=beta, label_smoothing=label_smoothing, loss_type=loss_type)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected)
         return Terms(loss=loss, metrics=_metrics(chosen.detach(), rejected.detach()))
 
     values: dict[str, BranchValues] = {}
@@ -86,19 +77,6 @@ def _log_ratios(entries: Entries) -> Float[Tensor, " B"]:
     sizes = branch_sizes(entries.branch, entries.num_branches, like=entries.logprobs)
     reference = entries.values["ref_logprobs"] + entries.values["ref_sums"] / sizes[entries.branch]
     return branch_sums(entries.logprobs - reference, entries.branch, entries.num_branches)
-
-
-def _loss(
-    margin: Float[Tensor, " P"], *, beta: float, label_smoothing: float, loss_type: PreferenceLoss
-) -> Float[Tensor, " P"]:
-    match loss_type:
-        case "sigmoid":
-            right, wrong = torch.nn.functional.logsigmoid(margin), torch.nn.functional.logsigmoid(-margin)
-            return -(1 - label_smoothing) * right - label_smoothing * wrong
-        case "hinge":
-            return torch.relu(1 - margin)
-        case "ipo":
-            return ((margin - 0.5) / beta).square()
 
 
 def _metrics(chosen: Float[Tensor, " P"], rejected: Float[Tensor, " P"]) -> dict[str, Float[Tensor, " P"]]:
@@ -129,15 +107,9 @@ def _as_pairs(pairs: Pairs) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _check(beta: float, label_smoothing: float, loss_type: PreferenceLoss, shared: Shared) -> None:
-    if loss_type not in get_args(PreferenceLoss):
-        raise ConfigError(f"loss_type is one of {', '.join(get_args(PreferenceLoss))}, got {loss_type!r}")
+def _check(beta: float, shared: Shared) -> None:
     if not isinstance(beta, int | float) or not 0 < beta < math.inf:
         raise ConfigError(f"beta is a positive number, got {beta!r}; 0.1 is common")
-    if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing < 0.5:
-        raise ConfigError(f"label_smoothing is a number from 0 to below 0.5, got {label_smoothing!r}")
-    if label_smoothing > 0 and loss_type != "sigmoid":
-        raise ConfigError(f'label_smoothing belongs to loss_type="sigmoid", got {loss_type!r}; leave it out')
     if shared != "sum":
         raise ConfigError(
             'dpo takes shared="sum" only: it compares whole sequences, so a token that sequences share has no term of '
