@@ -75,14 +75,13 @@ def flat_loss(
         row = []
         for t, logprob in enumerate(logprobs, start=1):
             previous = logprob.detach() if on_policy else torch.tensor(old[t], dtype=logprob.dtype)
-            row.append(-logprob if kind == "sft" else surrogate(logprob, previous, advantage, clip))
+            row.append(-logprob if kind == "sft" else surrogate(torch.exp(logprob - previous), advantage, clip))
         terms.append(row)
     shares = entry_shares(batch, shared)
     return normalize(terms, shares, batch.trees, normalizer, divisor)
 
 
-def surrogate(logprob: Tensor, old: Tensor, advantage: float, clip: tuple[float, float]) -> Tensor:
-    ratio = torch.exp(logprob - old)
+def surrogate(ratio: Tensor, advantage: float, clip: tuple[float, float]) -> Tensor:
     bounded = torch.clamp(ratio, 1 - clip[0], 1 + clip[1])
     return -torch.min(ratio * advantage, bounded * advantage)
 

@@ -27,7 +27,7 @@ from treering.model.forward import hidden_states
 from treering.train.gradient import backward as step
 from treering.train.gradient import partitioned
 from treering.train.gradient import run as units
-from treering.train.gradient.activations import ActivationMemory, Parents, choose_parents, free_memory, saved_bytes
+from treering.train.gradient.activations import Parents, ParentsChoice, fastest_parents, free_memory, saved_bytes
 from treering.train.gradient.backward import backward
 from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
 from treering.train.objectives import gspo, ppo, sft
@@ -230,15 +230,12 @@ def num_layouts() -> int:
 
 
 def test_the_fastest_way_that_fits_is_chosen_and_said() -> None:
-    def memory(free: float, host: float | None) -> Callable[[], ActivationMemory]:
-        return lambda: ActivationMemory(chain_tokens=10_000, bytes_per_token=1e6, free_bytes=free, free_host_bytes=host)
+    def chosen(free: float, host: float | None) -> ParentsChoice:
+        return fastest_parents(chain_tokens=10_000, bytes_per_token=1e6, free_bytes=free, free_host_bytes=host)
 
-    assert choose_parents("auto", memory(2e10, 2e10)).parents == "keep"
-    assert choose_parents("auto", memory(5e9, 2e10)).parents == "offload"
-    assert choose_parents("auto", memory(5e9, 5e9)).parents == "recompute"
-    assert choose_parents("auto", memory(5e9, None)).parents == "recompute"
-    assert choose_parents("keep", memory(0, None)) == choose_parents("keep", memory(2e10, 2e10))
-    assert "10,000 tokens, about 10.00 GB" in choose_parents("auto", memory(5e9, None)).reason
+    cases = {(2e10, 2e10): "keep", (5e9, 2e10): "offload", (5e9, 5e9): "recompute", (5e9, None): "recompute"}
+    assert {case: chosen(*case).parents for case in cases} == cases
+    assert "10,000 tokens, about 10.00 GB" in chosen(5e9, None).reason
 
 
 def test_the_memory_model_chooses_by_what_a_token_costs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     grads = [weight.grad for weight in model.parameters()]
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     random = torch.get_rng_state()
-    choice = measured_layers(model, FORESTS, ComputeOptions(), num_steps=10**9, device=CPU)
+    choice = measured_layers(model, FORESTS, ComputeOptions(), 10**9)
     assert choice.reason.startswith("auto: 1000000000 steps take stock ")
     assert ", compiled " in choice.reason
     assert "fails" not in choice.reason
@@ -99,7 +99,7 @@ def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_short_run_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "set_layers", no_measurement)
-    choice = measured_layers(build(num_hidden_layers=1), FORESTS, ComputeOptions(), num_steps=1, device=CPU)
+    choice = measured_layers(build(num_hidden_layers=1), FORESTS, ComputeOptions(), 1)
     assert choice.layers == "stock"
     assert "too few to compile for" in choice.reason
 
@@ -126,7 +126,7 @@ def test_a_way_that_fails_or_computes_something_else_is_left_out_and_named(
     monkeypatch.setattr(module, "set_layers", set_layers)
     monkeypatch.setattr(module, "is_installed", lambda package: False)
     model = build(num_hidden_layers=1)
-    choice = measured_layers(model, FORESTS, ComputeOptions(), num_steps=10**9, device=CPU)
+    choice = measured_layers(model, FORESTS, ComputeOptions(), 10**9)
     assert choice.layers == "stock"
     assert failure in choice.reason
     assert not model.model.layers[0]._forward_hooks

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.train.flat import surrogate
 from tests.train.objectives.flat_objectives import (
     Data,
     Flat,
@@ -16,7 +17,6 @@ from tests.train.objectives.flat_objectives import (
     over_tokens,
     sequence_log_ratio,
     sum_of,
-    surrogate,
 )
 from treering.train.objectives import Objective, cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, rloo, sft
 
@@ -133,18 +133,14 @@ def _policy_cases() -> dict[str, Case]:
         for shared in ("sum", "once") if is_of_tokens else ("sum",):
             one = functools.partial(Policy, name=name, shared=shared)
             found[f"{name} {shared}"] = one()
-            found[f"{name} {shared}, wide clip, advantages per token"] = one(clip=WIDE, is_per_token=True)
-            found[f"{name} {shared}, on policy"] = one(is_on_policy=True)
-            found[f"{name} {shared}, kl and entropy"] = one(kl=0.3, entropy=0.1, clip=WIDE)
-            found[f"{name} {shared}, token_mask and kl"] = one(importance="token_mask", kl=0.3, clip=WIDE)
-    for name in ("grpo", "gspo", "rloo"):
-        for mode in ("token_truncate", "sequence_truncate", "sequence_mask"):
-            found[f"{name}, {mode}"] = Policy(name=name, importance=mode, clip=WIDE)
-    for name in ("grpo", "rloo"):
-        for mode in ("token_truncate", "sequence_mask"):
-            found[f"{name} on policy, {mode}"] = Policy(name=name, importance=mode, is_on_policy=True)
+            found[f"{name} {shared}, on policy, per token"] = one(is_on_policy=True, is_per_token=True)
+            options = {"kl": 0.3, "entropy": 0.1, "importance": "token_mask"}
+            found[f"{name} {shared}, all options"] = one(clip=WIDE, is_per_token=True, **options)
+    for name, mode in (("grpo", "token_truncate"), ("gspo", "sequence_truncate"), ("grpo", "sequence_mask")):
+        found[f"{name}, {mode}"] = Policy(name=name, importance=mode, clip=WIDE)
+    found["rloo on policy, sequence_mask"] = Policy(name="rloo", importance="sequence_mask", is_on_policy=True)
     found["rloo once, on policy"] = Policy(name="rloo", shared="once", is_on_policy=True, is_per_token=True)
-    for estimator in ("k1", "k2", "k3"):
+    for estimator in ("k1", "k2"):
         found[f"grpo, {estimator}"] = Policy(name="grpo", kl=0.7, kl_estimator=estimator)
     for normalizer in ("token_mean", "sequence_mean", "tree_mean", "sum"):
         found[f"dr_grpo by {normalizer}"] = Policy(name="dr_grpo", normalizer=normalizer)

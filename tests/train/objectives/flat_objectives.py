@@ -173,19 +173,6 @@ def sum_of(terms: Any) -> Tensor:
     return sum(terms, torch.zeros((), dtype=torch.float64))
 
 
-def constant(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def surrogate(ratio: Tensor, advantage: float, clip: tuple[float, float]) -> Tensor:
-    bounded = torch.clamp(ratio, 1 - clip[0], 1 + clip[1])
-    return -torch.min(ratio * advantage, bounded * advantage)
-
-
-def token_ratio(data: Data, flat: Flat, i: int, t: int) -> Tensor:
-    return torch.exp(flat.logprobs[i][t - 1] - constant(data.old[i][t]))
-
-
 def sequence_log_ratio(data: Data, flat: Flat, i: int) -> Tensor:
     """Sum over trained tokens."""
     return sum_of(flat.logprobs[i][t - 1] - data.old[i][t] for t in data.trained(i))

@@ -47,11 +47,6 @@ def test_defaults_are_those_of_the_papers() -> None:
     assert all(objective.weighting.shared == "sum" for objective in [sft(), *objectives])
 
 
-def test_dr_grpo_divides_by_a_constant_where_one_is_given() -> None:
-    weighting = dr_grpo([1.0], [[1]], divisor=9.0).weighting
-    assert (weighting.normalizer, weighting.divisor) == ("constant", 9.0)
-
-
 def test_terms_see_whole_sequences_only_where_they_must() -> None:
     old = [[0.0, -1.0]]
     for make in (grpo, dapo, dr_grpo, cispo, ppo):
@@ -60,13 +55,6 @@ def test_terms_see_whole_sequences_only_where_they_must() -> None:
         assert (make([1.0], [[0, 1]]).scope, make([1.0], [[0, 1]], old).scope) == ("entry", "branch")
     for mode, scope in (("token_mask", "entry"), ("sequence_mask", "branch"), ("sequence_truncate", "branch")):
         assert grpo([1], [[0, 1]], old, behaviour_logprobs=old, max_importance=2.0, importance=mode).scope == scope  # type: ignore[arg-type]
-
-
-def test_entropies_and_values_are_asked_for_only_where_they_are_read() -> None:
-    assert grpo([1.0], [[1]]).needs == frozenset()
-    assert gspo([1.0], [[1]], entropy_coefficient=0.0).needs == {"entropy"}
-    assert ppo([1.0], [[1]]).needs == frozenset()
-    assert ppo([1.0], [[1]], returns=[1.0], entropy_coefficient=0.1).needs == {"value", "entropy"}
 
 
 def test_a_ratio_of_a_sequence_has_its_value_at_every_token() -> None:

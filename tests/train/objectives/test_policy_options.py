@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.errors import InputError
 from treering.train.gradient.backward import backward
-from treering.train.objectives import Objective, cispo, dapo, dr_grpo, grpo, gspo, ppo, rloo
+from treering.train.objectives import Objective, cispo, grpo, gspo
 from treering.train.objectives.importance import Importance
 from treering.train.objectives.regularizers import KlEstimator, estimate_kl
 from treering.tree.forest import Forest
@@ -22,7 +22,7 @@ MASKS = [[0, 1, 1], [0, 0, 1], [0]]
 OLD = [[0.0, -2.0, -3.5], [0.0, math.nan, -2.5], [0.0]]
 REF = [[math.nan, -3.0, -3.2], [0.0, math.nan, -6.0], [math.nan]]
 ADVANTAGES = [2.0, -1.0, 1.0]
-MAKERS = [grpo, dapo, dr_grpo, gspo, cispo, rloo, ppo]
+MAKERS = [grpo, gspo]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -47,16 +47,6 @@ def test_coefficients_of_zero_measure_and_change_nothing(make: Callable[..., Obj
     assert 0 < measured.averages["entropy"] < math.log(32)
     assert measured.averages["kl"] > 0
     assert_gradients_equal(take_gradients(MODEL), expected, 1e-14)
-
-
-def test_reference_values_are_checked_where_a_token_is_trained() -> None:
-    bad = [[0, math.inf, -1], [0, 0, -1], [0]]
-    for options in (
-        {"ref_logprobs": bad, "kl_coefficient": 0.1},
-        {"behaviour_logprobs": bad, "max_importance": 2.0},
-    ):
-        with pytest.raises(InputError, match=r"_logprobs\[0\] must be finite where a token is trained, got inf"):
-            backward(MODEL, FOREST, grpo(ADVANTAGES, MASKS, OLD, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -32,23 +32,6 @@ USABLE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationMemory:
-    """The sizes that a choice depends on.
-
-    Attributes:
-        chain_tokens: tokens of the longest chain of partitions.
-        bytes_per_token: bytes that a forward saves for its backward.
-        free_bytes: free memory on the model's device.
-        free_host_bytes: free host memory; None if the model is on the host.
-    """
-
-    chain_tokens: int
-    bytes_per_token: float
-    free_bytes: float
-    free_host_bytes: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParentsChoice:
     """The choice and its reason, in words for a log."""
 
@@ -71,26 +54,31 @@ def check_parents(requested: str, device: torch.device) -> None:
         )
 
 
-def choose_parents(requested: ParentsOption, measure: Callable[[], ActivationMemory]) -> ParentsChoice:
-    """The requested option, or for "auto" the fastest that fits: keep, then offload, then recompute.
+def fastest_parents(
+    *, chain_tokens: int, bytes_per_token: float, free_bytes: float, free_host_bytes: float | None
+) -> ParentsChoice:
+    """The fastest way that fits: keep, then offload, then recompute.
 
     All three give the same gradients, bitwise if the device computes deterministically.
+
+    Args:
+        chain_tokens: tokens of the longest chain of partitions.
+        bytes_per_token: bytes that a forward saves for its backward.
+        free_bytes: free memory on the model's device.
+        free_host_bytes: free host memory; None if the model is on the host.
 
     Example: a chain of 10,000 tokens at 1 MB each is kept in 20 GB of free memory, offloaded with 5 GB free on the
     device and 20 GB on the host, and recomputed with 5 GB on both.
     """
-    if requested != "auto":
-        return ParentsChoice(parents=requested, reason="as requested")
-    memory = measure()
-    needed = memory.chain_tokens * memory.bytes_per_token
+    needed = chain_tokens * bytes_per_token
     said = (
-        f"auto: the longest chain of partitions holds {memory.chain_tokens:,} tokens, about {needed / 1e9:.2f} GB of "
-        f"activations, and {memory.free_bytes / 1e9:.2f} GB are free"
+        f"auto: the longest chain of partitions holds {chain_tokens:,} tokens, about {needed / 1e9:.2f} GB of "
+        f"activations, and {free_bytes / 1e9:.2f} GB are free"
     )
-    if needed <= memory.free_bytes:
+    if needed <= free_bytes:
         return ParentsChoice(parents="keep", reason=said)
-    if memory.free_host_bytes is not None and needed <= memory.free_host_bytes:
-        return ParentsChoice(parents="offload", reason=f"{said}; the host has {memory.free_host_bytes / 1e9:.2f} GB")
+    if free_host_bytes is not None and needed <= free_host_bytes:
+        return ParentsChoice(parents="offload", reason=f"{said}; the host has {free_host_bytes / 1e9:.2f} GB")
     return ParentsChoice(parents="recompute", reason=said)
 
 

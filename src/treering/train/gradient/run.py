@@ -17,11 +17,10 @@ from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table
 from treering.model.forward import ONE_TOKEN, hidden_states
 from treering.model.routers import Routes
 from treering.train.gradient.activations import (
-    ActivationMemory,
     ParentsChoice,
     ParentsOption,
     bytes_per_token,
-    choose_parents,
+    fastest_parents,
     free_memory,
 )
 from treering.train.gradient.edge_vectors import joined_leaves, split_gradients, vector_product
@@ -251,20 +250,18 @@ class StepRun:
         return scores
 
     def _choose(self, plan: Plan, parents: ParentsOption) -> ParentsChoice:
-        if self._in_step and parents == "auto":
+        if parents != "auto":
+            return ParentsChoice(parents=parents, reason="as requested")
+        if self._in_step:
             # Measuring runs forwards, which the ranks would have to run alike.
             return ParentsChoice(parents="keep", reason="auto: ranks in step keep parents, without measuring")
-
-        def measure() -> ActivationMemory:
-            free, free_host = free_memory(self._scorer.device)
-            return ActivationMemory(
-                chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
-                bytes_per_token=bytes_per_token(self._scorer.parts),
-                free_bytes=free,
-                free_host_bytes=free_host,
-            )
-
-        return choose_parents(parents, measure)
+        free, free_host = free_memory(self._scorer.device)
+        return fastest_parents(
+            chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
+            bytes_per_token=bytes_per_token(self._scorer.parts),
+            free_bytes=free,
+            free_host_bytes=free_host,
+        )
 
 
 def _router_loss(routing: Routing, routes: Sequence[Routes], forest: Forest) -> Tensor:
