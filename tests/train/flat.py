@@ -65,7 +65,6 @@ def flat_loss(
     shared: str = "sum",
     clip: tuple[float, float] = (0.2, 0.2),
     divisor: float = 1.0,
-    on_policy: bool = False,
     temperature: float = 1.0,
 ) -> Tensor:
     """The loss of the batch with every sequence run on its own."""
@@ -74,7 +73,7 @@ def flat_loss(
         logprobs = flat_logprobs(model, sequence, temperature)[0] if len(sequence) > 1 else torch.zeros(0)
         row = []
         for t, logprob in enumerate(logprobs, start=1):
-            previous = logprob.detach() if on_policy else torch.tensor(old[t], dtype=logprob.dtype)
+            previous = torch.tensor(old[t], dtype=logprob.dtype)
             row.append(-logprob if kind == "sft" else surrogate(torch.exp(logprob - previous), advantage, clip))
         terms.append(row)
     shares = entry_shares(batch, shared)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,12 +106,10 @@ def step(model: nn.Module, objective: Objective, options: dict[str, Any]) -> Bac
     return backward(model, [Forest.from_sequences(SEQUENCES)], objective, **options)
 
 
-@pytest.mark.parametrize(("name", "is_lora"), [*((name, False) for name in CASES), ("partitioned", True)])
-def test_a_step_reads_no_value_on_the_host(name: str, is_lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_reads_no_value_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, objective, options = CASES[name]
     model: Any = build(family)
-    if is_lora:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
     # The first use of a backend checks it, once in a process.
     step(model, objective(), options)
     with no_reads(monkeypatch):

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from tests.backends import EXACT_BACKENDS
-from tests.forests import SHAPES, comb, star
+from tests.forests import SHAPES
 from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, take_gradients
 from tests.partitions import chain_partitions, random_partitions
 from tests.train.flat import Batch, batches
@@ -63,7 +63,7 @@ def cut_by(cut: Cut) -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", EXACT_BACKENDS)
 @given(batch=batches(), seed=st.integers(0, 10**6), size=st.integers(1, 12), shared=st.sampled_from(["sum", "once"]))
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_any_partition_gives_the_gradients_of_flat_sequences(
     backend: str, batch: Batch, seed: int, size: int, shared: str
 ) -> None:
@@ -95,18 +95,6 @@ def test_every_shape_is_exact_in_partitions(shape: str) -> None:
         assert_step_is_exact(MODEL, batch_of([SHAPES[shape][:30]]), "dapo", "token_mean")
 
 
-@pytest.mark.parametrize("sequences", [comb(1000)[249::250], star(600)], ids=["comb 1000 deep", "star 600 wide"])
-def test_deep_and_wide_trees_are_exact_under_a_budget(sequences: list[list[int]]) -> None:
-    model = build_float64(vocab_size=1024)
-    assert_step_is_exact(model, batch_of([sequences]), "dapo", "token_mean", max_tokens=100)
-
-
-def test_a_chain_of_sixty_partitions_is_exact() -> None:
-    batch = batch_of([[[i % 7 for i in range(60)]]])
-    with cut_by(lambda tree: chain_partitions(tree.num_tokens, 1)):
-        assert_step_is_exact(build_float64(num_hidden_layers=1), batch, "sft", "sum")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_exact_in_partitions(family: str) -> None:
     batch = batch_of([SHAPES["long segments"], SHAPES["prefixes of each other"]])
@@ -114,8 +102,7 @@ def test_every_family_is_exact_in_partitions(family: str) -> None:
         assert_step_is_exact(build_float64(family), batch, "grpo", "sequence_mean", temperature=0.8)
 
 
-@pytest.mark.parametrize("parents", MODES)
-@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize(("checkpointing", "parents"), [("reentrant", "keep"), ("non_reentrant", "recompute")])
 def test_activation_checkpointing_changes_nothing(checkpointing: GradientCheckpointing, parents: Parents) -> None:
     model = build_float64()
     batch = batch_of([SHAPES["long segments"]])

@@ -46,35 +46,31 @@ def call_uncompiled(module: nn.Module, **options: object) -> None:
     module._compiled_call_impl = module._call_impl
 
 
-def decided(device: torch.device = CUDA, **options: object) -> module.LayersChoice | None:
-    given = {"num_steps": 1000, "device": device, **options}
-    return auto_layers(build(num_hidden_layers=1), FORESTS, ComputeOptions(), **given)
+def decided(device: torch.device = CUDA, *, model: nn.Module, **options: object) -> module.LayersChoice | None:
+    return auto_layers(model, FORESTS, ComputeOptions(), **{"num_steps": 1000, "device": device, **options})
 
 
 def test_a_cpu_has_stock_layers_and_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measured_layers", no_measurement)
-    assert decided(CPU) is None
+    assert decided(CPU, model=build(num_hidden_layers=1)) is None
     assert tiny_loop(layers="auto", num_steps=3).step().update.notes == ()
 
 
-@pytest.mark.parametrize("options", [{"num_ranks": 2}, {"num_steps": None}, {"is_deterministic": True}])
-def test_what_cannot_be_measured_stays_stock(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{"num_ranks": 2}, {"num_steps": None}, {"is_deterministic": True}, {"is_compiled": True}]
+)
+def test_what_cannot_be_measured_stays_as_it_is(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measured_layers", no_measurement)
+    is_compiled, model = bool(options.pop("is_compiled", False)), build(num_hidden_layers=1)
+    if is_compiled:
+        call_uncompiled(model.model.layers[0])
     torch.use_deterministic_algorithms(bool(options.pop("is_deterministic", False)))
     try:
-        choice = decided(**options)
+        choice = decided(model=model, **options)
     finally:
         torch.use_deterministic_algorithms(False)
     assert choice is not None
-    assert choice.layers == "stock"
-
-
-def test_layers_that_a_user_has_compiled_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "measured_layers", no_measurement)
-    model = build(num_hidden_layers=1)
-    call_uncompiled(model.model.layers[0])
-    choice = auto_layers(model, FORESTS, ComputeOptions(), num_steps=1000, device=CUDA)
-    assert choice == module.LayersChoice(layers="compiled", reason="auto: as the model came")
+    assert choice.layers == ("compiled" if is_compiled else "stock")
 
 
 def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
