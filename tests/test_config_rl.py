@@ -48,7 +48,7 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
     shared = set(options) & set(LoopConfig.model_fields) - own
     loop = LoopConfig(num_steps=1)
     assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
-    assert len(shared) == 19
+    assert len(shared) == 18
 
 
 def test_a_group_of_settings_goes_through_overrides() -> None:
