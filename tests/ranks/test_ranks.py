@@ -15,7 +15,6 @@ import pytest
 
 from tests.ranks import rl_loops
 from tests.ranks.exact import cases
-from tests.ranks.loops import MODES, resume_alone, run_alone
 
 pytestmark = pytest.mark.ranks
 
@@ -42,7 +41,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def run_under_torchrun(num_ranks: int, folder: Path, before: Path | None) -> list[dict[str, Any]]:
     """Runs every case; `before` is the folder of fewer ranks, whose checkpoints are resumed too."""
-    alone = run_alone(folder)
     rl_loops.run_alone(folder)
     done = torchrun(num_ranks, "tests.ranks.worker", str(folder), "-" if before is None else str(before))
     files = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
@@ -50,7 +48,7 @@ def run_under_torchrun(num_ranks: int, folder: Path, before: Path | None) -> lis
     failures = [fact["failure"] for fact in facts if "failure" in fact]
     if failures:
         pytest.fail("\n".join(failures))
-    facts[0] |= {"alone": alone, "folder": str(folder)}
+    facts[0]["folder"] = str(folder)
     return facts
 
 
@@ -67,32 +65,6 @@ def torchrun(num_ranks: int, module: str, *arguments: str) -> subprocess.Complet
 )
 def test_gradients_are_those_of_one_process(size: int, name: str, found: Found) -> None:
     assert max(rank["exact"][name] for rank in found[size]) <= EXACT
-
-
-@pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_of_several_ranks_has_the_weights_of_one(mode: str, size: int, found: Found) -> None:
-    assert max(rank["loops"][mode]["error"] for rank in found[size]) <= SAME_WEIGHTS
-
-
-@pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("mode", MODES)
-def test_every_rank_reports_what_one_would(mode: str, size: int, found: Found) -> None:
-    passes = {"train/num_micro_batches", "train/num_recomputed_tokens"}
-    for rank in found[size]:
-        for own, alone in zip(rank["loops"][mode]["values"], found[size][0]["alone"]["values"], strict=True):
-            assert own.keys() == alone.keys()
-            names = own.keys() - passes
-            assert {name: own[name] for name in names} == pytest.approx(
-                {name: alone[name] for name in names}, rel=SAME_WEIGHTS
-            )
-
-
-@pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_goes_on_with_another_number_of_ranks(mode: str, size: int, found: Found) -> None:
-    assert max(rank["loops"][mode]["resumed"] for rank in found[size]) <= SAME_WEIGHTS
-    assert resume_alone(Path(found[size][0]["folder"]), mode) <= SAME_WEIGHTS
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import exact, guards, loops, rl_loops
+from tests.ranks import exact, guards, rl_loops
 
 TIMEOUT_S = 60
 PARTS = {
@@ -32,7 +32,6 @@ def main(folder: Path, before: Path | None) -> None:
         # The same on any number of ranks.
         **(PARTS if size == 2 else {}),
         "exact": exact.run_cases,
-        "loops": partial(loops.run_loops, folder),
         "rl_loops": partial(rl_loops.run_rl_loops, folder, before),
     }
     try:

@@ -124,20 +124,6 @@ def test_a_head_in_chunks_reads_no_value_on_the_host(monkeypatch: pytest.MonkeyP
         assert step(build("qwen3"), sft(masks()), {}).num_trained_tokens > 0
 
 
-@pytest.mark.parametrize("reads", [lambda loss: float(loss), lambda loss: loss.tolist(), lambda loss: bool(loss > 0)])
-def test_a_read_is_seen(reads: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    add = run.LossTotals.add
-    # Compiled under the name of a file of the step, as if it stood there.
-    code = compile(
-        "def add(self, evaluation):\n    reads(evaluation.loss)\n    add(self, evaluation)", f"{OURS}/x.py", "exec"
-    )
-    names: dict[str, Any] = {"reads": reads, "add": add}
-    exec(code, names)
-    monkeypatch.setattr(run.LossTotals, "add", names["add"])
-    with no_reads(monkeypatch), pytest.raises(HostReadError, match=r"x\.py:2"):
-        step(build("qwen3"), sft(masks()), {})
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["whole", "partitioned", "packed", "scored first", "pairs"])
 def test_a_step_never_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
