@@ -39,7 +39,8 @@ def cases(num_ranks: int) -> Iterator[Case]:
     names = batches(num_ranks)
     for wrap, batch, mode in itertools.product(SHARDED, names, ("sharded", "gathered")):
         is_plain, is_uneven = wrap in PLAIN and num_ranks == 2, mode == "gathered" and batch == "uneven gspo"
-        fits = not (mode == "sharded" and batch.startswith("uneven")) and not (wrap == "hybrid" and num_ranks < 4)
+        is_cut = batch.startswith("uneven") or "partitions" in batch
+        fits = not (mode == "sharded" and is_cut) and not (wrap == "hybrid" and num_ranks < 4)
         if (is_plain or is_uneven or batch in ALWAYS) and fits:
             yield Case(wrap, batch, mode)
     for wrap, batch in itertools.product(WHOLE, names if num_ranks == 2 else (*ALWAYS, "uneven gspo")):

@@ -116,7 +116,6 @@ def test_a_tree_over_the_budget_is_partitioned_and_the_others_are_not() -> None:
     ("options", "message"),
     [
         ({"max_tokens": 0}, "at least 1, or None, got 0"),
-        ({"min_micro_batches": -1}, "min_micro_batches must be an integer of at least 0, got -1"),
         ({"costs": 0.5}, r"costs must be a CostModel, such as train.fit_costs gives, or None, got 0\.5"),
         ({"max_tokens": 8, "cut_tokens": 0}, "cut_tokens must be an integer of at least 1"),
         ({"max_tokens": 8, "fill_tokens": 0}, "fill_tokens must be an integer of at least 1"),
@@ -125,23 +124,6 @@ def test_a_tree_over_the_budget_is_partitioned_and_the_others_are_not() -> None:
 def test_options_of_no_plan_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_batch([Forest.from_sequences([[1]])], **options)
-
-
-def test_micro_batches_of_several_trees_are_split_before_empty_ones_are_added() -> None:
-    sizes = [5, 4, 3, 3]
-    forests = [Forest.from_sequences([[1] * size]) for size in sizes]
-    assert sizes_by_bin(sizes, plan_batch(forests, 8, min_micro_batches=2)) == [[3, 5], [3, 4]]
-    assert sizes_by_bin(sizes, plan_batch(forests, 8, min_micro_batches=3)) == [[5], [3, 4], [3]]
-    padded = plan_batch(forests, 8, min_micro_batches=6)
-    assert sizes_by_bin(sizes, padded) == [[5], [4], [3], [3], [], []]
-    assert padded.num_micro_batches == 6
-    assert (padded.num_tokens, padded.num_branches) == (15, 4)
-
-
-def test_partitions_count_as_micro_batches_where_some_are_wanted() -> None:
-    forests = [Forest.from_sequences([[1] * 10]), Forest.from_sequences([[1, 1]])]
-    assert [batch.forest.num_tokens for batch in plan_batch(forests, 4, min_micro_batches=5).micro_batches] == [2, 0]
-    assert len(plan_batch(forests, 4, min_micro_batches=4).micro_batches) == 1
 
 
 def test_trees_are_put_together_up_to_a_fill_and_larger_ones_stand_alone() -> None:

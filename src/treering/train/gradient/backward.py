@@ -26,7 +26,7 @@ from treering.train.gradient.activations import ParentsChoice, ParentsOption, ch
 from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, MaxTokens, run_by_memory, tokens_that_fit
 from treering.train.gradient.checks import check_inputs, routers_of
 from treering.train.gradient.flat_batch import flatten_batch, read_entries
-from treering.train.gradient.pass_order import pass_order
+from treering.train.gradient.passes import count_passes
 from treering.train.gradient.rank_sums import reduced_over_ranks
 from treering.train.gradient.router_losses import RouterLosses, Routing
 from treering.train.gradient.run import StepRun
@@ -220,7 +220,8 @@ def _backward(
             router_losses=router_losses,
         )
         entries = read_entries(forests, objective)
-        agreement.own = pass_order(plan, objective, parents=parents, router_losses=router_losses, ranks=team.mode)
+        agreement.what = f"{objective.name} with ranks={team.mode!r} and router_losses={router_losses}"
+        agreement.num_passes = count_passes(plan, objective) if team.mode == "sharded" else 0
     inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
     reducing = reduced_over_ranks(team, parts, model, value_head)
     with inside, teaching(objective.distillation, of_teacher, backend), router_hooks(routers), reducing:
@@ -279,9 +280,8 @@ def plan_step(
 ) -> Plan:
     """The plan that `backward` follows: `plan_batch` with the fastest number of tokens for the device.
 
-    For ranks that run the same passes (`in_step`), only `max_tokens` counts, as in `share_among_ranks`, because trees
-    would have to be cut alike on all of them. The same holds for a batch with a balance loss that fits into one
-    forward, because one forward needs no counting pass.
+    For ranks that run the same passes (`in_step`), only `max_tokens` counts, because no tree of theirs may be cut. The
+    same holds for a batch with a balance loss that fits into one forward, because one forward needs no counting pass.
 
     Raises:
         InputError: see `plan_batch`.
@@ -299,5 +299,4 @@ def plan_step(
         fill_tokens=fill_tokens,
         cut_tokens=fill_tokens if objective.scope == "entry" else None,
         costs=costs,
-        min_micro_batches=int(in_step),
     )

@@ -19,7 +19,7 @@ from treering.ranks.group import RankGroup
 from treering.train.gradient.backward import plan_step
 from treering.train.gradient.flat_batch import read_entries
 from treering.train.gradient.partitioned import score_unit
-from treering.train.gradient.pass_order import Unit, num_forwards
+from treering.train.gradient.passes import Unit, num_forwards
 from treering.train.gradient.scoring import Scorer
 from treering.train.objectives import sft
 from treering.train.progress import OnProgress, PhaseProgress

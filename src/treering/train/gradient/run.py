@@ -27,7 +27,7 @@ from treering.train.gradient.edge_vectors import joined_leaves, split_gradients,
 from treering.train.gradient.evaluation import LossTotals, evaluate
 from treering.train.gradient.flat_batch import FlatBatch, Selection
 from treering.train.gradient.partitioned import PartitionedStep, score_unit
-from treering.train.gradient.pass_order import Unit, crossing_units, num_forwards
+from treering.train.gradient.passes import Unit, crossing_units, num_forwards
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.teacher import StepTeacher
@@ -65,7 +65,7 @@ class StepRun:
     ) -> None:
         """`scorer` and `routing` belong to the model; the caller must be inside `tree_attention`, also of the teacher.
 
-        With `in_step` every unit runs, trained or not, as `pass_order` says.
+        With `in_step` every unit runs, trained or not.
 
         Raises:
             InputError: given scores of a teacher that are not those of the branches.
@@ -177,9 +177,7 @@ class StepRun:
         assert self.parents is not None
         wanted = selected.wanted(unit.forest)
         scorer = self._scorer_of(unit, selected)
-        step = PartitionedStep(
-            unit, wanted, scorer, self.parents.parents, self._routing, in_step=self._in_step, progress=self._progress
-        )
+        step = PartitionedStep(unit, wanted, scorer, self.parents.parents, self._routing, progress=self._progress)
         parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
 
         def loss_of(number: int, table: EdgeTable) -> LossOf:
@@ -242,7 +240,6 @@ class StepRun:
             selected.wanted(unit.forest),
             self._scorer_of(unit, selected),
             routing,
-            in_step=self._in_step,
             progress=self._progress,
         )
         self.num_scoring_tokens += unit.forest.num_tokens
@@ -252,9 +249,6 @@ class StepRun:
     def _choose(self, plan: Plan, parents: ParentsOption) -> ParentsChoice:
         if parents != "auto":
             return ParentsChoice(parents=parents, reason="as requested")
-        if self._in_step:
-            # Measuring runs forwards, which the ranks would have to run alike.
-            return ParentsChoice(parents="keep", reason="auto: ranks in step keep parents, without measuring")
         free, free_host = free_memory(self._scorer.device)
         return fastest_parents(
             chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
