@@ -47,8 +47,8 @@ def agreeing(group: RankGroup) -> Iterator[Agreement]:
             raise StateError(f"ranks train one batch together, and rank {rank} refuses its share: {fact}")
         if fact[0] != facts[0][0]:
             raise StateError(
-                f"ranks train one batch together, and rank 0 has {facts[0][0]} where rank {rank} has {fact[0]}: give all "
-                "ranks the same objective and options"
+                f"ranks train one batch together, and rank 0 has {facts[0][0]} where rank {rank} has {fact[0]}: give "
+                "all ranks the same objective and options"
             )
     agreement.num_passes = max(num_passes for _, num_passes in facts)
 
