@@ -22,7 +22,7 @@ from treering.train.progress import OnProgress
 Calls = list[tuple[str, int, int]]
 
 MODEL = build_float64("mixtral")
-GROUPS = [SHAPES["bushy"][:6], SHAPES["duplicates"], [[1, 2, 5, 6], [1, 2, 5, 7], [1, 9]]]
+GROUPS = [[[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 9]], SHAPES["duplicates"], [[1, 2, 5, 6], [1, 2, 5, 7]]]
 BATCH = batch_of(GROUPS)
 
 
