@@ -105,7 +105,7 @@ def test_a_stock_model_s_own_loss_is_met_to_rounding(family: str) -> None:
     assert_gradients_equal(take_gradients(model), expected, 1e-5)
 
 
-@pytest.mark.parametrize(("family", "parents"), zip(MIXTURES, [*MODES, "keep"], strict=True))
+@pytest.mark.parametrize(("family", "parents"), list(zip(MIXTURES, [*MODES, "keep"], strict=True)))
 def test_micro_batches_and_partitions_change_nothing(family: str, parents: ParentsOption) -> None:
     model = build_float64(family)
     result = assert_routed_step_is_exact(model, BATCH, max_tokens=LARGEST)
