@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from tests.forests import SHAPES, comb, sequence_sets, star
 from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, global_norm, take_gradients
 from tests.train.flat import Batch, batches, flat_loss
 from treering.attention import backends
-from treering.errors import InputError, StateError
+from treering.errors import ConfigError, InputError, StateError
 from treering.train.gradient.backward import backward
 from treering.train.objectives import Objective, dapo, grpo, sft
 from treering.tree.forest import Forest
@@ -28,6 +29,7 @@ SHARED = ["sum", "once"]
 KINDS = ["sft", "grpo", "dapo"]
 CLIPS = {"sft": (0.2, 0.2), "grpo": (0.2, 0.2), "dapo": (0.2, 0.28)}
 EXACT = 1e-10
+GOOD = Forest.from_sequences([[1, 2, 3], [1, 2, 4], [5]])
 DEAR_SEGMENTS = CostModel(token_s=1e-6, pair_s=0.0, segment_s=1.0)
 
 
@@ -207,24 +209,31 @@ def test_metrics_average_over_trained_entries_of_all_micro_batches() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_refusals_come_before_the_first_gradient() -> None:
-    good, bad = Forest.from_sequences([[1, 2, 3], [1, 2, 4], [5]]), Forest.from_sequences([[1, 2, 99]])
-    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (InputError, "token id 99", lambda: backward(MODEL, [good, bad], sft(), 4)),
-        (InputError, "expected a Forest, got list", lambda: backward(MODEL, [good, [1]], sft())),  # type: ignore[list-item]
-        (InputError, "expected an objective, got <function sft", lambda: backward(MODEL, good, sft)),  # type: ignore[arg-type]
-        (
-            InputError,
-            "max_tokens must be an integer of at least 1, or None, got '8'",
-            lambda: backward(MODEL, good, sft(), "8"),
-        ),  # type: ignore[arg-type]
-        (StateError, "they are switched off here", lambda: torch.no_grad()(backward)(MODEL, good, sft())),
-        (StateError, "they are switched off here", lambda: torch.inference_mode()(backward)(MODEL, good, sft())),
-        (StateError, "all are frozen", lambda: backward(build().requires_grad_(False), good, sft())),
-    ]
-    for error, message, call in cases:
-        with pytest.raises(error, match=message):
-            call()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forests": [GOOD, Forest.from_sequences([[1, 2, 99]])], "max_tokens": 4}, "token id 99"),
+        ({"forests": [GOOD, [1]]}, "expected a Forest, got list"),
+        ({"forests": None}, "expected a Forest or several, got None"),
+        ({"objective": sft}, "expected an objective, got <function sft"),
+        ({"model": build().requires_grad_(False)}, "all are frozen"),
+        ({"max_tokens": "8"}, "max_tokens must be an integer of at least 1, or None, got '8'"),
+        ({"max_tokens": True}, "max_tokens must be an integer of at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer of at least 1"),
+        ({"temperature": True}, "temperature must be a positive number"),
+        ({"value_head": "x"}, "value_head is a module"),
+        ({"value_head": nn.Linear(7, 1)}, "value_head reads hidden states of 32 numbers, got one that reads 7"),
+        ({"parents": "drop"}, "parents is one of auto, keep, recompute, offload, got 'drop'"),
+        ({"parents": "offload"}, "the model is there already"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_the_first_gradient(options: dict[str, object], message: str) -> None:
+    given = {"model": MODEL, "forests": GOOD, "objective": sft(), "max_tokens": np.int64(2)} | options
+    with pytest.raises((ConfigError, InputError, StateError), match=message):
+        backward(**given)  # type: ignore[arg-type]
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), pytest.raises(StateError, match="they are switched off here"):
+            backward(MODEL, GOOD, sft())
     assert all(weight.grad is None for weight in MODEL.parameters())
 
 

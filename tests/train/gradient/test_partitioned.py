@@ -20,7 +20,6 @@ from tests.partitions import chain_partitions, random_partitions
 from tests.train.flat import Batch, batches
 from tests.train.gradient.test_backward import assert_step_is_exact, batch_of, objective_of
 from treering.attention import TreeLayout
-from treering.errors import ConfigError, InputError
 from treering.model.context import tree_attention
 from treering.model.families import find_parts
 from treering.model.forward import hidden_states
@@ -278,24 +277,3 @@ def test_a_device_that_prefers_fewer_tokens_cuts_where_that_costs_nothing(monkey
         plan = step.plan_step([forest], objective, max_tokens, device=torch.device("cpu"), in_step=in_step)
         assert (plan.max_tokens, plan.num_micro_batches) == (max_tokens, 1)
     take_gradients(MODEL)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_tokens": True}, "max_tokens must be an integer of at least 1"),
-        ({"max_tokens": 1.5}, "max_tokens must be an integer of at least 1"),
-        ({"temperature": True}, "temperature must be a positive number"),
-        ({"value_head": "x"}, "value_head is a module"),
-        ({"value_head": nn.Linear(7, 1)}, "value_head reads hidden states of 32 numbers, got one that reads 7"),
-        ({"forests": None}, "expected a Forest or several, got None"),
-        ({"parents": "drop"}, "parents is one of auto, keep, recompute, offload, got 'drop'"),
-        ({"parents": "offload"}, "the model is there already"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_before_any_gradient(options: dict[str, object], message: str) -> None:
-    given = {"forests": Forest.from_sequences([[1, 2, 3]]), "objective": sft(), "max_tokens": np.int64(2)} | options
-    with pytest.raises((ConfigError, InputError), match=message):
-        backward(MODEL, **given)  # type: ignore[arg-type]
-    assert all(weight.grad is None for weight in MODEL.parameters())

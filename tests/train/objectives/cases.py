@@ -78,7 +78,7 @@ class Policy:
             options |= {"returns": d.returns, "value_coefficient": self.value_coefficient}
         given = {name: value for name, value in options.items() if value is not None}
         advantages = d.token_advantages if self.is_per_token else d.advantages
-        return BASES[self.name][0](advantages, d.masks, None if self.is_on_policy else d.old, **given)
+        return BASES[self.name][0](advantages, d.masks, None if self.is_on_policy else d.old_logprobs, **given)
 
     def loss(self, d: Data, f: Flat) -> Tensor:
         def term(i: int, t: int) -> Tensor:
@@ -96,7 +96,7 @@ class Policy:
         advantage = d.token_advantages[i][t] if self.is_per_token else d.advantages[i]
         low, high = clip = self.clip or BASES[self.name][2]
         own = logprob - logprob.item()
-        total = 0.0 if self.is_on_policy else sum(f.logprobs[i][u - 1].item() - d.old[i][u] for u in places)
+        total = 0.0 if self.is_on_policy else sum(f.logprobs[i][u - 1].item() - d.old_logprobs[i][u] for u in places)
         if self.name == "cispo":
             return -min(max(math.exp(total), 1 - low), 1 + high) * advantage * logprob
         if self.name == "rloo":
@@ -109,7 +109,7 @@ class Policy:
         if self.importance is None:
             return 1.0
         places = d.trained(i) if self.importance.startswith("sequence") else [t]
-        target = [f.logprobs[i][u - 1].item() if self.is_on_policy else d.old[i][u] for u in places]
+        target = [f.logprobs[i][u - 1].item() if self.is_on_policy else d.old_logprobs[i][u] for u in places]
         ratio = math.exp(sum(target) - sum(d.behaviour[i][u] for u in places))
         if self.importance.endswith("truncate"):
             return min(ratio, BOUNDS[1])
@@ -166,7 +166,7 @@ def _of_ratios(make: Callable[..., Objective], *, is_mean: bool) -> Case:
         return surrogate(torch.exp(total / len(d.trained(i)) if is_mean else total), d.advantages[i], WIDE)
 
     return Case(
-        make=lambda d: make(d.advantages, d.masks, d.old, WIDE),
+        make=lambda d: make(d.advantages, d.masks, d.old_logprobs, WIDE),
         loss=lambda d, f: over_sequences(d, lambda i: term(d, f, i)),
     )
 
