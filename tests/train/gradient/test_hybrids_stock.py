@@ -50,13 +50,13 @@ def test_stock_code_stays_within_1e_6_of_the_whole_gradient(family: str) -> None
 @pytest.mark.parametrize("family", DENSE)
 def test_bfloat16_strays_no_further_than_1_1_times_the_flat_run(family: str) -> None:
     ratios = []
-    for seed in range(9):
+    for seed in range(15):
         reference = flat_gradients(build_hybrid(family, seed), seed)
         model = build_hybrid(family, seed).bfloat16()
         with planned("fork, padded"):
             tree = distance(tree_gradients(model, seed), reference)
         ratios.append(tree / distance(flat_gradients(model, seed), reference))
-    assert sorted(ratios)[4] <= 1.1
+    assert sorted(ratios)[7] <= 1.1
 
 
 @pytest.mark.parametrize("family", DENSE)
