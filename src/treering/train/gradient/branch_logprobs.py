@@ -70,6 +70,8 @@ def branch_logprobs(
     plan = plan_step(forests, objective, max_tokens, device=parts.device)
     units: list[Unit] = [*plan.micro_batches, *plan.partitioned]
     num_passes = sum(map(num_forwards, units))
+    # Before the first pass, which gathers weights where they are sharded.
+    most_passes = max(group.gather(num_passes))
     progress = PhaseProgress("scoring", plan.num_tokens, on_progress)
     found, num_done = [np.zeros(mask.size) for mask in loss_masks], 0
     with nullcontext() if is_active(parts) else tree_attention(model, backend), torch.no_grad():
@@ -77,7 +79,7 @@ def branch_logprobs(
             _score_into(found, unit, loss_masks, scorer, in_step=group.size > 1, progress=progress)
             num_done += unit.forest.num_tokens
             progress.reach(num_done)
-        for _ in range(num_passes, max(group.gather(num_passes))):
+        for _ in range(num_passes, most_passes):
             scorer.zero(hidden_states(scorer.parts, ONE_TOKEN))
         if parts.shards is not None:
             # A checkpoint reads what is sharded.
