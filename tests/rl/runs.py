@@ -50,10 +50,6 @@ class TinyTask(Task):
         ]
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    @property
     def vocab_size(self) -> int:
         return VOCAB
 

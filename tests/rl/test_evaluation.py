@@ -17,7 +17,6 @@ from treering.errors import ConfigError, InputError
 from treering.metrics import JsonlSink, Metrics
 from treering.rl.evaluation import EvalOptions, HeldOutRewards, eval_seed, mean_pass_at_k, pass_at_k
 from treering.rl.loop import RlLoop
-from treering.rl.tasks.task import TaskSubset
 from treering.train.loop.held_out import Evaluation
 from treering.train.loop.run import METRICS_FILE, knows_first, open_run, run_steps
 
@@ -114,7 +113,7 @@ def train(folder: Path, *, evaluates: bool, stop_after: int | None = None) -> tu
     opened = open_run(folder, loop, checkpoints)
     options = EvalOptions(sampling=Sampling(max_tokens=12), num_samples=2)
     # Prompts of the run itself: their history must not learn from the evaluation.
-    held = TaskSubset(TinyTask(), TinyTask().prompts[1:3])
+    held = TinyTask().subset(TinyTask().prompts[1:3])
     measure = HeldOutRewards(held, lambda: engine_of(loop.policy(), eval_seed(0)), options)
     evaluation = Evaluation(measure=lambda hears: measure(hears).values(), every=1, knows_first=knows_first(folder))
     with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:

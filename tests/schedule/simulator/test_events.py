@@ -41,12 +41,6 @@ def steps(draw, longest=9):
     return queues, *lists, token_s, starts, float(draw(st.integers(0, 2)))
 
 
-def test_the_example_of_one_worker():
-    outcome = run_step(np.zeros(1), work_of([[0, 1]], [4, 2]), rules_of([0, 1, 1.5]))
-    assert outcome.finished.tolist() == [5, 3]
-    assert (outcome.ends.tolist(), outcome.counts.tolist()) == ([5], [2])
-
-
 @settings(max_examples=200, deadline=None)
 @given(steps())
 def test_a_step_is_what_decoding_token_by_token_gives(step):

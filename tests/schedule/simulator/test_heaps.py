@@ -1,5 +1,3 @@
-import heapq
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,16 +35,3 @@ def test_an_entry_taken_out_of_the_middle_is_missing_and_no_other(entries, data)
     expected = sorted(entries)
     expected.remove(gone)
     assert drained(keys, numbers, 2, len(entries) - 1) == expected
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.tuples(st.integers(0, 4), st.integers(0, 9)), st.none()), max_size=30))
-def test_pushes_and_pops_in_any_order_are_those_of_a_plain_heap(changes):
-    keys, numbers, plain = np.zeros(40), np.zeros(40, np.int64), []
-    for change in changes:
-        if change is not None:
-            push(keys, numbers, 0, len(plain), float(change[0]), change[1])
-            heapq.heappush(plain, change)
-        elif plain:
-            assert (keys[0], numbers[0]) == heapq.heappop(plain)
-            pop(keys, numbers, 0, len(plain) + 1)

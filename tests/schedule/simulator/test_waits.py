@@ -101,11 +101,6 @@ def test_waiting_rollouts_free_their_slots_and_come_back_in_order(step):
     assert outcome_of(queues, rollouts, num_slots) == second_by_second(queues, rollouts, num_slots)
 
 
-def test_a_slot_is_free_while_its_rollout_waits():
-    # The second rollout samples while the first one waits; with the slot held it would end after 19 s.
-    assert outcome_of([[0, 1]], [[(2, 10.0), (2, 0.0)], [(5, 0.0)]], 1) == [14.0, 7.0]
-
-
 def waiting_trace(workers: Cluster, seed: int, share: float = 0.5) -> Trace:
     lengths = np.random.default_rng(seed).integers(1, 60, (4, 24))
     law = WaitLaw(share=share, num_turns=3)

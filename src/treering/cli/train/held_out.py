@@ -18,10 +18,9 @@ from treering.engine.request import Sampling
 from treering.errors import InputError
 from treering.ranks.group import RankGroup
 from treering.rl.checks import check_contexts
-from treering.rl.environments.task import EnvironmentTask
 from treering.rl.evaluation import EvalOptions, HeldOutRewards, eval_seed
 from treering.rl.tasks.stored_prompts import ChosenPrompts
-from treering.rl.tasks.task import TaskSubset, prompt_id_of
+from treering.rl.tasks.task import prompt_id_of
 from treering.train.loop.held_out import Measure
 from treering.train.progress import OnProgress
 
@@ -122,5 +121,4 @@ def _part(source: TaskSource, config: RlConfig, *, held_out: bool) -> TaskSource
         )
     numbers = [number for number, is_held in enumerate(held) if is_held == held_out]
     chosen = ChosenPrompts(prompts, numbers[: section.max_prompts] if held_out else numbers)
-    task = source.task
-    return replace(source, task=task.subset(chosen) if isinstance(task, EnvironmentTask) else TaskSubset(task, chosen))
+    return replace(source, task=source.task.subset(chosen))

@@ -9,7 +9,6 @@ A small model can learn the task, and a program can check it.
 
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import ClassVar, Self
@@ -180,11 +179,6 @@ class SumTask(Task):
     @abstractmethod
     def solution_parts(terms: Terms) -> Parts:
         """The correct trajectory after that prompt."""
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        """In the order of drawing."""
-        return self._prompts
 
     @property
     def vocab_size(self) -> int:
