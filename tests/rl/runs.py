@@ -1,6 +1,6 @@
 """A tiny task, engines and loops shared by the RL tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +67,14 @@ def script(request: Request) -> list[int]:
     common = np.random.default_rng([*seed, request.draw]).integers(1, VOCAB, size=3)
     own = np.random.default_rng([*seed, request.draw, 1 + request.sample]).integers(1, VOCAB, size=2 + request.sample)
     return [*common.tolist(), *own.tolist(), STOP]
+
+
+def scripted_step(loop: RlLoop) -> Iterator[tuple[list[int], list[int]]]:
+    """Prompt and response of each rollout that the script writes for the first step of a loop over a `TinyTask`."""
+    for prompt in (TinyTask().prompts[i] for i in loop.plan.tasks_of(1)):
+        for sample in range(4):
+            request = Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, sample=sample)
+            yield prompt.tokens.tolist(), script(request)
 
 
 class Uneven(ScriptedEngine):

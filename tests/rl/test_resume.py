@@ -66,12 +66,6 @@ def test_a_run_that_a_signal_ends_in_a_step_goes_on_as_if_it_had_not(tmp_path: P
     assert rollouts_of(tmp_path / "ended") == rollouts_of(tmp_path / "whole")
 
 
-def test_the_history_of_each_checkpoint_lies_beside_it(tmp_path: Path) -> None:
-    train(tmp_path)
-    names = [sorted(path.name for path in (tmp_path / part).iterdir()) for part in ("checkpoints", "history")]
-    assert names[0] == names[1] == ["step-000006", "step-000007"]
-
-
 @pytest.mark.parametrize("damage", ["gone", "cut", "foreign"])
 def test_a_damaged_history_costs_a_warning_and_no_token(tmp_path: Path, damage: str) -> None:
     whole = train(tmp_path / "whole")

@@ -9,7 +9,6 @@ from tests.rl.runs import SAMPLING, TinyTask
 from tests.runtime.runs import Dealt
 from treering.errors import StateError
 from treering.rl.collect import Collection
-from treering.rl.reward_results import RewardResult
 from treering.runtime.account import Account
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.step.planning import Planner, RolloutPlan
@@ -75,32 +74,6 @@ def test_any_worker_with_room_takes_the_requests_of_a_dead_one() -> None:
     assert run.has_work(1)
     assert names(run.take(1, num_running=1, max_batch=4)) == [6, 5, 4]
     assert names(run.take(0, num_running=0, max_batch=8)) == [2, 1, 0, 7, 3]
-
-
-def test_a_step_is_complete_after_its_last_reward() -> None:
-    run = step_run([0] * 8)
-    for number, request in enumerate(run.take(0, num_running=0, max_batch=8)):
-        assert not run.is_complete
-        rollout = replace(
-            request.unstarted(),
-            **{
-                name: np.zeros(number, dtype)
-                for name, dtype in (
-                    ("tokens", np.int32),
-                    ("logprobs", float),
-                    ("policy_logprobs", float),
-                    ("loss_mask", bool),
-                    ("versions", np.int32),
-                )
-            },
-        )
-        assert run.collection.take(RewardResult(rollout=rollout)) is None
-        run.note_finished(rollout.key, rollout.num_tokens)
-        run.note_rewarded(1)
-    assert run.is_complete
-    # The order is reversed: the last rollout was the first, without tokens, which counts as one.
-    assert run.lengths.tolist() == [7, 6, 5, 4, 3, 2, 1, 1]
-    assert (run.account.sampled, run.account.evaluated) == (8, 8)
 
 
 class Watching(Dealt):

@@ -97,15 +97,6 @@ def test_without_rebalancing_plans_keep_the_given_times() -> None:
     assert plans.measured is None
 
 
-def test_measured_times_are_saved_and_restored() -> None:
-    first, second = planner(Listening()), planner(Listening())
-    for step_s in (0.5, 0.6, 0.7):
-        first.note_times(times(step_s, 0.25))
-    second.load_state(through_a_file(first.state()))
-    assert line(second.measured) == line(first.measured)
-    assert second.state() == first.state()
-
-
 def clock(*readings: float) -> Iterator[float]:
     return iter(readings)
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.rl.rollouts import rollout_of
 from tests.rl.runs import SAMPLING, TinyTask
 from tests.runtime.runs import TinyRecipe
 from treering.engine.protocol import EngineStats
@@ -134,17 +135,8 @@ def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, prog
 
 
 def written(request: Request, num_tokens: int, finish_reason: Any) -> Rollout:
-    return Rollout(
-        prompt_id=request.prompt_id,
-        draw=request.draw,
-        sample=request.sample,
-        tokens=np.full(num_tokens, 3, np.int32),
-        logprobs=np.zeros(num_tokens),
-        policy_logprobs=np.zeros(num_tokens),
-        loss_mask=np.ones(num_tokens, bool),
-        versions=np.zeros(num_tokens, np.int32),
-        finish_reason=finish_reason,
-    )
+    named = {"prompt_id": request.prompt_id, "sample": request.sample, "draw": request.draw}
+    return rollout_of([3] * num_tokens, finish_reason=finish_reason, **named)
 
 
 def requests_of(child: QuietChild) -> list[Request]:
@@ -162,18 +154,6 @@ def asked_to_give(rollout_pool: RolloutPool, run: OpenStep, monkeypatch: pytest.
     monkeypatch.setattr(module, "choose_move", lambda *_: None)
     assert [message.keys for message in children(rollout_pool)[0].of(GiveUp)] == [(first.key,)]
     return first
-
-
-def test_a_given_up_rollout_continues_on_the_target_with_its_tokens(rollout_pool, monkeypatch) -> None:
-    run = step_run()
-    first = asked_to_give(rollout_pool, run, monkeypatch)
-    given = written(first, 2, "abort")
-    children(rollout_pool)[0].says.append(says(1, given=[given]))
-    assert rollout_pool.receive({1: run}) == []
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    handed_on = requests_of(children(rollout_pool)[1])[-1]
-    assert (handed_on.key, handed_on.so_far) == (first.key, given)
-    assert run.account.moved == 1
 
 
 def test_a_rollout_goes_back_if_the_target_has_left_the_step_and_is_not_counted_as_moved(

@@ -22,7 +22,6 @@ from treering.runtime.pipeline import PipelineLoop
 from treering.runtime.step.migration import Held, choose_move
 from treering.runtime.step.open_step import OpenStep
 from treering.runtime.step.planning import RolloutPlan
-from treering.schedule.cluster import Rebalancing
 from treering.schedule.policy import Assignment, Moving, PlanRequest
 from treering.schedule.simulator.migration import MAX_MOVES, Prices
 
@@ -91,14 +90,14 @@ class SlowRecipe(TinyRecipe):
         return engine
 
 
-def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running", meeting: Path | None = None) -> PipelineLoop:
+def slow_pipeline(moving: Moving, meeting: Path | None = None) -> PipelineLoop:
     return pipeline(
         SlowRecipe(meeting=meeting),
         num_steps=NUM_STEPS,
         num_workers=3,
         staleness=1,
         policy=Moves(moving),
-        rebalancing=rebalancing,
+        rebalancing="running",
         num_slots=NUM_SLOTS,
         group_size=GROUP_SIZE,
     )
@@ -226,12 +225,6 @@ def test_moves_change_no_result(unmoved: Result, moving: Moving, tmp_path: Path)
             rows.append(rows_of(loop))
         assert_same((loop.model.state_dict(), rows), unmoved)
         assert loop.account.moved == sum(num_moved) > 0
-
-
-def test_a_cluster_that_moves_nothing_running_has_no_moves() -> None:
-    with slow_pipeline("faster", rebalancing="queued") as loop:
-        loop.step()
-        assert loop.account.moved == 0
 
 
 def test_workers_that_give_or_take_may_die(unmoved: Result) -> None:
