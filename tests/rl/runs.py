@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,18 @@ from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
+from treering.metrics import JsonlSink, Metrics
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.options import RlOptions
+from treering.rl.rollout_log import RolloutLog
+from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.loop.checkpoint import CheckpointStore
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.reference import MakeReference
+from treering.train.loop.resumable import Resumable
+from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 
 STOP = 0
 IDENTITY = {"task": "tiny", "rl.seed": 0}
@@ -159,6 +165,25 @@ def store(folder: Path, **changes: object) -> CheckpointStore:
     """A checkpoint store of the run `IDENTITY`, with hints."""
     chosen = {"folder": folder / "checkpoints", "identity": IDENTITY, "hints": folder / "history"}
     return CheckpointStore(**(chosen | changes))  # type: ignore[arg-type]
+
+
+def steps_in(
+    folder: Path, loop: Resumable[RlStepReport], num_steps: int, *, save_every: int | None = 1, **more: Any
+) -> Iterator[RlStepReport]:
+    """The steps of a run in a folder, where it goes on; its rollouts are logged. `more` as for `run_steps`."""
+    checkpoints = store(folder)
+    opened = open_run(folder, loop, checkpoints)
+    log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
+    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+        yield from run_steps(
+            loop,
+            num_steps=num_steps,
+            save_every=save_every,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            on_step=lambda report: log.write(report.epoch, loop.latest),  # type: ignore[attr-defined]
+            **more,
+        )
 
 
 def memory_of(drafting: Drafting) -> dict[str, torch.Tensor]:

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from tests.models import build
-from tests.rl.runs import TinyTask, eager, memory_of, sampling_loop, store
+from tests.rl.runs import TinyTask, eager, memory_of, sampling_loop, steps_in
 from treering.engine.request import Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError
-from treering.metrics import JsonlSink, Metrics
 from treering.rl.evaluation import EvalOptions, HeldOutRewards, eval_seed, mean_pass_at_k, pass_at_k
 from treering.rl.loop import RlLoop
 from treering.train.loop.held_out import Evaluation
-from treering.train.loop.run import METRICS_FILE, knows_first, open_run, run_steps
+from treering.train.loop.run import METRICS_FILE, knows_first
 
 
 def test_pass_at_k_is_the_share_of_the_subsets_of_k_samples_with_one_that_passed() -> None:
@@ -87,25 +86,16 @@ def engine_of(model: torch.nn.Module, seed: int = 5) -> TorchEngine:
 def train(folder: Path, *, evaluates: bool, stop_after: int | None = None) -> tuple[RlLoop, list[list[int]]]:
     """Four steps with drafts; may leave the run early. The loop, and every rollout that this call trained."""
     drafting = eager()
-    loop, checkpoints, rollouts = sampling_loop(drafting=drafting), store(folder), []
-    opened = open_run(folder, loop, checkpoints)
+    loop, rollouts = sampling_loop(drafting=drafting), []
     options = EvalOptions(sampling=Sampling(max_tokens=12), num_samples=2)
     # Prompts of the run itself: their history must not learn from the evaluation.
     held = TinyTask().subset(TinyTask().prompts[1:3])
     measure = HeldOutRewards(held, lambda: engine_of(loop.policy(), eval_seed(0)), options)
     evaluation = Evaluation(measure=lambda hears: measure(hears).values(), every=1, knows_first=knows_first(folder))
-    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
-        for report in run_steps(
-            loop,
-            num_steps=4,
-            save_every=2,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            evaluation=evaluation if evaluates else None,
-        ):
-            rollouts += [each.tokens.tolist() for each in loop.latest if each.tokens is not None]
-            if report.step == stop_after:
-                break
+    for report in steps_in(folder, loop, 4, save_every=2, evaluation=evaluation if evaluates else None):
+        rollouts += [each.tokens.tolist() for each in loop.latest if each.tokens is not None]
+        if report.step == stop_after:
+            break
     return loop, rollouts
 
 
