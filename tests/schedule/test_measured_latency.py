@@ -144,10 +144,3 @@ def test_times_that_are_none_are_refused(seconds):
     for note in (PassTimes().note_load, PassTimes().note_training, lambda s: told([(s, 1, 0, 1)])):
         with pytest.raises(InputError, match="at least 0"):
             note(seconds)
-
-
-@pytest.mark.parametrize("name", ["num_rows", "num_prefilled", "num_sampled", "num_passes"])
-def test_counts_that_are_none_are_refused_by_name(name):
-    for value in (-1, 1.5, True):
-        with pytest.raises(InputError, match=name):
-            PassTimes().note_pass(0.1, **{"num_rows": 1, "num_prefilled": 0, "num_sampled": 1, name: value})

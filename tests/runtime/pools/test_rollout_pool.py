@@ -104,7 +104,7 @@ def children(rollout_pool: RolloutPool) -> list[QuietChild]:
 def step_run(
     step: int = 1,
     *,
-    moving: str = "faster",
+    moving: str = "drain",
     stealing: str = "off",
     size: int = 4,
     prompt: int = 0,

@@ -164,19 +164,19 @@ def test_a_worker_that_can_steal_has_no_tail() -> None:
 
 
 def test_an_outlier_moves_to_an_emptier_worker_with_longer_rollouts() -> None:
-    run = step_run("faster")
+    run = step_run("drain")
     move = choose_move(run, PRICES, under_way(run, {0: 5, 1: 6, 2: 3, 5: 1}), 0)
     assert move is not None
     # The longest of those that have.
     assert (move.target, move.keys) == (1, (KEYS[1],))
     # As full, nothing ends sooner there.
-    run = step_run("faster")
+    run = step_run("drain")
     assert choose_move(run, PRICES, under_way(run, {0: 4, 1: 5, 5: 1, 6: 1}), 0) is None
 
 
 def test_an_outlier_stays_if_its_prompt_costs_more_than_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     prices = PRICES._replace(prefill_s=0.001)
-    run = step_run("faster")
+    run = step_run("drain")
     held = under_way(run, {0: 5, 1: 6, 2: 3, 5: 1})
     assert choose_move(run, prices, held, 0) is not None
     monkeypatch.setattr(OpenStep, "num_prompt_tokens", lambda *_: 10_000)
@@ -184,7 +184,7 @@ def test_an_outlier_stays_if_its_prompt_costs_more_than_it_saves(monkeypatch: py
 
 
 def test_rows_never_exceed_the_slots() -> None:
-    run = step_run("faster", workers=(0,) * 7 + (1,))
+    run = step_run("drain", workers=(0,) * 7 + (1,))
     held = under_way(run, dict.fromkeys(range(8), 6))
     many = with_more(held[0], *range(7))
     few = {KEYS[7]: held[1][KEYS[7]]}
@@ -195,7 +195,7 @@ def test_rows_never_exceed_the_slots() -> None:
 
 
 def test_a_rollout_moves_a_few_times_at_most() -> None:
-    run = step_run("faster")
+    run = step_run("drain")
     requests = {request.key: request for request in run.collection.requests()}
     held = under_way(run, {0: 4, 1: 5, 2: 3, 5: 1})
     for _ in range(MAX_MOVES):
@@ -214,7 +214,7 @@ def unmoved() -> Result:
         return run(loop, NUM_STEPS)
 
 
-@pytest.mark.parametrize("moving", ["faster", "drain", "consolidate"])
+@pytest.mark.parametrize("moving", ["drain", "consolidate"])
 def test_moves_change_no_result(unmoved: Result, moving: Moving, tmp_path: Path) -> None:
     rows, num_moved = [], []
     with slow_pipeline(moving, meeting=tmp_path / "meeting") as loop:
@@ -229,7 +229,7 @@ def test_moves_change_no_result(unmoved: Result, moving: Moving, tmp_path: Path)
 
 def test_workers_that_give_or_take_may_die(unmoved: Result) -> None:
     moments = {6: "rollout worker 0", 19: "rollout worker 1"}
-    with killing(moments) as dead, slow_pipeline("faster") as loop:
+    with killing(moments) as dead, slow_pipeline("drain") as loop:
         assert_same(run(loop, NUM_STEPS), unmoved)
         account = loop.account
     assert len(dead) == len(moments)

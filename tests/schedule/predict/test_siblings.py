@@ -4,8 +4,8 @@ import pytest
 from treering.schedule.predict.siblings import expected_lengths
 
 
-def expect(running, finished, *, ratios=(1.0,), predicted=100.0, max_tokens=10_000, prior=2.0):
-    found = expected_lengths(running, finished, predicted=predicted, ratios=ratios, max_tokens=max_tokens, prior=prior)
+def expect(running, finished, *, ratios=(1.0,), predicted=100.0, max_tokens=10_000):
+    found = expected_lengths(running, finished, predicted=predicted, ratios=ratios, max_tokens=max_tokens)
     return found.tolist()
 
 

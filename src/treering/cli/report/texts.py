@@ -36,7 +36,7 @@ def find_text(run: RunData) -> Callable[[int], str] | None:
 def _text_of_symbols() -> Callable[[int], str]:
     from treering.rl.tasks.sums import ChainedSums
 
-    symbols = ChainedSums.characters.symbols
+    symbols = ChainedSums.symbols
     return lambda token: symbols[token] if token < len(symbols) else f"[{token}]"
 
 
