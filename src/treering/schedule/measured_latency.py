@@ -88,7 +88,8 @@ class PassTimes:
             InputError: an invalid time.
         """
         # Plain numbers, which a checkpoint can hold.
-        sums = Sums(*map(int, (num_passes, num_rows, num_prefilled, num_sampled)), _nanoseconds(seconds))
+        counts = (int(num_passes), int(num_rows), int(num_prefilled), int(num_sampled))
+        sums = Sums(*counts, _nanoseconds(seconds))
         cell = _cell_of(sums)
         self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
 

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.clusters import cluster
-from treering.errors import ConfigError
 from treering.schedule.plan.plans import PlacementPlan, balanced, equal_counts, equal_sums, longest_first, place
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda values: np.array(values, np.float64))
@@ -114,21 +113,6 @@ def test_long_workers_leave_the_other_rollouts_a_worker(num_workers):
     assert set(workers) == set(range(num_workers))
     if num_workers > 1:
         assert sorted(lengths[workers < num_workers - 1]) == [8, 9, 10]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_turns": 0},
-        {"long_share": 0.5},
-        {"num_long_workers": 1},
-        {"long_share": 1.0, "num_long_workers": 1},
-        {"long_share": -0.1, "num_long_workers": 1},
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(wrong):
-    with pytest.raises(ConfigError, match="a plan takes turns"):
-        PlacementPlan(name="wrong", **wrong)
 
 
 @pytest.mark.parametrize(("rebalancing", "expected"), [("none", "off"), ("queued", "off"), ("running", "consolidate")])

@@ -37,7 +37,7 @@ def case_of(num_groups, num_more, seed, row_s):
     return groups, cluster(num_groups + num_more, int(rng.integers(1, 33)), step_s=20.0, row_s=row_s)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 20), st.integers(0, 10**6), st.sampled_from([0.0, 0.05, 1.0, 20.0]))
 def test_all_workers_are_given_out_and_each_group_has_one(num_groups, num_more, seed, row_s):
     groups, where = case_of(num_groups, num_more, seed, row_s)
@@ -64,7 +64,7 @@ def by_slopes(times, num_workers):
             yield np.minimum(counts, 1 if high == times.max() else num_counts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 24), st.integers(0, 10**6), st.sampled_from([0.0, 0.05, 1.0, 20.0]))
 def test_plans_are_at_least_as_good_as_the_printed_ones(num_groups, num_more, seed, row_s):
     groups, where = case_of(num_groups, num_more, seed, row_s)

@@ -41,7 +41,7 @@ def steps(draw, longest=9):
     return queues, *lists, token_s, starts, float(draw(st.integers(0, 2)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps())
 def test_a_step_is_what_decoding_token_by_token_gives(step):
     queues, lengths, predicted, prompts, token_s, starts, prefill_s = step
@@ -54,7 +54,7 @@ def test_a_step_is_what_decoding_token_by_token_gives(step):
     assert outcome.num_moved == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(steps())
 def test_stealing_takes_the_first_of_the_longest_queue(step):
     queues, lengths, predicted, prompts, token_s, starts, prefill_s = step
@@ -67,7 +67,7 @@ def test_stealing_takes_the_first_of_the_longest_queue(step):
     assert found == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(steps(longest=60), st.sampled_from([DRAIN, CONSOLIDATE]), st.booleans())
 def test_moves_lose_no_rollout_and_gain_no_token(step, moving, stealing):
     queues, lengths, predicted, prompts, token_s, starts, prefill_s = step

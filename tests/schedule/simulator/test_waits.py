@@ -94,7 +94,7 @@ def waiting_steps(draw):
     return queues, rollouts, draw(st.integers(1, 3))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(waiting_steps())
 def test_waiting_rollouts_free_their_slots_and_come_back_in_order(step):
     queues, rollouts, num_slots = step
