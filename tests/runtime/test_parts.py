@@ -6,21 +6,13 @@ import numpy as np
 import pytest
 
 from tests.rl.runs import SAMPLING, TinyTask
-from tests.runtime.runs import Dealt
+from tests.runtime.runs import Noting, planner
 from treering.errors import StateError
 from treering.rl.collect import Collection
 from treering.runtime.account import Account
 from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import Planner, RolloutPlan
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import linear_latency
-from treering.schedule.policy import Assignment, PlanRequest
-from treering.schedule.predict.lengths import LengthPredictor
-
-
-def cluster(staleness: int = 1, num_workers: int = 2) -> Cluster:
-    latency = linear_latency(step_s=1.0, row_s=0.1)
-    return Cluster(num_workers=num_workers, num_slots=4, max_tokens=12, staleness=staleness, latency=latency)
+from treering.runtime.step.planning import RolloutPlan
+from treering.schedule.policy import Assignment
 
 
 def step_run(workers: list[int], **changes: object) -> OpenStep:
@@ -76,52 +68,25 @@ def test_any_worker_with_room_takes_the_requests_of_a_dead_one() -> None:
     assert names(run.take(0, num_running=0, max_batch=8)) == [2, 1, 0, 7, 3]
 
 
-class Watching(Dealt):
-    """Records its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int, list[float]]] = []
-
-    def assign(self, request: PlanRequest) -> Assignment:
-        self.seen.append(("asked", request.step, [float(f.lengths.sum()) for f in request.forecasts]))
-        return super().assign(request)
-
-    def learn(self, step: int, predicted: np.ndarray, lengths: np.ndarray) -> None:
-        self.seen.append(("told", step, lengths.tolist()))
-
-
-def planner(policy: Watching, num_steps: int = 5, **changes: int) -> Planner:
-    return Planner(
-        policy,
-        LengthPredictor("median", guess=10),
-        cluster(**changes),
-        prompt_ids=["a", "b", "c"],
-        prompts_of=lambda step: np.array([[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]][step - 1]),
-        group_size=2,
-        num_steps=num_steps,
-    )
-
-
 def test_a_policy_gets_up_to_four_forecasts_and_the_observed_lengths() -> None:
-    policy = Watching()
+    policy = Noting()
     plans = planner(policy)
     plans.plan(1)
     plans.plan(2)
     plans.plan(2)
     plans.observe(1, np.array([4, 4, 6, 6]))
     plans.plan(3)
-    assert policy.seen == [
-        ("asked", 1, [40.0] * 4),
-        ("asked", 2, [40.0] * 4),
-        ("told", 1, [4, 4, 6, 6]),
+    assert policy.events == [
+        ("planned", 1, [40.0] * 4),
+        ("planned", 2, [40.0] * 4),
+        ("learnt", 1, [4, 4, 6, 6]),
         # a, b and the unknown c are predicted at 4, 6 and the median 5.
-        ("asked", 3, [22.0, 20.0, 18.0]),
+        ("planned", 3, [22.0, 20.0, 18.0]),
     ]
 
 
 def test_restored_plans_are_not_made_again() -> None:
-    policies = Watching(), Watching(), Watching()
+    policies = Noting(), Noting(), Noting()
     first = planner(policies[0])
     for step in (1, 2):
         first.plan(step)
@@ -132,7 +97,7 @@ def test_restored_plans_are_not_made_again() -> None:
     for each in (first, second, other):
         each.plan(2)
         each.plan(3)
-    assert policies[1].seen == policies[0].seen[2:]
-    assert [(kind, step) for kind, step, _ in policies[2].seen] == [("told", 1), ("asked", 2), ("asked", 3)]
+    assert policies[1].events == policies[0].events[2:]
+    assert [(kind, step) for kind, step, _ in policies[2].events] == [("learnt", 1), ("planned", 2), ("planned", 3)]
     np.testing.assert_array_equal(first.plan(2).assignment.workers, second.plan(2).assignment.workers)
     assert other.plan(2).assignment.workers.max() == 2
