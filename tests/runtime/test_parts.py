@@ -5,22 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.rl.runs import SAMPLING, TinyTask
-from tests.runtime.runs import Noting, planner
+from tests.runtime.runs import Noting, open_step, planner
 from treering.errors import StateError
-from treering.rl.collect import Collection
 from treering.runtime.account import Account
 from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import RolloutPlan
-from treering.schedule.policy import Assignment
 
 
 def step_run(workers: list[int], **changes: object) -> OpenStep:
-    """A step of two groups of four."""
-    assignment = Assignment(workers=np.array(workers), order=np.arange(8)[::-1], **changes)  # type: ignore[arg-type]
-    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING)
-    plan = RolloutPlan(step=1, assignment=assignment, predicted=np.arange(1.0, 9.0))
-    return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
+    """A step of two groups of four, in reversed order."""
+    return open_step(workers, predicted=range(1, 9), order=np.arange(8)[::-1], **changes)
 
 
 def names(requests: list) -> list[int]:

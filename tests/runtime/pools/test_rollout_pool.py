@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from tests.rl.rollouts import rollout_of
-from tests.rl.runs import SAMPLING, TinyTask
-from tests.runtime.runs import TinyRecipe
+from tests.runtime.runs import TinyRecipe, open_step
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout
 from treering.history.features import SOURCES, Source
 from treering.history.store.store import HistoryStore
-from treering.rl.collect import Collection
 from treering.rl.drafting import DraftOptions
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import (
@@ -29,12 +27,8 @@ from treering.runtime.pools import rollout_pool as module
 from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.step.migration import Move
 from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.measured_latency import PassTimes
-from treering.schedule.policy import Assignment
-from treering.schedule.simulator.migration import Prices
 
-PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 POLICY_VERSIONS = {0: 0, 1: 1}
 
 
@@ -101,25 +95,10 @@ def children(rollout_pool: RolloutPool) -> list[QuietChild]:
     return rollout_pool.children  # type: ignore[return-value]
 
 
-def step_run(
-    step: int = 1,
-    *,
-    moving: str = "drain",
-    stealing: str = "off",
-    size: int = 4,
-    prompt: int = 0,
-) -> OpenStep:
+def step_run(step: int = 1, *, moving: str = "drain", stealing: str = "off", size: int = 4) -> OpenStep:
     """A step of four or more rollouts, the first half for worker 0."""
-    assignment = Assignment(
-        workers=np.arange(size) * 2 // size,
-        order=np.arange(size),
-        stealing=stealing,  # type: ignore[arg-type]
-        moving=moving,  # type: ignore[arg-type]
-    )
-    prompts = [TinyTask().prompts[prompt]]
-    collection = Collection(prompts, {}, group_size=size, sampling=SAMPLING)
-    plan = RolloutPlan(step=step, assignment=assignment, predicted=np.ones(size))
-    return OpenStep(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
+    workers = [number * 2 // size for number in range(size)]
+    return open_step(workers, step=step, group_size=size, moving=moving, stealing=stealing)
 
 
 def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, progress: Any = None) -> EndedWork:

@@ -9,28 +9,24 @@ import numpy as np
 import pytest
 from torch import nn
 
-from tests.rl.runs import SAMPLING, TinyTask
 from tests.runtime.kills import killing
-from tests.runtime.runs import Dealt, TinyRecipe, pipeline
+from tests.runtime.runs import PRICES, Dealt, TinyRecipe, open_step, pipeline
 from tests.runtime.test_deaths import is_complete
 from tests.runtime.test_pipeline import Result, assert_same, rows_of, run
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
-from treering.rl.collect import Collection
 from treering.runtime.pipeline import PipelineLoop
 from treering.runtime.step.migration import Held, choose_move
 from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.policy import Assignment, Moving, PlanRequest
-from treering.schedule.simulator.migration import MAX_MOVES, Prices
+from treering.schedule.simulator.migration import MAX_MOVES
 
 NUM_STEPS = 4
 NUM_SLOTS = 16
 GROUP_SIZE = 8
 HALFWAY = 6
 PATIENCE_S = 60
-PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 KEYS: list[RolloutKey] = [(f"p{number // 4}", 0, number % 4) for number in range(8)]
 
 
@@ -106,16 +102,7 @@ def slow_pipeline(moving: Moving, meeting: Path | None = None) -> PipelineLoop:
 def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 1)) -> OpenStep:
     """A step of two groups of four; expected lengths are 4 on the first worker and 8 on the second."""
     predicted = np.where(np.array(workers) == 0, 4.0, 8.0)
-    assignment = Assignment(
-        workers=np.array(workers),
-        order=np.arange(8),
-        moving=moving,
-        predicted_lengths=predicted,
-        stealing=stealing,  # type: ignore[arg-type]
-    )
-    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING)
-    plan = RolloutPlan(step=1, assignment=assignment, predicted=predicted)
-    return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1), prices=PRICES)
+    return open_step(workers, predicted=predicted, predicted_lengths=predicted, moving=moving, stealing=stealing)
 
 
 def under_way(run: OpenStep, so_far: dict[int, int]) -> list[Held]:
