@@ -13,28 +13,63 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.common.tables import show
 from treering.cli.display.progress import WorkProgress
 from treering.errors import InputError, TreeringError
 
 SUBJECTS = {
-    "tree": "the tree step against separate flat sequences: time, memory, gradients",
-    "pictures": "completions after pictures against stock padded batches: time, bound, gradients",
-    "distill": "distilling a teacher on trees against flat sequences: time, memory, gradients",
-    "compile": "what numba compiles on a new installation: seconds by function",
-    "data": "large files: memory and seconds of inspect, a second start, and sft to its first step",
-    "draft": "recorded rollouts replayed with every drafter: tokens per verification step",
-    "engine": "decoding with drafts, without, and by model.generate",
-    "pipe": "every scheduling policy on worker processes against the simulator's prediction",
-    "trl": "TRL's trainers with shared prefixes against the stock ones, and its own prefix sharing",
-    "loop": "the plain RL loop, each part of Treering alone, and all together",
-    "trl_rollouts": "rollouts of TRL's trainer: drafts where they pay against none, by batch and epoch",
-    "vllm": "inside vLLM: drafts from history against its own drafters and none",
-    "ranks": "one and two ranks under torchrun: tokens per second, and trees shared by cost against equal counts",
-    "weights": "handing weights to rollout workers: shared memory against Ray's object store, by size",
-    "faults": "kills, damaged files and full disks: each run ends right or says why",
+    "tree": ("the tree step against separate flat sequences: time, memory, gradients", "--runs --only --full"),
+    "pictures": ("completions after pictures against stock padded batches: time, bound, gradients", "--runs"),
+    "distill": ("distilling a teacher on trees against flat sequences: time, memory, gradients", "--runs --only"),
+    "compile": ("what numba compiles on a new installation: seconds by function", ""),
+    "data": ("large files: memory and seconds of inspect, a second start, and sft to its first step", "--only"),
+    "draft": (
+        "recorded rollouts replayed with every drafter: tokens per verification step",
+        "file --tokenizer --drafters --limit-tokens",
+    ),
+    "engine": ("decoding with drafts, without, and by model.generate", "--runs"),
+    "pipe": ("every scheduling policy on worker processes against the simulator's prediction", "--runs"),
+    "trl": ("TRL's trainers with shared prefixes against the stock ones", "--runs --only"),
+    "loop": ("the plain RL loop, each part of Treering alone, and all together", "--runs"),
+    "trl_rollouts": ("rollouts of TRL's trainer: drafts where they pay against none", "--runs --seeds"),
+    "vllm": ("inside vLLM: drafts from history against its own drafters and none", "--runs --only --policy"),
+    "ranks": ("one and two ranks under torchrun: tokens per second, trees shared by cost", "--runs --only"),
+    "weights": ("handing weights to rollout workers: shared memory against Ray's object store, by size", "--runs"),
+    "faults": ("kills, damaged files and full disks: each run ends right or says why", "--cases --only --seed --full"),
 }
+"""What each measures, and its options."""
+
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _limit(text: str) -> int | None:
+    return int(text) or None
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--runs": {"dest": "num_runs", "type": int, "metavar": "N", "help": "timed rounds; median wins"},
+    "--only": {"type": _names, "metavar": "NAMES", "help": "some of its cases, such as star,toolbench; an unknown one "
+               "is refused with those that there are"},
+    "--full": {"dest": "sample_tokens", "action": "store_const", "const": None, "help": "all tasks of every set; takes "
+               "hours"},
+    "file": {"type": Path, "metavar": "FILE", "help": "recorded rollouts, JSON Lines, plain or .gz"},
+    "--tokenizer": {"type": Path, "metavar": "DIR", "help": "renders messages to tokens"},
+    "--drafters": {"type": _names, "metavar": "NAMES", "help": "some drafters, such as naive,treering"},
+    "--limit-tokens": {"type": _limit, "metavar": "N", "help": "replay whole tasks of N sampled tokens; 60000, and 0 "
+                       "replays everything"},
+    "--policy": {"type": Path, "metavar": "DIR", "help": "a saved policy; without it one is trained"},
+    "--seeds": {"dest": "num_seeds", "type": int, "metavar": "N", "help": "of the learning comparison, or 0"},
+    "--cases": {"dest": "num_cases", "type": int, "metavar": "N", "help": "how many faults; 300"},
+    "faults --only": {"metavar": "KIND", "help": "this kind alone, as a note about a failure names it"},
+    "--seed": {"type": int, "metavar": "N", "help": "of the first case; the others have the next ones"},
+    "faults --full": {"action": "store_true", "help": "data sets of a million rows and lines of 100 MB"},
+}  # fmt: skip
+"""By flag, with the subject before it where it is that subject's own; one that is not given is not passed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,9 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(name: str, json_output: bool, out: Path | None, options: dict[str, object]) -> dict[str, Any]:
     if out is not None and not out.absolute().parent.is_dir():
         raise InputError(f"--out needs an existing folder, got {out}: create {out.parent} first")
-    benchmark, view = (import_module(f"benchmarks.{name}.{part}") for part in ("bench", "view"))
+    benchmark = import_module(f"benchmarks.{name}.bench")
     console = Console(stderr=True)
-    console.print(view.NOTE, soft_wrap=True)
+    console.print(benchmark.NOTE, soft_wrap=True)
     with WorkProgress(console) as progress:
         report = benchmark.measure(on_progress=progress.show, **options)
     text = json.dumps(report, indent=2, allow_nan=False)
@@ -65,7 +100,7 @@ def _run(name: str, json_output: bool, out: Path | None, options: dict[str, obje
     if json_output:
         print(text)
     else:
-        view.show(report, Console())
+        show(report, benchmark.TABLES, Console())
     # Last, where a log that is cut to its end still has them.
     for note in report.get("notes", ()):
         console.print(note, soft_wrap=True)
@@ -73,62 +108,15 @@ def _run(name: str, json_output: bool, out: Path | None, options: dict[str, obje
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Options have the names of the parameters of `measure`; one that is not given is not passed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure a claim on this machine.")
     subjects = parser.add_subparsers(dest="name", metavar="NAME", required=True)
-    parsers = {
-        name: subjects.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
-        for name, text in SUBJECTS.items()
-    }
-    for each in parsers.values():
-        each.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
-        each.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
-    for name in (
-        "tree",
-        "pictures",
-        "distill",
-        "engine",
-        "pipe",
-        "trl",
-        "loop",
-        "trl_rollouts",
-        "vllm",
-        "ranks",
-        "weights",
-    ):
-        parsers[name].add_argument("--runs", dest="num_runs", type=int, metavar="N", help="timed rounds; median wins")
-    tree, draft, faults = parsers["tree"], parsers["draft"], parsers["faults"]
-    faults.add_argument("--cases", dest="num_cases", type=int, metavar="N", help="how many faults; 240")
-    faults.add_argument("--only", metavar="KIND", help="this kind alone, as a note about a failure names it")
-    faults.add_argument("--seed", type=int, metavar="N", help="of the first case; the others have the next ones")
-    faults.add_argument("--full", action="store_true", help="data sets of a million rows and lines of 100 MB")
-    parsers["trl_rollouts"].add_argument(
-        "--seeds", dest="num_seeds", type=int, metavar="N", help="of the learning comparison; 0 leaves it out"
-    )
-    parsers["data"].add_argument("--only", type=_names, metavar="NAMES", help="files, such as 13 MB,134 MB")
-    parsers["trl"].add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as group_260")
-    tree.add_argument("--only", type=_names, metavar="NAMES", help="cases and sets, such as star,toolbench")
-    parsers["vllm"].add_argument("--only", type=_names, metavar="NAMES", help="methods, such as none,history")
-    parsers["vllm"].add_argument("--policy", type=Path, metavar="DIR", help="a saved policy; without it one is trained")
-    parsers["distill"].add_argument("--only", type=_names, metavar="NAMES", help="star, tau, toolbench, math")
-    parsers["ranks"].add_argument("--only", type=_names, metavar="NAMES", help="toolbench, hotpotqa, math, text")
-    tree.add_argument(
-        "--full", dest="sample_tokens", action="store_const", const=None, help="all tasks of every set; takes hours"
-    )
-    draft.add_argument("file", type=Path, metavar="FILE", help="recorded rollouts, JSON Lines, plain or .gz")
-    draft.add_argument("--tokenizer", type=Path, metavar="DIR", help="renders messages to tokens")
-    draft.add_argument("--drafters", type=_names, metavar="NAMES", help="some drafters, such as naive,treering")
-    draft.add_argument(
-        "--limit-tokens",
-        type=lambda text: int(text) or None,
-        metavar="N",
-        help="replay whole tasks of N sampled tokens; 60000, and 0 replays everything",
-    )
+    for name, (text, flags) in SUBJECTS.items():
+        own = subjects.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+        own.add_argument("--json", action="store_true", default=False, help="print one JSON object, no tables")
+        own.add_argument("--out", type=Path, metavar="FILE", default=None, help="write the JSON to this file too")
+        for flag in flags.split():
+            own.add_argument(flag, **OPTIONS.get(f"{name} {flag}", OPTIONS.get(flag, {})))
     return parser
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
 
 
 if __name__ == "__main__":

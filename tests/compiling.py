@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,3 +25,24 @@ def compiled_by(module: str) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compile_for_hopper(
+    kernel: Any, type_of: Callable[[str], str], constants: dict[str, Any], options: dict[str, int]
+) -> Any:
+    """A kernel compiled for a device that need not be there, with arguments as its launcher finds them.
+
+    Pointers and strides between heads and rows are multiples of 16; numbers of rows, and a vocabulary, are not.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if types[name][0] == "*" or name.endswith("_stride")
+    }
+    source = ASTSource(kernel, types, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

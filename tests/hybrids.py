@@ -17,17 +17,8 @@ from treering.model.families import RECURRENT_SINCE, transformers_release
 if transformers_release() < RECURRENT_SINCE:
     pytest.skip("recurrent layers need a newer transformers", allow_module_level=True)
 
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+import transformers
+from transformers import PreTrainedModel
 from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -35,21 +26,12 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.models import VOCAB
 from treering.model.recurrence import plan, rows
-from treering.model.recurrence.cost import Price
+from treering.model.recurrence.rows import Price
 
 _SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 24,
-    "max_position_embeddings": 4096,
-    "attention_dropout": 0.0,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096, "attention_dropout": 0.0},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -60,37 +42,23 @@ _DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 _EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "norm_topk_prob": True,
+    **{"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
 }
-_MROPE = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 1.0,
-        "mrope_section": [2, 1, 1],
-    }
-}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
 _MAMBA = {
-    "attn_layer_indices": [1],
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 4,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
+    **{"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 4},
+    **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16},
 }
-_CLASSES: dict[str, tuple[type, type[PreTrainedModel], dict[str, object]]] = {
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_DELTA, **_EXPERTS}),
-    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**_DELTA, **_MROPE}),
-    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_DELTA, **_EXPERTS, **_MROPE}),
-    "bamba": (BambaConfig, BambaForCausalLM, _MAMBA),
+_FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
+    "qwen3_next": ("Qwen3Next", "Config", {**_DELTA, **_EXPERTS}),
+    "qwen3_5": ("Qwen3_5", "TextConfig", {**_DELTA, "rope_parameters": _ROPE}),
+    "qwen3_5_moe": ("Qwen3_5Moe", "TextConfig", {**_DELTA, **_EXPERTS, "rope_parameters": _ROPE}),
+    "bamba": ("Bamba", "Config", _MAMBA),
 }
-HYBRIDS = tuple(_CLASSES)
+"""Names of transformers' classes, and what their configurations have beside `_SHAPE`."""
+
+HYBRIDS = tuple(_FAMILIES)
 DENSE = ("qwen3_5", "bamba")
 """Those without experts: whatever is not about a family is tested on one model of each kind of layer."""
 
@@ -99,12 +67,12 @@ _MODULES: tuple[Any, ...] = (modeling_bamba, modeling_qwen3_5, modeling_qwen3_5_
 
 def build_hybrid(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A stock model with random weights, float32, in training mode."""
-    config_class, model_class, extra = _CLASSES[family]
+    name, kind, extra = _FAMILIES[family]
     torch.manual_seed(seed)
-    config = config_class(**{**_SHAPE, **extra, **overrides})
+    config = getattr(transformers, name + kind)(**{**_SHAPE, **extra, **overrides})
     config._attn_implementation = "wide"
     config._experts_implementation = "eager"
-    model = model_class(config)
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             # States that live for some dozen tokens: else what comes from above a fork is forgotten before it matters.

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE
 
 ROOT = Path(__file__).parents[1]
-NUM_MOMENTS = 9
+NUM_MOMENTS = 6
 _FILE_EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"})
 
 Train = Callable[[Path], str]

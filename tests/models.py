@@ -3,41 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
 VOCAB = 32
@@ -51,87 +20,36 @@ _SHAPE = {
     "max_position_embeddings": 4096,
     "attention_dropout": 0.0,
 }
-_CLASSES: dict[str, tuple[type, type[PreTrainedModel], dict[str, object]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 8}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8}),
-    "mistral window": (MistralConfig, MistralForCausalLM, {"sliding_window": 6, "head_dim": 8}),
-    "qwen2 window": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    ),
-    "gemma2": (
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        {
-            "head_dim": 8,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 6,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-        },
-    ),
-    "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        {
-            "head_dim": 8,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "gpt_oss": (
-        GptOssConfig,
-        GptOssForCausalLM,
-        {
-            "head_dim": 8,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        {
-            "head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-        },
-    ),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {"partial_rotary_factor": 0.5, "sliding_window": 6, "pad_token_id": None}),
-    "granite": (
-        GraniteConfig,
-        GraniteForCausalLM,
-        {
-            "logits_scaling": 4.0,
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-        },
-    ),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"pad_token_id": None}),
+_ALTERNATING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8}
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_SCALES = {"logits_scaling": 4.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4}
+_CAPS = {"sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "mistral window": ("Mistral", {"sliding_window": 6, "head_dim": 8}),
+    "qwen2 window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "gemma2": ("Gemma2", {**_GEMMA, **_CAPS}),
+    "gemma3": ("Gemma3", {**_GEMMA, **_ALTERNATING}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, **_ALTERNATING, **_EXPERTS}),
+    "mixtral": ("Mixtral", _EXPERTS),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, **_QWEN_EXPERTS}),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "sliding_window": 6, "pad_token_id": None}),
+    "granite": ("Granite", _SCALES),
+    "olmo2": ("Olmo2", {"pad_token_id": None}),
     "smollm3": (
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-        {
-            "no_rope_layers": [1, 0],
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "pad_token_id": None,
-        },
+        "SmolLM3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, **_ALTERNATING, "pad_token_id": None},
     ),
-    "glm4": (Glm4Config, Glm4ForCausalLM, {"head_dim": 8, "partial_rotary_factor": 0.5, "pad_token_id": None}),
+    "glm4": ("Glm4", {"head_dim": 8, "partial_rotary_factor": 0.5, "pad_token_id": None}),
 }
-FAMILIES = tuple(_CLASSES)
+"""Names of transformers' classes, and what their configurations have beside `_SHAPE`."""
+
+FAMILIES = tuple(_FAMILIES)
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 """The families whose feed-forward layers are mixtures of experts."""
 
@@ -213,13 +131,15 @@ class WideRotary(nn.Module):
 
 def build(family: str = "qwen3", seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A stock model with random weights, float32, in training mode."""
-    config_class, model_class, extra = _CLASSES[family]
+    name, extra = _FAMILIES[family]
     torch.manual_seed(seed)
-    config = config_class(**{**_SHAPE, **extra, **overrides})
+    config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(
+        **{**_SHAPE, **extra, **overrides}
+    )
     if family in _WITHOUT_SDPA:
         config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    model = model_class(config)
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for weight in model.parameters():
             # Zero biases and unit norms would hide errors in them; small weights would hide errors in attention.

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
 
-from treering.config import Config, RlConfig, SftConfig, load
+from treering.config import Config, SftConfig, load
 from treering.errors import ConfigError
 
 MINIMAL = '[data]\nsource = "generated"\n[train]\nnum_steps = 20\n'
@@ -53,17 +52,13 @@ def test_an_override_is_read_as_toml_and_else_as_a_string(minimal: Path) -> None
             "run.dir=runs/a b",
             'metrics.sinks=["jsonl", "tensorboard"]',
             "train.betas=[0, 0.5]",
-            "model.tie_embeddings=false",
+            "data.stand_in.seed=4",
         ],
     )
     assert config.run.dir == Path("runs/a b")
     assert config.metrics.sinks == ("jsonl", "tensorboard")
     assert config.train.betas == (0.0, 0.5)
-    assert config.model.tie_embeddings is False
-
-
-def test_overrides_alone_make_a_configuration() -> None:
-    assert load(SftConfig, None, ["data.source=generated", "train.num_epochs=2"]).train.num_epochs == 2
+    assert config.data.stand_in.seed == 4
 
 
 @given(st.text(max_size=20) | st.text(alphabet="\n\r=\"'#[]{}, other1", max_size=30))
@@ -75,21 +70,6 @@ def test_no_override_value_can_set_another_key(text: str) -> None:
     # Text that is a TOML number, for one, is refused for the string.
     with contextlib.suppress(ConfigError):
         assert load(Named, None, [f"name={text}"]).other == 0
-
-
-def test_text_with_a_line_break_is_one_string() -> None:
-    class Named(Config):
-        name: str = ""
-        other: int = 0
-
-    assert load(Named, None, ["name=1\nother = 2"]) == Named(name="1\nother = 2", other=0)
-
-
-def test_a_configuration_is_frozen_and_hashable(minimal: Path) -> None:
-    config = load(SftConfig, minimal)
-    assert config in {load(SftConfig, minimal)}
-    with pytest.raises(ValidationError, match="frozen"):
-        config.train.seed = 1
 
 
 @pytest.mark.parametrize(
@@ -122,10 +102,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(minimal: Path, override
 def test_a_name_of_another_library_is_refused_with_ours(minimal: Path, override: str, near: str) -> None:
     key = override.partition("=")[0].removesuffix(".project")
     assert f"unknown key '{key}'; did you mean '{near}' (" in refusal(minimal, override)
-
-
-def test_a_setting_that_supervised_training_lacks_is_not_suggested(minimal: Path) -> None:
-    assert "rl.group_size" not in refusal(minimal, "train.num_generations=8")
 
 
 def test_who_would_push_from_the_configuration_is_told_the_command(minimal: Path) -> None:
@@ -198,7 +174,6 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (["train.layout=packed", "train.shared=once"], "cannot hold"),
         (['metrics.sinks=["jsonl", "jsonl"]'], "repeats one"),
         (["model.path=m"], "is a pre-trained model"),
-        (["model.path=m", "data.source=files", 'data.files=["a"]', "data.vocab=folded"], "renumbers token ids"),
         (["train.objective=distill"], "teacher.path is not set"),
         (["teacher.path=m"], 'train.objective = "sft" with teacher.weight = None'),
         (["teacher.top_k=1", "teacher.weight=1"], "without teacher.path"),
@@ -243,17 +218,3 @@ def test_an_override_without_a_key_or_value_is_refused(minimal: Path, override: 
 
 def test_an_override_below_a_value_is_refused(minimal: Path) -> None:
     assert "'train.num_steps' is the value 20" in refusal(minimal, "train.num_steps.x=3")
-
-
-def sections_of(config_type: type[BaseModel]) -> list[type[BaseModel]]:
-    inner = [field.annotation for field in config_type.model_fields.values()]
-    below = [part for part in inner if isinstance(part, type) and issubclass(part, BaseModel)]
-    return [config_type, *(section for part in below for section in sections_of(part))]
-
-
-@pytest.mark.parametrize(
-    "section", [*sections_of(SftConfig), *sections_of(RlConfig)], ids=lambda section: section.__name__
-)
-def test_every_setting_is_described(section: type[BaseModel]) -> None:
-    undescribed = [name for name, field in section.model_fields.items() if not field.description]
-    assert undescribed == []

@@ -130,7 +130,7 @@ def test_a_command_that_needs_more_says_so_in_one_line(folder: Path, arguments: 
     assert done.stderr == f"treering: {needs}: pip install 'treering[{extra}]'\n"
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "tree_attention", "TorchEngine", "objectives.sft"])
+@pytest.mark.parametrize("name", ["backward", "objectives.sft"])
 def test_a_public_name_that_needs_more_says_so(tmp_path: Path, name: str) -> None:
     done = without_train(f"import treering\ntreering.{name}", cwd=tmp_path)
     last = done.stderr.splitlines()[-1]

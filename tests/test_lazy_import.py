@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = {"torch", "transformers", "numba", "peft", "triton", "tensorboard"}
 PROBE = """
 import json, sys
@@ -21,34 +19,16 @@ def loaded_by(statement: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import treering",
-        "import treering; treering.__version__; dir(treering)",
-        "import treering.objectives",
-        "from treering import objectives, errors",
-        "import treering.metrics, treering.types",
-        "import treering.config",
-        "import treering.cli.main",
-    ],
-)
-def test_a_light_import_loads_nothing_heavy(statement: str) -> None:
-    assert loaded_by(statement) == set()
+def test_a_light_import_loads_nothing_heavy() -> None:
+    names = "objectives", "metrics", "types", "config", "cli.main"
+    imports = ", ".join(["treering", *(f"treering.{name}" for name in names)])
+    assert loaded_by(f"import {imports}; treering.__version__; dir(treering); treering.errors") == set()
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import treering.data",
-        "import treering; treering.Forest",
-        "import treering; treering.Drafter(treering.HistoryStore())",
-        "import treering; treering.Request, treering.Sampling, treering.Rollout",
-        "import treering; treering.tree_advantages",
-    ],
-)
-def test_a_room_without_torch_loads_no_torch(statement: str) -> None:
-    assert loaded_by(statement) & {"torch", "transformers"} == set()
+def test_a_room_without_torch_loads_no_torch() -> None:
+    names = "Forest", "Drafter(treering.HistoryStore())", "Request", "Sampling", "Rollout", "tree_advantages"
+    uses = ", ".join(f"treering.{name}" for name in names)
+    assert loaded_by(f"import treering, treering.data; {uses}") & {"torch", "transformers"} == set()
 
 
 def test_the_probe_sees_a_heavy_import() -> None:

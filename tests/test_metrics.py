@@ -75,25 +75,6 @@ def test_a_resumed_file_keeps_the_rows_up_to_its_step_and_no_step_stands_twice(t
     assert rows(path)[5] == {"step": 6, "a": 3.0}
 
 
-@pytest.mark.parametrize("torn", ['{"step": 4, "a"', '{"step": 4}', "garbage\n", "[]\n", '{"a": 1}\n'])
-def test_a_line_that_a_kill_left_half_written_is_cut_off(tmp_path: Path, torn: str) -> None:
-    path = with_steps(tmp_path / "m.jsonl", 3)
-    path.write_text(path.read_text() + torn)
-    with Metrics([JsonlSink(path, resume_step=3)]) as log:
-        log.log(4, {"a": 1})
-    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4]
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_resuming_without_a_file_starts_one_and_says_what_is_gone(tmp_path: Path) -> None:
-    with (
-        pytest.warns(UserWarning, match=r"m\.jsonl is damaged: 3 missing lines of steps 1 to 3;"),
-        Metrics([JsonlSink(tmp_path / "m.jsonl", resume_step=3)]) as log,
-    ):
-        log.log(4, {"a": 1})
-    assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [4]
-
-
 def test_a_new_run_refuses_the_file_of_another_and_leaves_it_whole(tmp_path: Path) -> None:
     path = with_steps(tmp_path / "m.jsonl", 2)
     with pytest.raises(StateError, match=r"m\.jsonl holds rows of another run; choose another"):

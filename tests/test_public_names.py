@@ -51,21 +51,13 @@ def test_the_public_names_are_exactly_these() -> None:
     assert set(treering.schedule.__all__) == set(SCHEDULE)
 
 
-@pytest.mark.parametrize(("name", "home"), HOMES.items())
-def test_a_public_name_is_the_object_of_its_home(name: str, home: str) -> None:
-    assert getattr(treering, name) is getattr(import_module(home), name)
-
-
-@pytest.mark.parametrize(("name", "home"), SCHEDULE.items())
-def test_a_name_of_the_schedule_is_the_object_of_its_home(name: str, home: str) -> None:
-    assert getattr(treering.schedule, name) is getattr(import_module(f"treering.schedule.{home}"), name)
-
-
-@pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_an_objective_has_one_object_under_both_addresses(name: str) -> None:
-    objective = getattr(treering.objectives, name)
-    assert callable(objective)
-    assert objective is getattr(import_module("treering.train.objectives"), name)
+def test_a_public_name_is_the_object_of_its_home() -> None:
+    for name, home in HOMES.items():
+        assert getattr(treering, name) is getattr(import_module(home), name)
+    for name, home in SCHEDULE.items():
+        assert getattr(treering.schedule, name) is getattr(import_module(f"treering.schedule.{home}"), name)
+    for name in OBJECTIVES:
+        assert getattr(treering.objectives, name) is getattr(import_module("treering.train.objectives"), name)
 
 
 def test_dir_lists_every_public_name_before_its_first_use() -> None:

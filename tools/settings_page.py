@@ -37,10 +37,10 @@ def _sections(sections: Sequence[Section]) -> str:
 
 
 def _table(section: Section) -> str:
-    lines = ["| key | default | values | what it sets | example |", "|---|---|---|---|---|"]
+    lines = ["| key | default | values | what it sets |", "|---|---|---|---|"]
     for one in section.settings:
         default = "" if one.default is None else f"`{one.default}`"
-        cells = [f"`{one.key}`", default, one.kind, one.description, f"`{one.key} = {one.example}`"]
+        cells = [f"`{one.key}`", default, one.kind, one.description]
         assert not any("|" in cell for cell in cells), f"a cell ends at a bar: {cells}"
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -3,11 +3,12 @@
 Interleaving exposes every step to the same noise; the median drops the worst moments of each.
 """
 
+import difflib
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,24 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "numpy": np.__version__,
     }
+
+
+def environment(**more: Any) -> dict[str, Any]:
+    """What the figures of a report depend on besides the code: versions, the processor, and what else is named."""
+    return {"versions": versions(), "cpu": cpu_name(), **more}
+
+
+def chosen(only: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that are in `only`; all of them where it is empty.
+
+    Raises:
+        InputError: one that there is not, with the nearest ones.
+    """
+    for name in only:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
+            raise InputError(f"--only takes names of cases and sets, got {name!r}; nearest names: {', '.join(near)}")
+    return [name for name in names if name in only or not only]
 
 
 def cpu_name() -> str:

@@ -5,18 +5,24 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from numba.core import event
 
+from benchmarks.common.progress import OnProgress, silent
 from treering.cli.compile import parts
 
-Row = dict[str, Any]
-OnProgress = Callable[[str, float], None]
+NOTE = "each part in a process with an empty cache, under a minute in all; seconds are those of one processor"
+TABLES = {
+    "parts": ("name", "seconds", "compiling_s", "num_functions"),
+    "slowest": ("part", "function", "seconds", "num_types"),
+}
 
+Row = dict[str, Any]
+
+_NUM_SHOWN = 20
 MOST_S = 3.0
 """Seconds of a processor for a function of one type, without those that it calls; slower ones are failures."""
 
@@ -43,17 +49,19 @@ class Timer(event.Listener):  # type: ignore[misc]
             self._open[-1][1] += whole
 
 
-def measure(*, on_progress: OnProgress | None = None) -> dict[str, Any]:
+def measure(*, on_progress: OnProgress = silent) -> dict[str, Any]:
     """Compiles each part in a new process with an empty cache, so parts count alone what others need too.
 
     Failures are the functions that take more than `MOST_S` in every part that compiles them.
     """
     names, found = list(parts()), []
     for number, name in enumerate(names):
-        if on_progress is not None:
-            on_progress(f"compiling {name}", number / len(names))
+        on_progress(f"compiling {name}", number / len(names))
         found.append(_measure(name))
-    return {"parts": found, "failures": _slow(found)}
+    slowest = sorted((row for part in found for row in part["functions"]), key=lambda row: -row["seconds"])
+    failures = _slow(found)
+    notes = [f"too slow to compile: {failure}" for failure in failures]
+    return {"parts": found, "slowest": slowest[:_NUM_SHOWN], "failures": failures, "notes": notes}
 
 
 def _slow(found: list[dict[str, Any]]) -> list[str]:
@@ -82,11 +90,13 @@ def _in_this_process(name: str) -> dict[str, Any]:
         parts()[name]()
     functions: dict[str, Row] = {}
     for row in timer.rows:
-        function = functions.setdefault(row["function"], {**row, "seconds": 0.0, "num_types": 0})
+        function = functions.setdefault(row["function"], {**row, "part": name, "seconds": 0.0, "num_types": 0})
         function["seconds"] += row["seconds"]
         function["num_types"] += 1
     slowest_first = sorted(functions.values(), key=lambda row: -row["seconds"])
-    return {"name": name, "seconds": time.process_time(), "functions": slowest_first}
+    compiling_s = sum(row["seconds"] for row in slowest_first)
+    counts = {"compiling_s": compiling_s, "num_functions": len(slowest_first)}
+    return {"name": name, "seconds": time.process_time(), **counts, "functions": slowest_first}
 
 
 if __name__ == "__main__":

@@ -5,35 +5,41 @@ of 2 layers and a teacher of 4 wider ones, on one thread. The baseline is the fa
 chunked divergence of TRL's DistillationTrainer where trl 1.16 or newer is installed.
 """
 
-import difflib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.saved_bytes import watch_saved_bytes
 from benchmarks.common.timing import (
     Step,
     check_runs,
-    cpu_name,
+    chosen,
+    environment,
     interleaved_medians,
     one_thread,
     process_seconds,
-    versions,
 )
 from benchmarks.distill.steps import BETA, build_steps, find_trl
-from benchmarks.tree.bench import NO_DATA, OnProgress
 from benchmarks.tree.cases import SHAPE as STUDENT_BASE
 from benchmarks.tree.cases import Case, build_model, star
+from benchmarks.tree.sets import NO_DATA, TaskSample, find_source, sample_sets
 from benchmarks.tree.sets import SHAPE as TEACHER_BASE
-from benchmarks.tree.sets import TaskSample, find_source
 from benchmarks.tree.steps import gradient, relative_error
-from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.stats import Work, flat_work, train_flops, tree_work
+
+NOTE = "a star in a minute, three samples of real trajectories in several more; --only NAMES measures some"
+TABLES = {
+    "batches": (
+        *("name", "flat_tokens", "unique_tokens", "flop_bound", "baseline", "baseline_s", "tree_s", "speedup"),
+        *("seconds", "saved_bytes", "grad_errors"),
+    ),
+}
 
 STUDENT = replace(STUDENT_BASE, name="qwen3-2x256, 4096 tokens", vocab_size=TEACHER_BASE.vocab_size)
 TEACHER = replace(TEACHER_BASE, name="qwen3-4x512", num_layers=4)
@@ -44,74 +50,40 @@ SETS = ("tau", "toolbench", "math")
 NUM_RUNS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillResult:
-    """One batch. Seconds are medians of process time for one forward of the teacher and a step of the student."""
-
-    name: str
-    flat_tokens: int
-    unique_tokens: int
-    trained_tokens: int
-    flop_bound: float
-    """Counted FLOPs of flat sequences over those of the tree: the student's step and the teacher's forward."""
-    baseline: str
-    baseline_s: float
-    tree_s: float
-    speedup: float
-    seconds: dict[str, float]
-    grad_errors: dict[str, float]
-    """Relative L2 distance of the whole gradient from that of one branch at a time, by name."""
-    saved_bytes: dict[str, int]
-    """Most bytes kept for the backward at one time by name, parameters left out."""
-
-
 def measure(
     *,
     num_runs: int | None = None,
     only: Sequence[str] = (),
     sample_tokens: int = SAMPLE_TOKENS,
     case: Case | None = None,
-    on_progress: OnProgress = lambda words, done=None: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: a list under "batches", the "environment", "notes" in words.
-
-    Args:
-        num_runs: rounds; None is `NUM_RUNS`.
-        only: "star" and names of `SETS`; all of them when empty.
-        sample_tokens: flat tokens of a set, about.
-        case: instead of the star.
-        on_progress: told what is being measured.
-
-    Raises:
-        InputError: fewer than one run, an unknown name, a set without real data.
+    """The star, or `case` instead, and samples of `SETS` of about `sample_tokens` flat tokens.
 
     Example: `measure(only=["star"], num_runs=1)["batches"][0]["flat_tokens"]` is 4,608.
     """
     runs = NUM_RUNS if num_runs is None else num_runs
     check_runs(runs)
+    names = chosen(only, ["star", *SETS])
     source = find_source()
-    _check_names(only, has_data=source is not None)
-    batches: list[Case | TaskSample] = [case or star(prompt=512)] if "star" in only or not only else []
-    if source is not None:
-        batches += [source.sample(name, num_tokens=sample_tokens) for name in SETS if name in only or not only]
+    batches: list[Case | TaskSample] = [case or star(prompt=512)] if "star" in names else []
+    batches += sample_sets(source, [name for name in SETS if name in names], sample_tokens, is_named=bool(only))
     with one_thread():
         student, teacher = build_model(shape=STUDENT), build_model(shape=TEACHER).eval().requires_grad_(False)
         results = [measure_batch(student, teacher, batch, runs, on_progress) for batch in batches]
     return {
-        "batches": [asdict(result) for result in results],
-        "environment": {
-            "versions": versions(),
-            "cpu": cpu_name(),
-            "threads": 1,
-            "clock": "process time",
-            "runs": runs,
-            "student": asdict(STUDENT),
-            "teacher": asdict(TEACHER),
-            "dtype": "float32",
-            "divergence": {"kind": "jsd", "beta": BETA},
-            "max_tokens": MAX_TOKENS,
-            "sample_tokens": sample_tokens,
-        },
+        "batches": results,
+        "environment": environment(
+            threads=1,
+            clock="process time",
+            runs=runs,
+            student=asdict(STUDENT),
+            teacher=asdict(TEACHER),
+            dtype="float32",
+            divergence={"kind": "jsd", "beta": BETA},
+            max_tokens=MAX_TOKENS,
+            sample_tokens=sample_tokens,
+        ),
         "notes": [
             *([NO_DATA] if source is None and not only else []),
             *(["TRL's kernel was left out: trl 1.16 or newer is not installed"] if find_trl() is None else []),
@@ -121,8 +93,12 @@ def measure(
 
 def measure_batch(
     student: PreTrainedModel, teacher: PreTrainedModel, batch: Case | TaskSample, num_runs: int, on_progress: OnProgress
-) -> DistillResult:
-    """Times every way to distill one batch, and compares their gradients and what they keep."""
+) -> dict[str, Any]:
+    """One batch: medians of process time for one forward of the teacher and a step of the student.
+
+    `flop_bound` is that of both models; `grad_errors` are relative L2 distances of the whole gradient from that of one
+    branch at a time, `saved_bytes` the most bytes kept for the backward at one time, parameters left out.
+    """
     steps = build_steps(student, teacher, batch, MAX_TOKENS)
     errors: dict[str, float] = {}
     saved: dict[str, int] = {}
@@ -140,20 +116,20 @@ def measure_batch(
     forests = [Forest.from_sequences(group) for group in batch.groups]
     flat = flat_work(np.array([branch.size for group in batch.groups for branch in group]))
     tree = tree_work(forests)
-    return DistillResult(
-        name=batch.name,
-        flat_tokens=flat.num_tokens,
-        unique_tokens=tree.num_tokens,
-        trained_tokens=batch.num_trained_tokens,
-        flop_bound=_flops(flat) / _flops(tree),
-        baseline=baseline,
-        baseline_s=seconds[baseline],
-        tree_s=seconds["tree"],
-        speedup=seconds[baseline] / seconds["tree"],
-        seconds=seconds,
-        grad_errors=errors,
-        saved_bytes=saved,
-    )
+    return {
+        "name": batch.name,
+        "flat_tokens": flat.num_tokens,
+        "unique_tokens": tree.num_tokens,
+        "trained_tokens": batch.num_trained_tokens,
+        "flop_bound": _flops(flat) / _flops(tree),
+        "baseline": baseline,
+        "baseline_s": seconds[baseline],
+        "tree_s": seconds["tree"],
+        "speedup": seconds[baseline] / seconds["tree"],
+        "seconds": seconds,
+        "grad_errors": errors,
+        "saved_bytes": saved,
+    }
 
 
 def _peak(step: Step, student: PreTrainedModel, teacher: PreTrainedModel) -> int:
@@ -166,13 +142,3 @@ def _flops(work: Work) -> float:
     """A training step is counted as three forwards, and the teacher runs one."""
     size = work.num_tokens, work.num_pairs
     return train_flops(STUDENT, *size) + train_flops(TEACHER, *size) / 3
-
-
-def _check_names(only: Sequence[str], *, has_data: bool) -> None:
-    known = ["star", *SETS]
-    for name in only:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=2, cutoff=0.4) or known
-            raise InputError(f"--only takes {', '.join(known)}, got {name!r}; nearest names: {', '.join(near)}")
-        if name in SETS and not has_data:
-            raise InputError(f"the set {name!r} needs real data: set TREERING_DATA to a folder that has it")

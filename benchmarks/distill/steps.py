@@ -4,7 +4,7 @@ Every way leaves the gradient of the mean JSD over all trained tokens. Baselines
 with loss, in chunks whose logits are recomputed in the backward, and batches keep the budget of the tree step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from benchmarks.common.timing import Step
-from benchmarks.tree.steps import HEAD_CHUNK_ROWS, PADDED_TOKENS, Trainable, padded_micro_batches
+from benchmarks.tree.steps import HEAD_CHUNK_ROWS, PADDED_TOKENS, Trainable, padded_inputs, padded_micro_batches
 from treering.train.gradient.backward import backward
 from treering.train.objectives import distill
 from treering.tree.forest import Forest
@@ -85,22 +85,10 @@ def _flat(
     divergence: SummedDivergence,
 ) -> Step:
     """Stock Hugging Face with SDPA: both models on each micro-batch, padded on the right."""
-    branches, masks = [branch for group in batch.groups for branch in group], batch.loss_masks()
-
-    def inputs() -> Iterator[tuple[Tensor, Tensor]]:
-        for numbers in micro_batches:
-            shape = len(numbers), max(branches[i].size for i in numbers)
-            ids, trained = np.zeros(shape, np.int64), np.zeros(shape, bool)
-            for row, i in enumerate(numbers):
-                ids[row, : branches[i].size] = branches[i]
-                trained[row, 1 : branches[i].size] = masks[i][1:]
-            yield torch.from_numpy(ids), torch.from_numpy(trained)
 
     def step() -> None:
         student.zero_grad()
-        for ids, trained in inputs():
-            if not trained.any():
-                continue
+        for ids, trained in padded_inputs(batch, micro_batches):
             with torch.no_grad():
                 given = _rows(teacher, ids, trained)
             heads = [model.get_output_embeddings().weight for model in (student, teacher)]

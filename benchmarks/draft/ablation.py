@@ -3,8 +3,8 @@
 `python -m benchmarks.draft.ablation FILE... --tokenizer DIR --out FILE` replays recorded rollouts with each policy as
 tree and as chain: as shipped, and once more with a least acceptance at which it drafts no more tokens a step than the
 tree by frequency as shipped. History is what tasks had in the last three epochs, where a file has as many, else in the
-one before, else siblings that ran before. For rewards and recency, replay the baselines `naive`, `naive_reward` and
-`naive_recency` by `python -m benchmarks draft`.
+one before, else siblings that ran before. For rewards, replay the baselines `naive` and `naive_reward` by `python -m
+benchmarks draft`.
 """
 
 import argparse
@@ -15,8 +15,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.timing import print_report
-from benchmarks.draft.bench import LIMIT_TOKENS, OnProgress
+from benchmarks.draft.bench import LIMIT_TOKENS
 from benchmarks.draft.drafters.ours import make_drafter, replay_rows
 from benchmarks.draft.histories import plans
 from benchmarks.draft.matched import NUM_REPLAYS, at_most
@@ -37,7 +38,7 @@ VARIANTS: tuple[tuple[str, Shape], ...] = (
 RATES = ("tokens_per_step", "drafted_per_step", "precision")
 
 
-def measure(name: str, recorded: Recorded, on_progress: OnProgress = lambda words, done: None) -> list[Row]:
+def measure(name: str, recorded: Recorded, on_progress: OnProgress = silent) -> list[Row]:
     """Two rows a variant: `drafts` is shipped and equal; the second is missing where nothing drafts as little.
 
     Raises:

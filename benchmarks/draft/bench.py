@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.timing import cpu_name, versions
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import environment
 from benchmarks.draft.drafters import arctic
 from benchmarks.draft.drafters.baselines import Naive, Ngram, Rhyme
 from benchmarks.draft.drafters.ours import OURS
@@ -23,19 +24,27 @@ from treering.analysis.recording import Recorded
 from treering.analysis.replay import NUM_ROWS
 from treering.errors import InputError
 
+NOTE = "up to a few minutes, most of them for the grid of Arctic's configurations where it is installed"
+TABLES = {
+    "drafters": (
+        *("history", "drafter", "config", "tokens_per_step", "drafted_per_step", "precision", "us_per_row"),
+        *("bytes_per_token", "ratio_to_best_arctic"),
+    ),
+    "reliability": ("name", "estimate", "accepted", "num_drafted"),
+}
+
 LIMIT_TOKENS = 60_000
 
 BASELINES: dict[str, Callable[[], ChainDrafter]] = {
     "ngram": Ngram,
     "naive": lambda: Naive("frequency"),
     "naive_reward": lambda: Naive("reward"),
-    "naive_recency": lambda: Naive("recency"),
     "paper": lambda: Rhyme("paper", "reward"),
     "paper_frequency": lambda: Rhyme("paper", "frequency"),
     "released": lambda: Rhyme("released", "frequency"),
 }
 DRAFTERS = ("none", *BASELINES, "arctic", *OURS)
-ABLATION = ("naive_reward", "naive_recency", "treering_frequency")
+ABLATION = ("naive_reward", "treering_frequency")
 """Only replayed if named."""
 DEFAULT = tuple(name for name in DRAFTERS if name not in ABLATION)
 
@@ -44,7 +53,6 @@ WITHOUT_CONTEXT = ("paper", "paper_frequency", "released")
 """They look at history alone, so without history they draft nothing."""
 BY_REWARD = ("naive_reward", "paper")
 
-OnProgress = Callable[[str, float | None], None]
 Run = Callable[[OnDone], list[Row]]
 """One drafter on one history: rows of the report, without their names."""
 
@@ -55,19 +63,16 @@ def measure(
     tokenizer: Path | None = None,
     drafters: Sequence[str] = DEFAULT,
     limit_tokens: int | None = LIMIT_TOKENS,
-    on_progress: OnProgress = lambda words, done: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: rows under "drafters", "file", "reliability", "notes" and "environment".
+    """Replays recorded rollouts of a JSON Lines file with each drafter and history.
 
     Args:
-        file: recorded rollouts, JSON Lines.
-        tokenizer: folder to render messages with.
+        file: recorded rollouts, whose messages are rendered by the folder `tokenizer`.
+        tokenizer: see `file`.
         drafters: some of `DRAFTERS`.
         limit_tokens: whole tasks, chosen by a seed, until they have as many sampled tokens; None replays all.
         on_progress: told what is replayed, and the share that is done.
-
-    Raises:
-        InputError: an unknown drafter, a limit below 1, or a bad file.
     """
     _check(drafters, limit_tokens)
     recorded, notes = read_recording(file, tokenizer, limit_tokens)
@@ -89,16 +94,14 @@ def measure(
         "drafters": [row | ratio(row, rows) for row in rows],
         "reliability": tables,
         "notes": notes + _notes(rows),
-        "environment": {
-            "versions": versions(),
-            "cpu": cpu_name(),
-            "clock": "CPU time of the thread",
-            "num_tasks": int(np.unique(recorded.prompts).size),
-            "num_rollouts": recorded.num_rollouts,
-            "num_sampled_tokens": int(recorded.lengths.sum()),
-            "num_generations": int(np.unique(recorded.epochs).size),
-            "num_rows": NUM_ROWS,
-        },
+        "environment": environment(
+            clock="CPU time of the thread",
+            num_tasks=int(np.unique(recorded.prompts).size),
+            num_rollouts=recorded.num_rollouts,
+            num_sampled_tokens=int(recorded.lengths.sum()),
+            num_generations=int(np.unique(recorded.epochs).size),
+            num_rows=NUM_ROWS,
+        ),
     }
 
 

@@ -7,45 +7,53 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from treering.analysis import recording
-from treering.analysis.recording import Recorded, some_prompts
+from treering.analysis.recording import Outline, Recorded, some_prompts
 from treering.data import RenderedTrajectory, Renderer, Trajectory, read_trajectories
 
 
-def record(trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory]) -> tuple[Recorded, list[str]]:
-    """The recording of trajectories, and a sentence each for an epoch or step that only some of them have.
+def record(
+    trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory], limit_tokens: int | None = None
+) -> tuple[Recorded, list[str]]:
+    """The recording of trajectories, and notes on what is left out, or on an epoch or step that only some of them have.
+
+    Args:
+        trajectories: in file order.
+        rendered: their tokens.
+        limit_tokens: whole tasks, in a seeded order, until they have as many sampled tokens; None takes all.
 
     Raises:
         InputError: none has a sampled token.
     """
-    generations, gaps = _generations(trajectories)
+    generations, notes = _generations(trajectories)
     dated = [replace(one, epoch=n, step=None) for one, n in zip(trajectories, generations, strict=True)]
-    return recording.record(dated, rendered), gaps
+
+    def choose(whole: Outline) -> Outline:
+        if limit_tokens is None:
+            return whole
+        chosen = some_prompts(whole, weights=whole.lengths, limit=limit_tokens)
+        num_left_out = len(whole.prompt_ids) - np.unique(chosen.prompts).size
+        if num_left_out:
+            notes.append(
+                f"{num_left_out} tasks were left out, {int(chosen.lengths.sum()):,} sampled tokens stayed; "
+                "--limit-tokens N takes more, and 0 all"
+            )
+        return chosen
+
+    return recording.record(dated, rendered, choose=choose), notes
 
 
 def read_recording(file: Path, tokenizer: Path | None, limit_tokens: int | None = None) -> tuple[Recorded, list[str]]:
-    """The rollouts of a trajectory file, and notes on what is left out.
-
-    Args:
-        file: JSON Lines, plain or .gz, of messages or tokens.
-        tokenizer: folder that messages are rendered with.
-        limit_tokens: whole tasks, in a seeded order, until they have as many sampled tokens; None takes all.
+    """The rollouts of a trajectory file of messages or tokens, and notes on what is left out; see `record`.
 
     Raises:
         InputError: a missing or bad file, messages without a tokenizer, or nothing that was sampled.
     """
     trajectories = read_trajectories(file)
-    everything, notes = record(trajectories, Renderer(tokenizer=tokenizer, template="plain").render(trajectories))
-    if limit_tokens is None:
-        return everything, notes
-    recorded = some_prompts(everything, weights=everything.lengths, limit=limit_tokens)
-    num_left_out = len(set(everything.prompts.tolist())) - len(set(recorded.prompts.tolist()))
-    if num_left_out:
-        notes.append(
-            f"{num_left_out} tasks were left out, {int(recorded.lengths.sum()):,} sampled tokens stayed; "
-            "--limit-tokens N takes more, and 0 all"
-        )
-    return recorded, notes
+    rendered = Renderer(tokenizer=tokenizer, template="plain").render(trajectories)
+    return record(trajectories, rendered, limit_tokens)
 
 
 def _generations(trajectories: Sequence[Trajectory]) -> tuple[list[int], list[str]]:

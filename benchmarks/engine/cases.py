@@ -1,18 +1,15 @@
 """Models, prompts and requests that engines are compared on."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from benchmarks.common.progress import OnProgress
 from treering.engine.request import Request, Sampling
 from treering.rl.tasks.task import Task
 from treering.types import ModelShape
-
-OnProgress = Callable[[str], None]
-"""Told in words what is being measured."""
 
 NUM_PROMPTS = 16
 GROUP_SIZE = 8

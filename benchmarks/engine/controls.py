@@ -7,13 +7,14 @@ CPU time. The drafter has its defaults, the state learnt from another draw, and 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
+from benchmarks.common.progress import OnProgress
 from benchmarks.common.timing import check_runs, process_seconds
-from benchmarks.engine.cases import OnProgress, Policy
+from benchmarks.engine.cases import Policy
 from benchmarks.engine.drafting import LEARNING_DRAW, MEASURED_DRAW, REMEMBERED_DRAW, remember
 from benchmarks.engine.runs import Rollouts, count_differing, run_all
 from treering.engine.request import Request
@@ -27,25 +28,6 @@ BATCH_SIZE = 8
 CREATIVE_TEMPERATURE = 2.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairedResult:
-    """The engine with a drafter over the same engine without: how many times as fast, pair by pair."""
-
-    ratio: float
-    """The median."""
-    low: float
-    high: float
-    num_pairs: int
-    num_rollouts: int
-    tokens_per_forward: float
-    """That a rollout gains."""
-    acceptance: float
-    drafted_per_forward: float
-    """Drafted tokens per rollout."""
-    num_differing: int
-    """Rollouts whose tokens are others than without drafts."""
-
-
 def measure_controls(
     policy: Policy,
     *,
@@ -53,8 +35,8 @@ def measure_controls(
     num_pairs: int = NUM_PAIRS,
     batch_size: int = BATCH_SIZE,
     cases: Sequence[Case] = CASES,
-) -> dict[Case, PairedResult]:
-    """One result per case.
+) -> dict[Case, dict[str, Any]]:
+    """By case, how many times as fast the engine is with a drafter, pair by pair: median, lowest and highest.
 
     Raises:
         InputError: fewer than one pair.
@@ -78,7 +60,7 @@ def paired_ratios(drafted: Callable[[], None], plain: Callable[[], None], num_pa
     return ratios
 
 
-def _measure(engine: TorchEngine, policy: Policy, case: Case, num_pairs: int) -> PairedResult:
+def _measure(engine: TorchEngine, policy: Policy, case: Case, num_pairs: int) -> dict[str, Any]:
     requests = {draw: _requests(policy, case, draw) for draw in (REMEMBERED_DRAW, MEASURED_DRAW, LEARNING_DRAW)}
     engine.use_drafter(None)
     remembered = run_all(engine, requests[REMEMBERED_DRAW])
@@ -100,17 +82,17 @@ def _measure(engine: TorchEngine, policy: Policy, case: Case, num_pairs: int) ->
     rollouts = run_drafted()
     stats = engine.stats.since(before)
     ratios = paired_ratios(partial(_discard, run_drafted), partial(_discard, run_plain), num_pairs)
-    return PairedResult(
-        ratio=median(ratios),
-        low=min(ratios),
-        high=max(ratios),
-        num_pairs=num_pairs,
-        num_rollouts=len(expected),
-        tokens_per_forward=stats.tokens_per_forward,
-        acceptance=stats.acceptance,
-        drafted_per_forward=stats.num_drafted / stats.num_rows,
-        num_differing=count_differing(rollouts, expected),
-    )
+    return {
+        "ratio": median(ratios),
+        "low": min(ratios),
+        "high": max(ratios),
+        "num_pairs": num_pairs,
+        "num_rollouts": len(expected),
+        "tokens_per_forward": stats.tokens_per_forward,
+        "acceptance": stats.acceptance,
+        "drafted_per_forward": stats.num_drafted / stats.num_rows,
+        "num_differing": count_differing(rollouts, expected),
+    }
 
 
 def _requests(policy: Policy, case: Case, draw: int) -> list[Request]:

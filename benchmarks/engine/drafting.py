@@ -10,12 +10,13 @@ threads, a single token per row does not.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
+from benchmarks.common.progress import OnProgress
 from benchmarks.common.timing import OnRun
-from benchmarks.engine.cases import OnProgress, Policy
+from benchmarks.engine.cases import Policy
 from benchmarks.engine.generate import generate
 from benchmarks.engine.runs import Best, Rollouts, count_differing, count_tokens, fastest, run_all, thread_counts
 from treering.engine.protocol import EngineStats
@@ -31,52 +32,16 @@ BATCH_SIZES = (1, 4, 8, 16, 32)
 REMEMBERED_DRAW, MEASURED_DRAW, LEARNING_DRAW = range(3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftedResult:
-    """The engine with drafts."""
-
-    num_threads: int
-    """That it is fastest with."""
-    tokens_per_s: float
-    ratio: float
-    """Over the engine without drafts: the median over rounds, each of which runs both."""
-    ratio_to_each: float
-    """Over the engine without drafts that computes every row for itself, though others have the same tokens."""
-    tokens_per_forward: float
-    """Per rollout."""
-    acceptance: float
-    """Share of drafted tokens that were accepted."""
-    drafted_per_forward: float
-    """Drafted tokens per rollout."""
-    num_differing: int
-    """Rollouts whose tokens differ from those without drafts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftingResult:
-    """One batch size; speeds are each side's own tokens over its median of wall time, rollouts being the same ones."""
-
-    batch_size: int
-    num_rollouts: int
-    num_tokens: int
-    """Of the engine without drafts; `generate` draws others, of a similar number."""
-    generate_num_threads: int
-    generate_tokens_per_s: float
-    plain_num_threads: int
-    plain_tokens_per_s: float
-    plain_tokens_per_forward: float
-    each_num_threads: int
-    each_tokens_per_s: float
-    """Without drafts, every row computed for itself."""
-    each_ratio: float
-    """Of the engine without drafts over that."""
-    drafting: DraftedResult
-
-
 def measure_drafting(
     policy: Policy, *, num_runs: int, on_progress: OnProgress, batch_sizes: Sequence[int] = BATCH_SIZES
-) -> list[DraftingResult]:
-    """One result per batch size."""
+) -> list[dict[str, Any]]:
+    """One result per batch size, each way with the number of threads that it is fastest with.
+
+    Speeds are each side's own tokens over its median of wall time: of `generate`, of the engine without drafts
+    (`plain`), the same where every row is computed for itself though others have the same tokens (`each`), and with
+    drafts. Ratios are medians over rounds, each of which runs all. `num_differing` are rollouts whose tokens
+    differ with drafts.
+    """
     remembered = run_all(TorchEngine(policy.model), policy.requests(draw=REMEMBERED_DRAW))
     results = []
     for size in batch_sizes:
@@ -134,7 +99,7 @@ def _run_each(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
     return rollouts
 
 
-def _measure_size(policy: Policy, size: int, store: HistoryStore, num_runs: int, on_run: OnRun) -> DraftingResult:
+def _measure_size(policy: Policy, size: int, store: HistoryStore, num_runs: int, on_run: OnRun) -> dict[str, Any]:
     engine, counts = TorchEngine(policy.model, max_batch=size), thread_counts()
     sides = {count: DraftingSide(policy, store, engine, count) for count in counts}
     requests = policy.requests(draw=MEASURED_DRAW)
@@ -157,29 +122,29 @@ def _measure_size(policy: Policy, size: int, store: HistoryStore, num_runs: int,
     num_tokens = count_tokens(expected)
     rollouts, stats = counted[drafting.num_threads]
     more = count_tokens(rollouts) / num_tokens
-    return DraftingResult(
-        batch_size=size,
-        num_rollouts=len(expected),
-        num_tokens=num_tokens,
-        generate_num_threads=best["generate"].num_threads,
-        generate_tokens_per_s=sum(tokens.size for tokens in generated) / best["generate"].median_s,
-        plain_num_threads=plain.num_threads,
-        plain_tokens_per_s=num_tokens / plain.median_s,
-        plain_tokens_per_forward=after.since(before).tokens_per_forward,
-        each_num_threads=each.num_threads,
-        each_tokens_per_s=num_tokens / each.median_s,
-        each_ratio=_ratio(each, plain),
-        drafting=DraftedResult(
-            num_threads=drafting.num_threads,
-            tokens_per_s=count_tokens(rollouts) / drafting.median_s,
-            ratio=_ratio(plain, drafting, more),
-            ratio_to_each=_ratio(each, drafting, more),
-            tokens_per_forward=stats.tokens_per_forward,
-            acceptance=stats.acceptance,
-            drafted_per_forward=stats.num_drafted / stats.num_rows,
-            num_differing=count_differing(rollouts, expected),
-        ),
-    )
+    return {
+        "batch_size": size,
+        "num_rollouts": len(expected),
+        "num_tokens": num_tokens,
+        "generate_num_threads": best["generate"].num_threads,
+        "generate_tokens_per_s": sum(tokens.size for tokens in generated) / best["generate"].median_s,
+        "plain_num_threads": plain.num_threads,
+        "plain_tokens_per_s": num_tokens / plain.median_s,
+        "plain_tokens_per_forward": after.since(before).tokens_per_forward,
+        "each_num_threads": each.num_threads,
+        "each_tokens_per_s": num_tokens / each.median_s,
+        "each_ratio": _ratio(each, plain),
+        "drafting": {
+            "num_threads": drafting.num_threads,
+            "tokens_per_s": count_tokens(rollouts) / drafting.median_s,
+            "ratio": _ratio(plain, drafting, more),
+            "ratio_to_each": _ratio(each, drafting, more),
+            "tokens_per_forward": stats.tokens_per_forward,
+            "acceptance": stats.acceptance,
+            "drafted_per_forward": stats.num_drafted / stats.num_rows,
+            "num_differing": count_differing(rollouts, expected),
+        },
+    }
 
 
 def _ratio(slow: Best, fast: Best, num_tokens: float = 1.0) -> float:

@@ -79,18 +79,6 @@ def count_tokens(rollouts: Rollouts) -> int:
     return sum(int(tokens.size) for tokens in rollouts.values())
 
 
-def first_difference(tokens: TokenIds, others: TokenIds) -> int | None:
-    """First position at which two rollouts differ, the end of the shorter one included; None where none does.
-
-    Example: [5, 6, 7] and [5, 8] differ at 1, [5, 6, 7] and [5, 6] at 2.
-    """
-    length = min(tokens.size, others.size)
-    (places,) = np.nonzero(tokens[:length] != others[:length])
-    if places.size:
-        return int(places[0])
-    return None if tokens.size == others.size else length
-
-
 def count_differing(rollouts: Rollouts, others: Rollouts) -> int:
     """Rollouts of the same keys that differ anywhere."""
-    return sum(first_difference(tokens, others[key]) is not None for key, tokens in rollouts.items())
+    return sum(not np.array_equal(tokens, others[key]) for key, tokens in rollouts.items())

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from benchmarks.engine.cases import OnProgress, random_prompts
+from benchmarks.common.progress import OnProgress
+from benchmarks.engine.cases import random_prompts
 from benchmarks.engine.generate import CACHES, generate
 from benchmarks.engine.runs import Best, Way, count_tokens, fastest, run_all, thread_counts, with_threads
 from treering.engine.request import Request, Sampling

@@ -12,12 +12,13 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
+from benchmarks.common.progress import OnProgress, silent
 from benchmarks.faults.cases import DAMAGED, DISKS, KILLS, LIMITS, OTHERS, Case, Kind, can_mount
 from benchmarks.faults.datasets import DATASETS, SET_DISKS
 from benchmarks.faults.episodes import EPISODES
@@ -28,6 +29,11 @@ from benchmarks.faults.runs import Server
 from benchmarks.faults.serving import SERVERS
 from benchmarks.faults.task import Task, arguments, make_task
 from treering.errors import InputError
+
+NOTE = "about six minutes; `--cases 100` takes about two"
+TABLES = {
+    "kinds": ("kind", "num_cases", "same weights", "counted warning", "one line", "failure"),
+}
 
 NUM_STEPS = 6
 NUM_CASES = 300
@@ -50,7 +56,7 @@ def measure(
     seed: int = 0,
     only: str | None = None,
     full: bool = False,
-    on_progress: Callable[[str, float], None] = lambda words, done: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
     """The report, ready for JSON: "kinds" with the number of each ending, "failures" with their seeds, "notes".
 

@@ -16,8 +16,6 @@ from benchmarks.faults.judge import Verdict, failure, judge, judge_stop
 from benchmarks.faults.runs import Server
 from benchmarks.faults.task import Task, arguments
 
-MOUNT = "mount", "-t", "tmpfs", "-o"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -63,7 +61,7 @@ class Kind:
         return f"{self.name}: {self.detail}"
 
 
-def _killed(case: Case, num_kills: int) -> Verdict:
+def killed(case: Case, num_kills: int) -> Verdict:
     """Killed at random moments, and resumed each time."""
     for _ in range(num_kills):
         run = case.server.start(arguments(case.task, case.run))
@@ -91,7 +89,7 @@ def _limited(case: Case) -> Verdict:
 
 def _full(case: Case) -> Verdict:
     """A disk of a few pages fills up; then there is space."""
-    with _small_disk(case.run, case.random.randrange(4, 100) * 4096) as grow:
+    with small_disk(case.run, f"size={case.random.randrange(4, 100) * 4096}") as grow:
         stopped = judge_stop(case.run, case.server.start(arguments(case.task, case.run)).end())
         grow()
         return stopped or judge(case.task, case.run, case.server.start(arguments(case.task, case.run)).end())
@@ -99,9 +97,9 @@ def _full(case: Case) -> Verdict:
 
 def _read_only(case: Case) -> Verdict:
     """A run that has ended halfway, on a disk that can only be read; then it can be written."""
-    with _small_disk(case.run, 1 << 24) as grow:
+    with small_disk(case.run, "size=16m") as grow:
         shutil.copytree(case.task.half, case.run, dirs_exist_ok=True)
-        subprocess.run([*MOUNT, "remount,ro", "tmpfs", str(case.run)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", "tmpfs", str(case.run)], check=True)
         ended = case.server.start(arguments(case.task, case.run)).end()
         grow()
         stopped = failure("it ran on a disk that cannot be written") if ended.code == 0 else judge_stop(case.run, ended)
@@ -109,17 +107,15 @@ def _read_only(case: Case) -> Verdict:
 
 
 @contextmanager
-def _small_disk(folder: Path, num_bytes: int) -> Iterator[Callable[[], None]]:
+def small_disk(folder: Path, options: str) -> Iterator[Callable[[], object]]:
+    """A new folder that is a disk of its own, and a call that makes it larger and writable."""
     folder.mkdir()
-    subprocess.run([*MOUNT, f"size={num_bytes}", "tmpfs", str(folder)], check=True)
+    mount = "mount", "-t", "tmpfs", "-o"
+    subprocess.run([*mount, options, "tmpfs", str(folder)], check=True)
     try:
-        yield lambda: _grow(folder)
+        yield lambda: subprocess.run([*mount, "remount,rw,size=16m", "tmpfs", str(folder)], check=True)
     finally:
         subprocess.run(["umount", str(folder)], check=True)
-
-
-def _grow(folder: Path) -> None:
-    subprocess.run([*MOUNT, "remount,rw,size=16m", "tmpfs", str(folder)], check=True)
 
 
 def _two(case: Case) -> Verdict:
@@ -140,14 +136,16 @@ def _two(case: Case) -> Verdict:
 
 def can_mount(folder: Path) -> bool:
     """Whether this process may mount a small disk."""
-    folder.mkdir()
-    done = subprocess.run([*MOUNT, "size=4096", "tmpfs", str(folder)], capture_output=True, check=False)
-    return done.returncode == 0 and subprocess.run(["umount", str(folder)], check=False).returncode == 0
+    try:
+        with small_disk(folder, "size=4096"):
+            return True
+    except subprocess.CalledProcessError:
+        return False
 
 
 KILLS = (
-    Kind(name="SIGKILL at a random moment", detail="once", happen=partial(_killed, num_kills=1)),
-    Kind(name="SIGKILL at a random moment", detail="three times", happen=partial(_killed, num_kills=3)),
+    Kind(name="SIGKILL at a random moment", detail="once", happen=partial(killed, num_kills=1)),
+    Kind(name="SIGKILL at a random moment", detail="three times", happen=partial(killed, num_kills=3)),
 )
 """Processes of a run that are killed; other kinds of processes belong here."""
 

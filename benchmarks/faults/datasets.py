@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from benchmarks.faults.cases import MOUNT, Case, Kind
+from benchmarks.faults.cases import Case, Kind, small_disk
 from benchmarks.faults.judge import Verdict, failure, judge_refusal, trouble_of
-from benchmarks.faults.runs import ROOT, Ended
+from benchmarks.faults.runs import ROOT, Ended, is_left
+from benchmarks.faults.task import save_tokenizer
 
 _ENOUGH = 8_500_000
 """Bytes from which processes render."""
@@ -29,13 +30,13 @@ _LIMIT_S = 3600.0
 def _on_a_full_disk(case: Case, variable: str) -> Verdict:
     """The folder of the cache, or that of temporary files, is full."""
     file = _write(case.folder / "set.jsonl", _tasks(20_000))
-    with _disk(case.folder / "disk", f"size={case.random.randrange(2, 40) * 4096}"):
+    with small_disk(case.folder / "disk", f"size={case.random.randrange(2, 40) * 4096}"):
         return _read(case, file, {variable: str(case.folder / "disk")}, num_tasks=20_000)
 
 
 def _on_a_read_only_disk(case: Case) -> Verdict:
     file = _write(case.folder / "set.jsonl", _tasks(2000))
-    with _disk(case.folder / "disk", "size=65536,ro"):
+    with small_disk(case.folder / "disk", "size=65536,ro"):
         return _read(case, file, {"TREERING_CACHE": str(case.folder / "disk")}, num_tasks=2000)
 
 
@@ -71,7 +72,7 @@ def _worker_is_killed(case: Case) -> Verdict:
     said = {"role": "user", "content": "a b c " * 200}, {"role": "assistant", "content": "b"}
     line = json.dumps({"task_id": "t", "messages": said, "format": "raw"}) + "\n"
     file = _write(case.folder / "set.jsonl", [line] * (_ENOUGH // len(line) + 1))
-    _tokenizer(case.folder)
+    save_tokenizer(case.folder, ["a", "b", "c"])
     ended, _ = _inspect(case, file, meanwhile=partial(_kill_a_child, delay_s=case.random.uniform(0.0, 1.0)))
     if ended.code == 0:
         return Verdict(ending="same weights", words="it had ended, or was not killed")
@@ -83,7 +84,7 @@ def _long_line(case: Case) -> Verdict:
     if case.random.random() < 0.5:
         record: dict[str, object] = {"task_id": 1, "tokens": [1, 23] * (num_bytes // 7)}
     else:
-        _tokenizer(case.folder)
+        save_tokenizer(case.folder, ["a", "b", "c"])
         asked = [{"role": "user", "content": f"{n} " + "a b " * 25_000} for n in range(num_bytes // 100_000)]
         record = {"task_id": 1, "messages": [*asked, {"role": "assistant", "content": "b"}]}
     file = _write(case.folder / "set.jsonl", [json.dumps(record) + "\n"])
@@ -110,15 +111,6 @@ def _write(file: Path, lines: Iterator[str] | list[str]) -> Path:
     with file.open("w") as stream:
         stream.writelines(lines)
     return file
-
-
-def _tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", "a", "b", "c"])}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def _read(case: Case, file: Path, settings: dict[str, str], *, num_tasks: int, num_rows: int | None = None) -> Verdict:
@@ -171,18 +163,7 @@ def _inspect(
         os.killpg(process.pid, signal.SIGKILL)
         out, said = process.communicate()
     figures = json.loads(out)["files"][0] if process.returncode == 0 else {}
-    return Ended(code=process.returncode, stderr=said, has_hung=has_hung, is_left=_is_left(process.pid)), figures
-
-
-def _is_left(group: int) -> bool:
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.02)
-    return True
+    return Ended(code=process.returncode, stderr=said, has_hung=has_hung, is_left=is_left(process.pid)), figures
 
 
 def _kill_a_child(process: int, delay_s: float) -> None:
@@ -203,16 +184,6 @@ def _renderers(process: int) -> list[int] | None:
         return [int(each) for each in children if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
     except OSError:
         return None
-
-
-@contextmanager
-def _disk(folder: Path, options: str) -> Iterator[None]:
-    folder.mkdir()
-    subprocess.run([*MOUNT, options, "tmpfs", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 SET_DISKS = (

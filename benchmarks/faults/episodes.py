@@ -1,24 +1,19 @@
 """Faults of runs whose rollouts are episodes: kills of the run, of its workers, and of an environment's processes."""
 
 import asyncio
-import os
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks.common.tiny_model import TINY_MODEL
-from benchmarks.faults.cases import Case, Kind
-from benchmarks.faults.judge import Verdict, failure, judge
-from benchmarks.faults.processes import FREE_OF_CLOCKS, child_pids, children_of, command_of
-from benchmarks.faults.task import SETTINGS, Task, arguments
+from benchmarks.faults.cases import Case, Kind, killed
+from benchmarks.faults.judge import Verdict
+from benchmarks.faults.processes import FREE_OF_CLOCKS, child_killed, child_pids, children_of, command_of
+from benchmarks.faults.task import SETTINGS, undisturbed
 from treering.rl.environments import Environment, EnvTask
 from treering.rl.environments.policy import Policy
 
-_POLL_S = 0.01
-_MAX_S = 60.0
 _TASK = """
 [task]
 kind = "environment"
@@ -67,27 +62,12 @@ def _num_letters(text: str) -> int:
 
 def _killed(case: Case, num_kills: int) -> Verdict:
     """The run is killed at random moments, and resumed each time."""
-    task, run_s = _undisturbed(case, "episodes")
-    for _ in range(num_kills):
-        ended = case.server.start(arguments(task, case.run)).end(kill_after_s=case.random.uniform(0.0, run_s))
-        if "Traceback" in ended.stderr:
-            return failure(ended.stderr.splitlines()[-1])
-    return judge(task, case.run, case.server.start(arguments(task, case.run)).end())
+    task, run_s = undisturbed(case.folder.parent, case.server, _episodes(case).task, "episodes")
+    return killed(replace(case, task=task, run_s=run_s), num_kills)
 
 
 def _child_killed(case: Case, name: str, find: Callable[[int], list[int]], overrides: tuple[str, ...]) -> Verdict:
-    """Processes of the run are killed at random moments; the run ends by itself, with nothing lost."""
-    task, _ = _undisturbed(case, name, *overrides)
-    run = case.server.start([*arguments(task, case.run), *overrides])
-    deadline, num_kills = time.monotonic() + _MAX_S, case.random.randrange(1, 4)
-    while num_kills and time.monotonic() < deadline and Path(f"/proc/{run.pid}").exists():
-        time.sleep(_POLL_S)
-        victims = find(run.pid)
-        if victims and case.random.random() < 0.2:
-            os.kill(case.random.choice(victims), signal.SIGKILL)
-            num_kills -= 1
-    # Which rollouts share a batch, and so the rounding, depends on when processes answer.
-    return judge(task, case.run, run.end(), may_round=True)
+    return child_killed(_episodes(case), name, find, overrides)
 
 
 def _tools_of(pid: int) -> list[int]:
@@ -95,18 +75,9 @@ def _tools_of(pid: int) -> list[int]:
     return [child for child in child_pids(pid) if command_of(child).startswith("sh\0")]
 
 
-def _undisturbed(case: Case, name: str, *overrides: str) -> tuple[Task, float]:
-    """The run of episodes with an undisturbed one, made by the first case that needs it, and about its seconds."""
-    place = case.folder.parent
-    task = replace(case.task, config=_write_config(place / "episodes.toml"), whole=place / f"whole-{name}")
-    seconds = place / f"{name}.seconds"
-    if not seconds.exists():
-        started = time.monotonic()
-        ended = case.server.start([*arguments(task, task.whole), *overrides]).end()
-        if ended.code != 0:
-            raise ValueError(f"an undisturbed run ended with {ended.code}: {ended.stderr[-200:]!r}")
-        seconds.write_text(str(time.monotonic() - started))
-    return task, float(seconds.read_text())
+def _episodes(case: Case) -> Case:
+    """The same with a run of episodes."""
+    return replace(case, task=replace(case.task, config=_write_config(case.folder.parent / "episodes.toml")))
 
 
 def _write_config(file: Path) -> Path:

@@ -11,7 +11,7 @@ from benchmarks.faults.cases import Case, Kind
 from benchmarks.faults.damage import MARKER
 from benchmarks.faults.judge import Verdict, failure, judge_refusal, trouble_of
 from benchmarks.faults.runs import Ended
-from benchmarks.faults.task import weights_of
+from benchmarks.faults.task import save_tokenizer, weights_of
 
 _CODE = """
 from pathlib import Path
@@ -94,15 +94,7 @@ def _lines(file: Path, records: list[dict[str, object]]) -> Path:
 
 
 def _sft(case: Case, run: Path, files: Path) -> Ended:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["?", "a", "b", "user", "assistant"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    folder = case.folder / "tokenizer"
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    folder = save_tokenizer(case.folder / "tokenizer", ["a", "b", "user", "assistant"])
     config = case.folder / f"{run.name}.toml"
     config.write_text(_SFT.format(model=TINY_MODEL, files=files, tokenizer=folder))
     return case.server.start(["sft", str(config), f"run.dir={run}"]).end()

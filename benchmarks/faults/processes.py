@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,21 +13,19 @@ from benchmarks.faults.cases import Case, Kind
 from benchmarks.faults.judge import Verdict, failure, judge, judge_stop
 from benchmarks.faults.rewards import ALWAYS, ENDING, HARMLESS, RAISING, write_task
 from benchmarks.faults.runs import Ended
-from benchmarks.faults.task import Task, arguments
+from benchmarks.faults.task import arguments, undisturbed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FREE_OF_CLOCKS = "runtime.rebalance=none", "history.drafts=off"
 """Without them the rounding of a run with workers depends on which rollouts share a batch."""
-_POLL_S = 0.02
-_WITH_WORKERS_S = 12.0
-"""About the time of a run with workers on two cores."""
+_POLL_S = 0.01
 
 
 def _signalled(case: Case, number: signal.Signals, overrides: Sequence[str]) -> Verdict:
     """Ended by a signal at a random moment, and resumed."""
     task, run_s = case.task, case.run_s
     if overrides:
-        task, run_s = _undisturbed(case, task, "workers", overrides), _WITH_WORKERS_S
+        task, run_s = undisturbed(case.folder.parent, case.server, task, "workers", overrides)
     command = [*arguments(task, case.run), *overrides]
     run = case.server.start(command)
     time.sleep(case.random.uniform(0.0, run_s))
@@ -43,18 +41,18 @@ def _judge_end(folder: Path, ended: Ended, number: signal.Signals) -> Verdict | 
     return None if ended.code == -number else judge_stop(folder, ended)
 
 
-def _child_killed(case: Case, role: str) -> Verdict:
-    """A process of a run with workers is killed at a random moment, again and again; the run ends by itself."""
-    overrides = ("runtime.workers=2", *FREE_OF_CLOCKS)
-    task = _undisturbed(case, case.task, "workers", overrides)
+def child_killed(case: Case, name: str, find: Callable[[int], list[int]], overrides: Sequence[str]) -> Verdict:
+    """Processes of the run are killed at random moments, again and again; the run ends by itself, with nothing lost."""
+    task, _ = undisturbed(case.folder.parent, case.server, case.task, name, overrides)
     run = case.server.start([*arguments(task, case.run), *overrides])
     deadline, num_kills = time.monotonic() + 60.0, case.random.randrange(1, 4)
     while num_kills and time.monotonic() < deadline and Path(f"/proc/{run.pid}").exists():
         time.sleep(_POLL_S)
-        victims = children_of(run.pid, role)
+        victims = find(run.pid)
         if victims and case.random.random() < 0.2:
             os.kill(case.random.choice(victims), signal.SIGKILL)
             num_kills -= 1
+    # Which rollouts share a batch, and so the rounding, depends on when processes answer.
     return judge(task, case.run, run.end(), may_round=True)
 
 
@@ -87,7 +85,7 @@ def _rewarded(case: Case, name: str, workers: int) -> Verdict:
     overrides = [f"runtime.workers={workers}", *FREE_OF_CLOCKS]
     if name not in ALWAYS:
         like = "honest" if name in HARMLESS else "raises"
-        task = _undisturbed(case, task, f"{like}-{workers}", [_by(like), *overrides])
+        task, _ = undisturbed(case.folder.parent, case.server, task, f"{like}-{workers}", [_by(like), *overrides])
     ended = case.server.start([*arguments(task, case.run), _by(name), *overrides]).end()
     if name not in ALWAYS:
         return judge(task, case.run, replace(ended, stderr=_without_reward_warnings(ended.stderr)))
@@ -98,16 +96,6 @@ def _rewarded(case: Case, name: str, workers: int) -> Verdict:
 
 def _by(name: str) -> str:
     return f"task.reward=benchmarks.faults.rewards:{name}"
-
-
-def _undisturbed(case: Case, task: Task, name: str, overrides: Sequence[str]) -> Task:
-    """The task with a run of these settings as its undisturbed one, made by the first case that needs it."""
-    whole = case.folder.parent / f"whole-{name}"
-    if not whole.exists():
-        ended = case.server.start([*arguments(task, whole), *overrides]).end()
-        if ended.code != 0:
-            raise ValueError(f"an undisturbed run ended with {ended.code}: {ended.stderr[-200:]!r}")
-    return replace(task, whole=whole)
 
 
 def _without_reward_warnings(stderr: str) -> str:
@@ -131,7 +119,16 @@ WITH_WORKERS = (
         for name in (*HARMLESS, *RAISING, *ENDING, *ALWAYS)
     ),
     *(
-        Kind(name="SIGKILL of processes of a run", detail=role, happen=partial(_child_killed, role=role))
+        Kind(
+            name="SIGKILL of processes of a run",
+            detail=role,
+            happen=partial(
+                child_killed,
+                name="workers",
+                find=partial(children_of, role=role),
+                overrides=("runtime.workers=2", *FREE_OF_CLOCKS),
+            ),
+        )
         for role in ("rollout worker, reward worker, spare or trainer", "fork server")
     ),
     *(

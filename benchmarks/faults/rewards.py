@@ -11,7 +11,7 @@ from pathlib import Path
 from zlib import crc32
 
 from benchmarks.common.tiny_model import TINY_MODEL
-from benchmarks.faults.task import SETTINGS
+from benchmarks.faults.task import SETTINGS, save_tokenizer
 from treering.rl.tasks.task import Prompt
 
 HARMLESS = ("prints", "forks", "changes_folder", "leaves_thread", "leaves_process")
@@ -26,17 +26,12 @@ ENDING = ("crashes", "ends", "closes_files")
 ALWAYS = ("always_exits", "always_crashes")
 """Their run ends in one line."""
 
-_WORDS = ["?", "sum", "of", *"0123456789", "one", "two", "three"]
+_WORDS = ["sum", "of", *"0123456789", "one", "two", "three"]
 
 
 def write_task(folder: Path) -> Path:
     """A configuration of a tiny random policy on a file of prompts; returns its file."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(_WORDS)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (folder / "words").mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "words" / "tokenizer.json"))
+    save_tokenizer(folder / "words", _WORDS)
     prompts = [{"prompt": f"sum of {i} {i + 1}", "id": f"p{i}"} for i in range(4)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     task = f'kind = "prompts"\nfile = "{folder}/prompts.jsonl"\ntokenizer = "{folder}/words"\ntemplate = "raw"'
@@ -52,27 +47,22 @@ def honest(prompt: Prompt, text: str) -> float:
 
 
 def raises(prompt: Prompt, text: str) -> float:
-    """Fails for the chosen rollouts, in the usual way."""
     return _for_some(text, _fail)
 
 
 def prints(prompt: Prompt, text: str) -> float:
-    """Writes to stdout in several ways."""
     return _for_some(text, _print)
 
 
 def forks(prompt: Prompt, text: str) -> float:
-    """Returns twice."""
     return _for_some(text, os.fork)
 
 
 def changes_folder(prompt: Prompt, text: str) -> float:
-    """Leaves the working directory."""
     return _for_some(text, lambda: os.chdir("/"))
 
 
 def leaves_thread(prompt: Prompt, text: str) -> float:
-    """Leaves a thread that never ends."""
     return _for_some(text, threading.Thread(target=threading.Event().wait).start)
 
 
@@ -82,37 +72,30 @@ def leaves_process(prompt: Prompt, text: str) -> float:
 
 
 def exits(prompt: Prompt, text: str) -> float:
-    """Raises SystemExit."""
     return _for_some(text, sys.exit)
 
 
 def interrupts(prompt: Prompt, text: str) -> float:
-    """Raises KeyboardInterrupt."""
     return _for_some(text, _interrupt)
 
 
 def crashes(prompt: Prompt, text: str) -> float:
-    """Reads address 0."""
     return _for_some(text, lambda: ctypes.string_at(0))
 
 
 def ends(prompt: Prompt, text: str) -> float:
-    """Ends its process."""
     return _for_some(text, lambda: os._exit(0))
 
 
 def closes_files(prompt: Prompt, text: str) -> float:
-    """Closes the files of its process."""
     return _for_some(text, lambda: os.closerange(3, 4096))
 
 
 def always_exits(prompt: Prompt, text: str) -> float:
-    """Raises SystemExit for every rollout."""
     sys.exit("no judge")
 
 
 def always_crashes(prompt: Prompt, text: str) -> float:
-    """Ends its process for every rollout."""
     ctypes.string_at(0)
     return 0.0
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -107,6 +108,18 @@ class Run:
             has_hung=kill_after_s is None and has_fired and answer["code"] == -signal.SIGKILL,
             is_left=answer["is_left"],
         )
+
+
+def is_left(group: int) -> bool:
+    """Whether processes of a group that has ended are still there; children of a killed one end by themselves, soon."""
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _take_signals() -> None:

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.faults.runs import is_left
 from treering.cli.main import main as treering
 
-_TO_END_S = 10.0
-"""Children of a killed process end by themselves, soon."""
 _POLL_S = 0.005
 
 
@@ -52,16 +51,14 @@ class Children:
             ended, found = os.waitpid(child, os.WNOHANG)
             status = found if ended else None
             output += _available(read)
-        deadline = time.monotonic() + _TO_END_S
-        while (is_left := _has_members(child)) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        left_behind = is_left(child)
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         os.close(read)
         return {
             "code": os.waitstatus_to_exitcode(status),
             "stderr": output.decode(errors="replace"),
-            "is_left": is_left,
+            "is_left": left_behind,
         }
 
 
@@ -122,14 +119,6 @@ def _available(read: int) -> bytes:
         while part := os.read(read, 1 << 16):
             found += part
     return found
-
-
-def _has_members(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

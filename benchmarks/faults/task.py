@@ -1,6 +1,8 @@
 """The run that faults meet: a tiny policy on easy sums, which has learnt enough that its rewards differ."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -76,6 +78,36 @@ def make_task(server: Server, folder: Path, num_steps: int) -> Task:
     if all(torch.equal(left[name], right[name]) for name in left):
         raise StateError("faults are told by the weights, and the run moved none; choose another seed or task")
     return task
+
+
+def undisturbed(
+    folder: Path, server: Server, task: Task, name: str, overrides: Sequence[str] = ()
+) -> tuple[Task, float]:
+    """The task with a run of these settings as its undisturbed one, made by the first case that needs it; its seconds.
+
+    Raises:
+        ValueError: that run failed.
+    """
+    whole, seconds = folder / f"whole-{name}", folder / f"{name}.seconds"
+    if not seconds.exists():
+        started = time.monotonic()
+        ended = server.start([*arguments(task, whole), *overrides]).end()
+        if ended.code != 0:
+            raise ValueError(f"an undisturbed run ended with {ended.code}: {ended.stderr[-200:]!r}")
+        seconds.write_text(str(time.monotonic() - started))
+    return replace(task, whole=whole), float(seconds.read_text())
+
+
+def save_tokenizer(folder: Path, words: Sequence[str]) -> Path:
+    """A folder with a tokenizer of a few words, and of the marks of the plain template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["?", *words])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def _check(ended: Ended) -> None:

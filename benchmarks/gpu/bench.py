@@ -1,4 +1,4 @@
-"""All that is measured on a CUDA device, in one run under one time budget: exactness, engine, attention, models.
+"""All that is measured on a CUDA device, in one run under one time budget: engine, attention, the loop, models.
 
 `make gpu` runs this after the tests that need a device, in the machine's own python, which has torch and transformers
 but little else. `TRITON_INTERPRET=1 python3 -m benchmarks.gpu.bench --device cpu --size tiny` runs the same code
@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import torch
 
-from benchmarks.gpu import exactness as gpu_exactness
+from benchmarks.common.tables import in_words
 from benchmarks.gpu import loop as gpu_loop
 from benchmarks.gpu import pictures as gpu_pictures
 from benchmarks.gpu.attention import bench as gpu_attention
@@ -34,26 +34,15 @@ from benchmarks.gpu.model.ways import all_ways
 from benchmarks.gpu.workloads import generated_workload, set_workloads
 from benchmarks.loop.runs import RunSize
 from benchmarks.pictures.cases import DEFAULT, QWEN2_5_VL_3B, small
-from benchmarks.tree.cases import SHAPE, published_cases, star
 from treering.data import AgentSpec
 from treering.errors import ConfigError, TreeringError, UnsupportedError
 
 Size = Literal["full", "tiny"]
-Part = Literal["exactness", "engine", "attention", "loop", "pictures", "model"]
+Part = Literal["engine", "attention", "loop", "pictures", "model"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-FILES: dict[Part, str] = {
-    "exactness": "gpu-tree.json",
-    "engine": "gpu-engine.json",
-    "attention": "gpu-attention.json",
-    "loop": "gpu-loop.json",
-    "pictures": "gpu-pictures.json",
-    "model": "gpu-model.json",
-}
-
 SHARES: dict[Part, float] = {
-    "exactness": 0.06,
     "engine": 0.45,
     "attention": 0.3,
     "loop": 0.25,
@@ -126,13 +115,13 @@ def run(settings: Settings) -> dict[Part, Cell]:
             part,
             seconds,
             environment=environment(settings.device, size=settings.size, sets=[some.name for some in sets]),
-            goals=GOALS.get(part),
-            file=None if settings.out is None else settings.out / FILES[part],
+            goals=dict(MODULES[part].GOALS),
+            file=None if settings.out is None else settings.out / f"gpu-{part}.json",
         )
         MEASURE[part](report, settings, sets)
         report.write()
         reports[part] = report.as_json()
-        TABLES[part](reports[part])
+        _print(part, reports[part])
     return reports
 
 
@@ -165,13 +154,6 @@ def run_apart(parts: Sequence[Part], budget: Budget, arguments: Sequence[str]) -
 
 def _share_s(budget: Budget, part: Part, parts: Sequence[Part]) -> float:
     return budget.share_s(1.0 if part == parts[-1] else SHARES[part])
-
-
-def _measure_exactness(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
-    tiny = settings.size == "tiny"
-    cases = [star(prompt=9, response=4, group=3)] if tiny else published_cases()
-    report.note(model=SHAPE.name)
-    gpu_exactness.measure_exactness(report, cases, settings.device, 1 if tiny else 5)
 
 
 def _measure_engine(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
@@ -209,27 +191,29 @@ def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workl
 
 
 MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] = {
-    "exactness": _measure_exactness,
     "engine": _measure_engine,
     "attention": _measure_attention,
     "loop": _measure_loop,
     "pictures": _measure_pictures,
     "model": _measure_models,
 }
-TABLES: dict[Part, Callable[[Cell], None]] = {
-    "exactness": gpu_exactness.print_table,
-    "engine": gpu_engine.print_table,
-    "attention": gpu_attention.print_table,
-    "loop": gpu_loop.print_table,
-    "pictures": gpu_pictures.print_table,
-    "model": gpu_model.print_table,
+MODULES = {
+    "engine": gpu_engine,
+    "attention": gpu_attention,
+    "loop": gpu_loop,
+    "pictures": gpu_pictures,
+    "model": gpu_model,
 }
-GOALS: dict[Part, Cell] = {
-    "engine": dict(gpu_engine.GOALS),
-    "attention": dict(gpu_attention.GOALS),
-    "pictures": dict(gpu_pictures.GOALS),
-    "model": dict(gpu_model.GOALS),
-}
+"""The goals of each part, and what is printed of its cases."""
+
+
+def _print(part: Part, report: Cell) -> None:
+    """One line per case, then the goals."""
+    print(f"\n{part} on {report['environment']['device']}")
+    for case in report["cases"]:
+        places = MODULES[part].COLUMNS[case["kind"]]
+        print(f"{case['case']:44} {in_words({place: case[place] for place in places})}")
+    print(f"goals: {in_words(report['goals'])}")
 
 
 def main() -> None:

@@ -23,18 +23,12 @@ class Budget:
     Example: of 100 seconds, a part with a share of 0.2 gets 20; if it takes 5, half of the rest is 47.5.
     """
 
-    def __init__(self, total_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self._end = clock() + total_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the end; 0 after that."""
-        return max(0.0, self._end - self.clock())
+    def __init__(self, total_s: float) -> None:
+        self._end = time.monotonic() + total_s
 
     def share_s(self, share: float) -> float:
         """That share of the seconds left."""
-        return share * self.left_s
+        return share * max(0.0, self._end - time.monotonic())
 
 
 class PartReport:
@@ -51,14 +45,13 @@ class PartReport:
         environment: Cell,
         goals: Cell | None = None,
         file: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.cases: list[Cell] = []
         self.skipped: list[Cell] = []
         self.errors: list[Cell] = []
-        self._environment, self._goals, self._file, self._clock = environment, goals or {}, file, clock
-        self._budget_s, self._start = budget_s, clock()
+        self._environment, self._goals, self._file = environment, goals or {}, file
+        self._budget_s, self._start = budget_s, time.monotonic()
         self._durations: list[float] = []
 
     def run(self, case: str, measure: Callable[[], Cell], *, expected_s: float | None = None) -> Cell | None:
@@ -69,15 +62,15 @@ class PartReport:
             measure: returns the result.
             expected_s: seconds that it takes, about; None takes the median of the finished cases without one.
         """
-        left = self._budget_s - (self._clock() - self._start)
+        left = self._budget_s - (time.monotonic() - self._start)
         expected = self._median_s() if expected_s is None else expected_s
         if left <= expected:
             room = f"{max(left, 0.0):.0f} s left of {self._budget_s:.0f} s"
             self.skip(case, f"{room}, a case takes about {expected:.0f} s")
             return None
-        began = self._clock()
+        began = time.monotonic()
         found = self._measured(case, measure)
-        took = self._clock() - began
+        took = time.monotonic() - began
         if expected_s is None:
             self._durations.append(took)
         if found is not None:
@@ -87,10 +80,6 @@ class PartReport:
 
     def _median_s(self) -> float:
         return statistics.median(self._durations) if self._durations else 0.0
-
-    def note(self, **facts: Any) -> None:
-        """Adds to the environment."""
-        self._environment.update(facts)
 
     def skip(self, case: str, reason: str) -> None:
         """Records and prints that a case is not measured."""

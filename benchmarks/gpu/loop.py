@@ -33,6 +33,12 @@ VARIANTS = (
     Variant(name="trees and drafts", layout="tree", drafts="on"),
 )
 
+GOALS: Cell = {}
+COLUMNS = MappingProxyType(
+    {"sums": ("speedup", "variants"), "recorded": ("speedup", "sampled_per_s", "trained_per_s", "num_differing")}
+)
+"""What is printed of a case, by its kind."""
+
 ACCEPTANCE = 0.8
 """Share of drafted tokens that are right: epochs of a policy that learns have 0.7 to 0.9."""
 
@@ -172,29 +178,3 @@ def _timed(run: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def print_table(report: Cell) -> None:
-    """One line per case."""
-    print(f"\nthe loop on {report['environment']['device']}")
-    for case in report["cases"]:
-        print(f"{case['case']:28} {IN_WORDS[case['kind']](case)}")
-
-
-def _sums_in_words(case: Cell) -> str:
-    return "; ".join(
-        f"{name}: {case['speedup'][name]:.2f}x, {row['sampled_per_s']:,.0f} sampled/s, {row['trained_per_s']:,.0f} "
-        f"trained/s, reward {row['rewards'][0]:.2f} to {row['rewards'][-1]:.2f}"
-        for name, row in case["variants"].items()
-    )
-
-
-def _recorded_in_words(case: Cell) -> str:
-    sampled, trained = case["sampled_per_s"], case["trained_per_s"]
-    return (
-        f"{case['speedup']:.2f}x; sampling {sampled['plain']:,.0f} to {sampled['drafts']:,.0f} tokens/s, training "
-        f"{trained['flat']:,.0f} to {trained['trees']:,.0f}"
-    )
-
-
-IN_WORDS = MappingProxyType({"sums": _sums_in_words, "recorded": _recorded_in_words})

@@ -20,6 +20,14 @@ from benchmarks.pictures.flops import step_flops
 from benchmarks.pictures.steps import WAYS
 
 GOALS = MappingProxyType({"share_of_bound": 0.9})
+COLUMNS = MappingProxyType(
+    {
+        "gradient": ("difference",),
+        "speed": ("seconds", "peak_bytes", "speedup", "flop_bound", "share_of_bound"),
+    }
+)
+"""What is printed of a case, by its kind."""
+
 NUM_RUNS = 3
 
 
@@ -67,25 +75,3 @@ def _measured(step: Callable[[], None], device: str) -> tuple[list[float], int |
         return [wall_seconds(step)], None
     torch.cuda.reset_peak_memory_stats()
     return [cuda_seconds(step) for _ in range(NUM_RUNS)], int(torch.cuda.max_memory_allocated())
-
-
-def print_table(report: Cell) -> None:
-    """The difference of the gradients, and both ways."""
-    print(f"\npictures on {report['environment']['device']}: forward and backward")
-    for case in report["cases"]:
-        print(IN_WORDS[case["kind"]](case))
-    print(f"goal: >= {report['goals']['share_of_bound']:.0%} of the FLOP bound")
-
-
-def _gradient_in_words(case: Cell) -> str:
-    return f"gradients differ by {case['difference']:.1e}"
-
-
-def _speed_in_words(case: Cell) -> str:
-    ways = ", ".join(f"{name} {statistics.median(each):.3f} s" for name, each in case["seconds"].items())
-    peaks = [f"{each / 2**30:.1f}" for each in case["peak_bytes"].values() if each is not None]
-    memory = f"; {' and '.join(peaks)} GiB" if peaks else ""
-    return f"{ways}: {case['speedup']:.2f}x of {case['flop_bound']:.2f}x ({case['share_of_bound']:.0%}){memory}"
-
-
-IN_WORDS = MappingProxyType({"gradient": _gradient_in_words, "speed": _speed_in_words})

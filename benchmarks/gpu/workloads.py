@@ -78,11 +78,6 @@ def forest_of(workload: Workload, max_tokens: int) -> Forest:
     return Forest.concatenate(forests)
 
 
-def forests_of(workload: Workload) -> list[Forest]:
-    """One forest per tree."""
-    return [Forest.from_sequences(group) for group in workload.groups]
-
-
 def _grown(rng: np.random.Generator, above: TokenIds, segment: int, depth: int, fan: int) -> Iterator[TokenIds]:
     for i in range(fan if above.size else 1):
         path = np.concatenate([above, _run(rng, segment, first=i)])

@@ -16,9 +16,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
-from benchmarks.engine.cases import OnProgress
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import check_runs
+from benchmarks.common.timing import environment as common_environment
 from benchmarks.loop.runs import LoopRun, RunSize, Start, Variant, configuration, count_differing, make_start, run_loop
+
+NOTE = "about ten minutes, one of which trains the small policy that is trained on"
+TABLES = {
+    "variants": ("variant.name", "step_s", "speedup", "shares"),
+    "product": ("factors", "product", "whole", "ladder"),
+}
 
 SEED = 0
 NUM_WORKERS = 2
@@ -47,19 +54,9 @@ def measure(
     num_runs: int = 3,
     size: RunSize | None = None,
     start: Start | None = None,
-    on_progress: OnProgress = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "variants", their "product", "notes" and the "environment".
-
-    Args:
-        num_runs: runs of each variant, in turns.
-        size: of a run; None is the published one.
-        start: the policy; None trains the demo's.
-        on_progress: called with a line of progress.
-
-    Raises:
-        InputError: fewer than one run.
-    """
+    """Every variant from a start, or from the demo's policy, and the product of their gains."""
     check_runs(num_runs)
     size = size or RunSize()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,8 +75,7 @@ def measure(
 def environment(num_runs: int, size: RunSize, start: Start) -> dict[str, Any]:
     """What the figures depend on besides the code."""
     return {
-        "versions": versions(),
-        "cpu": cpu_name(),
+        **common_environment(),
         "num_processors": os.cpu_count(),
         "load_average": list(os.getloadavg()),
         "clock": "wall time",
@@ -113,7 +109,6 @@ def _row(variant: Variant, runs: Mapping[str, Sequence[LoopRun]], size: RunSize)
         "variant": asdict(variant),
         "step_s": step_s,
         "step_s_of_runs": [run.step_s(first) for run in own],
-        "median_step_s": median(run.median_step_s(first) for run in own),
         **phases,
         "speedup": plain_s / step_s,
         "shares": shares(own, first),

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.engine.cases import OnProgress
+from benchmarks.common.progress import OnProgress
 from treering.cli.demo.policy import ENOUGH, MAX_NUMBER, MAX_ROLLOUT_TOKENS, demo_task, warm_start
 from treering.cli.settings import compute_options
 from treering.cli.train.loop import make_loop, make_model
@@ -20,7 +19,7 @@ from treering.config import RlConfig
 from treering.data import Trajectory
 from treering.rl.step_report import RlStepReport
 from treering.runtime.pipeline import PipelineLoop
-from treering.train.loop.batches import StepPlan
+from treering.schedule.latency import Latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +41,6 @@ class RunSize:
     def steps_per_epoch(self) -> int:
         """Steps that show every prompt once; they are not timed, because no prompt has history yet."""
         return -(-self.num_prompts // self.prompts_per_step)
-
-    @property
-    def rollouts_per_step(self) -> int:
-        """Of all groups."""
-        return self.prompts_per_step * self.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +78,13 @@ class LoopRun:
     latest: Sequence[Sequence[Trajectory]]
     """Rollouts of each step, prompts in order, then samples."""
     ended_s: NDArray[np.float64]
-    """float64 [K]: when each step ended, since the first began."""
+    """float64 [K]: when each step ended, on the machine's clock."""
+    measured: Sequence[Latency | None]
+    """What a loop with workers had measured of them after 0, 1, 2, ... steps; None: nothing yet."""
 
     def step_s(self, first: int) -> float:
         """Seconds of a step, the mean after the first `first`: overlapping steps end late and early in turn."""
         return float(self.ended_s[-1] - self.ended_s[first - 1]) / (self.ended_s.size - first)
-
-    def median_step_s(self, first: int) -> float:
-        """The median of the same steps."""
-        return median(np.diff(self.ended_s)[first - 1 :].tolist())
 
     def lengths(self) -> list[NDArray[np.int64]]:
         """int64 [R] for each step: sampled tokens of its rollouts."""
@@ -150,16 +142,16 @@ def run_loop(config: RlConfig) -> LoopRun:
     num_steps = config.rl.num_steps
     assert num_steps is not None, "configuration sets it"
     loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=num_steps)
-    reports, latest, ended = [], [], []
+    reports, latest, ended, measured = [], [], [], list[Latency | None]()
     with ExitStack() as stack:
         if isinstance(loop, PipelineLoop):
             stack.enter_context(loop)
-        began = time.perf_counter()
         for _ in range(num_steps):
+            measured.append(loop.measured if isinstance(loop, PipelineLoop) else None)
             reports.append(loop.step())
+            ended.append(time.perf_counter())
             latest.append(loop.latest)
-            ended.append(time.perf_counter() - began)
-    return LoopRun(reports=reports, latest=latest, ended_s=np.array(ended))
+    return LoopRun(reports=reports, latest=latest, ended_s=np.array(ended), measured=measured)
 
 
 def count_differing(run: LoopRun, other: LoopRun) -> int:
@@ -169,12 +161,6 @@ def count_differing(run: LoopRun, other: LoopRun) -> int:
         for own_step, other_step in zip(run.tokens(), other.tokens(), strict=True)
         for mine, theirs in zip(own_step, other_step, strict=True)
     )
-
-
-def prompts_of_step(config: RlConfig, num_steps: int) -> list[NDArray[np.int64]]:
-    """Numbers of the prompts of each step, in the order in which a loop takes them."""
-    plan = StepPlan(num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed)
-    return [plan.tasks_of(step) for step in range(1, num_steps + 1)]
 
 
 def _sampled(trajectory: Trajectory) -> NDArray[np.int32]:

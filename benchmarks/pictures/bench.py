@@ -10,16 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.common.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import environment, interleaved_medians, one_thread, process_seconds
 from benchmarks.pictures.cases import DEFAULT, Case, forest_of, model_of
 from benchmarks.pictures.flops import step_flops
 from benchmarks.pictures.memory import peak_bytes
 from benchmarks.pictures.steps import WAYS
 
+NOTE = "a group of completions after two pictures, on one thread; about a minute"
+TABLES = {
+    "": ("seconds", "peak_bytes", "speedup", "flop_bound", "share_of_bound", "gradient_difference"),
+}
 
-def measure(
-    *, num_runs: int = 5, case: Case = DEFAULT, on_progress: Callable[..., None] | None = None
-) -> dict[str, Any]:
+
+def measure(*, num_runs: int = 5, case: Case = DEFAULT, on_progress: OnProgress = silent) -> dict[str, Any]:
     """Times both ways in turn, in CPU time of this process: medians, the bound, the difference of the gradients."""
     model, forest = model_of(case), forest_of(case)
     grads: dict[str, dict[str, Tensor]] = {}
@@ -52,7 +56,7 @@ def measure(
         "peak_bytes_without_sharing": peak_bytes(replace(case, num_completions=1)),
         "gradient_difference": difference(grads["tree"], grads["padded_batch"]),
         "num_runs": num_runs,
-        "environment": {"cpu": cpu_name(), **versions()},
+        "environment": environment(),
     }
 
 

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from treering.cli.train.loop import TrainRecipe
-from treering.config import RlConfig
-from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning
-from treering.engine.request import Request
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.protocol import Engine, EngineStats, WhenRunning
+from treering.engine.rollout import Rollout
 from treering.history.draft.drafter import Drafter
 
 PASS, LOAD = range(2)
@@ -23,90 +20,51 @@ COLUMNS = ("kind", "started_s", "seconds", "num_rows", "num_prefilled", "num_sam
 """Of a record; `read_passes` adds the number of the worker."""
 
 
-class TimedEngine(Engine):
-    """An engine that records the seconds of each pass and each load of weights, and writes them when it is idle.
+def record_passes(engine: Engine, file: Path) -> Engine:
+    """Lets an engine record the seconds of each pass and each load of weights; it appends them when it is idle.
 
     A pass lasts until the next one begins, so that the worker's other work counts.
 
     Example: passes over 3, 3 and 2 rows are three records, the last of which ends with the pass itself.
     """
+    step, update_weights = engine.step, engine.update_weights
+    records: list[tuple[float, ...]] = []
+    running: list[tuple[float, EngineStats]] = []
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        """`folder`: exists; the file in it has the name of the process."""
-        self._engine = engine
-        self._file = folder / f"passes-{os.getpid()}.csv"
-        self._records: list[tuple[float, ...]] = []
-        self._open: tuple[float, EngineStats] | None = None
+    def end_pass() -> None:
+        while running:
+            started, before = running.pop()
+            done, seconds = engine.stats.since(before), time.perf_counter() - started
+            records.append((PASS, started, seconds, done.num_rows, done.num_prefilled, done.num_sampled))
 
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    @property
-    def keeps(self) -> Keeps:
-        return self._engine.keeps
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._engine.stats
-
-    @property
-    def num_unfinished(self) -> int:
-        return self._engine.num_unfinished
-
-    def progress(self) -> dict[RolloutKey, int]:
-        return self._engine.progress()
-
-    def submit(self, requests: Iterable[Request]) -> None:
-        self._engine.submit(requests)
-
-    def step(self) -> list[Rollout]:
-        self._end_pass()
-        self._open = (time.perf_counter(), self._engine.stats)
-        rollouts = self._engine.step()
-        if self._engine.num_unfinished == 0:
-            self._end_pass()
-            self._write()
+    def timed_step() -> list[Rollout]:
+        end_pass()
+        running.append((time.perf_counter(), engine.stats))
+        rollouts = step()
+        if engine.num_unfinished == 0:
+            end_pass()
+            with file.open("a", encoding="utf-8") as stream:
+                stream.writelines(",".join(map(repr, record)) + "\n" for record in records)
+            records.clear()
         return rollouts
 
-    def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        return self._engine.peek(keys)
-
-    def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        return self._engine.abort(keys)
-
-    def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
+    def timed_update(version: int, when_running: WhenRunning = "finish") -> None:
         started = time.perf_counter()
-        self._engine.update_weights(version, when_running)
-        self._records.append((LOAD, started, time.perf_counter() - started, 0, 0, 0))
+        update_weights(version, when_running)
+        records.append((LOAD, started, time.perf_counter() - started, 0, 0, 0))
 
-    def _end_pass(self) -> None:
-        if self._open is None:
-            return
-        (started, before), self._open = self._open, None
-        done = self._engine.stats.since(before)
-        seconds = time.perf_counter() - started
-        self._records.append((PASS, started, seconds, done.num_rows, done.num_prefilled, done.num_sampled))
-
-    def _write(self) -> None:
-        with self._file.open("a", encoding="utf-8") as file:
-            file.writelines(",".join(map(repr, record)) + "\n" for record in self._records)
-        self._records.clear()
+    engine.step, engine.update_weights = timed_step, timed_update  # type: ignore[method-assign]
+    return engine
 
 
 class TimedRecipe(TrainRecipe):
-    """The recipe of a run whose workers record the times of passes."""
-
-    def __init__(self, config: RlConfig, config_dir: Path, folder: Path) -> None:
-        """`folder`: for the records; it exists."""
-        super().__init__(config, config_dir)
-        self._folder = folder
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_folder": self._folder}
+    """The recipe of a run whose workers record the times of passes in its folder."""
 
     def make_engine(self, model: PreTrainedModel, drafter: Drafter | None, version: int) -> Engine:
-        return TimedEngine(super().make_engine(model, drafter, version), self._folder)
+        """See `Recipe`."""
+        folder = self._config.run.dir
+        folder.mkdir(parents=True, exist_ok=True)
+        return record_passes(super().make_engine(model, drafter, version), folder / f"passes-{os.getpid()}.csv")
 
 
 def read_passes(folder: Path, *, since_s: float = 0.0) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The simulator's prediction of a run, from its lengths, the latencies that its policy used, and a measured one."""
+"""What the simulator predicts of a run from its own lengths, and from the times of other runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.loop.runs import prompts_of_step
-from benchmarks.pipe.machine import Machine
+from benchmarks.loop.runs import LoopRun
+from benchmarks.pipe.passes import LOAD, PASS
 from treering.config import RlConfig
+from treering.errors import InputError
+from treering.history.budget.pass_times import non_decreasing
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD, Latency
 from treering.schedule.policies import make_policy
@@ -17,17 +19,55 @@ from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.simulator.run import simulate
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
+from treering.train.loop.batches import StepPlan
 
+_NUM_STATES = 3
+"""Of a pass: alone, beside one other process at work, and beside two or more."""
+_NUM_TURNS = 50
 _NUM_ROUNDS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Of the steps after the first ones."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TimedRun:
+    """A run, and the times of its workers after the first epoch."""
 
-    step_s: float
-    bubble: float
-    """Share of the workers' time in which they sample nothing."""
+    config: RlConfig
+    run: LoopRun
+    records: NDArray[np.float64]
+    """As `read_passes` gives them."""
+    first: int
+    """Steps of the first epoch, which do not count."""
+
+    @property
+    def updates(self) -> NDArray[np.float64]:
+        """float64 [K, 2]: begin and end of each update."""
+        ended, reports = self.run.ended_s[self.first :], self.run.reports[self.first :]
+        seconds = [report.phases.train_s + report.phases.update_s for report in reports]
+        return np.column_stack([ended - seconds, ended])
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of an update, with those of a step in which nothing is sampled or trained where none overlap."""
+        phases = [report.phases for report in self.run.reports[self.first :]]
+        if self.config.rl.staleness:
+            return sum(phase.train_s + phase.update_s for phase in phases) / len(phases)
+        # Messages, rewards and advantages.
+        return sum(phase.step_s - phase.rollout_s for phase in phases) / len(phases)
+
+    @property
+    def num_rollouts(self) -> int:
+        """That were sampled after the first epoch."""
+        return sum(map(len, self.run.latest[self.first :]))
+
+    def num_beside(self) -> NDArray[np.int64]:
+        """int64 [N]: other processes at work in the middle of each record, workers with a pass and the trainer."""
+        kind, started, seconds, worker = self.records[:, [0, 1, 2, -1]].T
+        middle, beside = started + seconds / 2, np.zeros(worker.size, np.int64)
+        for other in np.unique(worker):
+            own = (worker == other) & (kind == PASS)
+            spans = np.column_stack([started[own], started[own] + seconds[own]])
+            beside += (worker != other) * _num_covering(middle, spans)
+        return np.minimum(beside + _num_covering(middle, self.updates), _NUM_STATES - 1)
 
 
 class MeasuredLatencyPolicy(Policy):
@@ -41,45 +81,123 @@ class MeasuredLatencyPolicy(Policy):
 
     def __init__(self, policy: Policy, latencies: Sequence[Latency | None]) -> None:
         """`latencies`: what the run had measured after 0, 1, 2, ... steps; None: nothing yet."""
-        self._policy = policy
-        self._latencies = latencies
+        self._policy, self._latencies = policy, latencies
 
     @property
     def name(self) -> str:
+        """Of the policy."""
         return self._policy.name
 
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return self._policy.choices
-
     def assign(self, request: PlanRequest) -> Assignment:
+        """See `Policy`."""
         known = self._latencies[max(0, request.step - 2 - request.cluster.staleness)]
         cluster = replace(request.cluster, latency=known or request.cluster.latency)
         return self._policy.assign(replace(request, cluster=cluster))
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
+        """See `Policy`."""
         self._policy.learn(step, predicted, lengths)
 
 
-def cluster_of(config: RlConfig, latency: Latency = STANDARD) -> Cluster:
-    """The workers of a configuration."""
-    return Cluster(
+def fit_latency(runs: Sequence[TimedRun]) -> tuple[Latency, NDArray[np.float64]]:
+    """Averages of runs: the times of a process that runs alone, and the slowdown of a pass by those beside it.
+
+    Seconds of a pass are a curve over its rows, linear between powers of 2, plus a constant for each prefilled token,
+    times a factor for 0, 1 and 2 other processes at work; curve and factors are fitted in turn. `prefill_s` is per
+    rollout, each with a prompt of one token. Averages, not minima: messages and other programs take time in every run.
+
+    Raises:
+        InputError: no passes with at least two numbers of rows.
+    """
+    records = np.concatenate([run.records for run in runs])
+    beside = np.concatenate([run.num_beside() for run in runs])
+    kind, seconds, rows, prefilled, sampled = records[:, [0, 2, 3, 4, 5]].T
+    seen = (kind == PASS) & (rows > 0)
+    if np.unique(rows[seen]).size < 2:
+        raise InputError("a curve needs passes with two numbers of rows or more; sample more rollouts than fit at once")
+    knots = _knots(rows[seen])
+    design = np.column_stack([*(np.interp(rows[seen], knots, unit) for unit in np.eye(knots.size)), prefilled[seen]])
+    factors = np.ones(_NUM_STATES)
+    for _ in range(_NUM_TURNS):
+        found, *_ = np.linalg.lstsq(design, seconds[seen] / factors[beside[seen]], rcond=None)
+        factors = _factors(seconds[seen], design @ found, beside[seen])
+    gain = float(sampled[seen].sum() / rows[seen].sum())
+    loads = seconds[kind == LOAD]
+    latency = Latency(
+        num_rows=knots,
+        # Noise may make a pass free, or prefilling save time.
+        decode_s=non_decreasing(np.maximum(found[:-1], seconds[seen].min() / factors.max())),
+        tokens_per_step=np.full(knots.size, gain) if gain > 1 else None,
+        prefill_s=max(0.0, found[-1]) * prefilled.sum() / sum(run.num_rollouts for run in runs),
+        load_s=float(np.median(loads)) if loads.size else 0.0,
+        training_s=sum(run.training_s for run in runs) / len(runs),
+    )
+    return latency, factors
+
+
+def predict(own: TimedRun, alone: Latency, factors: NDArray[np.float64]) -> float:
+    """Seconds of a step after the first epoch; each is planned with what the run had measured.
+
+    How many processes share the machine decides how fast they are, and how fast they are decides when they run. So the
+    simulation is repeated, each time with the overlap of processes that the one before found.
+
+    Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
+    """
+    config = own.config
+    believed = Cluster(
         num_workers=config.runtime.workers,
         num_slots=config.engine.max_batch,
         max_tokens=config.sampling.max_tokens,
         staleness=config.rl.staleness,
-        latency=latency,
+        latency=STANDARD,
         rebalancing=config.runtime.rebalance,
     )
+    trace, factor = _trace(config, own.run.lengths()), 1.0
+    for _ in range(_NUM_ROUNDS):
+        policy = MeasuredLatencyPolicy(make_policy(config.schedule), own.run.measured)
+        latency = replace(alone, decode_s=alone.decode_s * factor, prefill_s=alone.prefill_s * factor)
+        timeline = simulate(policy, trace, workers=replace(believed, latency=latency), believed=believed)
+        # Half way, so that it does not oscillate.
+        factor = (factor + 1.0 / float((_shares(timeline) / factors).sum())) / 2
+    ended_s = timeline.trained_s
+    return float(ended_s[-1] - ended_s[own.first - 1]) / (ended_s.size - own.first)
 
 
-def trace_of(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
-    """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned.
+def _factors(real: NDArray[np.float64], alone: NDArray[np.float64], beside: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Seconds with 0, 1 and 2 others over those of the curve, never falling; a rare state counts as the one before."""
+    counts, real_s, alone_s = (np.bincount(beside, each, _NUM_STATES) for each in (np.ones(beside.size), real, alone))
+    known = np.flatnonzero(counts >= min(30, counts.max()))
+    ratios = np.interp(np.arange(_NUM_STATES), known, real_s[known] / np.maximum(alone_s[known], 1e-12))
+    return np.maximum.accumulate(ratios / ratios[0])
 
-    Every rollout has a prompt of one token, to which `fit_machine` fits the time of prefill.
+
+def _shares(timeline: Timeline) -> NDArray[np.float64]:
+    """float64 [states]: the share of the workers' busy time with so many other workers or trainers at work.
+
+    Example: two workers that run [0, 4] and [0, 2], then an update of 1 s: 2/6, 4/6, 0.
     """
+    before = np.concatenate([[0.0], timeline.trained_s[:-1]])
+    updates = np.column_stack([np.maximum(timeline.sampled_s, before), timeline.trained_s])
+    spans = np.column_stack([timeline.started_s, timeline.ended_s])
+    edges = np.unique(np.concatenate([spans.ravel(), updates.ravel()]))
+    middle = (edges[1:] + edges[:-1]) / 2
+    busy, training = _num_covering(middle, spans), np.minimum(1, _num_covering(middle, updates))
+    beside = np.minimum(np.maximum(0, busy - 1) + training, _NUM_STATES - 1)
+    weights = np.diff(edges) * busy
+    return np.bincount(beside, weights, minlength=_NUM_STATES) / weights.sum()
+
+
+def _num_covering(times: NDArray[np.float64], spans: NDArray[np.float64]) -> NDArray[np.int64]:
+    """int64: spans around each time."""
+    begun = np.searchsorted(np.sort(spans[:, 0]), times, side="right")
+    return begun - np.searchsorted(np.sort(spans[:, 1]), times, side="right")
+
+
+def _trace(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
+    """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned."""
     predictor = make_predictor(config.lengths, max_tokens=config.sampling.max_tokens)
-    prompts, size = prompts_of_step(config, len(lengths)), config.rl.group_size
+    plan = StepPlan(num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed)
+    prompts, size = [plan.tasks_of(step) for step in range(1, len(lengths) + 1)], config.rl.group_size
     steps = []
     for number, (own, real) in enumerate(zip(prompts, lengths, strict=True), 1):
         known = number - 1 - config.rl.staleness
@@ -91,68 +209,8 @@ def trace_of(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
     return Trace(steps=tuple(steps), max_tokens=config.sampling.max_tokens)
 
 
-def predict(
-    config: RlConfig,
-    lengths: Sequence[NDArray[np.int64]],
-    machine: Machine,
-    *,
-    first: int,
-    measured: Sequence[Latency | None],
-) -> Prediction:
-    """Seconds and bubble of the steps after the first `first`.
-
-    Each step is planned with what the run had measured, see `MeasuredLatencyPolicy`.
-
-    How many processes share the machine decides how fast they are, and how fast they are decides when they run. So the
-    simulation is repeated, each time with the overlap of processes that the one before found.
-
-    Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
-    """
-    trace, believed = trace_of(config, lengths), cluster_of(config)
-    shares, num_busy = np.eye(machine.factors.size)[0], 0.0
-    for _ in range(_NUM_ROUNDS):
-        cluster = cluster_of(config, machine.latency(shares, num_busy))
-        policy = MeasuredLatencyPolicy(make_policy(config.schedule), measured)
-        timeline = simulate(policy, trace, workers=cluster, believed=believed)
-        new_shares, new_busy = beside_each_other(timeline, machine.factors.size)
-        # Half way, so that it does not oscillate.
-        shares, num_busy = (shares + new_shares) / 2, (num_busy + new_busy) / 2
-    begins, ends = float(timeline.trained_s[first - 1]), float(timeline.trained_s[-1])
-    return Prediction(
-        step_s=(ends - begins) / (len(lengths) - first),
-        bubble=_bubble(timeline, begins, ends),
-    )
-
-
-def beside_each_other(timeline: Timeline, num_states: int) -> tuple[NDArray[np.float64], float]:
-    """How a timeline's processes run side by side.
-
-    Returns:
-        The share of the workers' busy time with j other workers or trainers at work, float64 [num_states], more of them
-        counted with the last; and the workers at work during updates, on average.
-
-    Example: two workers that run [0, 4] and [0, 2], then an update of 1 s: (2/6, 4/6, 0) and 0.
-    """
-    before = np.concatenate([[0.0], timeline.trained_s[:-1]])
-    updates = np.column_stack([np.maximum(timeline.sampled_s, before), timeline.trained_s])
-    spans = np.column_stack([timeline.started_s, timeline.ended_s])
-    edges = np.unique(np.concatenate([spans.ravel(), updates.ravel()]))
-    lengths, middle = np.diff(edges), (edges[1:] + edges[:-1]) / 2
-    busy = _num_covering(middle, spans)
-    training = np.minimum(1, _num_covering(middle, updates))
-    weights = lengths * busy
-    beside = np.minimum(np.maximum(0, busy - 1) + training, num_states - 1)
-    shares = np.bincount(beside, weights, minlength=num_states) / weights.sum()
-    trained_s = float((lengths * training).sum())
-    return shares, float((weights * training).sum()) / trained_s if trained_s else 0.0
-
-
-def _num_covering(times: NDArray[np.float64], spans: NDArray[np.float64]) -> NDArray[np.int64]:
-    """int64: spans around each time."""
-    begun = np.searchsorted(np.sort(spans[:, 0]), times, side="right")
-    return begun - np.searchsorted(np.sort(spans[:, 1]), times, side="right")
-
-
-def _bubble(timeline: Timeline, begins: float, ends: float) -> float:
-    busy = np.minimum(timeline.ended_s, ends) - np.maximum(timeline.started_s, begins)
-    return 1.0 - float(np.maximum(busy, 0.0).sum()) / (timeline.num_workers * (ends - begins))
+def _knots(rows: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The smallest and the greatest number of rows, and the powers of 2 between them."""
+    least, most = int(rows.min()), int(rows.max())
+    powers = [1 << power for power in range(most.bit_length()) if least < 1 << power < most]
+    return np.array([least, *powers, most], np.int64)

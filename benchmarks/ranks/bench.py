@@ -16,14 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import check_runs, chosen, environment
 from benchmarks.ranks.worker import MAX_TOKENS, SHAPE
-from benchmarks.tree.bench import NO_DATA, OnProgress
-from benchmarks.tree.sets import TaskSource, find_source
-from treering.errors import InputError, StateError
+from benchmarks.tree.sets import NO_DATA, TaskSource, find_source
+from treering.errors import StateError
 from treering.train.loop.batches import StepPlan
 from treering.tree.forest import Forest
 from treering.tree.plan.ranks import share_among_ranks
+
+NOTE = "several minutes; needs the real-data folder (TREERING_DATA)"
+TABLES = {"sets": ("name", "flat_tokens", "flat_tokens_per_s", "seconds", "busiest_over_mean")}
 
 SETS = ("toolbench", "hotpotqa", "math", "text")
 SAMPLE_TOKENS = 12_000
@@ -38,46 +41,30 @@ def measure(
     num_runs: int | None = None,
     only: Sequence[str] = (),
     sample_tokens: int = SAMPLE_TOKENS,
-    on_progress: OnProgress = lambda words, done=None: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: a list under "sets", the "environment", "notes" in words.
-
-    Args:
-        num_runs: rounds; None is `NUM_RUNS`.
-        only: names of `SETS`; all of them when empty.
-        sample_tokens: flat tokens of a set, about.
-        on_progress: told what is being measured.
-
-    Raises:
-        InputError: fewer than one run, an unknown name.
-        StateError: the ranks failed.
-    """
+    """Samples of `SETS` of about `sample_tokens` flat tokens; a StateError tells what ended the ranks."""
     runs = NUM_RUNS if num_runs is None else num_runs
     check_runs(runs)
-    unknown = [name for name in only if name not in SETS]
-    if unknown:
-        raise InputError(f"--only takes {', '.join(SETS)}, got {unknown[0]!r}; leave it out for all")
+    names = chosen(only, SETS)
     source = find_source()
     if source is None:
         return {"sets": [], "environment": {}, "notes": [NO_DATA]}
-    names = list(only or SETS)
     on_progress(f"two ranks on {', '.join(names)}")
     seconds = _run({"sets": names, "sample_tokens": sample_tokens, "num_runs": runs})
     return {
         "sets": [_of_set(name, source, sample_tokens, seconds[name]) for name in names],
-        "environment": {
-            "versions": versions(),
-            "cpu": cpu_name(),
-            "num_cores": os.cpu_count(),
-            "load_average": list(os.getloadavg()),
-            "threads_per_rank": 1,
-            "backend": "gloo",
-            "runs": runs,
-            "model": asdict(SHAPE),
-            "dtype": "float32",
-            "max_tokens": MAX_TOKENS,
-            "trees_per_step": TREES_PER_STEP,
-        },
+        "environment": environment(
+            num_cores=os.cpu_count(),
+            load_average=list(os.getloadavg()),
+            threads_per_rank=1,
+            backend="gloo",
+            runs=runs,
+            model=asdict(SHAPE),
+            dtype="float32",
+            max_tokens=MAX_TOKENS,
+            trees_per_step=TREES_PER_STEP,
+        ),
         "notes": ["wall times are those of a shared machine; CPU times are of the slowest rank's process"],
     }
 

@@ -48,7 +48,7 @@ def measure(
 ) -> dict[str, dict[str, float]]:
     """Seconds of the slowest rank by way: wall time, and CPU time of its process."""
     batch = make_batch(sample.tasks, "tree")
-    shares = {"by_cost": share_batch(batch, group, MAX_TOKENS, None).batch, "equal_counts": every_nth(batch, group)}
+    shares = {"by_cost": share_batch(batch, group, None).batch, "equal_counts": every_nth(batch, group)}
 
     def step(model: nn.Module, own: StepBatch, mode: Any) -> None:
         model.zero_grad()

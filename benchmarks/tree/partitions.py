@@ -5,7 +5,7 @@ of whole sequences (gspo), whose pass without gradients is counted apart.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -31,34 +31,6 @@ PARENTS: tuple[Parents, ...] = ("keep", "recompute")
 OnWords = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionResult:
-    """One tree. Seconds are medians of process time for one forward and backward; bytes are peaks of saved tensors."""
-
-    tree: str
-    unique_tokens: int
-    max_tokens: int
-    num_partitions: int
-    chain_tokens: int
-    """Tokens of the longest chain of partitions."""
-    num_recomputed_tokens: dict[str, int]
-    """By what becomes of parents."""
-    seconds: dict[str, float]
-    """By objective and way: "sft whole", "sft keep", "sft recompute", and the same of gspo."""
-    scoring_s: float
-    """Of "gspo keep", spent in the pass without gradients."""
-    saved_bytes: dict[str, int]
-    """By way, of sft."""
-    one_partition_bytes: int
-    """Saved by a chain of `max_tokens` tokens."""
-    kept_bytes_share: float
-    """Peak with parents kept, over `one_partition_bytes` x chain_tokens / max_tokens."""
-    recomputed_bytes_share: float
-    """Peak with parents recomputed, over `one_partition_bytes` and the chain's keys and values."""
-    grad_errors: dict[str, float]
-    """Relative L2 distance from the whole tree's gradient, by objective and way; float32."""
-
-
 def big_tree(budget: int = BUDGET) -> Forest:
     """A prompt, three middles and two leaves on each, `budget` tokens every one: ten in all."""
     rng = np.random.default_rng(3)
@@ -78,15 +50,22 @@ def big_chain(budget: int = BUDGET) -> Forest:
 
 def measure_partitions(
     model: PreTrainedModel, num_runs: int, on_words: OnWords, *, budget: int = BUDGET
-) -> list[PartitionResult]:
-    """Both trees; the caller has set the threads."""
+) -> list[dict[str, Any]]:
+    """Both trees; the caller has set the threads.
+
+    `seconds` are medians of process time for one forward and backward by objective and way, of which `scoring_s` is the
+    pass without gradients of "gspo keep"; `grad_errors` relative L2 distances from the whole tree's gradient, in
+    float32; `saved_bytes` peaks of saved tensors by way, of sft. `kept_bytes_share` is the peak with parents kept over
+    that of one partition times the partitions of the longest chain, `recomputed_bytes_share` that with parents
+    recomputed over one partition and the chain's keys and values.
+    """
     trees = {"tree": big_tree(budget), "chain": big_chain(budget)}
     return [_measure(model, name, tree, num_runs, on_words, budget) for name, tree in trees.items()]
 
 
 def _measure(
     model: PreTrainedModel, name: str, tree: Forest, num_runs: int, on_words: OnWords, budget: int
-) -> PartitionResult:
+) -> dict[str, Any]:
     ways = _ways(model, tree, budget)
     on_words(f"partitions, {name}: gradients")
     results, errors = _gradients(model, ways)
@@ -102,21 +81,21 @@ def _measure(
         steps, num_runs, process_seconds, lambda done, total: on_words(f"partitions, {name}: run {done} of {total}")
     )
     model.zero_grad()
-    return PartitionResult(
-        tree=name,
-        unique_tokens=tree.num_tokens,
-        max_tokens=budget,
-        num_partitions=len(cut.partitions),
-        chain_tokens=cut.chain_tokens,
-        num_recomputed_tokens={way: results[f"sft {way}"].num_recomputed_tokens for way in PARENTS},
-        seconds=seconds,
-        scoring_s=float(np.median(scoring)),
-        saved_bytes=saved,
-        one_partition_bytes=one,
-        kept_bytes_share=saved["keep"] / (one * cut.chain_tokens / budget),
-        recomputed_bytes_share=saved["recompute"] / (one + key_value_bytes),
-        grad_errors=errors,
-    )
+    return {
+        "tree": name,
+        "unique_tokens": tree.num_tokens,
+        "max_tokens": budget,
+        "num_partitions": len(cut.partitions),
+        "chain_tokens": cut.chain_tokens,
+        "num_recomputed_tokens": {way: results[f"sft {way}"].num_recomputed_tokens for way in PARENTS},
+        "seconds": seconds,
+        "scoring_s": float(np.median(scoring)),
+        "saved_bytes": saved,
+        "one_partition_bytes": one,
+        "kept_bytes_share": saved["keep"] / (one * cut.chain_tokens / budget),
+        "recomputed_bytes_share": saved["recompute"] / (one + key_value_bytes),
+        "grad_errors": errors,
+    }
 
 
 def _gradients(

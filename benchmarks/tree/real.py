@@ -6,7 +6,9 @@ still be the fastest.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from benchmarks.tree.steps import BASELINES, build_steps, gradient, relative_err
 from treering.train.gradient.backward import plan_step
 from treering.train.objectives import sft
 from treering.tree.forest import Forest
-from treering.tree.stats import branching, flat_work, tree_work, work_bounds
+from treering.tree.stats import flat_work, tree_work, work_bounds
 from treering.types import TokenIds
 
 MAX_TOKENS = 16_384
@@ -43,56 +45,8 @@ NUM_RUNS = 3
 """Rounds of a set that is held to something; one of the others, unless the caller says how many."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetCounts:
-    """What a sample holds; all of it counts, no clock."""
-
-    num_tasks: int
-    num_tasks_of_set: int
-    num_branches: int
-    flat_tokens: int
-    unique_tokens: int
-    trained_tokens: int
-    """Tokens with loss, counted by branches."""
-    sharing: float
-    mean_segment: float
-    token_bound: float
-    flop_bound: float
-    gated: bool
-    """Whether the set is held to a share of the FLOP bound: enough sharing, in segments long enough."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetResult:
-    """One set. Seconds are medians of wall time for one forward and backward of all branches."""
-
-    set: str
-    counts: SetCounts
-    baseline: str
-    """Name of the fastest baseline."""
-    baseline_s: float
-    tree_s: float
-    speedup: float
-    flop_bound_share: float
-    """Speedup over FLOP bound."""
-    overhead: float | None
-    """Where nothing is shared: median over rounds of tree seconds / baseline seconds, less 1; else None."""
-    seconds: dict[str, list[float]]
-    """Every run of every way, by name."""
-    grad_error: float
-    """Relative L2 distance of the tree step's whole gradient from that of one branch at a time."""
-    baseline_grad_errors: dict[str, float]
-    saved_bytes: int
-    """Most bytes that the tree step kept for its backward at one time, parameters left out."""
-    flat_saved_bytes: int
-    """The same of packed chains with the same budget of tokens per micro-batch."""
-    tokens_at_peak: int
-    """Tokens of the largest micro-batch or chain of partitions that the tree step kept them for."""
-    flat_tokens_at_peak: int
-
-
-def count(sample: TaskSample) -> SetCounts:
-    """Tokens, sharing and bounds of a sample with the model `SHAPE`.
+def count(sample: TaskSample) -> dict[str, Any]:
+    """Tokens, sharing and bounds of a sample with the model `SHAPE`; `gated` sets are held to a share of the bound.
 
     Example: one task of [5, 6, 7] and [5, 6, 8] has 6 flat and 4 unique tokens, sharing 0.33 and mean segment 1.33.
     """
@@ -100,25 +54,25 @@ def count(sample: TaskSample) -> SetCounts:
     lengths = np.array([sequence.size for group in sample.groups for sequence in group])
     flat, tree = flat_work(lengths), tree_work(forests)
     bounds, sharing = work_bounds(flat, tree, SHAPE), 1.0 - tree.num_tokens / flat.num_tokens
-    mean_segment = branching(*forests).mean_segment_length
-    return SetCounts(
-        num_tasks=len(forests),
-        num_tasks_of_set=sample.num_tasks_of_set,
-        num_branches=lengths.size,
-        flat_tokens=flat.num_tokens,
-        unique_tokens=tree.num_tokens,
-        trained_tokens=sample.num_trained_tokens,
-        sharing=sharing,
-        mean_segment=mean_segment,
-        token_bound=bounds.token_bound,
-        flop_bound=bounds.flop_bound,
-        gated=sharing >= MIN_SHARING and mean_segment >= MIN_MEAN_SEGMENT,
-    )
+    mean_segment = sum(forest.num_tokens for forest in forests) / sum(forest.num_segments for forest in forests)
+    return {
+        "num_tasks": len(forests),
+        "num_tasks_of_set": sample.num_tasks_of_set,
+        "num_branches": lengths.size,
+        "flat_tokens": flat.num_tokens,
+        "unique_tokens": tree.num_tokens,
+        "trained_tokens": sample.num_trained_tokens,
+        "sharing": sharing,
+        "mean_segment": mean_segment,
+        "token_bound": bounds.token_bound,
+        "flop_bound": bounds.flop_bound,
+        "gated": sharing >= MIN_SHARING and mean_segment >= MIN_MEAN_SEGMENT,
+    }
 
 
-def default_runs(counts: SetCounts) -> int:
+def default_runs(counts: Mapping[str, Any]) -> int:
     """Rounds where the caller names none: `NUM_RUNS` for a set that is gated or shares nothing, else one."""
-    return NUM_RUNS if counts.gated or counts.sharing == 0.0 else 1
+    return NUM_RUNS if counts["gated"] or counts["sharing"] == 0.0 else 1
 
 
 def tokens_at_peak(groups: Sequence[Sequence[TokenIds]], max_tokens: int) -> int:
@@ -134,7 +88,7 @@ def tokens_at_peak(groups: Sequence[Sequence[TokenIds]], max_tokens: int) -> int
 
 def measure_sets(
     samples: Sequence[TaskSample], num_runs: int | None, on_share: OnShare, *, max_tokens: int = MAX_TOKENS
-) -> list[SetResult]:
+) -> list[dict[str, Any]]:
     """Measures sets one after another, all with one model; `num_runs` of None is `default_runs` for each."""
     if not samples:
         return []
@@ -163,20 +117,23 @@ def _warm_up(model: PreTrainedModel, sample: TaskSample, max_tokens: int) -> Non
 def measure_set(
     model: PreTrainedModel,
     sample: TaskSample,
-    counts: SetCounts,
+    counts: Mapping[str, Any],
     *,
     num_runs: int,
     max_tokens: int = MAX_TOKENS,
     on_way: Callable[[str], None] = lambda way: None,
-) -> SetResult:
+) -> dict[str, Any]:
     """Times every way to train a sample, compares their gradients and counts what the tree step keeps in memory.
+
+    Seconds are medians of wall time for one forward and backward of all branches; `overhead` is how much longer the
+    tree step takes where nothing is shared. `saved_bytes` are the most that it kept for its backward at one time,
+    parameters left out, of `tokens_at_peak`; `flat_saved_bytes` the same of packed chains with the same micro-batches.
 
     Raises:
         InputError: fewer than one run.
     """
     steps = build_steps(model, sample, max_tokens)
-    first = _FirstRound(model, steps, on_way)
-    seconds = first.seconds
+    seconds, errors, saved = _first_round(model, steps, on_way)
     if num_runs != 1:
         later = {name: steps[name] for name in ("tree", *fastest_baselines(seconds))}
         on_way(f"{', '.join(later)} in turns")
@@ -185,23 +142,23 @@ def measure_set(
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     baseline = min(fastest_baselines(seconds), key=medians.__getitem__)
     speedup = medians[baseline] / medians["tree"]
-    return SetResult(
-        set=sample.name,
-        counts=counts,
-        baseline=baseline,
-        baseline_s=medians[baseline],
-        tree_s=medians["tree"],
-        speedup=speedup,
-        flop_bound_share=speedup / counts.flop_bound,
-        overhead=paired_overhead(seconds["tree"], seconds[baseline]) if counts.sharing == 0.0 else None,
-        seconds=seconds,
-        grad_error=first.errors["tree"],
-        baseline_grad_errors={name: first.errors[name] for name in BASELINES},
-        saved_bytes=first.saved_bytes["tree"],
-        flat_saved_bytes=first.saved_bytes["packed_chains"],
-        tokens_at_peak=tokens_at_peak(sample.groups, max_tokens),
-        flat_tokens_at_peak=tokens_at_peak([[branch] for group in sample.groups for branch in group], max_tokens),
-    )
+    return {
+        "set": sample.name,
+        "counts": counts,
+        "baseline": baseline,
+        "baseline_s": medians[baseline],
+        "tree_s": medians["tree"],
+        "speedup": speedup,
+        "flop_bound_share": speedup / counts["flop_bound"],
+        "overhead": paired_overhead(seconds["tree"], seconds[baseline]) if counts["sharing"] == 0.0 else None,
+        "seconds": seconds,
+        "grad_error": errors["tree"],
+        "baseline_grad_errors": {name: errors[name] for name in BASELINES},
+        "saved_bytes": saved["tree"],
+        "flat_saved_bytes": saved["packed_chains"],
+        "tokens_at_peak": tokens_at_peak(sample.groups, max_tokens),
+        "flat_tokens_at_peak": tokens_at_peak([[branch] for group in sample.groups for branch in group], max_tokens),
+    }
 
 
 def fastest_baselines(seconds: Mapping[str, Sequence[float]]) -> list[str]:
@@ -221,26 +178,22 @@ def paired_overhead(tree: Sequence[float], baseline: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(tree, baseline, strict=True)) - 1.0
 
 
-class _FirstRound:
+def _first_round(
+    model: PreTrainedModel, steps: Mapping[str, Step], on_way: Callable[[str], None]
+) -> tuple[dict[str, list[float]], dict[str, float], dict[str, int]]:
     """Every way once: its seconds, its gradient's error and, of those that are watched, its saved bytes."""
-
-    def __init__(self, model: PreTrainedModel, steps: Mapping[str, Step], on_way: Callable[[str], None]) -> None:
-        self.seconds: dict[str, list[float]] = {}
-        self.errors: dict[str, float] = {}
-        self.saved_bytes: dict[str, int] = {}
-        expected = None
-        for name, step in steps.items():
-            on_way(name)
-            self.seconds[name] = [self._run(model, name, step)]
-            got = gradient(model)
-            expected = got if expected is None else expected
-            self.errors[name] = relative_error(got, expected)
-
-    def _run(self, model: PreTrainedModel, name: str, step: Step) -> float:
+    seconds: dict[str, list[float]] = {}
+    errors: dict[str, float] = {}
+    saved_bytes: dict[str, int] = {}
+    expected = None
+    for name, step in steps.items():
+        on_way(name)
         # Counting costs microseconds for each saved tensor: seconds where micro-batches are many, nothing here.
-        if name not in WATCHED:
-            return wall_seconds(step)
-        with watch_saved_bytes(model.parameters()) as saved:
-            seconds = wall_seconds(step)
-        self.saved_bytes[name] = saved.peak
-        return seconds
+        with watch_saved_bytes(model.parameters()) if name in WATCHED else nullcontext() as saved:
+            seconds[name] = [wall_seconds(step)]
+        if saved is not None:
+            saved_bytes[name] = saved.peak
+        got = gradient(model)
+        expected = got if expected is None else expected
+        errors[name] = relative_error(got, expected)
+    return seconds, errors, saved_bytes

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
 
-from treering.data import Renderer, Trajectory, data_folder, read_trajectories
+from treering.data import DATA_VARIABLE, Renderer, Trajectory, data_folder, read_trajectories
 from treering.errors import InputError
 from treering.train.loop.batches import TrainingTask, fold_ids, group_by_task, task_order
 from treering.types import LossMask, ModelShape, TokenIds
@@ -45,6 +45,7 @@ FILES = MappingProxyType(
 )
 """Files of `bench/` by set; `tau_tools` has the tool schemas in its system prompts, as the agent's model saw them."""
 
+NO_DATA = f"the bench sets were left out: {DATA_VARIABLE} names no folder of real data, and ../shared/data is none"
 TOOLS_FILE = "tools_airline.json"
 NO_SHARING = "no_sharing"
 SET_NAMES = (*FILES, NO_SHARING)
@@ -118,6 +119,21 @@ def find_source() -> TaskSource | None:
     """The sets of the real-data folder, or None where there is none."""
     folder = data_folder()
     return None if folder is None else TaskSource(folder)
+
+
+def sample_sets(
+    source: TaskSource | None, names: Sequence[str], num_tokens: int | None, *, is_named: bool
+) -> list[TaskSample]:
+    """Samples of these sets; none without real data.
+
+    Raises:
+        InputError: there is no real data, and they were asked for by name.
+    """
+    if source is not None:
+        return [source.sample(name, num_tokens=num_tokens) for name in names]
+    if names and is_named:
+        raise InputError(f"the set {names[0]!r} needs real data: set {DATA_VARIABLE} to a folder that has it")
+    return []
 
 
 def sample_tasks(tasks: Sequence[TrainingTask], num_tokens: int | None, *, seed: int) -> list[TrainingTask]:

@@ -121,6 +121,19 @@ def padded_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list
     return micro_batches
 
 
+def padded_inputs(batch: Trainable, micro_batches: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids and trained tokens of each micro-batch of branches that trains anything, padded on the right; [K, T] each."""
+    sequences, masks = _sequences(batch), batch.loss_masks()
+    for branches in micro_batches:
+        shape = len(branches), max(sequences[i].size for i in branches)
+        ids, trained = np.zeros(shape, np.int64), np.zeros(shape, bool)
+        for row, i in enumerate(branches):
+            ids[row, : sequences[i].size] = sequences[i]
+            trained[row, 1 : sequences[i].size] = masks[i][1:]
+        if trained.any():
+            yield torch.from_numpy(ids), torch.from_numpy(trained)
+
+
 def gradient(model: PreTrainedModel) -> Tensor:
     """The whole gradient as one vector, float64 on CPU."""
     return torch.cat([weight.grad.flatten().cpu().double() for weight in model.parameters() if weight.grad is not None])
@@ -143,24 +156,12 @@ def _sequences(batch: Trainable) -> list[TokenIds]:
 
 def _stock_steps(model: PreTrainedModel, batch: Trainable, micro_batches: Sequence[Sequence[int]]) -> Step:
     """A forward and a backward of stock Hugging Face per micro-batch of branches; those without loss are skipped."""
-    sequences, masks = _sequences(batch), batch.loss_masks()
-    total = batch.num_trained_tokens
-
-    def inputs() -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        for branches in micro_batches:
-            shape = len(branches), max(sequences[i].size for i in branches)
-            ids, trained = np.zeros(shape, np.int64), np.zeros(shape, bool)
-            for row, i in enumerate(branches):
-                ids[row, : sequences[i].size] = sequences[i]
-                trained[row, 1 : sequences[i].size] = masks[i][1:]
-            yield ids, trained
 
     def step() -> None:
         model.zero_grad()
-        for ids, trained in inputs():
-            if trained.any():
-                loss = _summed_loss(model, torch.from_numpy(ids), torch.from_numpy(trained)) / total
-                loss.backward()  # type: ignore[no-untyped-call]
+        for ids, trained in padded_inputs(batch, micro_batches):
+            loss = _summed_loss(model, ids, trained) / batch.num_trained_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
 
     return step
 

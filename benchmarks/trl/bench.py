@@ -8,7 +8,6 @@ bound leaves out: real rows of unequal length gain more than it says.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,17 +16,23 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
-from benchmarks.common.timing import cpu_name, interleaved_medians, one_thread, process_seconds, versions
-from benchmarks.engine.cases import OnProgress
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import chosen, environment, interleaved_medians, one_thread, process_seconds
 from benchmarks.tree.sets import find_source
 from benchmarks.trl.cases import Case, group, real
-from benchmarks.trl.tree_row import pack
-from treering.errors import ConfigError
 from treering.extras import require
 from treering.model.patch import TreePatch
 from treering.tree.forest import Forest
 from treering.tree.stats import Work, flat_work, train_flops, tree_work
 from treering.types import ModelShape
+
+NOTE = "about five minutes"
+TABLES = {
+    "cases": (
+        *("case", "token_ratio", "flop_bound", "stock_s", "tree_s", "speedup", "share_of_flop_bound"),
+        *("gradient_difference", "pack_us_per_flat_token"),
+    ),
+}
 
 SETS = ("toolbench", "hotpotqa")
 SAMPLE_TOKENS = 8_000
@@ -43,25 +48,12 @@ def measure(
     *,
     num_runs: int = 5,
     only: Sequence[str] | None = None,
-    on_progress: OnProgress = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "cases", "notes" and the "environment".
-
-    Args:
-        num_runs: timed rounds of each case; the median counts.
-        only: cases and sets by name.
-        on_progress: called with a line of progress.
-
-    Raises:
-        ConfigError: an unknown name.
-        MissingExtraError: without TRL.
-    """
+    """Every case, stock and on trees, beside the bound."""
     require("python -m benchmarks trl", "torch", "transformers", "trl")
     source = find_source()
-    names = list(only or (*SYNTHETIC, *(SETS if source else ())))
-    unknown = [name for name in names if name not in SYNTHETIC and (name not in SETS or source is None)]
-    if unknown:
-        raise ConfigError(f"cases are {', '.join((*SYNTHETIC, *SETS))}, got {unknown[0]!r}; sets need TREERING_DATA")
+    names = chosen(only or (), [*SYNTHETIC, *(SETS if source else ())])
     rows = []
     with one_thread(), labelled_positions_only():
         for name in names:
@@ -71,7 +63,7 @@ def measure(
     notes = [] if source else ["no real sets: TREERING_DATA names no folder"]
     import trl
 
-    facts = {"cpu": cpu_name(), "threads": 1, "runs": num_runs, "versions": versions() | {"trl": trl.__version__}}
+    facts = environment(threads=1, runs=num_runs, trl=trl.__version__)
     return {"cases": rows, "notes": notes, "environment": facts}
 
 
@@ -89,7 +81,7 @@ def labelled_positions_only() -> Iterator[None]:
 
 
 def measure_case(case: Case, num_runs: int) -> dict[str, Any]:
-    """One case's seconds, bounds, gradient difference, and TRL's own packing beside ours."""
+    """One case's seconds, bounds, gradient difference, and the time of packing."""
     model = build(case.vocab_size)
     batches = case.tensors()
     patched = treering.patch(model)
@@ -103,7 +95,6 @@ def measure_case(case: Case, num_runs: int) -> dict[str, Any]:
     flat = flops(shape, flat_work(np.array([len(row) for row in case.rows])), case.num_labels)
     flop_bound = flat / flops(shape, tree_work(forests), num_pairs(case))
     pack_s = interleaved_medians({"ours": lambda: _merge(batches)}, num_runs, process_seconds)["ours"]
-    theirs = pack(case.batches)
     speedup = seconds["stock"] / seconds["tree"]
     return {
         "case": case.name,
@@ -119,11 +110,6 @@ def measure_case(case: Case, num_runs: int) -> dict[str, Any]:
         "share_of_flop_bound": speedup / flop_bound,
         "gradient_difference": float((found - expected).norm() / expected.norm()),
         "pack_us_per_flat_token": 1e6 * pack_s / counts.num_flat_tokens,
-        "tree_row": asdict(theirs)
-        | {
-            "kv_rows_per_token": theirs.num_kv_rows / theirs.num_tokens,
-            "pack_us_per_flat_token": 1e6 * theirs.pack_s / counts.num_flat_tokens,
-        },
     }
 
 

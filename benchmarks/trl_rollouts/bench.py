@@ -13,10 +13,16 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
-from benchmarks.engine.cases import OnProgress
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import check_runs, environment
 from benchmarks.trl_rollouts.runs import RunSize, measure_drafts, measure_learning
 from treering.extras import require
+
+NOTE = "about fifteen minutes, two of which train the small policy"
+TABLES = {
+    "runs": ("num_prompts", "batch", "off_s", "auto_s", "ratio", "control_ratio", "epochs"),
+    "learning": ("name", "last_mean", "last_stdev"),
+}
 
 SEED = 0
 NUM_SEEDS = 6
@@ -33,20 +39,9 @@ def measure(
     num_runs: int = 3,
     sizes: tuple[RunSize, ...] = SIZES,
     num_seeds: int = NUM_SEEDS,
-    on_progress: OnProgress = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "runs", "learning", "notes" and the "environment".
-
-    Args:
-        num_runs: of each short size.
-        sizes: runs to time.
-        num_seeds: of the learning comparison; 0 leaves it out.
-        on_progress: called with a line of progress.
-
-    Raises:
-        InputError: fewer than one run.
-        MissingExtraError: TRL is not installed.
-    """
+    """Runs of the given sizes, short ones `num_runs` times, and learning over `num_seeds` seeds, or none for 0."""
     require("python -m benchmarks trl_rollouts", "torch", "transformers", "trl")
     check_runs(num_runs)
     with tempfile.TemporaryDirectory() as folder:
@@ -62,8 +57,8 @@ def measure(
         learning = _learning(policy, num_seeds, on_progress)
     slow = [run for run in runs if run["ratio"] < LEAST_RATIO]
     notes = [f"batch {run['batch']}: {run['ratio']:.2f}x is below {LEAST_RATIO}" for run in slow]
-    environment = {"versions": versions(), "cpu": cpu_name(), "clock": "process time", "threads": 1}
-    return {"runs": runs, "learning": learning, "notes": notes, "environment": environment}
+    facts = environment(clock="process time", threads=1)
+    return {"runs": runs, "learning": learning, "notes": notes, "environment": facts}
 
 
 def _learning(policy: Path, num_seeds: int, on_progress: OnProgress) -> dict[str, Any]:

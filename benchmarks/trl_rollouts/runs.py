@@ -137,7 +137,7 @@ def _train(policy: Path, num_prompts: int, seed: int, rollout_func: Any) -> list
             reward,
             args,
             Dataset.from_dict({"prompt": prompts, "id": ids}),
-            processing_class=_tokenizer(task.characters.symbols),
+            processing_class=_tokenizer(task.symbols),
             rollout_func=rollout_func,
         )
         trainer.train()

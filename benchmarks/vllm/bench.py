@@ -15,10 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import check_runs, environment
 from benchmarks.vllm.policy import save_policy
 from benchmarks.vllm.runs import Case, measure_case
 from treering.extras import require
+
+NOTE = "about twenty minutes, ten of which train the small policy"
+TABLES = {
+    "cases": (*("num_rows", "method", "tokens_per_row_and_step", "accepted_share", "propose_us_per_row", "cpu_s"),),
+}
 
 NUM_PROBLEMS, GROUP_SIZE = 11, 16
 METHODS = ("none", "ngram", "suffix", "history", "contract", "other history")
@@ -32,21 +38,11 @@ def measure(
     num_rows: tuple[int, ...] = ROWS,
     options: str = "",
     policy: Path | None = None,
-    on_progress: Callable[[str], None] = lambda words: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: "cases", "notes" and the "environment".
+    """Every method with every number of rows, on a policy that `save_policy` saved, or a new one.
 
-    Args:
-        num_runs: of each case; the median counts.
-        only: methods to measure; None is all.
-        num_rows: sizes of the batch.
-        options: lines of the plugin's TOML file.
-        policy: folder of a policy that `save_policy` saved; None trains one.
-        on_progress: called with a line of progress.
-
-    Raises:
-        InputError: fewer than one run.
-        MissingExtraError: vLLM is not installed.
+    `options` are lines of the plugin's TOML file.
     """
     require("python -m benchmarks vllm", "vllm")
     check_runs(num_runs)
@@ -71,8 +67,8 @@ def measure(
                     options=options,
                 )
                 cases.append(_median_of([_measure(case, saved) for _ in range(num_runs)]))
-    environment = {"versions": versions(), "cpu": cpu_name(), "clock": "process time", "threads": 1}
-    return {"cases": cases, "notes": [*notes, *_misses(cases)], "environment": environment}
+    facts = environment(clock="process time", threads=1)
+    return {"cases": cases, "notes": [*notes, *_misses(cases)], "environment": facts}
 
 
 def _measure(case: Case, policy: Path) -> dict[str, Any]:

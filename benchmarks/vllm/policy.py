@@ -1,6 +1,5 @@
 """A policy that repeats itself: a small model that has memorised a few solutions of each of some problems."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
+from benchmarks.common.progress import OnProgress
 from treering.types import LossMask, TokenIds
 
 VOCAB, END = 384, 1
@@ -49,7 +49,7 @@ def with_slips(
     return sequences, masks
 
 
-def save_policy(folder: Path, num_problems: int, on_progress: Callable[[str], None]) -> float:
+def save_policy(folder: Path, num_problems: int, on_progress: OnProgress) -> float:
     """Trains the policy until it knows the solutions; returns the last loss, nats a token."""
     torch.manual_seed(0)
     config = Qwen3Config(

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from benchmarks.common.timing import check_runs, cpu_name, versions
-from benchmarks.tree.bench import OnProgress
+from benchmarks.common.progress import OnProgress, silent
+from benchmarks.common.timing import check_runs, environment
 from benchmarks.weights.roles import Done, Load, Publish, SizedRecipe, run_reader, run_writer
 from benchmarks.weights.scale import NUM_WORKERS, controller_costs, scaled
 from treering.errors import InputError, StateError
@@ -21,6 +21,12 @@ from treering.runtime.ipc.launcher import Launcher, wait_for_any
 from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.ipc.process import ChildProcess
 from treering.runtime.ipc.weight_store import IncomingWeights, PublishedWeights, WeightStore
+
+NOTE = "about two minutes; needs Ray (make ray-test sets an environment up) and four times the largest size of memory"
+TABLES = {
+    "sizes": ("size_mib", "seconds"),
+    "scale": (*("num_workers", "num_rollouts", "load_s", "step_s", "step_without_load_s", "messages_s", "wakes_s"),),
+}
 
 SIZES_MIB = (10, 100, 500)
 STORES = ("shared memory", "object store")
@@ -33,19 +39,9 @@ def measure(
     *,
     num_runs: int | None = None,
     sizes_mib: Sequence[int] = SIZES_MIB,
-    on_progress: OnProgress = lambda words, done=None: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: lists under "sizes" and "scale", "controller", the "environment", "notes" in words.
-
-    Args:
-        num_runs: hand-overs of each size; None is `NUM_RUNS`.
-        sizes_mib: of the weights, in MiB, multiples of ten.
-        on_progress: told what is being measured.
-
-    Raises:
-        InputError: fewer than one run, or a size that is no multiple of ten.
-        MissingExtraError: Ray is not installed.
-    """
+    """Hand-overs of weights of some MiB, multiples of ten, by store, and what they make of many workers."""
     runs = NUM_RUNS if num_runs is None else num_runs
     check_runs(runs)
     wrong = [size for size in sizes_mib if size < 10 or size % 10]
@@ -67,13 +63,9 @@ def measure(
         "sizes": found,
         "controller": costs,
         "scale": [scaled(count, hand_over_s, costs["object store"]) for count in NUM_WORKERS],
-        "environment": {
-            "versions": versions() | {"ray": ray_version},
-            "cpu": cpu_name(),
-            "num_cores": os.cpu_count(),
-            "load_average": list(os.getloadavg()),
-            "runs": runs,
-        },
+        "environment": environment(
+            ray=ray_version, num_cores=os.cpu_count(), load_average=list(os.getloadavg()), runs=runs
+        ),
         "notes": ["medians of wall times on one host; between hosts the network comes on top"],
     }
 

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.weights.roles import Answer, SizedRecipe, run_reader
-from treering.cli.simulate.cases import SimulateOptions, make_cases
+from treering.cli.simulate.cases import make_cases
+from treering.cli.simulate.options import SimulateOptions
 from treering.runtime.ipc.launcher import Launcher, wait_for_any
 from treering.runtime.ipc.process import ChildProcess
 from treering.schedule.policies import make_policy

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 from treering.engine.rollout import Rollout
-from treering.rl.tasks.sums import Characters, Parts, SumTask, Terms, sum_text
+from treering.rl.tasks.sums import Parts, SumTask, Terms, sum_text
 from treering.rl.tasks.task import Prompt
 from treering.types import TokenIds
 
@@ -27,7 +27,7 @@ class Calculator(SumTask):
     Example: for 17+5+30, the answer to "[17+5]" is "22 ", to "[17+]" it is "? "; "52." ends the rollout.
     """
 
-    characters: ClassVar[Characters] = Characters("0123456789+[].? ")
+    symbols: ClassVar[str] = "0123456789+[].? "
     stop_symbols: ClassVar[str] = "]."
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:

@@ -44,7 +44,8 @@ def test_what_is_taken_is_what_would_have_been_recorded_of_these_alone() -> None
         mask = (True, *(random.random(len(response) - 1) < 0.6).tolist())
         lines.append(Line(task="abc"[number % 3], epoch=number // 6, response=response, mask=mask, reward=number))
     chosen = [0, 3, 4, 7, 11]
-    taken, alone = recording(*lines).taking(np.array(chosen)), recording(*(lines[i] for i in chosen))
+    taken = recording(*lines, choose=lambda whole: whole.taking(np.array(chosen)))
+    alone = recording(*(lines[i] for i in chosen))
     for name in Recorded.__slots__:
         if name not in ("prompts", "prompt_ids"):
             np.testing.assert_array_equal(getattr(taken, name), getattr(alone, name), strict=True)
@@ -55,13 +56,13 @@ def test_a_sample_has_whole_prompts_and_all_their_epochs() -> None:
     lines = [
         Line(task=f"{task}", epoch=epoch, response=(1, 2)) for epoch in range(3) for task in range(20) for _ in "ab"
     ]
-    recorded = recording(*lines)
-    sample = some_prompts(recorded, weights=np.ones(120, np.int64), limit=30)
+    sample = recording(*lines, choose=lambda whole: some_prompts(whole, weights=np.ones(120, np.int64), limit=30))
     assert sample.num_rollouts == 30
     assert np.bincount(sample.epochs).tolist() == [10, 10, 10]
     assert set(np.bincount(sample.prompts).tolist()) == {0, 6}
-    assert some_prompts(recorded, weights=recorded.lengths, limit=30).num_rollouts == 18
-    assert some_prompts(recorded, weights=recorded.lengths, limit=240) is recorded
+    for limit, expected in ((30, 18), (240, 120)):
+        found = recording(*lines, choose=lambda whole, n=limit: some_prompts(whole, weights=whole.lengths, limit=n))
+        assert found.num_rollouts == expected
 
 
 def test_lengths_of_an_epoch_are_those_of_sampled_tokens() -> None:

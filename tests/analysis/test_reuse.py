@@ -56,7 +56,6 @@ def expected(lines: Sequence[Line], epoch: int, before: int | None, source: Sour
         num_tokens=sum(counts),
         num_copied=sum(map(sum, found)),
         num_after_prefix=sum(sum(line.is_sampled[3:]) for line in chosen),
-        rate_by_rollout=float(np.mean([sum(hits) / count for hits, count in zip(found, counts, strict=True)])),
         num_hits=tuple(sum(hit in kind for hits in found for hit in hits) for kind in CLASSES),
         hit_tokens=tuple(sum(hit for hits in found for hit in hits if hit in kind) for kind in CLASSES),
     )
@@ -139,48 +138,12 @@ def test_after_an_edit_three_tokens_are_generated_before_the_next_hit() -> None:
     assert (found.num_copied, found.num_hits, found.hit_tokens) == (2 + 11, (1, 0, 1, 0), (2, 0, 11, 0))
 
 
-def test_the_longest_of_several_continuations_is_copied_wherever_it_stands() -> None:
-    early = [1, 2, 3, 7, 7, 7, 1, 2, 3, 4, 5, 6, 8, 1, 2, 3, 4, 9]
-    found = both(early, [1, 2, 3, 4, 5, 6])
-    assert (found.num_copied, found.num_hits) == (3, (0, 1, 0, 0))
-
-
 def test_the_prompt_is_no_part_of_the_three_tokens() -> None:
     text = (1, 2, 3, 4)
     meter = ReuseMeter(recording(Line(prompt=(7, 8, 9), response=text), Line(prompt=(7, 8, 9), response=text, epoch=1)))
     found = meter.measure(meter.rollouts_of(1), "history")
     assert found is not None
     assert found.num_copied == 1
-
-
-def test_own_past_ends_where_the_rollout_stands() -> None:
-    # At 4 one token, at 5 two, at 7 the three that are left, each from place 3 on.
-    meter = ReuseMeter(recording(Line(response=(5,) * 10)))
-    found = meter.measure(meter.rollouts_of(0), "own")
-    assert found is not None
-    assert (found.num_hits, found.hit_tokens) == ((2, 1, 0, 0), (3, 3, 0, 0))
-
-
-def test_siblings_are_the_others_of_the_group_and_never_the_rollout_itself() -> None:
-    once = tuple(range(10))
-    lines = [Line(response=once + once), Line(response=tuple(range(20, 40))), Line(task="other", response=once + once)]
-    meter = ReuseMeter(recording(*lines))
-    found = meter.measure(meter.rollouts_of(0), "siblings")
-    own = meter.measure(meter.rollouts_of(0), "own")
-    assert found is not None
-    assert own is not None
-    assert found.num_copied == 0
-    assert own.num_copied == 2 * 7
-
-
-def test_history_is_that_of_the_epoch_before_alone() -> None:
-    text = tuple(range(10))
-    meter = ReuseMeter(
-        recording(Line(response=text), Line(response=tuple(range(50, 60)), epoch=1), Line(response=text, epoch=2))
-    )
-    found = meter.measure(meter.rollouts_of(2), "history")
-    assert found is not None
-    assert found.num_copied == 0
 
 
 @pytest.mark.parametrize("num_prompts", [2, 3, 10])

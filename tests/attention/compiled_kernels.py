@@ -8,11 +8,9 @@ import json
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.compiling import compile_for_hopper
 from treering.attention import Form
 from treering.attention.triton import launch
 from treering.attention.triton.forward import forward_kernel
@@ -20,7 +18,6 @@ from treering.attention.triton.key_gradient import add_slots_kernel, key_gradien
 from treering.attention.triton.query_gradient import delta_kernel, query_gradient_kernel
 from treering.attention.triton.tiles import choose_tiles, launches, padded_size
 
-HOPPER = GPUTarget("cuda", 90, 32)
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS = {"forward": forward_kernel, "query_gradient": query_gradient_kernel, "key_gradient": key_gradient_kernel}
 INDEXES = ("first_ptr", "stop_ptr", "limit_ptr", "position_ptr", "items_ptr", "visits_ptr", "splits_ptr")
@@ -30,22 +27,12 @@ EVERYTHING = Form(scale=0.1, window=100, softcap=50.0)
 
 
 def compile_kernel(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], options: dict[str, int]) -> Any:
-    types = {name: _type_of(name, dtype, constants) for name in kernel.arg_names}
-    # As the launcher finds them: pointers and strides are multiples of 16, numbers of rows are not.
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
-        if name not in constants and not name.startswith("num_")
-    }
-    return triton.compile(ASTSource(kernel, types, constants, aligned), target=HOPPER, options=options)
+    def type_of(name: str) -> str:
+        if not name.endswith("_ptr"):
+            return "i32"
+        return "*i32" if name in INDEXES else "*fp32" if name in WIDE else f"*{NAMES[dtype]}"
 
-
-def _type_of(name: str, dtype: torch.dtype, constants: dict[str, Any]) -> str:
-    if name in constants:
-        return "constexpr"
-    if not name.endswith("_ptr"):
-        return "i32"
-    return "*i32" if name in INDEXES else "*fp32" if name in WIDE else f"*{NAMES[dtype]}"
+    return compile_for_hopper(kernel, type_of, constants, options)
 
 
 def main() -> None:
@@ -66,19 +53,10 @@ def main() -> None:
 
 
 def report(name: str, head_size: int, dtype: torch.dtype, compiled: Any) -> None:
-    print(
-        json.dumps(
-            {
-                "kernel": name,
-                "head_size": head_size,
-                "dtype": NAMES[dtype],
-                "shared_bytes": compiled.metadata.shared,
-                "has_matrix_units": "wgmma" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"],
-                "has_async_copies": "cp.async" in compiled.asm["ptx"],
-            }
-        ),
-        flush=True,
-    )
+    ptx = compiled.asm["ptx"]
+    found = {"kernel": name, "head_size": head_size, "dtype": NAMES[dtype], "shared_bytes": compiled.metadata.shared}
+    found |= {"has_matrix_units": "wgmma" in ptx or "mma.sync" in ptx, "has_async_copies": "cp.async" in ptx}
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,104 +8,62 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor
 
+from tests.attention import fake_flash
+from tests.attention.given import CPU, assert_partitions_equal_the_tree, random_inputs
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
-from treering.attention import Form, TreeLayout, attend
+from treering.attention import Backend, Form, TreeLayout
 from treering.attention.ancestors import Ancestor, ancestor_calls
 from treering.attention.gateway import Gateway, KeysValues
 from treering.attention.schedule.build import MAX_STEP_ENTRIES
 from treering.attention.schedule.call import Call, Visibility
+from treering.attention.triton import Tiles, TileSize, tables
+from treering.attention.triton import backend as triton_backend
 from treering.errors import StateError
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import Sight, sight_of, take_fragment
-from treering.tree.plan.partition import Partition
 
-CPU = torch.device("cpu")
-FORM = Form(scale=0.3)
-Inputs = tuple[Tensor, Tensor, Tensor]
-
-
-def random_inputs(num_tokens: int) -> Inputs:
-    generator = torch.Generator().manual_seed(num_tokens)
-    shapes = [(1, heads, num_tokens, 8) for heads in (4, 2, 2)]
-    query, key, value = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
-    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
-
-
-def in_partitions(
-    inputs: Inputs, tree: Forest, partitions: tuple[Partition, ...], backend: str, form: Form = FORM
-) -> None:
-    """Runs all partitions forward, then all backward from the last, with the loss sum(out * cos(index))."""
-    layouts: list[TreeLayout] = []
-    losses: list[Tensor] = []
-    for part in partitions:
-        ancestors = []
-        above = part.parent
-        while above >= 0:
-            gateway = layouts[above].gateway
-            assert gateway is not None
-            ancestors.append(Ancestor.from_sight(gateway, sight_of(tree, partitions[above].tokens, part.tokens)))
-            above = partitions[above].parent
-        fragment = take_fragment(tree, part.tokens)
-        layout = TreeLayout(fragment, CPU, ancestors=tuple(ancestors), gateway=Gateway())
-        rows = torch.from_numpy(part.tokens.astype(np.int64))
-        out = attend(*(x[:, :, rows] for x in inputs), layout=layout, form=form, backend=backend, layer=3)  # type: ignore[arg-type]
-        layouts.append(layout)
-        losses.append(loss_of(out, rows))
-    for loss in reversed(losses):
-        loss.backward()  # type: ignore[no-untyped-call]
-
-
-def loss_of(out: Tensor, rows: Tensor) -> Tensor:
-    size = out.shape[1] * out.shape[3]
-    weights = torch.cos(rows[:, None] * size + torch.arange(size)).double()
-    return (out[0].transpose(0, 1).reshape(-1, size) * weights).sum()
-
-
-def gradients(inputs: Inputs) -> list[Tensor]:
-    taken = [x.grad.clone() for x in inputs if x.grad is not None]
-    for x in inputs:
-        x.grad = None
-    return taken
+PART = st.one_of(st.none(), st.integers(1, 12))
 
 
 @pytest.mark.parametrize("backend", EXACT_BACKENDS)
-@given(
-    sequences=sequence_sets(),
-    seed=st.integers(0, 10**6),
-    size=st.integers(1, 12),
-    window=st.one_of(st.none(), st.integers(1, 12)),
-)
+@given(sequences=sequence_sets(), seed=st.integers(0, 10**6), size=st.integers(1, 12), window=PART)
 @settings(max_examples=60)
 def test_gradients_through_gateways_equal_those_of_the_whole_tree(
-    backend: str, sequences: list[list[int]], seed: int, size: int, window: int | None
+    backend: Backend, sequences: list[list[int]], seed: int, size: int, window: int | None
 ) -> None:
     tree = Forest.from_sequences(sequences).trees()[0]
-    inputs = random_inputs(tree.num_tokens)
     form = Form(scale=0.3, window=window)
-    whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
-    loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
-    expected = gradients(inputs)
-    in_partitions(inputs, tree, random_partitions(tree, seed, size), backend, form)
-    for got, wanted in zip(gradients(inputs), expected, strict=True):
-        assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())
+    inputs = random_inputs(tree.num_tokens, size=8)
+    assert_partitions_equal_the_tree(inputs, tree, random_partitions(tree, seed, size), backend, form)
 
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_is_exact_through_gateways(shape: str, window: int | None) -> None:
     tree = max(Forest.from_sequences(SHAPES[shape]).trees(), key=lambda tree: tree.num_tokens)
-    inputs = random_inputs(tree.num_tokens)
-    form = Form(scale=0.3, window=window)
-    whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
-    loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
-    expected = gradients(inputs)
-    in_partitions(inputs, tree, random_partitions(tree, 0, 60, cut=0.02), "segments", form)
-    for got, wanted in zip(gradients(inputs), expected, strict=True):
-        assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())
+    inputs, partitions = random_inputs(tree.num_tokens, size=8), random_partitions(tree, 0, 60, cut=0.02)
+    assert_partitions_equal_the_tree(inputs, tree, partitions, "segments", Form(scale=0.3, window=window))
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash", "flex"])
+@pytest.mark.parametrize(("window", "size", "cut"), [(None, 12, 0.15), (25, 30, 0.02)])
+def test_backends_that_join_keys_are_exact_through_gateways(
+    backend: Backend, window: int | None, size: int, cut: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "flash":
+        fake_flash.install(monkeypatch, (8, 6))
+    if backend == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(triton_backend, "choose_tiles", lambda *_: Tiles(*[TileSize(16, 16)] * 3))
+        monkeypatch.setattr(tables, "MIN_TILES", 4)
+    tree = Forest.from_sequences([[0] * 20 + [1] * 6, [0] * 20 + [2] * 11 + [3] * 4, [0] * 20 + [2] * 11 + [4] * 5])
+    # Torch has no gradients of flex on CPU.
+    inputs = [tensor.requires_grad_(backend != "flex") for tensor in random_inputs(tree.num_tokens, size=8)]
+    partitions = random_partitions(tree, 1, size, cut)
+    assert_partitions_equal_the_tree(inputs, tree, partitions, backend, Form(scale=0.3, window=window))
 
 
 @given(

@@ -4,18 +4,20 @@ from typing import Any, Protocol
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention import given
+from tests.attention.given import layout_of
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.largest_tensor import LargestTensor
 from treering.attention import Form, TreeLayout, attend
-from treering.attention.kernels import FlashCpu, Plain, choose_kernel
+from treering.attention.kernels import Plain
 from treering.attention.segments import segment_attention
 from treering.errors import ConfigError, InputError, StateError
-from treering.tree.forest import Forest
 
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE = 4, 2, 8
 SCALE = 0.3
@@ -93,14 +95,8 @@ IMPLEMENTATIONS: dict[str, Attention] = {
 }
 
 
-def layout_of(sequences: list[list[int]]) -> TreeLayout:
-    return TreeLayout(Forest.from_sequences(sequences), torch.device("cpu"))
-
-
 def random_inputs(num_tokens: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    torch.manual_seed(num_tokens)
-    heads = (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
-    return [torch.randn(1, h, num_tokens, HEAD_SIZE, dtype=dtype, requires_grad=True) for h in heads]
+    return given.random_inputs(num_tokens, (NUM_HEADS, NUM_KEY_HEADS), HEAD_SIZE, dtype)
 
 
 def assert_equal_with_gradients(
@@ -112,19 +108,13 @@ def assert_equal_with_gradients(
     sinks: Tensor | None = None,
 ) -> None:
     inputs = random_inputs(layout.forest.num_tokens)
-    if sinks is not None:
-        inputs.append(sinks := sinks.clone().requires_grad_())
-    results = []
-    for run in (actual, expected):
-        out = run(*inputs[:3], layout, form, sinks)
-        upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
-        results.append([out.detach(), *torch.autograd.grad(out, inputs, upstream)])
-    for got, wanted in zip(*results, strict=True):
-        assert float((got - wanted).norm()) <= tolerance * max(1.0, float(wanted.norm()))
+    sinks = None if sinks is None else sinks.clone().requires_grad_()
+    ways = (given.results(run, inputs, sinks, layout=layout, form=form) for run in (actual, expected))
+    given.assert_close(*ways, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@given(sequences=sequence_sets(max_sequences=5))
+@drawn(sequences=sequence_sets(max_sequences=5))
 @settings(max_examples=25)
 def test_attention_equals_softmax_along_each_path(name: str, sequences: list[list[int]]) -> None:
     assert_equal_with_gradients(IMPLEMENTATIONS[name], by_path, layout_of(sequences), 1e-12)
@@ -138,7 +128,7 @@ def test_segments_equal_the_reference_on_every_shape(name: str, shape: str) -> N
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("form", FORMS)
-@given(sequences=sequence_sets(max_sequences=5, max_extra=30), with_sinks=st.booleans())
+@drawn(sequences=sequence_sets(max_sequences=5, max_extra=30), with_sinks=st.booleans())
 @settings(max_examples=15)
 def test_every_form_equals_softmax_along_each_path(
     name: str, form: str, sequences: list[list[int]], with_sinks: bool
@@ -175,18 +165,7 @@ def test_the_plain_kernel_in_many_row_slices_equals_one_slice(monkeypatch: pytes
 @pytest.mark.parametrize("shape", ["long segments", "comb", "star"])
 def test_a_token_changes_only_its_descendants_bitwise(name: str, shape: str) -> None:
     layout = layout_of(SHAPES[shape])
-    forest = layout.forest
-    inputs = [tensor.detach() for tensor in random_inputs(forest.num_tokens, torch.float32)]
-    before = IMPLEMENTATIONS[name](*inputs, layout)
-    for changed in (1, forest.num_tokens // 2, forest.num_tokens - 1):
-        poisoned = [tensor.clone() for tensor in inputs]
-        for tensor in poisoned:
-            tensor[:, :, changed] += 100.0
-        after = IMPLEMENTATIONS[name](*poisoned, layout)
-        index = torch.arange(forest.num_tokens)
-        descends = (changed <= index) & (index < int(forest.subtree_end[changed]))
-        assert torch.equal(after[:, :, ~descends], before[:, :, ~descends])
-        assert not torch.equal(after[:, :, descends], before[:, :, descends])
+    given.assert_a_token_changes_only_its_descendants(lambda inputs: IMPLEMENTATIONS[name](*inputs, layout), layout)
 
 
 def dense_in_its_own_dtype(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout) -> Tensor:
@@ -211,22 +190,13 @@ def test_low_precision_error_is_at_most_twice_that_of_dense_attention(
     assert 0 < error <= 2 * dense
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", EXACT_BACKENDS)
 def test_autocast_rounds_nothing_inside_attention(name: str) -> None:
     layout = layout_of(SHAPES["bushy"])
     inputs = [tensor.detach().bfloat16() for tensor in random_inputs(layout.forest.num_tokens)]
     expected = IMPLEMENTATIONS[name](*inputs, layout)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attend_as(name, inputs, layout), expected)
-
-
-def attend_as(name: str, inputs: list[Tensor], layout: TreeLayout) -> Tensor:
-    """Calls the public function with the named kernel."""
-    if name != "segments, plain kernel":
-        return IMPLEMENTATIONS[name](*inputs, layout)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("treering.attention.segments.choose_kernel", lambda tensor, form: Plain(form.softcap))
-        return IMPLEMENTATIONS["segments"](*inputs, layout)
+        assert torch.equal(IMPLEMENTATIONS[name](*inputs, layout), expected)
 
 
 def test_bfloat16_gradients_of_deep_paths_are_summed_wide() -> None:
@@ -264,12 +234,6 @@ def test_an_empty_forest_gives_empty_attention() -> None:
     layout = layout_of([])
     for implementation in EXACT_BACKENDS:
         assert backend(implementation)(*random_inputs(0), layout).shape == (1, NUM_HEADS, 0, HEAD_SIZE)
-
-
-def test_cpu_tensors_run_the_flash_kernel_and_others_the_plain_one() -> None:
-    assert isinstance(choose_kernel(torch.zeros(1), FORM), FlashCpu)
-    assert isinstance(choose_kernel(torch.zeros(1), Form(scale=SCALE, softcap=30.0)), Plain)
-    assert isinstance(choose_kernel(torch.zeros(1, device="meta"), FORM), Plain)
 
 
 @pytest.mark.parametrize(

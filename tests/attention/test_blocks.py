@@ -29,7 +29,7 @@ def assert_right(pairs: BlockPairs, seen: np.ndarray, query_size: int, key_size:
         for j in range(pairs.num_key_blocks):
             block = seen[i * query_size : (i + 1) * query_size, j * key_size : (j + 1) * key_size]
             assert (i, j) in flags or not block.any()
-            assert not flags.get((i, j), False) or block.all()
+            assert not flags.get((i, j), False) or (block.shape == (query_size, key_size) and block.all())
             num_empty += (i, j) in flags and not block.any()
     return num_empty
 
@@ -52,14 +52,14 @@ def test_no_visible_pair_is_outside_and_no_full_block_hides_one(
     assert (order == np.arange(order.size)).all()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, "nothing"])
 def test_blocks_of_a_forest_are_full_where_they_can_be(name: str) -> None:
-    sight = Sight.within(Forest.from_sequences(SHAPES[name]))
+    sight = Sight.within(Forest.from_sequences(SHAPES.get(name, [])))
     pairs = find_block_pairs(sight, sight.position, query_size=8, key_size=8)
     seen = visible(sight, sight.position, None)
     assert assert_right(pairs, seen, 8, 8) == 0
     for i, j, is_full in zip(pairs.query_block, pairs.key_block, pairs.is_full, strict=True):
-        assert is_full == seen[i * 8 : i * 8 + 8, j * 8 : j * 8 + 8].all()
+        assert is_full == (seen[i * 8 : i * 8 + 8, j * 8 : j * 8 + 8].sum() == 64)
 
 
 @given(
@@ -74,20 +74,3 @@ def test_keys_of_ancestors_are_covered(sequences: list[list[int]], seed: int, wi
         position = tree.position[part.tokens].astype(np.int64)
         pairs = find_block_pairs(sight, position, query_size=4, key_size=4, window=window)
         assert_right(pairs, visible(sight, position, window), 4, 4)
-
-
-def test_a_prompt_with_two_responses_is_five_pairs() -> None:
-    sight = Sight.within(Forest.from_sequences([[0] * 128 + [1] * 128, [0] * 128 + [2] * 128]))
-    pairs = find_block_pairs(sight, sight.position, query_size=128, key_size=128)
-    assert list(zip(pairs.query_block.tolist(), pairs.key_block.tolist(), pairs.is_full.tolist(), strict=True)) == [
-        (0, 0, False),
-        (1, 0, True),
-        (1, 1, False),
-        (2, 0, True),
-        (2, 2, False),
-    ]
-
-
-def test_nothing_has_no_blocks() -> None:
-    sight = Sight.within(Forest.from_sequences([]))
-    assert find_block_pairs(sight, sight.position, query_size=8, key_size=8).query_block.size == 0

@@ -1,9 +1,9 @@
 """Attention emulated block by block from what flash's kernels read, forward and backward, also in compiled layers."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention import fake_flash
+from tests.attention.given import assert_close, layout_of, random_inputs, results
 from tests.forests import SHAPES, sequence_sets, star
-from treering.attention import Form, TreeLayout, attend, self_check
-from treering.attention.ancestors import Ancestor
+from treering.attention import Backend, Form, TreeLayout, attend, self_check
 from treering.attention.flash.ops import flash_backward, flash_forward
-from treering.attention.flash.tables import FlatTables
-from treering.attention.gateway import Gateway, KeysValues
-from treering.tree.forest import Forest
-from treering.tree.plan.fragment import sight_of, take_fragment
+from treering.attention.flash.tables import FlashTables
 
-CPU = torch.device("cpu")
+BOTH: tuple[Backend, ...] = ("flash", "reference")
 SMALL = (8, 6)
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
@@ -32,25 +29,9 @@ def _fresh() -> Iterator[None]:
     self_check.check_backend.cache_clear()
 
 
-def layout_of(sequences: list[list[int]]) -> TreeLayout:
-    return TreeLayout(Forest.from_sequences(sequences), CPU)
-
-
-def random_inputs(num_tokens: int, heads: tuple[int, int] = (4, 2), size: int = 16) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(num_tokens)
-    shapes = [(1, count, num_tokens, size) for count in (heads[0], heads[1], heads[1])]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
 def compare(layout: TreeLayout, inputs: list[Tensor], form: Form, sinks: Tensor | None = None) -> None:
-    leaves = inputs if sinks is None else [*inputs, sinks]
-    results = []
-    for backend in ("flash", "reference"):
-        out = attend(*inputs, layout=layout, form=form, sinks=sinks, backend=backend)
-        upstream = torch.sin(torch.arange(out.numel(), dtype=out.dtype)).reshape(out.shape)
-        results.append([out, *torch.autograd.grad(out, leaves, upstream)])
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-11)
+    ways = (results(partial(attend, backend=name), inputs, sinks, layout=layout, form=form) for name in BOTH)
+    assert_close(*ways, tolerance=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -83,42 +64,12 @@ def test_random_forests_are_attention(sequences: list[list[int]], window: int | 
         compare(layout, random_inputs(layout.forest.num_tokens), Form(scale=0.3, window=window))
 
 
-def test_keys_of_partitions_above_come_first_and_take_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_flash.install(monkeypatch, SMALL)
-    tree = Forest.from_sequences([[0] * 20 + [1] * 9, [0] * 20 + [2] * 11 + [3] * 9, [0] * 20 + [2] * 11 + [4] * 5])
-    parts = [np.arange(20), np.arange(29, 40), np.arange(40, 54)]
-    inputs = random_inputs(tree.num_tokens)
-    for form in (Form(scale=0.3), Form(scale=0.3, window=12)):
-        gateways, ancestors = [], []
-        for above in (parts[1], parts[0]):
-            gateway = Gateway()
-            gateway.export(0, KeysValues(*(tensor[:, :, torch.from_numpy(above)] for tensor in inputs[1:])))
-            sight = sight_of(tree, above.astype(np.int32), parts[2].astype(np.int32))
-            ancestors.append(Ancestor.from_sight(gateway, sight))
-            gateways.append(gateway)
-        layout = TreeLayout(take_fragment(tree, parts[2].astype(np.int32)), CPU, ancestors=tuple(ancestors))
-        rows = torch.from_numpy(parts[2])
-        own = [tensor[:, :, rows].detach().requires_grad_() for tensor in inputs]
-        got = attend(*own, layout=layout, form=form, backend="flash")
-        wanted = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")[:, :, rows]
-        torch.testing.assert_close(got, wanted, atol=1e-11, rtol=1e-11)
-        got.sin().sum().backward()
-        all_gradients = torch.autograd.grad(wanted.sin().sum(), inputs)
-        for leaf, theirs in zip(own, all_gradients, strict=True):
-            torch.testing.assert_close(leaf.grad, theirs[:, :, rows], atol=1e-11, rtol=1e-11)
-        for gateway, above in zip(gateways, (parts[1], parts[0]), strict=True):
-            taken = gateway.take_gradient(0)
-            assert taken is not None
-            for mine, theirs in zip(taken, all_gradients[1:], strict=True):
-                torch.testing.assert_close(mine, theirs[:, :, torch.from_numpy(above)], atol=1e-11, rtol=1e-11)
-
-
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_the_operations_tell_torch_their_shapes_strides_and_derivative(
     sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_flash.install(monkeypatch)
-    tables = FlatTables.of(layout_of([[0] * 9, [0] * 4 + [1] * 3]), None, SMALL)
+    tables = FlashTables.of(layout_of([[0] * 9, [0] * 4 + [1] * 3]), None, SMALL)
     # Transposed: the package gives gradients the strides of its inputs.
     rows = [tensor.detach().bfloat16().transpose(1, 2).requires_grad_() for tensor in random_inputs(12)]
     leaf = None if sinks is None else sinks.float().requires_grad_()
@@ -137,7 +88,7 @@ def test_a_compiled_layer_holds_both_passes_in_one_graph(monkeypatch: pytest.Mon
     torch.manual_seed(0)
     project = torch.nn.Linear(16, 4 * 8, dtype=torch.float64)
 
-    def layer(hidden: Tensor, sinks: Tensor, tables: FlatTables) -> Tensor:
+    def layer(hidden: Tensor, sinks: Tensor, tables: FlashTables) -> Tensor:
         query = project(hidden).view(1, -1, 4, 8)
         key = query[:, :, ::2]
         lists = (tables.ranges, tables.by_query, tables.by_key, [8, 6])
@@ -151,7 +102,7 @@ def test_a_compiled_layer_holds_both_passes_in_one_graph(monkeypatch: pytest.Mon
     sinks = SINKS.clone().requires_grad_()
     results = []
     for run in (layer, compiled):
-        out = run(hidden, sinks, FlatTables.of(layout, 9, SMALL))
+        out = run(hidden, sinks, FlashTables.of(layout, 9, SMALL))
         results.append([out, *torch.autograd.grad(out.sin().sum(), [hidden, sinks, project.weight])])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)

@@ -1,19 +1,17 @@
 """On a CUDA device flex, triton and flash equal the reference, with the tiles and blocks that users get."""
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from tests.attention.given import assert_partitions_equal_the_tree, layout_of, random_inputs, results
 from tests.forests import SHAPES, bushy, comb, star
-from treering.attention import Backend, Form, TreeLayout, attend
-from treering.attention.ancestors import Ancestor
+from treering.attention import Backend, Form, attend
 from treering.attention.flash.backend import flash_version
-from treering.attention.gateway import Gateway
 from treering.tree.forest import Forest
-from treering.tree.plan.fragment import sight_of, take_fragment
+from treering.tree.plan.partition import Partition
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,6 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
+CUDA = torch.device("cuda")
 BACKENDS: tuple[Backend, ...] = ("flex", "triton")
 WITH_FLASH: tuple[Backend, ...] = (*BACKENDS, "flash") if flash_version() else BACKENDS
 FORMS = {
@@ -42,24 +41,6 @@ FORESTS: dict[str, list[list[int]]] = {
 }
 
 
-def layout_of(sequences: list[list[int]]) -> TreeLayout:
-    return TreeLayout(Forest.from_sequences(sequences), torch.device("cuda"))
-
-
-def random_inputs(num_tokens: int, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), size: int = 64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(num_tokens)
-    shapes = [(1, count, num_tokens, size) for count in (heads[0], heads[1], heads[1])]
-    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
-    return [tensor.to("cuda", dtype).requires_grad_() for tensor in drawn]
-
-
-def results(leaves: list[Tensor], backend: Backend, sinks: Tensor | None, **options: Any) -> list[Tensor]:
-    out = attend(*leaves, backend=backend, sinks=sinks, **options)
-    upstream = torch.sin(torch.arange(out.numel(), device=out.device)).reshape(out.shape).to(out.dtype)
-    wanted = leaves if sinks is None else [*leaves, sinks]
-    return [out.detach(), *torch.autograd.grad(out, wanted, upstream)]
-
-
 def assert_equal_with_gradients(
     sequences: list[list[int]],
     form: Form,
@@ -70,13 +51,13 @@ def assert_equal_with_gradients(
     heads: tuple[int, int] = (4, 2),
     size: int = 64,
 ) -> None:
-    layout = layout_of(sequences)
-    inputs = random_inputs(layout.forest.num_tokens, dtype, heads, size)
+    layout = layout_of(sequences, CUDA)
+    inputs = random_inputs(layout.forest.num_tokens, heads, size, dtype, CUDA)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    sinks = torch.linspace(-1, 2, heads[0], device="cuda").to(dtype).requires_grad_() if with_sinks else None
+    sinks = torch.linspace(-1, 2, heads[0], device=CUDA).to(dtype).requires_grad_() if with_sinks else None
     exact_sinks = None if sinks is None else sinks.detach().double().requires_grad_()
-    got = results(inputs, backend, sinks, layout=layout, form=form)
-    wanted = results(exact, "reference", exact_sinks, layout=layout, form=form)
+    got = results(partial(attend, backend=backend), inputs, sinks, layout=layout, form=form)
+    wanted = results(partial(attend, backend="reference"), exact, exact_sinks, layout=layout, form=form)
     # Weights, scores' gradients and results are each rounded to the dtype once; products of float32 are three of tf32,
     # whose dropped terms are of the order of 2^-22.
     tolerance = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
@@ -126,11 +107,12 @@ def test_query_heads_share_key_heads(heads: tuple[int, int], backend: Backend) -
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_triton_gradients_are_the_same_bits_every_time(deterministic: bool) -> None:
-    layout = layout_of([[0] * 600 + [1 + i] * 200 for i in range(40)])
-    inputs = random_inputs(layout.forest.num_tokens, torch.bfloat16, (8, 2), 128)
+    layout = layout_of([[0] * 600 + [1 + i] * 200 for i in range(40)], CUDA)
+    inputs = random_inputs(layout.forest.num_tokens, (8, 2), 128, torch.bfloat16, CUDA)
+    run = partial(attend, layout=layout, form=FORMS["plain"], backend="triton")
     torch.use_deterministic_algorithms(deterministic)
     try:
-        first, second = (results(inputs, "triton", None, layout=layout, form=FORMS["plain"]) for _ in range(2))
+        first, second = (results(run, inputs, None) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
@@ -140,28 +122,10 @@ def test_triton_gradients_are_the_same_bits_every_time(deterministic: bool) -> N
 @pytest.mark.parametrize("window", [None, 500])
 def test_gradients_through_gateways_equal_those_of_the_whole_tree(backend: Backend, window: int | None) -> None:
     tree = Forest.from_sequences([[0] * 600 + [1] * 300, [0] * 600 + [2] * 400])
-    parts = [np.arange(450), np.arange(450, tree.num_tokens)]
+    ranges = ((0, 450, -1), (450, tree.num_tokens, 0))
+    parts = tuple(Partition(tokens=np.arange(i, j, dtype=np.int32), parent=above) for i, j, above in ranges)
     dtype = torch.bfloat16 if backend == "flash" else torch.float32
-    inputs = random_inputs(tree.num_tokens, dtype)
-    form = Form(scale=0.1, window=window)
-    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    wanted = results(exact, "reference", None, layout=TreeLayout(tree, torch.device("cuda")), form=form)
     # In 16 bits the gradients from below are rounded once more.
     tolerance = 1e-5 if dtype == torch.float32 else 6 * torch.finfo(dtype).eps
-    upper, lower = (take_fragment(tree, part.astype(np.int32)) for part in parts)
-    gateway = Gateway()
-    above = TreeLayout(upper, torch.device("cuda"), gateway=gateway)
-    sight = sight_of(tree, parts[0].astype(np.int32), parts[1].astype(np.int32))
-    below = TreeLayout(lower, torch.device("cuda"), ancestors=(Ancestor.from_sight(gateway, sight),))
-    rows = [torch.from_numpy(part).cuda() for part in parts]
-    outs = [
-        attend(*(tensor[:, :, index] for tensor in inputs), layout=layout, form=form, backend=backend)
-        for index, layout in zip(rows, (above, below), strict=True)
-    ]
-    upstream = torch.sin(torch.arange(wanted[0].numel(), device="cuda")).reshape(wanted[0].shape).to(dtype)
-    for out, index in reversed(list(zip(outs, rows, strict=True))):
-        out.backward(upstream[:, :, index])
-    got = [torch.cat(outs, 2).detach(), *(tensor.grad for tensor in inputs)]
-    for mine, theirs in zip(got, wanted, strict=True):
-        assert mine is not None
-        assert float((mine.double() - theirs).norm()) <= tolerance * float(theirs.norm())
+    inputs = random_inputs(tree.num_tokens, (4, 2), 64, dtype, CUDA)
+    assert_partitions_equal_the_tree(inputs, tree, parts, backend, Form(scale=0.1, window=window), tolerance)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.attention.given import results
 from tests.tree.plan.test_cutting_pictures import random_tree
 from treering.attention import Form, TreeLayout
 from treering.attention.api import attend
@@ -74,8 +75,7 @@ def test_backends_agree_with_the_reference(backend: str, window: int | None) -> 
     def run(name: str) -> list[torch.Tensor]:
         leaves = [one.clone().requires_grad_(backend != "flex") for one in given]
         layout = TreeLayout(forest, torch.device("cpu"), sees_whole_pictures=True)
-        out = attend(*leaves, layout=layout, form=Form(scale=0.3, window=window), backend=name)
-        return [out] if backend == "flex" else [out, *torch.autograd.grad(out.square().sum(), leaves)]
+        return results(attend, leaves, None, layout=layout, form=Form(scale=0.3, window=window), backend=name)
 
     for mine, wanted in zip(run(backend), run("reference"), strict=True):
         assert torch.allclose(mine, wanted, rtol=0, atol=(1e-9 if dtype == torch.float64 else 1e-4))

@@ -89,17 +89,20 @@ def test_backends_of_a_cpu_pass(backend: Any, dtype: torch.dtype, form: dict[str
     assert found.has_gradients == (backend != "flex")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_key_of_another_branch_is_found_below_rounding(dtype: torch.dtype, run_as: Callable[..., None]) -> None:
-    run_as(one_key_leaks)
-    with pytest.raises(UnsupportedError, match="segments backend lets tokens see another branch"):
-        verify("segments", SHAPE._replace(dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_gradient_of_another_branch_is_found(dtype: torch.dtype, run_as: Callable[..., None]) -> None:
-    run_as(one_gradient_leaks)
-    with pytest.raises(UnsupportedError, match="gives a branch the gradient of another one"):
+@pytest.mark.parametrize(
+    ("attention", "dtype", "fault"),
+    [
+        (one_key_leaks, torch.float32, "lets tokens see another branch"),
+        (one_key_leaks, torch.bfloat16, "lets tokens see another branch"),
+        (one_gradient_leaks, torch.float64, "gives a branch the gradient of another one"),
+        (one_gradient_leaks, torch.bfloat16, "gives a branch the gradient of another one"),
+    ],
+)
+def test_what_leaks_from_another_branch_is_found_below_rounding(
+    attention: Attention, dtype: torch.dtype, fault: str, run_as: Callable[..., None]
+) -> None:
+    run_as(attention)
+    with pytest.raises(UnsupportedError, match=f"segments backend {fault}"):
         verify("segments", SHAPE._replace(dtype=dtype))
 
 

@@ -1,21 +1,27 @@
 """The kernels, in triton's interpreter, equal the reference: outputs and gradients, every option, many small blocks."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.attention.test_ancestors import gradients, in_partitions, loss_of
-from tests.attention.test_ancestors import random_inputs as inputs_of_partitions
+from tests.attention.given import (
+    assert_a_token_changes_only_its_descendants,
+    assert_close,
+    in_partitions,
+    layout_of,
+    random_inputs,
+    results,
+)
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.partitions import random_partitions
-from treering.attention import Form, TreeLayout, attend
+from treering.attention import Form
 from treering.attention.reference import reference_attention
 from treering.attention.self_check import OFF_SWITCH
-from treering.attention.triton import Tiles, TileSize, backend, triton_attention
+from treering.attention.triton import Tiles, TileSize, backend, tables, triton_attention
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
 
@@ -25,10 +31,8 @@ pytestmark = pytest.mark.skipif(
     not launch.INTERPRETED, reason="the kernels are compiled here; test_gpu_attention holds them to the same laws"
 )
 
-CPU = torch.device("cpu")
 SMALL = Tiles(forward=TileSize(16, 16), query_gradient=TileSize(16, 16), key_gradient=TileSize(16, 16))
-UNEVEN = Tiles(forward=TileSize(32, 16), query_gradient=TileSize(16, 32), key_gradient=TileSize(16, 32), max_visits=1)
-SHARED = Tiles(forward=TileSize(16, 16), query_gradient=TileSize(16, 16), key_gradient=TileSize(16, 16), max_visits=2)
+UNEVEN = Tiles(forward=TileSize(32, 16), query_gradient=TileSize(16, 32), key_gradient=TileSize(16, 32))
 FORMS = {
     "plain": Form(scale=0.3),
     "window of 20": Form(scale=0.3, window=20),
@@ -44,18 +48,6 @@ FORESTS: dict[str, list[list[int]]] = {
 }
 
 
-def layout_of(sequences: list[list[int]]) -> TreeLayout:
-    return TreeLayout(Forest.from_sequences(sequences), CPU)
-
-
-def random_inputs(
-    num_tokens: int, heads: tuple[int, int] = (2, 1), size: int = 16, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(num_tokens)
-    shapes = [(1, count, num_tokens, size) for count in (heads[0], heads[1], heads[1])]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
-
-
 def assert_equal_with_gradients(
     sequences: list[list[int]],
     form: Form,
@@ -65,19 +57,11 @@ def assert_equal_with_gradients(
     heads: tuple[int, int] = (2, 1),
     size: int = 16,
 ) -> None:
-    """In float64, where only the order of sums differs: N terms of a relative 1.1e-16 each."""
     layout = layout_of(sequences)
     inputs = random_inputs(layout.forest.num_tokens, heads, size)
     sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_() if with_sinks else None
-    leaves = inputs if sinks is None else [*inputs, sinks]
-    results = []
-    for run, options in ((triton_attention, {"tiles": tiles}), (reference_attention, {})):
-        out = run(*inputs, layout=layout, form=form, sinks=sinks, **options)  # type: ignore[operator]
-        upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
-    for got, wanted in zip(*results, strict=True):
-        assert got.dtype == wanted.dtype
-        assert float((got - wanted).norm()) <= 1e-12 * max(1.0, float(wanted.norm()))
+    ways = (partial(triton_attention, tiles=tiles), reference_attention)
+    assert_close(*(results(run, inputs, sinks, layout=layout, form=form) for run in ways))
 
 
 @given(sequences=sequence_sets(max_sequences=6), form=st.sampled_from(sorted(FORMS)), with_sinks=st.booleans())
@@ -96,45 +80,27 @@ def test_every_form_equals_the_reference_with_sinks(form: str) -> None:
     assert_equal_with_gradients(FORESTS["prompt and responses"], FORMS[form], with_sinks=True)
 
 
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of the key gradient visit at most two blocks of queries."""
+    monkeypatch.setattr(tables, "MIN_TILES", 4)
+
+
 @pytest.mark.parametrize(
-    ("name", "tiles"),
-    [("prompt and responses", UNEVEN), ("star", SHARED), ("prompt and responses", None)],
+    ("name", "tiles", "min_tiles"),
+    [("prompt and responses", UNEVEN, 1), ("star", SMALL, 4), ("prompt and responses", None, tables.MIN_TILES)],
 )
-def test_however_the_work_is_cut_the_result_is_the_same(name: str, tiles: Tiles | None) -> None:
+def test_however_the_work_is_cut_the_result_is_the_same(
+    name: str, tiles: Tiles | None, min_tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MIN_TILES", min_tiles)
     assert_equal_with_gradients(FORESTS[name], FORMS["window of 20"], tiles=tiles, with_sinks=True)
 
 
-def test_query_heads_share_key_heads() -> None:
-    assert_equal_with_gradients([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9], FORMS["plain"], tiles=SHARED, heads=(4, 2))
-
-
-@pytest.mark.parametrize("size", [20, 96])
-def test_any_head_size_is_padded(size: int) -> None:
-    assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], FORMS["plain"], tiles=SHARED, size=size)
-
-
-@given(sequences=sequence_sets(max_sequences=5), seed=st.integers(0, 10**6))
-@settings(max_examples=2)
-def test_gradients_through_gateways_equal_those_of_the_whole_tree(sequences: list[list[int]], seed: int) -> None:
-    tree = Forest.from_sequences(sequences).trees()[0]
-    assert_partitions_equal_the_tree(tree, seed, 12, Form(scale=0.3))
-
-
-def test_ancestors_of_several_blocks_under_a_window_equal_the_whole_tree() -> None:
-    tree = Forest.from_sequences([[0] * 34 + [1 + i] * 4 for i in range(2)]).trees()[0]
-    assert_partitions_equal_the_tree(tree, 1, 30, Form(scale=0.3, window=25), cut=0.02)
-
-
-def assert_partitions_equal_the_tree(tree: Forest, seed: int, size: int, form: Form, cut: float = 0.15) -> None:
-    inputs = inputs_of_partitions(tree.num_tokens)
-    whole = attend(*inputs, layout=TreeLayout(tree, CPU), form=form, backend="reference")
-    loss_of(whole, torch.arange(tree.num_tokens)).backward()  # type: ignore[no-untyped-call]
-    expected = gradients(inputs)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "choose_tiles", lambda *_: SHARED)
-        in_partitions(inputs, tree, random_partitions(tree, seed, size, cut), "triton", form)
-    for got, wanted in zip(gradients(inputs), expected, strict=True):
-        assert (got - wanted).norm() <= 1e-12 * (1 + wanted.norm())
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(("heads", "size"), [((4, 2), 16), ((2, 1), 20), ((2, 1), 96)])
+def test_query_heads_share_key_heads_and_any_head_size_is_padded(heads: tuple[int, int], size: int) -> None:
+    assert_equal_with_gradients([[0] * 17 + [1] * 9, [0] * 17 + [2] * 9], FORMS["plain"], heads=heads, size=size)
 
 
 def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +112,7 @@ def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.Monk
         backend, "scatter_key_gradients", lambda grads, *rest: given_back.append(grads) or whole(grads, *rest)
     )
     tree = Forest.from_sequences([[0] * 5 + [1] * 3, [0] * 5 + [2] * 3]).trees()[0]
-    inputs = tuple(tensor.detach().bfloat16().requires_grad_() for tensor in inputs_of_partitions(tree.num_tokens))
+    inputs = random_inputs(tree.num_tokens, dtype=torch.bfloat16)
     in_partitions(inputs, tree, random_partitions(tree, 0, 4), "triton", FORMS["plain"])
     assert {grad.dtype for grads in given_back for grad in grads} == {torch.float32}
     assert {tensor.grad.dtype for tensor in inputs if tensor.grad is not None} == {torch.bfloat16}
@@ -155,16 +121,14 @@ def test_gradients_go_into_gateways_wider_than_bfloat16(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_low_precision_results_are_rounded_once(dtype: torch.dtype) -> None:
     layout = layout_of([[0] * 20 + [1] * 9, [0] * 20 + [2] * 9])
-    inputs = random_inputs(layout.forest.num_tokens, dtype=dtype)
+    inputs = random_inputs(layout.forest.num_tokens, (2, 1), dtype=dtype)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    results = []
-    for leaves, run in ((inputs, triton_attention), (exact, reference_attention)):
-        out = run(*leaves, layout=layout, form=FORMS["plain"])
-        results.append([out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    options: dict[str, Any] = {"layout": layout, "form": FORMS["plain"]}
+    ways = (results(triton_attention, inputs, None, **options), results(reference_attention, exact, None, **options))
     # Half a unit in the last place for the final rounding of each entry, and for the backward's saved output another,
     # amplified at most by the number of keys that a gradient sums over; float32 adds its own sums' rounding.
     unit = torch.finfo(dtype).eps
-    for got, wanted in zip(*results, strict=True):
+    for got, wanted in zip(*ways, strict=True):
         assert got.dtype == dtype
         assert float((got.double() - wanted).norm()) <= 2 * unit * float(wanted.norm()) + 1e-5 * (unit < 1e-6)
 
@@ -185,19 +149,8 @@ def test_rows_of_any_stride_are_read_and_outputs_run_by_token() -> None:
 
 def test_a_token_changes_only_its_descendants_bitwise() -> None:
     layout = layout_of(FORESTS["prompt and responses"])
-    forest = layout.forest
-    inputs = [tensor.detach() for tensor in random_inputs(forest.num_tokens, dtype=torch.float32)]
     options: dict[str, Any] = {"layout": layout, "form": FORMS["plain"], "tiles": SMALL}
-    before = triton_attention(*inputs, **options)
-    for changed in (1, 40):
-        poisoned = [tensor.clone() for tensor in inputs]
-        for tensor in poisoned:
-            tensor[:, :, changed] += 100.0
-        after = triton_attention(*poisoned, **options)
-        index = torch.arange(forest.num_tokens)
-        descends = (changed <= index) & (index < int(forest.subtree_end[changed]))
-        assert torch.equal(after[:, :, ~descends], before[:, :, ~descends])
-        assert not torch.equal(after[:, :, descends], before[:, :, descends])
+    assert_a_token_changes_only_its_descendants(lambda inputs: triton_attention(*inputs, **options), layout)
 
 
 @pytest.mark.parametrize(

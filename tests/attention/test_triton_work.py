@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.forests import SHAPES, sequence_sets
+from tests.attention.given import CPU
+from tests.forests import sequence_sets
 from treering.attention import TreeLayout
 from treering.attention.blocks import BlockPairs, find_block_pairs
 from treering.attention.triton import TileSize
@@ -15,7 +16,6 @@ from treering.attention.triton.tables import (
     NUM_PROGRAMS,
     Tables,
     WorkList,
-    without_short_blocks,
     work_by_key,
     work_by_query,
 )
@@ -26,9 +26,7 @@ from treering.tree.plan.fragment import Sight
 
 def pairs_of(sequences: list[list[int]], query_size: int, key_size: int, window: int | None = None) -> BlockPairs:
     sight = Sight.within(Forest.from_sequences(sequences))
-    pairs = find_block_pairs(sight, sight.position, query_size=query_size, key_size=key_size, window=window)
-    count = sight.first.size
-    return without_short_blocks(pairs, num_queries=count, num_keys=count, query_size=query_size, key_size=key_size)
+    return find_block_pairs(sight, sight.position, query_size=query_size, key_size=key_size, window=window)
 
 
 def visited(work: WorkList) -> list[tuple[int, int, bool]]:
@@ -52,8 +50,8 @@ def test_every_pair_of_blocks_is_visited_once(
 ) -> None:
     pairs = pairs_of(sequences, *sizes, window)
     wanted = sorted(zip(pairs.query_block.tolist(), pairs.key_block.tolist(), pairs.is_full.tolist(), strict=True))
-    assert sorted(visited(work_by_query(pairs))) == wanted
-    by_key = work_by_key(pairs, max_visits)
+    assert sorted(visited(work_by_query(pairs, CPU))) == wanted
+    by_key = work_by_key(pairs, max_visits, CPU)
     assert sorted((other, own, full) for own, other, full in visited(by_key)) == wanted
     assert_shared_in_order(by_key, max_visits)
 
@@ -72,35 +70,26 @@ def assert_shared_in_order(work: WorkList, max_visits: int) -> None:
     assert sorted(slots) == list(range(len(slots)))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_short_blocks_at_the_end_are_never_unmasked(name: str) -> None:
-    pairs = pairs_of(SHAPES[name], 8, 16)
-    num_tokens = Forest.from_sequences(SHAPES[name]).num_tokens
-    full = pairs.is_full
-    assert (pairs.query_block[full] * 8 + 8 <= num_tokens).all()
-    assert (pairs.key_block[full] * 16 + 16 <= num_tokens).all()
-
-
 def test_a_block_of_keys_that_no_row_sees_still_has_an_item() -> None:
     # It writes the zeros of their gradient.
     sight = Sight(first=np.array([0, 5, 5]), stop=np.array([5, 5, 5]), position=np.arange(3))
     pairs = find_block_pairs(sight, np.arange(5), query_size=5, key_size=1)
-    assert sorted(work_by_key(pairs, 3).items[:, 0].tolist()) == [0, 1, 2]
+    assert sorted(work_by_key(pairs, 3, CPU).items[:, 0].tolist()) == [0, 1, 2]
 
 
 def test_long_stars_give_enough_equal_items_and_chains_are_left_whole() -> None:
     tile = TileSize(64, 128)
-    star = TreeLayout(Forest.from_sequences([[0] * 128 + [1 + i] * 512 for i in range(64)]), torch.device("cpu"))
+    star = TreeLayout(Forest.from_sequences([[0] * 128 + [1 + i] * 512 for i in range(64)]), CPU)
     work = Tables.of(star, None).by_key(tile, num_heads=16, num_key_heads=8)
     lengths = (work.items[:, 4] - work.items[:, 1]).tolist()
     assert 8 * len(lengths) >= NUM_PROGRAMS
     assert max(lengths) <= 2 * sum(lengths) / len(lengths) * 4
-    chain = TreeLayout(Forest.from_sequences([[0] * 32_768]), torch.device("cpu"))
+    chain = TreeLayout(Forest.from_sequences([[0] * 32_768]), CPU)
     assert Tables.of(chain, None).by_key(tile, num_heads=16, num_key_heads=8).num_slots == 0
 
 
 def test_tables_are_made_once_and_a_window_that_hides_nothing_is_none() -> None:
-    layout = TreeLayout(Forest.from_sequences([[1] * 40]), torch.device("cpu"))
+    layout = TreeLayout(Forest.from_sequences([[1] * 40]), CPU)
     tables = Tables.of(layout, None)
     assert Tables.of(layout, 40) is tables
     assert Tables.of(layout, 39) is not tables

@@ -4,11 +4,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.runs import Commands
+from tests.cli.runs import Call, Commands, trainer
+from treering.cli.training import run_sft, run_train
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Commands:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, without real data unless a test makes some."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TREERING_DATA", str(tmp_path / "data"))
-    return Commands(tmp_path, monkeypatch, capfd)
+    return tmp_path
+
+
+@pytest.fixture
+def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(folder, monkeypatch, capfd)
+
+
+@pytest.fixture
+def sft(capsys: pytest.CaptureFixture[str]) -> Call:
+    """`sft(path, *overrides)` is the JSON summary of `treering sft`, and its stderr."""
+    return trainer(run_sft, capsys)
+
+
+@pytest.fixture
+def train(capsys: pytest.CaptureFixture[str]) -> Call:
+    """`train(path, *overrides)` is the JSON summary of `treering train`, and its stderr."""
+    return trainer(run_train, capsys)

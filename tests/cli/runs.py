@@ -2,11 +2,14 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from treering.cli.main import main
 
@@ -48,6 +51,28 @@ num_threads = 1
 CONFIGS = {"sft": SFT, "train": TRAIN}
 
 
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The exit code of `treering WORDS`."""
+    monkeypatch.setattr(sys, "argv", ["treering", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+Call = Callable[..., tuple[dict[str, Any], str]]
+
+
+def trainer(run: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Call:
+    """A function of a configuration and overrides that trains, and returns the JSON summary and stderr."""
+
+    def call(path: Path, *overrides: str) -> tuple[dict[str, Any], str]:
+        run(config_path=path, overrides=list(overrides), json_output=True)
+        out, err = capsys.readouterr()
+        return json.loads(out), err
+
+    return call
+
+
 class Commands:
     """Runs commands in the current folder."""
 
@@ -58,11 +83,8 @@ class Commands:
 
     def run(self, name: str, *overrides: str) -> tuple[int, str]:
         """Exit code and stderr of `treering NAME NAME.toml OVERRIDES`."""
-        self._monkeypatch.setattr(sys, "argv", ["treering", name, f"{name}.toml", *overrides, "--json"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), self._capfd.readouterr().err
+        code = call(self._monkeypatch, name, f"{name}.toml", *overrides, "--json")
+        return code, self._capfd.readouterr().err
 
     def done(self, name: str, *overrides: str) -> str:
         """Stderr of a command that ends well."""
@@ -91,5 +113,21 @@ def assert_same_weights(left: Path, right: Path, step: int) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def rows(file: Path) -> list[dict[str, object]]:
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return rows(run_dir / "metrics.jsonl")
+
+
+def weights_of(checkpoint: str) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint as Hugging Face loads them."""
+    return AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()  # type: ignore[no-any-return]
+
+
+def is_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two runs, by their summaries, have bitwise the same weights."""
+    ours, theirs = weights_of(left["checkpoint"]), weights_of(right["checkpoint"])
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]

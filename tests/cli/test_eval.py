@@ -1,14 +1,12 @@
 """Runs with [eval], and `treering eval`: one measurement of the same weights, whoever asks for it."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.runs import Commands, assert_same_weights, rows
-from treering.cli.main import main
+from tests.cli.runs import Commands, assert_same_weights, call, rows
 from treering.cli.push.card import model_card
 from treering.config import RlConfig, SftConfig, load
 from treering.config.load import load_written
@@ -20,14 +18,12 @@ from treering.errors import ConfigError
 def evaluate(commands: Commands, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
     """Runs `treering eval`; returns what it prints as JSON, or its one line of refusal."""
 
-    def call(*arguments: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["treering", "eval", *arguments, "--json"])
-        with pytest.raises(SystemExit) as ended:
-            main()
+    def evaluated(*arguments: str) -> Any:
+        code = call(monkeypatch, "eval", *arguments, "--json")
         out, err = capfd.readouterr()
-        return json.loads(out) if not ended.value.code else err
+        return err if code else json.loads(out)
 
-    return call
+    return evaluated
 
 
 def evaluations(run: str = "out") -> dict[int, dict[str, Any]]:

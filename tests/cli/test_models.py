@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from tests.cli.hub_cache import save_model
-from treering.cli.main import main
 from treering.cli.models import build_model, load_teacher
 from treering.config.model import ModelConfig
 from treering.data.rendering.template import ChatTemplate
@@ -153,21 +152,6 @@ def test_other_folders_are_named_for_what_they_are(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     assert f"{tmp_path} holds an adapter and no config.json; merge it" in refusal(tmp_path)
     assert "is no folder; correct it" in refusal(tmp_path / "adapter_config.json")
-
-
-def test_the_command_ends_with_one_line_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = edit_weights(save_model(tmp_path / "m"), lambda weights: weights.pop(UP))
-    config = tmp_path / "run.toml"
-    config.write_text(f"[model]\npath = {str(folder)!r}\n[rl]\nnum_steps = 1\n")
-    monkeypatch.setattr("sys.argv", ["treering", "train", str(config)])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    error = capsys.readouterr().err
-    assert (ended.value.code, error.count("\n")) == (2, 1), error
-    assert f"{UP} is missing" in error
 
 
 CODE = """

@@ -1,7 +1,6 @@
 """The folder of a run: damage is told and kept, one process writes, and a disk that fails costs no checkpoint."""
 
 import errno
-import json
 import os
 import re
 import resource
@@ -10,14 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runs import Commands, assert_same_weights, rows
-from treering.cli.run_folder import chat_settings
-from treering.config.run import RunConfig
 from treering.errors import InputError, StateError
 
 HOLDER = """
@@ -225,45 +221,3 @@ def test_a_file_that_may_not_grow_ends_the_run_in_one_line_and_it_goes_on_withou
     assert [path.name for path in (commands.folder / "out" / "checkpoints").iterdir()] == ["step-000002"]
     commands.done("sft", "train.num_steps=8")
     assert_same_weights(commands.folder / "whole", commands.folder / "out", 8)
-
-
-def test_a_full_disk_says_what_a_checkpoint_needs_and_keeps_the_last_one(commands: Commands) -> None:
-    run = commands.folder / "out"
-    run.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(run)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("this process may not mount a small disk; `make faults` and the limit on files cover the rest")
-    try:
-        line = commands.refused("sft", "train.num_steps=8", "run.save_every=1")
-        needed = re.search(
-            r"out/checkpoints/step-\S+ cannot be written \(No space left on device\): ([\d,]+) bytes", line
-        )
-        assert needed is not None, line
-        assert int(needed[1].replace(",", "")) > 10_000
-        subprocess.run(["mount", "-o", "remount,size=16m", str(run)], check=True)
-        err = commands.done("sft", "train.num_steps=8", "run.save_every=1")
-        assert "resuming the run in out after step " in err
-        assert "warning" not in err
-        assert counts(run, "metrics.jsonl") == list(range(1, 9))
-    finally:
-        subprocess.run(["umount", str(run)], check=True)
-
-
-@pytest.mark.parametrize(
-    ("stored", "configured", "expected"),
-    [
-        (None, "auto", "auto"),
-        ({"template": "plain", "date": None}, "auto", "plain"),
-        ({"seed": 0}, "auto", "plain"),
-        ({"template": "auto", "date": "2024-07-26"}, "auto", "auto"),
-        ({"template": "plain", "date": None}, "hf", "hf"),
-        ({"template": "hf", "date": "2024-07-26"}, "plain", "plain"),
-    ],
-)
-def test_a_run_keeps_the_form_and_the_date_of_chats_that_it_began_with(tmp_path, stored, configured, expected):
-    if stored is not None:
-        (tmp_path / "config.json").write_text(json.dumps({"task": stored}))
-    found = chat_settings(RunConfig(dir=tmp_path), "task", configured, None)
-    day = date(2024, 7, 26) if stored and stored.get("date") else date.today()
-    assert found == {"template": expected, "date": None if expected == "plain" else day}
-    assert chat_settings(RunConfig(dir=tmp_path), "task", configured, date(2020, 1, 1))["date"] == date(2020, 1, 1)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from treering.cli.run_notes import RunLength, budget_note
+from treering.cli.run_notes import RunLength
 from treering.cli.sft.settings import with_step_size
-from treering.cli.sft.summary import SftSummary, as_table
 from treering.config import SftConfig
 from treering.train.loop.batches import StepPlan
 
@@ -53,23 +52,3 @@ def test_an_epoch_has_sixteen_steps_where_there_are_tasks_for_them(num_tasks, nu
     assert num_tasks < 16 or num_ranks > 1 or -(-num_tasks // sized) >= 16
     kept = config.model_copy(update={"train": config.train.model_copy(update={"trees_per_step": 5})})
     assert with_step_size(kept, num_tasks, num_ranks) is kept
-
-
-def test_a_budget_is_too_small_where_it_cuts_a_sequence_into_many_parts():
-    assert budget_note("train.max_batch_tokens", 1, 4000) == (
-        "warning: train.max_batch_tokens = 1 cuts the longest sequence, 4,000 tokens, into 4,000 parts, each a pass of "
-        'its own, so that steps take very long; 4,000 hold it whole, and "auto" finds what fits'
-    )
-    assert budget_note("x", 250, 4000) is budget_note("x", "auto", 4000) is None
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "resumed", "num_steps", "cell"),
-    [(11.95, 11.95, None, 1, "11.950 (one step)"), (3.0, 2.0, None, 4, "3.000 -> 2.000"), (None, None, 4, 4, "-")],
-)
-def test_the_loss_of_one_step_is_no_progress(first, last, resumed, num_steps, cell):
-    named = {"first_loss": first, "last_loss": last, "resumed_from_step": resumed, "num_steps": num_steps}
-    counts = dict.fromkeys(SftSummary.__dataclass_fields__, 0)
-    table = as_table(SftSummary(**counts | {"run_dir": "r", "data": "files", "checkpoint": "c"} | named))
-    rows = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
-    assert rows["loss"] == cell

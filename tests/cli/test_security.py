@@ -18,7 +18,7 @@ import torch
 
 from tests.cli.runs import Commands
 from treering.data import Trajectory, read_trajectories
-from treering.files.atomic import MANIFEST
+from treering.files.atomic import MANIFEST, _digest
 from treering.history.store.store import HistoryStore
 from treering.rl.rollout_log import RolloutLog
 
@@ -65,8 +65,8 @@ def test_a_pickle_whose_checksum_is_right_is_refused_in_one_line(
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     facts = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest["files"]["training_state.pt"] = facts
-    # An attacker would write the manifest's own checksum too; without one it is read like those of the first versions.
-    del manifest["sha256"]
+    # An attacker writes the manifest's own checksum too.
+    manifest["sha256"] = _digest({name: manifest[name] for name in ("facts", "files")})
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     line = commands.refused("train", "rl.num_steps=5")
     assert "a checkpoint holds tensors and plain values, and out/checkpoints/step-000004 holds something else" in line

@@ -12,23 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.models import build
-from treering.cli.serve import ServeOptions, opened
+from treering.cli.serve.command import opened
+from treering.cli.serve.options import ServeOptions
 from treering.engine.request import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
 
-OPTIONS = {
-    "step": None,
-    "host": "127.0.0.1",
-    "port": 0,
-    "served_name": None,
-    "history": None,
-    "max_batch": 2,
-    "max_tokens": 64,
-    "device": "cpu",
-    "dtype": "float32",
-    "seed": 0,
-}
+OPTIONS = {"port": 0, "max_batch": 2, "max_tokens": 64, "device": "cpu"}
 
 
 def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:

@@ -243,3 +243,30 @@ def test_a_thread_that_never_ends_does_not_keep_a_command() -> None:
 
 def test_a_forked_process_has_no_part_in_its_parents_signals() -> None:
     assert ended(started(FORKS)) == (0, f"{-signal.SIGTERM}\n", "")
+
+
+# The import of the command line is where the signal comes.
+INTERRUPTED = """
+import importlib.abc, signal, sys
+
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "treering.cli.main":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from treering.cli.start import main
+main()
+"""
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_it_without_a_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        env={"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        preexec_fn=take_signals,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -4,40 +4,11 @@ Each key of the formats' specifications gets values of its type. A record with i
 it is refused, left out with a note, or read as something else; or the key is one of those that say nothing of training.
 """
 
-import json
-import warnings
-
 import pytest
 from tools.data_keys import BEGIN, END, PAGE, as_table
 
-from treering.data import read_trajectories
+from tests.data.formats.reading import ANSWER, QUESTION, RECORDS, read
 from treering.errors import InputError
-
-ASKED, SAID = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "It is in Basel."}
-IDS = {"prompt_ids": [1, 2], "completion_ids": [3, 4]}
-RECORDS = {
-    "chat": {"task_id": 1, "messages": [ASKED, SAID]},
-    "tokens": {"task_id": 1, "tokens": [5, 6, 7]},
-    "sharegpt": {"task_id": 1, "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]},
-    "trl": {"task_id": 1, "prompt": [ASKED], "completion": [SAID]},
-    "verifiers": {"example_id": 0, "prompt": [ASKED], "completion": [SAID], "reward": 1.0, "task": "x"},
-    "swe_agent": {"instance_id": "a", "history": [ASKED, {**SAID, "action": "It is in Basel."}], "trajectory": []},
-    "openhands": {"instance_id": "a", "messages": [ASKED], "response": {"choices": [{"message": SAID}]}},
-    "nemo_gym": {
-        **{"task_id": 1, "responses_create_params": {"input": [ASKED]}},
-        "response": {"output": [{"type": "message", **SAID}]},
-    },
-    "verl": {"task_id": 1, "input": "a", "output": "b", "score": 0.0, "step": 1},
-    "atif": {
-        **{"task_id": 1, "schema_version": "ATIF-v1.6", "agent": {}},
-        "steps": [{"source": "user", "message": "?"}, {"source": "agent", "message": "!"}],
-    },
-    "prime_rl": {"task_id": 1, **IDS},
-    "skyrl": {"task_id": 1, "prompt_token_ids": [1, 2], "response_ids": [3, 4]},
-    "nemo_rl": {"task_id": 1, "message_log": [ASKED, SAID]},
-    "art": {"task_id": 1, "messages_and_choices": [ASKED, {"message": SAID}]},
-    "rllm": {"task_id": 1, "trajectories": [{"steps": [{"chat_completions": [ASKED, SAID]}]}]},
-}
 
 
 def valued(keys, values):
@@ -76,7 +47,7 @@ OF_CHATS = {
 OF_CUTS = {"is_truncated", "truncated", "finish_reason", "stop_reason"}
 # What says nothing where prompt and response are apart.
 OF_LENGTHS = {"prompt_length", "response_length", "prompt_len", "completion_length"}
-WITH_IDS = {"tokens", "prime_rl", "skyrl"}
+WITH_IDS = {"treering", "prime_rl", "skyrl"}
 OF_A_MESSAGE: dict[str, list[object]] = {
     **valued(("train", "trained", "training", "trainable", "is_trained", "train_on", "learn", "supervise"), [0]),
     **valued(("weight", "loss", "loss_mask", "has_loss", "is_loss", "compute_loss", "loss_scale"), [0, False]),
@@ -94,27 +65,23 @@ OF_A_MESSAGE: dict[str, list[object]] = {
 
 def outcome(tmp_path, record):
     """What is made of a record: its refusal, or what is trained of it with what was said."""
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps(record) + "\n")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            found = read_trajectories(file)
-        except InputError as error:
-            return "refused", str(error)
+    try:
+        found, said = read(tmp_path, record)
+    except InputError as error:
+        return "refused", str(error)
     trained = [
         (one.messages, one.tools, one.format)
         if one.tokens is None
         else (one.tokens.tolist(), None if one.loss_mask is None else one.loss_mask.tolist())
         for one in found
     ]
-    return trained, sorted(str(one.message) for one in said)
+    return trained, sorted(said)
 
 
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("key", OF_TRAINING)
 def test_a_key_of_a_record_is_read_refused_or_said(tmp_path, name, key):
-    if (name in WITH_IDS and key in OF_CHATS | OF_CUTS) or (name != "tokens" and key in OF_LENGTHS):
+    if (name in WITH_IDS and key in OF_CHATS | OF_CUTS) or (name != "treering" and key in OF_LENGTHS):
         return
     plain = outcome(tmp_path, RECORDS[name])
     assert plain[0] != "refused", plain
@@ -129,7 +96,7 @@ def test_a_key_of_a_record_is_read_refused_or_said(tmp_path, name, key):
 def test_a_key_of_the_policys_message_is_read_refused_or_said(tmp_path, key):
     plain = outcome(tmp_path, RECORDS["chat"])
     for value in OF_A_MESSAGE[key]:
-        record = {"task_id": 1, "messages": [ASKED, {**SAID, key: value}]}
+        record = {"task_id": 1, "messages": [QUESTION, {**ANSWER, key: value}]}
         assert outcome(tmp_path, record) != plain, (key, value)
 
 

@@ -61,16 +61,6 @@ def test_the_agent_writes_an_actions_tokens_and_its_closing_marker_but_not_the_o
         assert (tokens[ends] == 2).all()
 
 
-@settings(deadline=None)
-@given(specs)
-def test_trials_share_their_tasks_prompt_and_tasks_the_system_prompt(spec):
-    num_system, num_prompt = spec.num_system_tokens + 2, spec.num_system_tokens + spec.num_task_tokens + 4
-    trajectories = list(generate_trajectories(spec))
-    assert len({t.tokens[:num_system].tobytes() for t in trajectories}) == 1
-    for task in {t.task_id for t in trajectories}:
-        assert len({t.tokens[:num_prompt].tobytes() for t in trajectories if t.task_id == task}) == 1
-
-
 def test_equal_specs_give_equal_trajectories_and_another_seed_others():
     first, again, other = (
         [encode(t) for t in generate_trajectories(spec)] for spec in (AgentSpec(), AgentSpec(), AgentSpec(seed=1))
@@ -81,11 +71,6 @@ def test_equal_specs_give_equal_trajectories_and_another_seed_others():
 @pytest.mark.parametrize("seed", range(8))
 def test_sharing_lies_where_real_agent_sets_lie(seed):
     assert 0.3 < sharing_per_task(AgentSpec(num_tasks=8, seed=seed)) < 0.75
-
-
-def test_trials_that_go_back_share_more_than_trials_that_restart():
-    back, fresh = (AgentSpec(num_tasks=8, restart_probability=p) for p in (0.0, 1.0))
-    assert sharing_per_task(back) > sharing_per_task(fresh) + 0.1
 
 
 def test_what_follows_an_id_is_predictable_so_a_model_can_learn():

@@ -15,11 +15,3 @@ def test_without_the_variable_it_is_the_shared_folder_beside_the_current_one(tmp
     folder = data_folder()
     assert folder is not None
     assert folder.resolve() == (tmp_path / "shared" / "data").resolve()
-
-
-def test_a_folder_that_is_absent_is_none_even_where_the_default_exists(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "shared" / "data").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "absent"))
-    assert data_folder() is None

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.data import Message, RenderedTrajectory, Trajectory, render
+from treering.data import RenderedTrajectory, Trajectory, render
 from treering.data.notes import DataNotes, num_distinct
 from treering.tree.forest import Forest
 
@@ -24,12 +24,6 @@ def test_token_ids_without_a_mask_are_counted() -> None:
     some = [ids(mask=True), ids(mask=False), ids(mask=False)]
     [note] = notes_of(some)
     assert note.startswith("2 of 3 trajectories of token ids have no loss_mask, so every token of theirs is trained")
-
-
-def test_masked_ids_and_messages_are_nothing_to_say() -> None:
-    chat = Trajectory(task_id=1, messages=(Message(role="assistant", content="a"),))
-    assert notes_of([ids(mask=True)]) == []
-    assert notes_of([chat], []) == []
 
 
 @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=8), min_size=1, max_size=8))

@@ -126,16 +126,6 @@ def test_parents_that_make_no_tree_are_refused_with_their_node(nodes: list[Recor
         decode_trace(run(*nodes))
 
 
-def test_a_cycle_beside_a_good_path_is_refused() -> None:
-    with pytest.raises(InputError, match=r"nodes\[2\] is its own ancestor"):
-        decode_trace(run(message(None, [1]), answer(0, [], [2]), message(3, [3]), message(2, [4])))
-
-
-def test_a_child_may_stand_before_its_parent() -> None:
-    trace = decode_trace(run(answer(1, [2], [3]), message(None, [1])))
-    assert tokens_of(trace.trajectories()) == [[1, 2, 3]]
-
-
 def test_without_recorded_logprobs_a_trajectory_has_none_and_a_path_with_some_is_refused() -> None:
     question, first = message(None, [1]), answer(0, [2], [3], logprobs=[])
     [found] = decode_trace(run(question, first)).trajectories()

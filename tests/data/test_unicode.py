@@ -1,7 +1,5 @@
 """Halves of a Unicode pair are refused where they come in, from files and from Python, never where they are written."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -36,17 +34,6 @@ def chat(**fields) -> Trajectory:
 def test_a_trajectory_from_python_is_refused_by_field(fields, where):
     with pytest.raises(InputError, match=rf"^{where} must be valid Unicode, got .*surrogates not allowed.*repair it"):
         chat(**fields)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"task_id": HALF}, {"tools": [TOOL]}, {"messages": [{"role": "assistant", "content": HALF}]}]
-)
-def test_a_record_of_a_file_is_refused_with_its_line(tmp_path, fields):
-    file = tmp_path / "set.jsonl"
-    record = {"task_id": 1, "messages": [{"role": "assistant", "content": "a"}], **fields}
-    file.write_text(json.dumps(record) + "\n")
-    with pytest.raises(InputError, match=r"set\.jsonl:1: .*must be valid Unicode"):
-        read_trajectories(file)
 
 
 def test_what_is_accepted_can_be_written_and_read(tmp_path):

@@ -1,22 +1,19 @@
 """What of a record is trained: one line per symptom of public bug reports, with the text that the loss covers."""
 
-import json
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tests.data.formats.reading import read as read_all
 from treering.data import read_trajectories, render
-from treering.errors import DataWarning, InputError
+from treering.errors import InputError
 
 ASKED = {"role": "user", "content": "Where?"}
 END = "<|im_end|>"
 
 
 def read(tmp_path, *messages, **fields):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "messages": [ASKED, *messages], **fields}) + "\n")
-    return read_trajectories(file)
+    return read_all(tmp_path, {"task_id": 1, "messages": [ASKED, *messages], **fields})[0]
 
 
 def shown(folder, trajectories) -> tuple[str, str]:
@@ -94,11 +91,6 @@ def test_a_thought_is_trained_before_its_answer(tokenizer_dir, tmp_path, thought
     assert trained == f"<think>\nhm\n</think>\n\nBasel{END}"
 
 
-def test_a_refusal_is_read_as_text(tokenizer_dir, tmp_path):
-    _, trained = shown(tokenizer_dir, read(tmp_path, {"role": "assistant", "content": None, "refusal": "I can't"}))
-    assert trained == f"I can't{END}"
-
-
 @pytest.mark.parametrize("arguments", ['{"x": NaN}', '{"x":1.0,  "y": 1e5}', '{"x": "\\u00e4"}', '{"x": 1, "x": 2}'])
 def test_arguments_are_trained_as_the_model_wrote_them(tokenizer_dir, tmp_path, arguments):
     call = {"id": "c", "type": "function", "function": {"name": "set", "arguments": arguments}}
@@ -135,9 +127,7 @@ def test_data_cannot_write_a_turn_in_the_plain_form(tokenizer_dir, tmp_path):
 )
 @pytest.mark.parametrize("tokens", ["tokens", "input_ids"])
 def test_a_mask_of_any_name_says_which_tokens_are_trained(tmp_path, tokens, mask):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, tokens: [5, 6, 7, 8], **mask}) + "\n")
-    [rendered] = render(read_trajectories(file))
+    [rendered] = render(read_all(tmp_path, {"task_id": 1, tokens: [5, 6, 7, 8], **mask})[0])
     np.testing.assert_array_equal(rendered.loss_mask, [False, False, True, True])
 
 
@@ -152,18 +142,8 @@ def test_a_mask_of_any_name_says_which_tokens_are_trained(tmp_path, tokens, mask
     ],
 )
 def test_a_mask_of_no_certain_meaning_is_refused(tmp_path, fields, rule):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6, 7, 8], **fields}) + "\n")
     with pytest.raises(InputError, match=rf"set\.jsonl:1: .*{rule}"):
-        read_trajectories(file)
-
-
-@pytest.mark.parametrize("key", ["videos", "audio", "label", "rejected_response", "sample_weight", "documents"])
-def test_a_key_that_changes_what_is_trained_is_refused_by_name_and_an_empty_one_is_not(tmp_path, key):
-    with pytest.raises(InputError, match=f"{key} changes what is trained and cannot be read"):
-        read(tmp_path, answer(), **{key: ["a"]})
-    assert read(tmp_path, answer(), **{key: []})
-    assert read(tmp_path, answer(), source="x", difficulty=3)
+        read_all(tmp_path, {"task_id": 1, "tokens": [5, 6, 7, 8], **fields})
 
 
 @pytest.mark.parametrize(
@@ -194,31 +174,8 @@ def test_a_thought_that_the_content_repeats_is_trained_once(tokenizer_dir, tmp_p
     assert shown(tokenizer_dir, read(tmp_path, message))[1] == f"hm, so\nls{END}"
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("mask", "env_mask", "tool_mask", "target_mask", "prompt_mask", "tokens_mask", "token_masks"),
-        *("weights", "loss_weights", "prompt_length", "prompt_len", "response_length", "completion_lens"),
-    ],
-)
-def test_tokens_with_a_mask_of_another_name_are_refused_and_an_empty_one_is_not(tmp_path, key):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], key: 1 if "len" in key else [0, 1]}) + "\n")
-    with pytest.raises(InputError, match=rf"{key} seems to say which tokens are trained.*write it as loss_mask"):
-        read_trajectories(file)
-    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], key: None}) + "\n")
-    [trajectory] = read_trajectories(file)
-    assert trajectory.loss_mask.tolist() == [False, True]
-
-
 CUT_TURNS = {
     "chat": {"messages": [ASKED, answer(finish_reason="length")]},
-    "anthropic": {"messages": [ASKED, answer(stop_reason="max_tokens", content=[{"type": "text", "text": "Ba"}])]},
-    "sharegpt": {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "Ba"}], "truncated": True},
-    "verifiers": {
-        **{"prompt": [ASKED], "completion": [answer()], "example_id": 0, "reward": 0.0, "task": "x"},
-        "is_truncated": True,
-    },
     "openhands": {"messages": [ASKED], "response": {"choices": [{"finish_reason": "length", "message": answer()}]}},
     "atif": {
         **{"schema_version": "ATIF-v1.4", "session_id": "s", "agent": {"name": "a", "version": "1"}},
@@ -249,21 +206,16 @@ def whole(value):
 
 @pytest.mark.parametrize("name", CUT_TURNS)
 def test_a_record_whose_turn_was_cut_is_left_out_and_counted(tmp_path, name):
-    file = tmp_path / "set.jsonl"
-    records = [whole(CUT_TURNS[name]), CUT_TURNS[name]]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    with pytest.warns(DataWarning) as said:
-        [kept] = read_trajectories(file)
+    [kept], notes = read_all(tmp_path, whole(CUT_TURNS[name]), CUT_TURNS[name])
     assert kept.messages[-1].is_trained
-    [cut] = [str(one.message) for one in said if "was cut" in str(one.message)]
+    [cut] = [note for note in notes if "was cut" in note]
     assert cut.endswith("(1 of 2 records)")
 
 
 def test_a_tools_result_that_was_cut_and_token_ids_stay(tmp_path):
     assert len(read(tmp_path, answer(), {"role": "tool", "content": "a..", "truncated": True}, answer())) == 1
-    file = tmp_path / "tokens.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], "finish_reason": "length"}) + "\n")
-    assert len(read_trajectories(file)) == 1
+    ids = {"task_id": 1, "tokens": [5, 6], "loss_mask": [0, 1], "finish_reason": "length"}
+    assert len(read_all(tmp_path, ids)[0]) == 1
 
 
 FAILED = {
@@ -281,12 +233,12 @@ FAILED = {
 @pytest.mark.parametrize("name", FAILED)
 @pytest.mark.parametrize("kind", ["messages", "tokens"])
 def test_a_failed_run_is_left_out_and_counted_and_may_be_kept(tmp_path, name, kind):
-    file = tmp_path / "set.jsonl"
     good = {"task_id": 1, **({"messages": [ASKED, answer()]} if kind == "messages" else {"tokens": [5, 6]})}
-    file.write_text("".join(json.dumps(record) + "\n" for record in (good, {**good, **FAILED[name]})))
-    with pytest.warns(DataWarning, match=r"its run failed or was not completed.*\(1 of 2 records\)"):
-        assert len(read_trajectories(file)) == 1
-    assert len(read_trajectories(file, failed="kept")) == 2
+    found, [said] = read_all(tmp_path, good, {**good, **FAILED[name]})
+    assert len(found) == 1
+    assert said.startswith("the record says that its run failed or was not completed")
+    assert said.endswith("(1 of 2 records)")
+    assert len(read_trajectories(tmp_path / "set.jsonl", failed="kept")) == 2
 
 
 @pytest.mark.parametrize(
@@ -301,33 +253,9 @@ def test_a_run_that_ended_is_no_failed_one(tmp_path, fields):
     assert len(read(tmp_path, answer(), failing_tool, answer(), **fields)) == 1
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "system_prompt",
-        "system_message",
-        "instructions",
-        "developer_prompt",
-        "tool_defs",
-        "tool_schemas",
-        "available_tools",
-    ],
-)
+@pytest.mark.parametrize("key", ["system_prompt", "available_tools"])
 def test_context_beside_the_messages_is_refused_unless_a_message_repeats_it(tmp_path, key):
     with pytest.raises(InputError, match=rf"{key} stands beside the messages and is not read"):
         read(tmp_path, answer(), **{key: ["x"] if "tool" in key else "Be brief."})
     assert len(read(tmp_path, answer(), **{key: None})) == 1
     assert len(read(tmp_path, {"role": "system", "content": "Be brief."}, answer(), **{key: "Be brief."})) == 1
-
-
-@pytest.mark.parametrize(
-    "record", [{"conversations": [{"from": "gpt", "value": "x"}]}, {"prompt": "a", "completion": "b"}]
-)
-def test_a_system_text_is_read_or_refused_in_every_format(tmp_path, record):
-    file = tmp_path / "set.jsonl"
-    file.write_text(json.dumps({"task_id": 1, "system": "Be brief.", **record}) + "\n")
-    if "prompt" in record:
-        with pytest.raises(InputError, match="system stands beside the messages"):
-            read_trajectories(file)
-    else:
-        assert read_trajectories(file)[0].messages[0].content == "Be brief."

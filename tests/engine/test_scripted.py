@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.engine.protocol_laws import LAWS, MakeEngine, request_of, run_alone
+from tests.engine.protocol_laws import LAWS, MakeEngine, request_of
 from treering.engine.protocol import Engine, EngineStats
 from treering.engine.request import Request, Sampling
 from treering.engine.scripted import ScriptedEngine
@@ -40,18 +40,6 @@ def test_a_step_gives_every_running_rollout_one_token() -> None:
     prefilled = 3 * request_of(0).prompt.size
     assert engine.stats == EngineStats(num_forwards=4, num_rows=6, num_sampled=6, num_prefilled=prefilled)
     assert engine.stats.tokens_per_forward == 1.0
-
-
-def test_a_script_that_ends_ends_its_rollout_as_a_stop() -> None:
-    rollout = run_alone(lambda max_batch: ScriptedEngine(lambda _: [4, 5]), request_of(0))
-    assert (rollout.tokens.tolist(), rollout.finish_reason) == ([4, 5], "stop")
-    assert (rollout.logprobs.tolist(), rollout.policy_logprobs.tolist()) == ([-1.0, -1.0], [-1.0, -1.0])
-
-
-def test_an_empty_script_gives_an_empty_rollout() -> None:
-    engine = ScriptedEngine(lambda _: [])
-    (rollout,) = engine.generate([request_of(0)])
-    assert (rollout.num_tokens, rollout.finish_reason, engine.stats.num_forwards) == (0, "stop", 0)
 
 
 def test_a_script_is_called_once_when_its_request_starts() -> None:

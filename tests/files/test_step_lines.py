@@ -61,19 +61,6 @@ def test_a_log_that_a_kill_left_is_cut_without_a_word(tmp_path: Path, num_bytes:
         (b"\0" * 1000, b"", "1 unreadable line, 12 missing lines of steps 1 to 4"),
         (b"", b"", "12 missing lines of steps 1 to 4"),
     ],
-    ids=[
-        "zeros",
-        "not UTF-8",
-        "no number",
-        "a wrong step",
-        "deep",
-        "deleted",
-        "cut",
-        "twice",
-        "more",
-        "only zeros",
-        "empty",
-    ],
 )
 def test_damage_is_counted_and_the_rest_stays(tmp_path: Path, content: bytes, kept: bytes, words: str) -> None:
     left, said = reopened(tmp_path, content)

@@ -1,11 +1,11 @@
 """Builds recordings from lists, for tests of measurements on them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from treering.analysis.recording import Recorded, record
+from treering.analysis.recording import Outline, Recorded, record
 from treering.data import Renderer, Trajectory
 
 
@@ -40,6 +40,6 @@ def trajectories(lines: Sequence[Line]) -> list[Trajectory]:
     ]
 
 
-def recording(*lines: Line) -> Recorded:
+def recording(*lines: Line, choose: Callable[[Outline], Outline] = lambda whole: whole) -> Recorded:
     found = trajectories(lines)
-    return record(found, Renderer(tokenizer=None).render(found))
+    return record(found, Renderer(tokenizer=None).render(found), choose=choose)

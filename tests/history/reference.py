@@ -55,7 +55,6 @@ def draft_rows(
     *,
     num_spare: int = 3,
     row_ids: Sequence[int] | None = None,
-    worth: Sequence[float] | None = None,
     leaders: Sequence[int] | None = None,
 ) -> DraftRows:
     """The rows in one buffer whose unused columns hold garbage."""
@@ -71,7 +70,6 @@ def draft_rows(
         num_prompt_tokens=np.array([len(row.prompt) for row in rows], np.int64),
         max_drafts=np.array([row.max_drafts for row in rows], np.int64),
         row_ids=None if row_ids is None else np.array(row_ids, np.int64),
-        worth=None if worth is None else np.array(worth, np.float64),
         leaders=None if leaders is None else np.array(leaders, np.int64),
     )
 

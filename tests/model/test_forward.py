@@ -79,33 +79,29 @@ def test_an_empty_forest_gives_empty_outputs_and_single_tokens_give_zeros() -> N
     assert forward(MODEL, Forest.from_sequences([[1], [2]])).logprobs.tolist() == [0, 0]
 
 
-def test_no_logits_of_all_tokens_are_ever_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treering.model.scoring.MAX_LOGIT_ENTRIES", {"cpu": 5 * VOCAB})
-    model = build()
-    rows = []
-    handle = model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[0]))
-    forward(model, Forest.from_sequences(SHAPES["long segments"])).logprobs.sum().backward()
-    handle.remove()
-    assert rows
-    assert max(rows) <= 5
-
-
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_no_forest_or_no_option_is_refused() -> None:
+def test_what_is_no_forest_no_token_or_no_option_is_refused_with_the_value() -> None:
     with pytest.raises(InputError, match=r"expected a Forest, got list: make one with Forest\.from_sequences"):
         forward(MODEL, [[1, 2]])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="temperature must be a positive number, got '1'"):
         forward(MODEL, Forest.from_sequences([[0]]), temperature="1")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="entropy_of is one of all, none, got 'some'"):
         forward(MODEL, Forest.from_sequences([[0]]), entropy_of="some")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=f"token id {VOCAB + 3} at packed index 1 is outside.*vocabulary of {VOCAB}"):
+        forward(MODEL, Forest.from_sequences([[0, VOCAB + 3]]))
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match=f"temperature must be a positive number, got {temperature}"):
+            forward(MODEL, Forest.from_sequences([[0]]), temperature=temperature)
+    with pytest.raises(InputError, match=r"one entry per token \(1\), got shape \(2,\)"):
+        forward(MODEL, Forest.from_sequences([[0]]), wanted=np.ones(2, bool))
     wanted = forward(MODEL, Forest.from_sequences([[5, 6, 7]]), wanted=[0, 0, 1])  # type: ignore[arg-type]
     assert [value != 0 for value in wanted.logprobs.tolist()] == [False, False, True]
 
 
-@pytest.mark.parametrize("option", [{"vocab_size": 100}, {"vocab_size": 10}])
-def test_the_vocabulary_is_what_embedding_and_head_hold(option: dict[str, int]) -> None:
+@pytest.mark.parametrize("vocab_size", [10, 100])
+def test_the_vocabulary_is_what_embedding_and_head_hold(vocab_size: int) -> None:
     model = build()
-    model.config.vocab_size = option["vocab_size"]
+    model.config.vocab_size = vocab_size
     assert forward(model, Forest.from_sequences([[VOCAB - 1, 2]])).logprobs.shape == (2,)
     with pytest.raises(InputError, match=f"vocabulary of {VOCAB}"):
         forward(model, Forest.from_sequences([[VOCAB, 2]]))
@@ -120,15 +116,3 @@ def test_a_plain_head_holds_few_logits_too(monkeypatch: pytest.MonkeyPatch) -> N
         forward(model, forest).logprobs.sum().backward()
     weights = max(weight.numel() for weight in model.parameters())
     assert largest.num_entries == weights < forest.num_tokens * vocab
-
-
-def test_bad_input_is_refused_with_the_value() -> None:
-    with pytest.raises(InputError, match=f"token id {VOCAB + 3} at packed index 1 is outside.*vocabulary of {VOCAB}"):
-        forward(MODEL, Forest.from_sequences([[0, VOCAB + 3]]))
-    with pytest.raises(InputError, match=f"token id {VOCAB} at packed index 0"):
-        forward(MODEL, Forest.from_sequences([[VOCAB]]))
-    for temperature in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(InputError, match=f"temperature must be a positive number, got {temperature}"):
-            forward(MODEL, Forest.from_sequences([[0]]), temperature=temperature)
-    with pytest.raises(InputError, match=r"one entry per token \(1\), got shape \(2,\)"):
-        forward(MODEL, Forest.from_sequences([[0]]), wanted=np.ones(2, bool))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES
@@ -26,12 +27,8 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "backend", "shape"), WAYS)
-def test_a_changed_token_changes_nothing_outside_its_subtree(family: str, backend: str, shape: str) -> None:
-    # Another token may visit another expert, whose batch then has another size, and with it another order of sums.
-    tolerance = 1e-12 if family in EXPERTS else 0.0
-    model = (build_float64 if family in EXPERTS else build)(family).eval()
-    forest = Forest.from_sequences(SHAPES[shape])
+def assert_isolated(model: nn.Module, forest: Forest, tolerance: float = 0.0, backend: str = "auto") -> None:
+    """Changes some tokens, one at a time."""
     index = np.arange(forest.num_tokens)
     with torch.no_grad():
         before = forward(model, forest, backend=backend)
@@ -43,3 +40,11 @@ def test_a_changed_token_changes_nothing_outside_its_subtree(family: str, backen
                 assert float((found - wanted)[apart].abs().max()) <= tolerance
             inside = ~apart & (forest.parent >= 0)
             assert float((after.logprobs - before.logprobs)[inside].abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize(("family", "backend", "shape"), WAYS)
+def test_a_changed_token_changes_nothing_outside_its_subtree(family: str, backend: str, shape: str) -> None:
+    # Another token may visit another expert, whose batch then has another size, and with it another order of sums.
+    model = (build_float64 if family in EXPERTS else build)(family).eval()
+    forest = Forest.from_sequences(SHAPES[shape])
+    assert_isolated(model, forest, 1e-12 if family in EXPERTS else 0.0, backend)

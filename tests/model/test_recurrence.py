@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from peft import LoraConfig, get_peft_model
-from torch import nn
 
 from tests.forests import SHAPES, comb, sequence_sets, star
 from tests.hybrids import DENSE, HYBRIDS, PLANNINGS, build_hybrid, build_wide, no_float32, planned
-from tests.model.test_context import WAYS, enable_checkpointing
-from tests.model.test_isolation import with_token
-from tests.models import assert_gradients_equal, flat_logprobs, take_gradients
+from tests.model.test_context import WAYS, enable_checkpointing, flat_gradients
+from tests.model.test_forward import assert_forward_is_exact
+from tests.model.test_isolation import assert_isolated
+from tests.models import assert_gradients_equal, take_gradients
 from treering.attention import TreeLayout
 from treering.errors import StateError, UnsupportedError
 from treering.model.context import tree_attention
@@ -32,17 +31,6 @@ def wide() -> Iterator[None]:
         yield
 
 
-def assert_forward_is_exact(model: nn.Module, sequences: list[list[int]]) -> None:
-    forest = Forest.from_sequences(sequences)
-    with torch.no_grad():
-        out = forward(model, forest)
-        for i, sequence in enumerate(sequences):
-            path = torch.from_numpy(forest.path(i)).long()
-            logprobs, entropy = flat_logprobs(model, sequence)
-            torch.testing.assert_close(out.logprobs[path][1:], logprobs, atol=1e-11, rtol=1e-11)
-            torch.testing.assert_close(out.entropy[path][1:], entropy, atol=1e-11, rtol=1e-11)
-
-
 @pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("planning", PLANNINGS)
 @given(sequences=sequence_sets(max_sequences=5))
@@ -51,23 +39,21 @@ def test_a_forest_scores_like_its_sequences_whatever_the_plan(
     sequences: list[list[int]], planning: str, family: str
 ) -> None:
     with planned(planning):
-        assert_forward_is_exact(MODELS[family], sequences)
+        assert_forward_is_exact(MODELS[family], sequences, 1e-11)
+
+
+FORESTS = {
+    **{name: SHAPES[name][:12] for name in SHAPES if "comb" not in name},
+    **{"deep": comb(60)[::6], "wide": star(20, 70, 2), "long": LONG},
+}
 
 
 @pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("planning", ["fork, padded", "rescan"])
-@pytest.mark.parametrize("name", [name for name in SHAPES if "comb" not in name])
+@pytest.mark.parametrize("planning", ["fork, padded", "rescan", "mixed"])
+@pytest.mark.parametrize("name", FORESTS)
 def test_every_shape_scores_like_its_sequences(name: str, planning: str, family: str) -> None:
     with planned(planning):
-        assert_forward_is_exact(MODELS[family], SHAPES[name][:12])
-
-
-@pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("sequences", [comb(60)[::6], star(20, 70, 2), LONG], ids=["comb", "star", "long"])
-@pytest.mark.parametrize("planning", ["fork, padded", "mixed"])
-def test_deep_and_wide_and_long_trees_are_exact(planning: str, sequences: list[list[int]], family: str) -> None:
-    with planned(planning):
-        assert_forward_is_exact(build_wide(family, vocab_size=128), sequences)
+        assert_forward_is_exact(MODELS[family], FORESTS[name], 1e-11)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -75,9 +61,9 @@ def test_deep_and_wide_and_long_trees_are_exact(planning: str, sequences: list[l
 def test_contexts_of_every_length_span_as_many_ancestors_as_they_need(kernel_size: int, family: str) -> None:
     name = "mamba_d_conv" if family == "bamba" else "linear_conv_kernel_dim"
     model = build_wide(family, **{name: kernel_size})
-    assert_forward_is_exact(model, comb(12))
+    assert_forward_is_exact(model, comb(12), 1e-11)
     with planned("fork"):
-        assert_forward_is_exact(model, comb(12))
+        assert_forward_is_exact(model, comb(12), 1e-11)
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -86,30 +72,14 @@ def test_a_tree_of_single_tokens_is_one_call_per_level_and_exact(family: str) ->
     layout = TreeLayout(Forest.from_sequences(sequences), torch.device("cpu"))
     with planned("fork"):
         assert [len(level) for level in plan_of(layout).levels] == [1, 1, 1]
-        assert_forward_is_exact(MODELS[family], sequences)
+        assert_forward_is_exact(MODELS[family], sequences, 1e-11)
 
 
 @pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize("planning", PLANNINGS)
 def test_a_changed_token_changes_no_bit_outside_its_subtree(planning: str, family: str) -> None:
-    model = build_hybrid(family).eval()
-    forest = Forest.from_sequences(SHAPES["long segments"] + comb(5))
-    index = np.arange(forest.num_tokens)
-    with torch.no_grad(), planned(planning):
-        before = forward(model, forest)
-        for changed in {1, 60, forest.num_tokens // 2, forest.num_tokens - 1}:
-            after = forward(model, with_token(forest, changed, 11))
-            apart = (index < changed) | (index >= forest.subtree_end[changed])
-            assert torch.equal(after.logprobs[apart], before.logprobs[apart])
-            assert torch.equal(after.entropy[apart], before.entropy[apart])
-            inside = ~apart & (forest.parent >= 0)
-            assert not torch.equal(after.logprobs[inside], before.logprobs[inside])
-
-
-def flat_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    for sequence in SHAPES["long segments"]:
-        flat_logprobs(model, sequence)[0].sum().backward()
-    return take_gradients(model)
+    with planned(planning):
+        assert_isolated(build_hybrid(family).eval(), Forest.from_sequences(SHAPES["long segments"] + comb(5)))
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -170,12 +140,6 @@ def test_a_stock_forward_outside_is_as_before_even_after_an_error(family: str) -
 
 
 @pytest.mark.parametrize("family", DENSE)
-def test_a_plain_call_inside_the_block_is_refused(family: str) -> None:
-    with tree_attention(MODELS[family]), pytest.raises(StateError, match=r"call treering\.forward instead"):
-        MODELS[family](input_ids=torch.tensor([[1, 2]]))
-
-
-@pytest.mark.parametrize("family", DENSE)
 def test_a_recompute_by_a_foreign_checkpoint_after_the_block_raises(family: str) -> None:
     model = build_wide(family)
     layer = model.model.layers[0]
@@ -194,4 +158,4 @@ def test_a_least_time_step_is_refused_by_name() -> None:
 
 
 def test_a_bounded_time_step_is_exact() -> None:
-    assert_forward_is_exact(build_wide("bamba", time_step_limit=(0.0, 0.7)), LONG)
+    assert_forward_is_exact(build_wide("bamba", time_step_limit=(0.0, 0.7)), LONG, 1e-11)

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests.forests import bushy, comb, sequence_sets, star
 from treering.attention import TreeLayout
 from treering.attention.states import Boundary, StateGateway
-from treering.model.recurrence.cost import MAX_GROWTH, PRICES, Price, price_on
 from treering.model.recurrence.plan import RecurrencePlan, make_plan, runs_of
-from treering.model.recurrence.rows import choose_schedule
+from treering.model.recurrence.rows import MAX_GROWTH, PRICES, Price, choose_schedule
 from treering.model.recurrence.runs import find_runs
 from treering.tree.forest import Forest
 
@@ -121,13 +120,6 @@ def test_rescanning_stays_within_its_bound_of_tokens() -> None:
     layout = layout_of(star(50, prompt=100, response=10))
     plan = make_plan(layout, Price(call=10**6, row=0))
     assert num_computed(plan) == layout.forest.num_tokens
-
-
-def test_the_price_of_an_accelerator_makes_calls_rare() -> None:
-    assert price_on(CPU) == PRICES["cpu"]
-    assert price_on(torch.device("mps")) == price_on(torch.device("cuda")) == PRICES["cuda"]
-    layout = layout_of(comb(60))
-    assert num_calls(make_plan(layout, PRICES["cuda"])) < num_calls(make_plan(layout, Price(call=0, row=0)))
 
 
 @pytest.mark.parametrize("sequences", [bushy(400), [[i % 5 for i in range(20_000)]], star(2000), comb(2000)[::10]])

@@ -21,7 +21,7 @@ from treering.train.gradient.backward import backward
 from treering.train.objectives import sft
 from treering.tree.forest import Forest
 
-# Every batch with the plain wraps, and the two that ask most of a wrap with the others.
+# On two ranks every batch with the plain wraps; with the others, and on more ranks, those that ask most of a wrap.
 ALWAYS = ("skewed", "gspo in partitions")
 PLAIN = ("root", "layers", "tied")
 
@@ -38,11 +38,12 @@ class Case(NamedTuple):
 def cases(num_ranks: int) -> Iterator[Case]:
     names = batches(num_ranks)
     for wrap, batch, mode in itertools.product(SHARDED, names, ("sharded", "gathered")):
-        is_wanted = wrap in PLAIN or batch in ALWAYS or (mode == "gathered" and batch == "uneven gspo")
-        fits = not (mode == "sharded" and batch.startswith("uneven")) and not (wrap == "hybrid" and num_ranks < 4)
-        if is_wanted and fits:
+        is_plain, is_uneven = wrap in PLAIN and num_ranks == 2, mode == "gathered" and batch == "uneven gspo"
+        is_cut = batch.startswith("uneven") or "partitions" in batch
+        fits = not (mode == "sharded" and is_cut) and not (wrap == "hybrid" and num_ranks < 4)
+        if (is_plain or is_uneven or batch in ALWAYS) and fits:
             yield Case(wrap, batch, mode)
-    for wrap, batch in itertools.product(WHOLE, names):
+    for wrap, batch in itertools.product(WHOLE, names if num_ranks == 2 else (*ALWAYS, "uneven gspo")):
         yield Case(f"whole {wrap}", batch, "gathered")
 
 

@@ -22,7 +22,7 @@ from treering.model.distillation.teacher import score
 from treering.model.forward import forward
 from treering.model.patch import patch
 from treering.train.gradient.backward import backward
-from treering.train.objectives import Objective, dapo, distill, ppo, sft
+from treering.train.objectives import Objective, dapo, distill, dpo, ppo, sft
 from treering.tree.forest import Forest
 
 FOREST = Forest.from_sequences(tree(0))
@@ -49,14 +49,18 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "averaging kept", lambda: step(shard_layers(prepared(build_float64())))
     yield "a factor of its own", lambda: step(with_factor(prepared(), 2.0))
     yield "tied apart", lambda: step(prepared(shard_apart(build_float64(tie_word_embeddings=True))))
-    yield "other order", lambda: step(prepared(), [tree(0, num_branches=3 + rank, depth=5)], max_tokens=7)
+    yield "all are cut", lambda: step(prepared(), [tree(0, num_branches=3 + rank, depth=5)], max_tokens=7)
+    pair = dpo([(0, 1)], [[1] * 4] * 2)
+    yield (
+        "sequences are apart",
+        lambda: step(prepared(), [[[1, 2, 3, 4]], [[5, 6, 7, 8]]], objective=pair, max_tokens=6),
+    )
     yield "one is cut", lambda: step(prepared(), [tree(0, depth=2 + 4 * rank)], max_tokens=9)
     yield "other objective", lambda: step(prepared(), objective=dapo([1.0] * 3, [[1] * 6] * 3) if rank else sft())
     yield "one refuses", lambda: step(prepared(), [[[1, 2, 99 if rank == 1 else 3]]])
     yield "other mode", lambda: step(prepared(), ranks="sharded" if rank else "gathered")
     yield "whole but sharded", lambda: step(prepared(build_float64()), ranks="sharded")
     yield "sharded but alone", lambda: step(prepared(), ranks="alone")
-    yield "sums twice", lambda: step(prepared(), sum_over_ranks=lambda values: values)
     yield "unknown mode", lambda: step(prepared(), ranks="both")
     yield "FSDP1", lambda: step(fsdp1())
     yield "FSDP1 prepared", lambda: ranks.prepare(fsdp1())
@@ -75,7 +79,6 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "forward under ZeRO-3", lambda: forward(partitioned(build_float64()), FOREST)
     yield "patch under ZeRO-3", lambda: patch(partitioned(build_float64()))
     yield "alone", lambda: step(build_float64(), ranks="alone")
-    yield "own sums", lambda: step(build_float64(), sum_over_ranks=lambda values: values)
     yield "forward", lambda: forward_is_that_of_one(num_ranks, rank)
     # On CPU one process would cut it at 2,048 tokens.
     large = tree(rank, num_branches=2, depth=800 if rank == 0 else 2)

@@ -45,13 +45,12 @@ class RlCase(NamedTuple):
 
 CASES = (
     RlCase("whole", "scripted"),
-    RlCase("whole", "drafting"),
     RlCase("gathered", "distilled"),
     RlCase("gathered", "drafting"),
     RlCase("sharded", "drafting"),
     RlCase("sharded", "adapters"),
 )
-SAVED = CASES[3:5]
+SAVED = CASES[2:4]
 
 
 class Run(NamedTuple):

@@ -15,7 +15,6 @@ import pytest
 
 from tests.ranks import rl_loops
 from tests.ranks.exact import cases
-from tests.ranks.loops import MODES, resume_alone, run_alone
 
 pytestmark = pytest.mark.ranks
 
@@ -42,7 +41,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def run_under_torchrun(num_ranks: int, folder: Path, before: Path | None) -> list[dict[str, Any]]:
     """Runs every case; `before` is the folder of fewer ranks, whose checkpoints are resumed too."""
-    alone = run_alone(folder)
     rl_loops.run_alone(folder)
     done = torchrun(num_ranks, "tests.ranks.worker", str(folder), "-" if before is None else str(before))
     files = [folder / f"rank{rank}.json" for rank in range(num_ranks)]
@@ -50,7 +48,7 @@ def run_under_torchrun(num_ranks: int, folder: Path, before: Path | None) -> lis
     failures = [fact["failure"] for fact in facts if "failure" in fact]
     if failures:
         pytest.fail("\n".join(failures))
-    facts[0] |= {"alone": alone, "folder": str(folder)}
+    facts[0]["folder"] = str(folder)
     return facts
 
 
@@ -67,32 +65,6 @@ def torchrun(num_ranks: int, module: str, *arguments: str) -> subprocess.Complet
 )
 def test_gradients_are_those_of_one_process(size: int, name: str, found: Found) -> None:
     assert max(rank["exact"][name] for rank in found[size]) <= EXACT
-
-
-@pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_of_several_ranks_has_the_weights_of_one(mode: str, size: int, found: Found) -> None:
-    assert max(rank["loops"][mode]["error"] for rank in found[size]) <= SAME_WEIGHTS
-
-
-@pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("mode", MODES)
-def test_every_rank_reports_what_one_would(mode: str, size: int, found: Found) -> None:
-    passes = {"train/num_micro_batches", "train/num_recomputed_tokens"}
-    for rank in found[size]:
-        for own, alone in zip(rank["loops"][mode]["values"], found[size][0]["alone"]["values"], strict=True):
-            assert own.keys() == alone.keys()
-            names = own.keys() - passes
-            assert {name: own[name] for name in names} == pytest.approx(
-                {name: alone[name] for name in names}, rel=SAME_WEIGHTS
-            )
-
-
-@pytest.mark.parametrize("size", NUM_RANKS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_goes_on_with_another_number_of_ranks(mode: str, size: int, found: Found) -> None:
-    assert max(rank["loops"][mode]["resumed"] for rank in found[size]) <= SAME_WEIGHTS
-    assert resume_alone(Path(found[size][0]["folder"]), mode) <= SAME_WEIGHTS
 
 
 @pytest.mark.parametrize("size", NUM_RANKS)
@@ -125,17 +97,15 @@ def test_an_rl_run_goes_on_bitwise_with_as_many_ranks(case: rl_loops.RlCase, siz
     assert all(rank["rl_loops"][str(case)]["same bits"] for rank in found[size])
 
 
-@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("mode", ["sharded", "gathered"])
-def test_a_bfloat16_policy_sums_in_float32(mode: str, size: int, found: Found) -> None:
+def test_a_bfloat16_policy_sums_in_float32(mode: str, found: Found) -> None:
     # Of one float32 sum's own rounding: at most one unit in the last place for each rank that is added.
-    assert found[size][0]["bfloat16"][mode] <= size * 2**-23
+    assert found[2][0]["bfloat16"][mode] <= 2 * 2**-23
 
 
-@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_ranks_that_hold_a_model_whole_share_its_pictures(family: str, size: int, found: Found) -> None:
-    assert all(rank["pictures"][family] <= 1e-6 for rank in found[size])
+def test_ranks_that_hold_a_model_whole_share_its_pictures(family: str, found: Found) -> None:
+    assert all(rank["pictures"][family] <= 1e-6 for rank in found[2])
 
 
 GUARDS = {
@@ -145,13 +115,13 @@ GUARDS = {
     "averaging kept": ("StateError", "a unit divides them by the number of ranks"),
     "a factor of its own": ("StateError", "a unit divides them by 2.0"),
     "tied apart": ("UnsupportedError", "tied embeddings are one weight"),
-    "other order": ("StateError", "the same passes in the same order"),
-    "one is cut": ("StateError", "the same passes in the same order"),
+    "all are cut": ("ConfigError", "1 trees are cut.* by max_tokens=7: use ranks=.gathered"),
+    "one is cut": ("StateError ConfigError", "1 trees are cut.* by max_tokens=9: use ranks=.gathered"),
+    "sequences are apart": ("ConfigError", "pairs are apart, by max_tokens=6: use ranks=.gathered"),
     "other objective": ("StateError", "rank 0 has sft .* where rank 1 has dapo"),
     "other mode": ("StateError", "rank 0 has .*gathered.* where rank 1 has .*sharded"),
     "whole but sharded": ("ConfigError", 'use ranks="gathered"'),
     "sharded but alone": ("ConfigError", "trained by all ranks together"),
-    "sums twice": ("ConfigError", "leave out sum_over_ranks"),
     "unknown mode": ("ConfigError", "ranks is one of sharded, gathered, alone"),
     "FSDP1": ("UnsupportedError", "FSDP1.*fully_shard"),
     "FSDP1 prepared": ("UnsupportedError", "FSDP1.*fully_shard"),
@@ -168,32 +138,24 @@ GUARDS = {
     "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
     "forward under ZeRO-3": ("UnsupportedError", "ZeRO-3 has partitioned the weights.*treering.patch"),
 }
-WORKS = ("patch under ZeRO-3", "alone", "own sums", "forward", "a large tree in step", "goes on after an error")
+WORKS = ("patch under ZeRO-3", "alone", "forward", "a large tree in step", "goes on after an error")
 
 
-@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("name", GUARDS)
-def test_what_would_be_wrong_is_one_error_on_every_rank(name: str, size: int, found: Found) -> None:
+def test_what_would_be_wrong_is_one_error_on_every_rank(name: str, found: Found) -> None:
     kind, pattern = GUARDS[name]
-    for rank in found[size]:
+    for rank in found[2]:
         assert rank["guards"][name] is not None, "nothing was raised"
-        assert rank["guards"][name][0] == kind
+        assert rank["guards"][name][0] in kind.split()
         assert re.search(pattern, rank["guards"][name][1])
 
 
-@pytest.mark.parametrize("size", NUM_RANKS)
-def test_a_rank_that_refuses_its_share_stops_the_others_by_name(size: int, found: Found) -> None:
-    own = found[size][1]["guards"]["one refuses"]
+def test_a_rank_that_refuses_its_share_stops_the_others_by_name(found: Found) -> None:
+    other, own = (rank["guards"]["one refuses"] for rank in found[2])
     assert own[0] == "InputError"
-    for number, rank in enumerate(found[size]):
-        if number != 1:
-            assert rank["guards"]["one refuses"] == [
-                "StateError",
-                f"ranks train one batch together, and rank 1 refuses its share: {own[1]}",
-            ]
+    assert other == ["StateError", f"ranks train one batch together, and rank 1 refuses its share: {own[1]}"]
 
 
-@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("name", WORKS)
-def test_what_is_allowed_works(name: str, size: int, found: Found) -> None:
-    assert [rank["guards"][name] for rank in found[size]] == [None] * size
+def test_what_is_allowed_works(name: str, found: Found) -> None:
+    assert [rank["guards"][name] for rank in found[2]] == [None, None]

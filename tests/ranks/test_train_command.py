@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.models import build
 from tests.ranks.commands import treering, weights_of
 from treering.cli.train.run import train
 from treering.cli.train.summary import TrainSummary
@@ -196,24 +194,6 @@ def test_two_ranks_run_and_train_the_episodes_of_one(folder: Path) -> None:
     assert rollouts(folder / "episodes-two") == rollouts(folder / "episodes-one")
     of_two = {"checkpoint": str(folder / json.loads(done.stdout)["checkpoint"])}
     assert_close(of_two, of_one)
-
-
-@pytest.mark.ranks
-def test_two_ranks_sample_and_train_the_adapters_of_one(folder: Path) -> None:
-    build(vocab_size=len(WORDS)).save_pretrained(folder / "base")
-    head, tail = CONFIG[: CONFIG.index("[model]")], CONFIG[CONFIG.index("[sampling]") :]
-    model = f'[model]\npath = "{folder / "base"}"\ndevice = "cpu"\n\n[lora]\nrank = 2\n\n'
-    (folder / "lora.toml").write_text(head + model + tail)
-    done = treering("train", "lora.toml", "run.dir=lora-two", "--json", folder=folder)
-    assert done.returncode == 0, done.stderr[-2000:]
-    alone(folder, f"run.dir={folder / 'lora-one'}", file="lora.toml")
-    assert rollouts(folder / "lora-two") == rollouts(folder / "lora-one")
-    one, two = (
-        load_file(folder / run / "checkpoints" / "step-000004" / "adapter_model.safetensors")
-        for run in ("lora-one", "lora-two")
-    )
-    assert one.keys() == two.keys()
-    assert all(float((one[name] - two[name]).norm()) < 1e-4 * float(one[name].norm()) for name in one)
 
 
 # What happens to which rank at which of its rewards, the first of the second step, and what the one line says.

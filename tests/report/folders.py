@@ -9,7 +9,8 @@ import numpy as np
 from treering.data import Trajectory, write_trajectories
 
 CONFIG = {
-    "rl": {"num_steps": 8},
+    "num_steps": 8,
+    "rl": {},
     "task": {"kind": "prompts"},
     "history": {"drafts": "on", "max_epochs": 2, "sources": ["history", "siblings", "own", "others"], "max_draft": 8},
 }

@@ -33,30 +33,23 @@ def test_a_drawing_covers_each_token_of_each_rollout_once(tokens: list[list[int]
     drawing = draw(rollouts)
     longest = max(map(len, tokens))
     covered = np.zeros((len(tokens), longest), int)
-    for segment in drawing.segments:
-        covered[segment.top : segment.bottom, segment.start : segment.start + segment.num_tokens] += 1
-    for place, number in enumerate(drawing.rows):
+    for start, num_tokens, top, bottom, _ in drawing["segments"]:
+        covered[top:bottom, start : start + num_tokens] += 1
+    for place, number in enumerate(drawing["rows"]):
         size = len(tokens[number])
         assert covered[place].tolist() == [1] * size + [0] * (longest - size)
     prefixes = {tuple(each[:end]) for each in tokens for end in range(1, len(each) + 1)}
-    assert sum(segment.num_tokens for segment in drawing.segments) == drawing.num_tokens == len(prefixes)
+    assert sum(segment[1] for segment in drawing["segments"]) == drawing["num_tokens"] == len(prefixes)
+    assert sorted(drawing["rows"]) == list(range(len(tokens)))
 
 
 def test_a_segment_has_the_mean_advantage_of_its_branches() -> None:
     first, second, third = group("a", 0)
     # Rows are in another order than rollouts.
     drawing = draw([first, third, second])
-    assert drawing.rows == (0, 2, 1)
-    found = {(segment.start, segment.num_tokens): segment.advantage for segment in drawing.segments}
+    assert drawing["rows"] == [0, 2, 1]
+    found = {(start, num_tokens): advantage for start, num_tokens, _, _, advantage in drawing["segments"]}
     assert found == {(0, 2): 0.0, (2, 4): 0.625, (6, 3): 1.25, (6, 2): 0.0, (2, 5): -1.25}
-
-
-def test_equal_rollouts_and_prefixes_have_rows_of_their_own() -> None:
-    rollouts = [rollout("a", 0, tokens) for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5])]
-    drawing = draw(rollouts)
-    assert sorted(drawing.rows) == [0, 1, 2]
-    assert drawing.num_tokens == 5
-    assert sorted((segment.top, segment.bottom) for segment in drawing.segments)[0] == (0, 3)
 
 
 def test_the_bounds_are_those_of_the_trained_groups() -> None:

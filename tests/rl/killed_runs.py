@@ -4,11 +4,8 @@ import hashlib
 from pathlib import Path
 
 from tests.killing import main
-from tests.rl.runs import eager, memory_of, sampling_loop, store
+from tests.rl.runs import eager, memory_of, sampling_loop, steps_in
 from tests.train.loop.runs import tensors_of
-from treering.metrics import JsonlSink, Metrics
-from treering.rl.rollout_log import RolloutLog
-from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 
 NUM_STEPS = 7
 """Two epochs of three steps, and a third of another."""
@@ -19,19 +16,7 @@ def train(folder: Path) -> str:
     """Trains `NUM_STEPS` steps in `folder`, resuming an existing run."""
     memory = eager()
     loop = sampling_loop(drafting=memory)
-    checkpoints = store(folder)
-    opened = open_run(folder, loop, checkpoints)
-    log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
-    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
-        steps = run_steps(
-            loop,
-            num_steps=NUM_STEPS,
-            save_every=SAVE_EVERY,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            on_step=lambda report: log.write(report.epoch, loop.latest),
-        )
-        list(steps)
+    list(steps_in(folder, loop, NUM_STEPS, save_every=SAVE_EVERY))
     total = hashlib.sha256(repr((loop.version, sorted(loop.state()["draws"].items()))).encode())
     for name, tensor in sorted({**tensors_of(loop), **memory_of(memory)}.items()):
         total.update(name.encode() + tensor.numpy().tobytes())

@@ -1,8 +1,9 @@
 """A tiny task, engines and loops shared by the RL tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,18 @@ from treering.engine.rollout import Rollout
 from treering.engine.scripted import ScriptedEngine
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
+from treering.metrics import JsonlSink, Metrics
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory, RlLoop
 from treering.rl.options import RlOptions
+from treering.rl.rollout_log import RolloutLog
+from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.loop.checkpoint import CheckpointStore
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.reference import MakeReference
+from treering.train.loop.resumable import Resumable
+from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 
 STOP = 0
 IDENTITY = {"task": "tiny", "rl.seed": 0}
@@ -50,10 +56,6 @@ class TinyTask(Task):
         ]
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
-
-    @property
     def vocab_size(self) -> int:
         return VOCAB
 
@@ -71,6 +73,14 @@ def script(request: Request) -> list[int]:
     common = np.random.default_rng([*seed, request.draw]).integers(1, VOCAB, size=3)
     own = np.random.default_rng([*seed, request.draw, 1 + request.sample]).integers(1, VOCAB, size=2 + request.sample)
     return [*common.tolist(), *own.tolist(), STOP]
+
+
+def scripted_step(loop: RlLoop) -> Iterator[tuple[list[int], list[int]]]:
+    """Prompt and response of each rollout that the script writes for the first step of a loop over a `TinyTask`."""
+    for prompt in (TinyTask().prompts[i] for i in loop.plan.tasks_of(1)):
+        for sample in range(4):
+            request = Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, sample=sample)
+            yield prompt.tokens.tolist(), script(request)
 
 
 class Uneven(ScriptedEngine):
@@ -155,6 +165,25 @@ def store(folder: Path, **changes: object) -> CheckpointStore:
     """A checkpoint store of the run `IDENTITY`, with hints."""
     chosen = {"folder": folder / "checkpoints", "identity": IDENTITY, "hints": folder / "history"}
     return CheckpointStore(**(chosen | changes))  # type: ignore[arg-type]
+
+
+def steps_in(
+    folder: Path, loop: Resumable[RlStepReport], num_steps: int, *, save_every: int | None = 1, **more: Any
+) -> Iterator[RlStepReport]:
+    """The steps of a run in a folder, where it goes on; its rollouts are logged. `more` as for `run_steps`."""
+    checkpoints = store(folder)
+    opened = open_run(folder, loop, checkpoints)
+    log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
+    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+        yield from run_steps(
+            loop,
+            num_steps=num_steps,
+            save_every=save_every,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            on_step=lambda report: log.write(report.epoch, loop.latest),  # type: ignore[attr-defined]
+            **more,
+        )
 
 
 def memory_of(drafting: Drafting) -> dict[str, torch.Tensor]:

@@ -33,18 +33,6 @@ def test_equal_rewards_have_advantages_of_exactly_zero(reward: float, num: int, 
     assert group_advantages(np.full(num, reward), estimator).tolist() == [0.0] * num
 
 
-def test_a_group_without_rollouts_has_no_advantages() -> None:
-    for estimator in ESTIMATORS:
-        assert group_advantages(np.zeros(0), estimator).shape == (0,)
-
-
-@given(REWARDS, st.sampled_from(ESTIMATORS))
-def test_rewards_stay_as_they_were(rewards: list[float], estimator: Estimator) -> None:
-    given_rewards = np.array(rewards)
-    group_advantages(given_rewards, estimator)
-    assert given_rewards.tolist() == rewards
-
-
 HUGE = st.floats(-1e300, 1e300) | st.builds(
     lambda mantissa, exponent: mantissa * 10.0**exponent, st.floats(-9, 9), st.integers(-300, 299)
 )

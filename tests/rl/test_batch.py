@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from tests.rl.rollouts import rollout_of
 from treering.engine.rollout import Rollout
-from treering.rl.batch import empty_batch, make_rl_batch
+from treering.rl.batch import make_rl_batch
 from treering.rl.collect import Group
 from treering.rl.tasks.task import Prompt
 
@@ -12,16 +13,14 @@ from treering.rl.tasks.task import Prompt
 def rollout(prompt_id: str, sample: int, reward: float, tokens: list[int]) -> Rollout:
     """Log-probs that encode prompt, sample and position; the second token is an observation."""
     size = len(tokens)
-    return Rollout(
+    logprobs = -np.arange(1.0, size + 1)
+    return rollout_of(
+        tokens,
         prompt_id=prompt_id,
-        draw=0,
         sample=sample,
-        tokens=np.array(tokens, np.int32),
-        logprobs=-np.arange(1.0, size + 1),
-        policy_logprobs=-np.arange(1.0, size + 1) / 2 - sample,
+        logprobs=logprobs,
+        policy_logprobs=logprobs / 2 - sample,
         loss_mask=np.arange(size) != 1,
-        versions=np.zeros(size, np.int32),
-        finish_reason="stop",
         reward=reward,
     )
 
@@ -64,14 +63,3 @@ def test_log_probs_stand_behind_zeros_for_the_prompt() -> None:
     assert batch.behaviour_logprobs[0].tolist() == [0, 0, -1, -2, -3]
     assert batch.old_logprobs[1].tolist() == [0, 0, -1.5, -2]
     assert batch.old_logprobs[4].tolist() == [0, -2.5, -3]
-
-
-def test_every_group_has_its_advantages() -> None:
-    batch = make_rl_batch(GROUPS, estimator="rloo", layout="tree")
-    expected = [[0, 0], [1, -1], [], [0], [1.5, -1.5, 0]]
-    assert [values.tolist() for values in batch.group_advantages] == expected
-
-
-def test_a_batch_of_nothing_is_empty() -> None:
-    batch = empty_batch()
-    assert (batch.trees.num_tasks, batch.trees.forests, batch.advantages, batch.num_zero_variance) == (0, [], [], 0)

@@ -231,20 +231,6 @@ def test_only_the_first_messages_are_kept_whatever_finishes_first() -> None:
         assert all(len(error) == 300 for error in errors)
 
 
-def test_empty_rollouts_are_counted_and_left_out() -> None:
-    task = Fake(reward=lambda rollout: 1.0 if rollout.num_tokens else pytest.fail("rewarded"))
-    collected = run(lambda request: [] if request.sample < 2 else [STOP], task)
-    assert (collected.num_empty, collected.num_rollouts, collected.num_reward_errors) == (6, 3, 0)
-    assert [[rollout.sample for rollout in group.rollouts] for group in collected.groups] == [[2]] * 3
-
-
-def test_over_long_rollouts_are_counted_and_kept() -> None:
-    collected = run(lambda request: [6] * (20 if request.sample == 1 else 3) + [STOP])
-    assert (collected.num_overlong, collected.num_rollouts) == (3, 9)
-    assert [group.rewards.tolist() for group in collected.groups] == [[4.0, 8.0, 4.0]] * 3
-    assert [rollout.finish_reason for rollout in collected.groups[0].rollouts] == ["stop", "length", "stop"]
-
-
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """Python's own handler of Ctrl-C, which a test run that was started in the background lacks."""
@@ -269,16 +255,6 @@ def test_an_interrupt_passes_and_leaves_the_engine_idle(stop: type[BaseException
     assert collect(engine, Fake(), PROMPTS, {}, group_size=3, sampling=SAMPLING).num_rollouts == 9
 
 
-def test_an_error_of_the_caller_passes_and_leaves_the_engine_idle() -> None:
-    def fail(_: Rollout) -> None:
-        raise OSError("the display broke")
-
-    engine = ScriptedEngine(countdown, max_batch=2)
-    with pytest.raises(OSError, match="the display broke"):
-        collect(engine, Fake(), PROMPTS, {}, group_size=3, sampling=SAMPLING, on_finished=fail)
-    assert engine.num_unfinished == 0
-
-
 def test_what_cannot_be_collected_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         run(group_size=0)
@@ -289,10 +265,6 @@ def test_what_cannot_be_collected_is_refused() -> None:
     with pytest.raises(StateError, match="this one has 1 requests"):
         collect(engine, Fake(), PROMPTS, {}, group_size=1, sampling=SAMPLING)
     assert engine.num_unfinished == 1
-
-
-def test_no_prompts_are_no_groups() -> None:
-    assert run(prompts=[]).groups == ()
 
 
 def test_a_group_holds_rewarded_rollouts_of_its_prompt() -> None:

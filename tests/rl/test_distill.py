@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import assert_gradients_equal, build, build_float64, take_gradients
-from tests.rl.runs import SAMPLING, TinyTask, script, scripted_loop
+from tests.rl.runs import TinyTask, scripted_loop, scripted_step
 from tests.train.objectives.flat_distill import Setting, divergence
-from treering.engine.request import Request, Sampling
+from treering.engine.request import Sampling
 from treering.errors import ConfigError, InputError
 from treering.train.loop.distill import DistillOptions
 from treering.train.loop.optim import OptimOptions
@@ -21,21 +21,13 @@ TEACHER = build_float64("llama", seed=4).eval()
 
 def flat_loss(student: nn.Module, temperature: float) -> Tensor:
     """The mean reverse KL at all tokens that the script writes for the first step, with the stock forwards."""
-    loop = scripted_loop(build())
-    prompts = TinyTask().prompts
     terms = []
-    for i in loop.plan.tasks_of(1):
-        prompt = prompts[i]
-        for sample in range(4):
-            request = Request(
-                prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, draw=0, sample=sample
-            )
-            ids = torch.tensor([[*prompt.tokens.tolist(), *script(request)]])
-            first = prompt.tokens.size - 1
-            q = (student(input_ids=ids).logits[0, first:-1] / temperature).softmax(-1)
-            with torch.no_grad():
-                p = (TEACHER(input_ids=ids).logits[0, first:-1] / temperature).softmax(-1)
-            terms.append(divergence(p, q, Setting(kind="reverse_kl")))
+    for prompt, response in scripted_step(scripted_loop(build())):
+        ids, first = torch.tensor([[*prompt, *response]]), len(prompt) - 1
+        q = (student(input_ids=ids).logits[0, first:-1] / temperature).softmax(-1)
+        with torch.no_grad():
+            p = (TEACHER(input_ids=ids).logits[0, first:-1] / temperature).softmax(-1)
+        terms.append(divergence(p, q, Setting(kind="reverse_kl")))
     return torch.cat(terms).mean()
 
 

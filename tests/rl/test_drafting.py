@@ -7,26 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rl import rollouts
 from treering.engine.rollout import Rollout
-from treering.history.budget.costs import DraftPrices, VerifyCosts
+from treering.history.budget.costs import VerifyCosts
 from treering.history.types import DraftRows
 from treering.rl.drafting import Drafting, DraftOptions
 
 
-def rollout_of(prompt_id: str, sample: int, version: int = 0, reward: float | None = None) -> Rollout:
-    tokens = np.array([5, 6, 7 + sample], np.int32)
-    return Rollout(
-        prompt_id=prompt_id,
-        draw=0,
-        sample=sample,
-        tokens=tokens,
-        logprobs=np.zeros(3),
-        policy_logprobs=np.zeros(3),
-        loss_mask=np.ones(3, bool),
-        versions=np.full(3, version, np.int32),
-        finish_reason="stop",
-        reward=reward,
-    )
+def rollout_of(prompt_id: str, sample: int, version: int = 0) -> Rollout:
+    return rollouts.rollout_of([5, 6, 7 + sample], prompt_id=prompt_id, sample=sample, versions=[version] * 3)
 
 
 def rows_of(prompt_id: str, *rollout: int) -> DraftRows:
@@ -82,17 +71,6 @@ def test_prompts_with_history_wait_for_the_end_of_the_step() -> None:
     assert published(drafting) == 6
 
 
-def test_each_step_counts_from_zero() -> None:
-    drafting = Drafting(DraftOptions(publish_new_after=2))
-    for prompt_id in ("a", "b"):
-        for sample in range(8):
-            drafting.add(rollout_of(prompt_id, sample))
-            if sample == 1:
-                assert drafting.knows(prompt_id)
-        drafting.publish()
-    assert not drafting.knows("c")
-
-
 def test_options_reach_the_drafter() -> None:
     for changes, tokens in (({}, 2), ({"max_draft": 1}, 1), ({"sources": ("own",)}, 0), ({"min_acceptance": 1.0}, 0)):
         drafting = Drafting(DraftOptions(**{"min_acceptance": 0.01, "shape": "chain", **changes}))
@@ -101,22 +79,9 @@ def test_options_reach_the_drafter() -> None:
         assert drafting.drafter.propose(rows_of("a", 5)).tokens.size == tokens
 
 
-def test_the_options_choose_chains_and_policies() -> None:
-    widths = {}
-    for shape in ("tree", "chain"):
-        drafting = Drafting(DraftOptions(min_acceptance=0.01, shape=shape, policy="frequency"))
-        for sample in range(3):
-            drafting.add(rollout_of("a", sample))
-        drafting.publish()
-        drafts = drafting.drafter.propose(rows_of("a", 5, 6))
-        widths[shape] = int((drafts.parents == -1).sum())
-    assert widths == {"tree": 3, "chain": 1}
-
-
 def test_a_state_carries_the_feedback_and_the_measured_costs() -> None:
     first = learnt(Drafting())
-    prices = DraftPrices(look=1.0, row=2.0, grown=3.0, learn=4.0, drafted=5.0)
-    first.drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([0.5, 0.75]), prices=prices))
+    first.drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([0.5, 0.75])))
     second = Drafting()
     assert not same(second.state(), first.state())
     second.load_state(first.state())
@@ -124,7 +89,6 @@ def test_a_state_carries_the_feedback_and_the_measured_costs() -> None:
     assert second.drafter.costs is not None
     assert second.drafter.costs.num_tokens.tolist() == [1, 8]
     assert second.drafter.costs.seconds.tolist() == [0.5, 0.75]
-    assert second.drafter.costs.prices == prices
     assert Drafting().drafter.costs is None
 
 
@@ -139,7 +103,7 @@ def test_a_loaded_history_keeps_what_the_drafter_knows(tmp_path: Path) -> None:
     assert drafting.knows("a")
 
 
-@pytest.mark.parametrize("damage", ["other names", "another shape", "costs that fall", "a price below 0"])
+@pytest.mark.parametrize("damage", ["other names", "another shape", "costs that fall"])
 def test_an_unknown_state_is_one_warning_and_drops_the_feedback(damage: str) -> None:
     state = learnt(Drafting()).state()
     if damage == "other names":
@@ -147,9 +111,7 @@ def test_an_unknown_state_is_one_warning_and_drops_the_feedback(damage: str) -> 
     elif damage == "another shape":
         state["weights"] = state["weights"][:-1]
     else:
-        falls = damage == "costs that fall"
-        state |= {"costs.num_tokens": torch.tensor([1, 2]), "costs.seconds": torch.tensor([2.0, 1.0 if falls else 3.0])}
-        state["costs.prices"] = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0 if falls else -1.0])
+        state |= {"costs.num_tokens": torch.tensor([1, 2]), "costs.seconds": torch.tensor([2.0, 1.0])}
     drafting, fresh = Drafting(), Drafting().state()
     with pytest.warns(UserWarning, match="learns anew") as caught:
         drafting.load_state(state)

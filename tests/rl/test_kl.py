@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.models import assert_gradients_equal, build, build_float64, take_gradients
-from tests.rl.runs import SAMPLING, TinyTask, script, scripted_loop
+from tests.rl.runs import TinyTask, scripted_loop, scripted_step
 from tests.train.loop.test_adapters import adapted
-from treering.engine.request import Request, Sampling
+from treering.engine.request import Sampling
 from treering.errors import ConfigError
 from treering.rl.loop import RlLoop
 from treering.train.loop.compute import ComputeOptions
@@ -34,16 +34,10 @@ def never() -> nn.Module:
 def flat_logprobs(model: nn.Module, loop: RlLoop, temperature: float) -> list[Tensor]:
     """Log-probs of the tokens that the script writes for the first step, with the stock forward."""
     found = []
-    for i in loop.plan.tasks_of(1):
-        prompt = TinyTask().prompts[i]
-        for sample in range(4):
-            request = Request(
-                prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=SAMPLING, draw=0, sample=sample
-            )
-            ids = torch.tensor([[*prompt.tokens.tolist(), *script(request)]])
-            first = prompt.tokens.size
-            logits = model(input_ids=ids).logits[0, first - 1 : -1] / temperature
-            found.append(logits.log_softmax(-1).gather(1, ids[0, first:, None]).squeeze(1))
+    for prompt, response in scripted_step(loop):
+        ids = torch.tensor([[*prompt, *response]])
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        found.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1))
     return found
 
 
@@ -124,11 +118,6 @@ def test_adapters_have_the_base_model_as_reference_and_no_copy_of_it() -> None:
     with adapters_off(model):
         assert torch.equal(model(ids).logits, build_float64()(ids).logits)
     assert not torch.equal(model(ids).logits, build_float64()(ids).logits)
-
-
-def test_without_a_coefficient_there_is_no_reference() -> None:
-    loop = scripted_loop(build(), reference=never)
-    assert "train/kl" not in loop.step().values()
 
 
 @pytest.mark.parametrize(

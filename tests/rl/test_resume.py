@@ -13,14 +13,11 @@ import torch
 from tests.killing import NUM_MOMENTS, reports_of
 from tests.models import build_float64
 from tests.rl.killed_runs import NUM_STEPS, SAVE_EVERY
-from tests.rl.runs import eager, memory_of, sampling_loop, store
+from tests.rl.runs import eager, memory_of, sampling_loop, steps_in
 from treering.errors import Interrupted
-from treering.metrics import JsonlSink, Metrics
 from treering.ranks.group import RankGroup
 from treering.rl.drafting import Drafting
-from treering.rl.rollout_log import RolloutLog
 from treering.train.loop.interruption import Interruption
-from treering.train.loop.run import METRICS_FILE, open_run, run_steps
 from treering.train.progress import Phase
 
 
@@ -64,12 +61,6 @@ def test_a_run_that_a_signal_ends_in_a_step_goes_on_as_if_it_had_not(tmp_path: P
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert rollouts_of(tmp_path / "ended") == rollouts_of(tmp_path / "whole")
-
-
-def test_the_history_of_each_checkpoint_lies_beside_it(tmp_path: Path) -> None:
-    train(tmp_path)
-    names = [sorted(path.name for path in (tmp_path / part).iterdir()) for part in ("checkpoints", "history")]
-    assert names[0] == names[1] == ["step-000006", "step-000007"]
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "foreign"])
@@ -116,22 +107,9 @@ def train(
             interruption.request(signal.SIGTERM)
 
     loop.on_progress = interruption.checked(hear)
-    checkpoints = store(folder)
-    opened = open_run(folder, loop, checkpoints)
-    log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
-    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
-        steps = run_steps(
-            loop,
-            num_steps=NUM_STEPS,
-            save_every=SAVE_EVERY,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            on_step=lambda report: log.write(report.epoch, loop.latest),
-            interruption=interruption,
-        )
-        for report in steps:
-            if report.step == stop_after:
-                break
+    for report in steps_in(folder, loop, NUM_STEPS, save_every=SAVE_EVERY, interruption=interruption):
+        if report.step == stop_after:
+            break
     return dict(loop.model.state_dict())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.rl.rollouts import prompt_of, rollout_of
-from treering.data import Trajectory, read_trajectories, write_trajectories
+from treering.data import Trajectory, read_trajectories
 from treering.errors import InputError, StateError
 from treering.rl.collect import Group
 from treering.rl.rollout_log import RolloutLog, as_trajectories
@@ -48,15 +48,6 @@ def test_advantages_stand_beside_their_rollouts() -> None:
         as_trajectories(GROUPS, epoch=0, step=1, advantages=[*advantages[:2], np.zeros(1)])
 
 
-def test_trajectories_survive_a_file(tmp_path: Path) -> None:
-    trajectories = as_trajectories(GROUPS, epoch=0, step=1)
-    write_trajectories(tmp_path / "epoch.jsonl", trajectories)
-    back = read_trajectories(tmp_path / "epoch.jsonl")
-    for one, other in zip(trajectories, back, strict=True):
-        for name in one.__slots__:
-            assert np.array_equal(getattr(one, name), getattr(other, name)), name
-
-
 def rows(step: int, count: int = 2) -> list[Trajectory]:
     return [Trajectory(task_id="q", trial=i, step=step, tokens=np.array([5, step, i], np.int32)) for i in range(count)]
 
@@ -72,12 +63,6 @@ def written(folder: Path, num_steps: int = 5) -> RolloutLog:
 def steps_in(folder: Path) -> dict[str, list[int | None]]:
     files = sorted(folder.iterdir())
     return {file.name: [row.step for row in read_trajectories(file)] for file in files}
-
-
-def test_each_epoch_has_a_file_with_the_lines_of_its_steps(tmp_path: Path) -> None:
-    written(tmp_path / "rollouts")
-    expected = {"epoch-000.jsonl": [1, 1, 2, 2], "epoch-001.jsonl": [3, 3, 4, 4], "epoch-002.jsonl": [5, 5]}
-    assert steps_in(tmp_path / "rollouts") == expected
 
 
 @pytest.mark.parametrize("resume_step", range(6))
@@ -106,9 +91,3 @@ def test_a_new_run_refuses_the_rollouts_of_another_and_leaves_them_alone(tmp_pat
     with pytest.raises(StateError, match=r"epoch-000.jsonl is there; choose another run folder"):
         RolloutLog(tmp_path)
     assert steps_in(tmp_path) == before
-
-
-def test_files_of_the_user_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "epoch-best.jsonl").write_text('{"step": 9}\n')
-    RolloutLog(tmp_path, resume_step=0)
-    assert (tmp_path / "epoch-best.jsonl").read_text() == '{"step": 9}\n'

@@ -2,26 +2,30 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 
 from tests.models import build, build_float64
-from tests.rl.runs import PLAIN, TinyTask, options
+from tests.rl.runs import PLAIN, SAMPLING, TinyTask, options
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
+from treering.rl.collect import Collection
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.tasks.task import Task
 from treering.runtime.ipc.launcher import Launcher
 from treering.runtime.pipeline import PipelineLoop
+from treering.runtime.step.open_step import OpenStep
+from treering.runtime.step.planning import Planner, RolloutPlan
 from treering.schedule.cluster import Cluster, Rebalancing
-from treering.schedule.latency import linear_latency
+from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policy import Assignment, PlanRequest, Policy
-from treering.schedule.predict.lengths import make_predictor
+from treering.schedule.predict.lengths import LengthPredictor, make_predictor
+from treering.schedule.simulator.migration import Prices
 from treering.train.loop.reference import MakeReference
 
 MAX_BATCH = 3
@@ -51,6 +55,64 @@ class Lopsided(Dealt):
         workers = np.zeros(size, np.int32)
         workers[-1] = request.cluster.num_workers - 1
         return Assignment(workers=workers, order=np.arange(size), stealing=self._stealing)
+
+
+class Noting(Dealt):
+    """Notes what it is asked and told, in order: the kind, the step, and predicted sums or actual lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[Any, ...]] = []
+        self.latencies: dict[int, Latency] = {}
+
+    def assign(self, request: PlanRequest) -> Assignment:
+        self.events.append(("planned", request.step, [float(each.lengths.sum()) for each in request.forecasts]))
+        self.latencies[request.step] = request.cluster.latency
+        return super().assign(request)
+
+    def learn(self, step: int, predicted: np.ndarray, lengths: np.ndarray) -> None:
+        self.events.append(("learnt", step, lengths.tolist()))
+
+
+GIVEN = linear_latency(step_s=20.0, row_s=0.05)
+
+
+def planner(policy: Policy, *, num_workers: int = 2, rebalancing: Rebalancing = "queued") -> Planner:
+    """Of five steps of two prompts in groups of two, at staleness 1."""
+    return Planner(
+        policy,
+        LengthPredictor("median", guess=10),
+        Cluster(
+            num_workers=num_workers, num_slots=4, max_tokens=12, staleness=1, latency=GIVEN, rebalancing=rebalancing
+        ),
+        prompt_ids=["a", "b", "c"],
+        prompts_of=lambda step: np.array([[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]][step - 1]),
+        group_size=2,
+        num_steps=5,
+    )
+
+
+PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
+
+
+def open_step(
+    workers: Sequence[int], *, predicted: Sequence[float] | None = None, step: int = 1, group_size: int = 4, **plan: Any
+) -> OpenStep:
+    """A step of groups whose rollouts run on these workers, of two; `plan` are fields of its `Assignment`."""
+    size = len(workers)
+    plan = {"order": np.arange(size), **plan}
+    return OpenStep(
+        RolloutPlan(
+            step=step,
+            assignment=Assignment(workers=np.array(workers), **plan),
+            predicted=np.ones(size) if predicted is None else np.array(predicted, float),
+        ),
+        Collection(TinyTask(size // group_size).prompts, {}, group_size=group_size, sampling=SAMPLING),
+        version=step - 1,
+        num_workers=2,
+        ratios=np.ones(1),
+        prices=PRICES,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +179,7 @@ def pipeline(
             num_slots=num_slots,
             max_tokens=12,
             staleness=staleness,
-            latency=linear_latency(step_s=20.0, row_s=0.05),
+            latency=GIVEN,
             rebalancing=rebalancing,
         ),
         policy=policy or Dealt(),

@@ -71,6 +71,13 @@ def leave_a_process() -> None:
     subprocess.Popen(["sleep", "3600"])
 
 
+def start_and_join_a_process() -> None:
+    """As rewards with time limits of their own do; daemons may not."""
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
+
+
 def print_in_every_way() -> None:
     print("printed by python")
     os.write(1, b"written to the descriptor\n")
@@ -85,6 +92,7 @@ HARMLESS: Mapping[str, Callable[[], object]] = {
     "forks": fork_and_return,
     "leaves a thread": leave_a_thread,
     "leaves a process": leave_a_process,
+    "starts a process": start_and_join_a_process,
     "changes the folder": partial(os.chdir, "/"),
     "prints": print_in_every_way,
     "closes stdout": lambda: sys.stdout.close(),
@@ -131,15 +139,3 @@ class Constant(TinyTask):
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         return 1.0
-
-
-class Starting(TinyTask):
-    """Starts a process for each reward, as rewards with their own time limits do."""
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        context = multiprocessing.get_context("fork")
-        queue = context.SimpleQueue()
-        process = context.Process(target=queue.put, args=(share_of_even_tokens(rollout),))
-        process.start()
-        process.join()
-        return float(queue.get())

@@ -1,12 +1,10 @@
 """Episodes in rollout workers: whatever the workers and their deaths, episodes and weights are those of one process."""
 
 import asyncio
-import copy
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,25 +21,23 @@ from tests.rl.environments.worlds import TASKS, TURN_END, VOCAB, WORLDS, World, 
 from tests.rl.runs import PLAIN, options
 from tests.runtime.kills import killing
 from tests.runtime.runs import Dealt
-from tests.runtime.test_pipeline import Result, assert_same, run
+from tests.runtime.test_deaths import wait_for_the_end_of
+from tests.runtime.test_pipeline import assert_same, run, stale
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.errors import StateError
 from treering.history.draft.drafter import Drafter
-from treering.rl.environments.collect import collect_episodes
 from treering.rl.environments.environment import EnvTask, Outcome
 from treering.rl.environments.policy import Policy as Asked
 from treering.rl.environments.task import EnvironmentTask
 from treering.rl.loop import RlLoop
 from treering.rl.options import RlOptions
-from treering.rl.trainer import Trainer
 from treering.runtime.pipeline import PipelineLoop
 from treering.runtime.workers.episode_worker import end_group_with_this_process
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.predict.lengths import make_predictor
-from treering.train.loop.batches import StepPlan
 
 CHOSEN = RlOptions(
     prompts_per_step=2, group_size=3, sampling=Sampling(max_tokens=500, stop_tokens=(TURN_END,)), seed=options().seed
@@ -130,28 +126,6 @@ def in_workers(
     )
 
 
-def stale(recipe: EnvRecipe, num_steps: int, staleness: int) -> Result:
-    """A sequential reference: step k is sampled by the weights after step max(0, k - 1 - staleness)."""
-    model, task = recipe.make_model(), recipe.make_task()
-    trainer, plan = Trainer(model, PLAIN, CHOSEN), StepPlan(num_tasks=4, trees_per_step=2, seed=CHOSEN.seed)
-    weights, rows = [copy.deepcopy(model.state_dict())], []
-    draws = dict.fromkeys((prompt.prompt_id for prompt in task.prompts), 0)
-    for step in range(1, num_steps + 1):
-        version = max(0, step - 1 - staleness)
-        sampler = recipe.make_model()
-        sampler.load_state_dict(weights[version])
-        prompts = [task.prompts[i] for i in plan.tasks_of(step)]
-        engine = recipe.make_engine(sampler, None, version)
-        found = collect_episodes(engine, task, prompts, draws, group_size=3, sampling=CHOSEN.sampling)
-        trainer.train(step, found.groups)
-        weights.append(copy.deepcopy(model.state_dict()))
-        draws |= {prompt.prompt_id: draws[prompt.prompt_id] + 1 for prompt in prompts}
-        rollouts = [rollout for group in found.groups for rollout in group.rollouts]
-        assert all((rollout.versions == version).all() for rollout in rollouts)
-        rows.append([(r.prompt_id, r.sample, r.tokens.tolist(), r.reward, version) for r in rollouts])
-    return weights[-1], rows
-
-
 @pytest.mark.parametrize(("name", "num_workers"), [("SubAgents", 1), ("TwoSeats", 2)])
 def test_the_weights_are_those_of_one_process(name: str, num_workers: int) -> None:
     recipe = EnvRecipe(world=WORLDS[name])
@@ -170,7 +144,7 @@ def test_the_weights_are_those_of_one_process(name: str, num_workers: int) -> No
 def test_a_stale_step_is_sampled_wholly_by_the_version_of_the_rule() -> None:
     recipe = EnvRecipe(world=WORLDS["Rerendered"])
     with in_workers(recipe, 3, staleness=1) as loop:
-        assert_same(run(loop, 3), stale(recipe, 3, 1))
+        assert_same(run(loop, 3), stale(recipe, CHOSEN, 3, 1))
 
 
 def test_killed_workers_lose_no_finished_episode_and_change_no_weight() -> None:
@@ -229,15 +203,4 @@ def test_a_killed_worker_leaves_no_process_of_its_group() -> None:
         guard.wait()
     started = int(os.read(read, 20))
     os.waitpid(child, 0)
-    end_s = time.monotonic() + 30.0
-    while runs(started) and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert not runs(started)
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended may still wait for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for_the_end_of([started])

@@ -5,31 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.rl.runs import SAMPLING, TinyTask
-from tests.runtime.runs import Dealt
+from tests.runtime.runs import Noting, open_step, planner
 from treering.errors import StateError
-from treering.rl.collect import Collection
-from treering.rl.reward_results import RewardResult
 from treering.runtime.account import Account
 from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import Planner, RolloutPlan
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import linear_latency
-from treering.schedule.policy import Assignment, PlanRequest
-from treering.schedule.predict.lengths import LengthPredictor
-
-
-def cluster(staleness: int = 1, num_workers: int = 2) -> Cluster:
-    latency = linear_latency(step_s=1.0, row_s=0.1)
-    return Cluster(num_workers=num_workers, num_slots=4, max_tokens=12, staleness=staleness, latency=latency)
 
 
 def step_run(workers: list[int], **changes: object) -> OpenStep:
-    """A step of two groups of four."""
-    assignment = Assignment(workers=np.array(workers), order=np.arange(8)[::-1], **changes)  # type: ignore[arg-type]
-    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING)
-    plan = RolloutPlan(step=1, assignment=assignment, predicted=np.arange(1.0, 9.0))
-    return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1))
+    """A step of two groups of four, in reversed order."""
+    return open_step(workers, predicted=range(1, 9), order=np.arange(8)[::-1], **changes)
 
 
 def names(requests: list) -> list[int]:
@@ -77,78 +61,25 @@ def test_any_worker_with_room_takes_the_requests_of_a_dead_one() -> None:
     assert names(run.take(0, num_running=0, max_batch=8)) == [2, 1, 0, 7, 3]
 
 
-def test_a_step_is_complete_after_its_last_reward() -> None:
-    run = step_run([0] * 8)
-    for number, request in enumerate(run.take(0, num_running=0, max_batch=8)):
-        assert not run.is_complete
-        rollout = replace(
-            request.unstarted(),
-            **{
-                name: np.zeros(number, dtype)
-                for name, dtype in (
-                    ("tokens", np.int32),
-                    ("logprobs", float),
-                    ("policy_logprobs", float),
-                    ("loss_mask", bool),
-                    ("versions", np.int32),
-                )
-            },
-        )
-        assert run.collection.take(RewardResult(rollout=rollout)) is None
-        run.note_finished(rollout.key, rollout.num_tokens)
-        run.note_rewarded(1)
-    assert run.is_complete
-    # The order is reversed: the last rollout was the first, without tokens, which counts as one.
-    assert run.lengths.tolist() == [7, 6, 5, 4, 3, 2, 1, 1]
-    assert (run.account.sampled, run.account.evaluated) == (8, 8)
-
-
-class Watching(Dealt):
-    """Records its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, int, list[float]]] = []
-
-    def assign(self, request: PlanRequest) -> Assignment:
-        self.seen.append(("asked", request.step, [float(f.lengths.sum()) for f in request.forecasts]))
-        return super().assign(request)
-
-    def learn(self, step: int, predicted: np.ndarray, lengths: np.ndarray) -> None:
-        self.seen.append(("told", step, lengths.tolist()))
-
-
-def planner(policy: Watching, num_steps: int = 5, **changes: int) -> Planner:
-    return Planner(
-        policy,
-        LengthPredictor("median", guess=10),
-        cluster(**changes),
-        prompt_ids=["a", "b", "c"],
-        prompts_of=lambda step: np.array([[0, 1], [2, 0], [1, 2], [0, 1], [2, 0]][step - 1]),
-        group_size=2,
-        num_steps=num_steps,
-    )
-
-
 def test_a_policy_gets_up_to_four_forecasts_and_the_observed_lengths() -> None:
-    policy = Watching()
+    policy = Noting()
     plans = planner(policy)
     plans.plan(1)
     plans.plan(2)
     plans.plan(2)
     plans.observe(1, np.array([4, 4, 6, 6]))
     plans.plan(3)
-    assert policy.seen == [
-        ("asked", 1, [40.0] * 4),
-        ("asked", 2, [40.0] * 4),
-        ("told", 1, [4, 4, 6, 6]),
+    assert policy.events == [
+        ("planned", 1, [40.0] * 4),
+        ("planned", 2, [40.0] * 4),
+        ("learnt", 1, [4, 4, 6, 6]),
         # a, b and the unknown c are predicted at 4, 6 and the median 5.
-        ("asked", 3, [22.0, 20.0, 18.0]),
+        ("planned", 3, [22.0, 20.0, 18.0]),
     ]
 
 
 def test_restored_plans_are_not_made_again() -> None:
-    policies = Watching(), Watching(), Watching()
+    policies = Noting(), Noting(), Noting()
     first = planner(policies[0])
     for step in (1, 2):
         first.plan(step)
@@ -159,7 +90,7 @@ def test_restored_plans_are_not_made_again() -> None:
     for each in (first, second, other):
         each.plan(2)
         each.plan(3)
-    assert policies[1].seen == policies[0].seen[2:]
-    assert [(kind, step) for kind, step, _ in policies[2].seen] == [("told", 1), ("asked", 2), ("asked", 3)]
+    assert policies[1].events == policies[0].events[2:]
+    assert [(kind, step) for kind, step, _ in policies[2].events] == [("learnt", 1), ("planned", 2), ("planned", 3)]
     np.testing.assert_array_equal(first.plan(2).assignment.workers, second.plan(2).assignment.workers)
     assert other.plan(2).assignment.workers.max() == 2

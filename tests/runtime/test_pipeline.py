@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from tests.rl.runs import PLAIN, TinyTask, options, sampling_loop
 from tests.runtime import tasks
 from tests.runtime.runs import Lopsided, TinyRecipe, pipeline
 from treering import metrics
-from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.checks import with_stops
 from treering.rl.collect import collect
+from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.task import EnvironmentTask
 from treering.rl.loop import RlLoop
+from treering.rl.options import RlOptions
 from treering.rl.trainer import Trainer
+from treering.runtime.ipc.launcher import Recipe
 from treering.runtime.pipeline import PipelineLoop
 from treering.train.loop.batches import StepPlan
 
@@ -47,31 +51,28 @@ def assert_same(actual: Result, expected: Result) -> None:
         assert (actual[0][name] - tensor).abs().max() <= CLOSE, name
 
 
-def stale(num_steps: int, staleness: int) -> Result:
+def stale(recipe: Recipe, chosen: RlOptions, num_steps: int, staleness: int) -> Result:
     """A sequential reference: step k is sampled by the weights after step max(0, k - 1 - staleness)."""
-    model, task, chosen = build_float64("llama"), TinyTask(), options()
-    trainer = Trainer(model, PLAIN, chosen)
+    model, task = recipe.make_model(), recipe.make_task()
+    trainer, sampling = Trainer(model, PLAIN, chosen), with_stops(chosen.sampling, task)
     weights, rows = [copy.deepcopy(model.state_dict())], []
     draws = dict.fromkeys((prompt.prompt_id for prompt in task.prompts), 0)
-    plan = StepPlan(num_tasks=5, trees_per_step=2, seed=0)
+    plan = StepPlan(num_tasks=len(task.prompts), trees_per_step=chosen.prompts_per_step, seed=chosen.seed)
+    sample: Any = collect_episodes if isinstance(task, EnvironmentTask) else collect
     for step in range(1, num_steps + 1):
         version = max(0, step - 1 - staleness)
-        sampler = build_float64("llama")
+        sampler = recipe.make_model()
         sampler.load_state_dict(weights[version])
-        engine = TorchEngine(sampler, max_batch=4, max_tokens=200, version=version, num_threads=1)
         prompts = [task.prompts[i] for i in plan.tasks_of(step)]
-        sampling = with_stops(chosen.sampling, task)
-        collected = collect(engine, task, prompts, draws, group_size=4, sampling=sampling)
-        trainer.train(step, collected.groups)
+        engine = recipe.make_engine(sampler, None, version)
+        groups = sample(engine, task, prompts, draws, group_size=chosen.group_size, sampling=sampling).groups
+        trainer.train(step, groups)
         weights.append(copy.deepcopy(model.state_dict()))
-        for prompt in prompts:
-            draws[prompt.prompt_id] += 1
+        draws |= {prompt.prompt_id: draws[prompt.prompt_id] + 1 for prompt in prompts}
+        rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        assert all((rollout.versions == version).all() for _, rollout in rollouts)
         rows.append(
-            [
-                (g.prompt.prompt_id, r.sample, [*g.prompt.tokens.tolist(), *r.tokens.tolist()], r.reward, version)
-                for g in collected.groups
-                for r in g.rollouts
-            ]
+            [(p.prompt_id, r.sample, [*p.tokens.tolist(), *r.tokens.tolist()], r.reward, version) for p, r in rollouts]
         )
     return weights[-1], rows
 
@@ -106,7 +107,7 @@ def test_on_policy_the_weights_are_those_of_the_synchronous_loop(synchronous: Re
 @pytest.mark.parametrize(("staleness", "num_workers"), [(1, 3), (2, 2)])
 def test_stale_steps_are_sampled_wholly_by_the_version_of_the_rule(staleness: int, num_workers: int) -> None:
     with pipeline(num_steps=6, num_workers=num_workers, staleness=staleness) as loop:
-        assert_same(run(loop, 6), stale(6, staleness))
+        assert_same(run(loop, 6), stale(TinyRecipe(), options(), 6, staleness))
 
 
 def test_reports_name_version_and_staleness_of_each_step() -> None:

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from tests.models import build_float64
-from tests.rl.runs import sampling_loop, store
+from tests.rl.runs import sampling_loop, steps_in, store
 from tests.runtime.runs import pipeline
 from tests.runtime.test_pipeline import CLOSE, rows_of
 from treering.errors import Interrupted, StateError
-from treering.metrics import JsonlSink, Metrics
 from treering.ranks.group import RankGroup
 from treering.rl.loop import RlLoop
 from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.policies import make_policy
 from treering.train.loop.interruption import Interruption
-from treering.train.loop.run import METRICS_FILE, open_run, run_steps
+from treering.train.loop.run import open_run
 from treering.train.progress import Phase
 
 NUM_STEPS = 6
@@ -32,29 +31,18 @@ def train(
 
     Without `save_every` a signal comes while the step after `stop_after` is sampled.
     """
-    checkpoints, interruption = store(folder), Interruption(RankGroup())
+    interruption, rows = Interruption(RankGroup()), []
 
     def hear(phase: Phase, num_done: int, num_planned: int) -> None:
         if phase == "sampling" and save_every is None and loop.num_steps_done == stop_after and num_done > 0:
             interruption.request(signal.SIGTERM)
 
     loop.on_progress = interruption.checked(hear)
-    opened = open_run(folder, loop, checkpoints)
-    rows = []
-    with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
-        steps = run_steps(
-            loop,
-            num_steps=NUM_STEPS,
-            save_every=save_every,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            interruption=interruption,
-        )
-        with suppress(Interrupted):
-            for report in steps:
-                rows.append(rows_of(loop))
-                if report.step == stop_after and save_every is not None:
-                    break
+    with suppress(Interrupted):
+        for report in steps_in(folder, loop, NUM_STEPS, save_every=save_every, interruption=interruption):
+            rows.append(rows_of(loop))
+            if report.step == stop_after and save_every is not None:
+                break
     return rows
 
 

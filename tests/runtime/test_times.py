@@ -1,51 +1,20 @@
 """Plans use the measured times of the run, except with rebalancing "none"."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from tests.runtime.runs import Dealt, pipeline
+from tests.runtime.runs import GIVEN, Noting, pipeline, planner
 from treering.engine.protocol import EngineStats
 from treering.runtime.pools.trainer_client import TrainerClient
 from treering.runtime.run_state import RunState
-from treering.runtime.step.planning import Planner
 from treering.runtime.workers.rollout_worker import PassTimer
-from treering.schedule.cluster import Cluster, Rebalancing
-from treering.schedule.latency import Latency, linear_latency
+from treering.schedule.latency import Latency
 from treering.schedule.measured_latency import PassTimes
-from treering.schedule.policy import Assignment, PlanRequest
-from treering.schedule.predict.lengths import LengthPredictor
-
-GIVEN = linear_latency(step_s=20.0, row_s=0.05)
-
-
-class Listening(Dealt):
-    """Records the latency of each plan request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: dict[int, Latency] = {}
-
-    def assign(self, request: PlanRequest) -> Assignment:
-        self.told[request.step] = request.cluster.latency
-        return super().assign(request)
-
-
-def planner(policy: Listening, rebalancing: Rebalancing = "queued") -> Planner:
-    return Planner(
-        policy,
-        LengthPredictor("median", guess=10),
-        Cluster(num_workers=2, num_slots=4, max_tokens=12, staleness=1, latency=GIVEN, rebalancing=rebalancing),
-        prompt_ids=["a", "b"],
-        prompts_of=lambda step: np.array([0, 1]),
-        group_size=2,
-        num_steps=20,
-    )
 
 
 def times(step_s: float, row_s: float, num_passes: int = 20) -> PassTimes:
@@ -70,44 +39,31 @@ def through_a_file(state: dict) -> dict:
 
 
 def test_plans_use_the_given_times_until_some_are_measured() -> None:
-    policy = Listening()
+    policy = Noting()
     plans = planner(policy)
     plans.plan(1)
     plans.note_times(times(0.5, 0.25, num_passes=5))
     plans.plan(2)
     plans.note_times(times(0.5, 0.25))
     plans.plan(3)
-    assert policy.told[1] is policy.told[2] is GIVEN
-    assert line(policy.told[3]) == line(plans.measured) == [0.75, 1.0]
-    assert policy.told[3].training_s == 3.0
+    assert policy.latencies[1] is policy.latencies[2] is GIVEN
+    assert line(policy.latencies[3]) == line(plans.measured) == [0.75, 1.0]
+    assert policy.latencies[3].training_s == 3.0
 
 
 def test_without_rebalancing_plans_keep_the_given_times() -> None:
-    policy = Listening()
-    plans = planner(policy, "none")
+    policy = Noting()
+    plans = planner(policy, rebalancing="none")
     plans.note_times(times(0.5, 0.25))
     plans.plan(1)
     assert plans.measured is None
-    assert policy.told[1] is GIVEN
+    assert policy.latencies[1] is GIVEN
     assert plans.state()["timed"] == []
     # Nor do those of a checkpoint that was made otherwise count.
-    other = planner(Listening())
+    other = planner(Noting())
     other.note_times(times(0.5, 0.25))
     plans.load_state(other.state())
     assert plans.measured is None
-
-
-def test_measured_times_are_saved_and_restored() -> None:
-    first, second = planner(Listening()), planner(Listening())
-    for step_s in (0.5, 0.6, 0.7):
-        first.note_times(times(step_s, 0.25))
-    second.load_state(through_a_file(first.state()))
-    assert line(second.measured) == line(first.measured)
-    assert second.state() == first.state()
-
-
-def clock(*readings: float) -> Iterator[float]:
-    return iter(readings)
 
 
 def stats(num_passes: int, num_rows: int, num_prefilled: int = 0) -> EngineStats:
@@ -115,7 +71,7 @@ def stats(num_passes: int, num_rows: int, num_prefilled: int = 0) -> EngineStats
 
 
 def test_a_pass_is_timed_from_the_end_of_the_previous_one_or_from_its_start() -> None:
-    readings = clock(0.0, 5.0, 6.0, 8.0, 20.0, 21.0)
+    readings = iter((0.0, 5.0, 6.0, 8.0, 20.0, 21.0))
     timer = PassTimer(lambda: next(readings))
     timer.note_engine(stats(7, 70))
     # From 0 to 5, the first one, and to 6 and 8; then nothing is left until 20.
@@ -130,12 +86,12 @@ def test_a_pass_is_timed_from_the_end_of_the_previous_one_or_from_its_start() ->
 
 
 def test_a_run_measures_its_passes_and_plans_with_them() -> None:
-    policy = Listening()
+    policy = Noting()
     with pipeline(num_steps=6, staleness=1, policy=policy) as loop:
         for _ in range(6):
             loop.step()
         state, measured = through_a_file(loop.state()), loop.measured
-    assert np.array_equal(policy.told[1].token_s(3), GIVEN.token_s(3))
+    assert np.array_equal(policy.latencies[1].token_s(3), GIVEN.token_s(3))
     assert measured is not None
     seconds = measured.token_s(3)[1:]
     # The given ones are 20 s; a pass of this model takes milliseconds.
@@ -143,33 +99,18 @@ def test_a_run_measures_its_passes_and_plans_with_them() -> None:
     assert (seconds < 10).all()
     assert 0 < measured.training_s < 60
     assert 0 < measured.load_s < 60
-    with pipeline(num_steps=7, staleness=1, policy=Listening()) as again:
+    with pipeline(num_steps=7, staleness=1, policy=Noting()) as again:
         again.load_state(state)
         assert again.measured is not None
         np.testing.assert_array_equal(again.measured.token_s(3), measured.token_s(3))
 
 
-class Noting(Dealt):
-    """Records when steps are planned and learnt."""
-
-    def __init__(self, events: list[tuple[str, int]]) -> None:
-        super().__init__()
-        self._events = events
-
-    def assign(self, request: PlanRequest) -> Assignment:
-        self._events.append(("planned", request.step))
-        return super().assign(request)
-
-    def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
-        self._events.append(("learnt", step))
-
-
 def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    staleness = 1
-    events: list[tuple[str, int]] = []
+    staleness, policy = 1, Noting()
+    events = policy.events
     monkeypatch.setattr(TrainerClient, "train", noting(TrainerClient.train, "sent", events))
     monkeypatch.setattr(RunState, "complete_step", noting(RunState.complete_step, "trained", events))
-    with pipeline(num_steps=4, staleness=staleness, policy=Noting(events)) as loop:
+    with pipeline(num_steps=4, staleness=staleness, policy=policy) as loop:
         for _ in range(4):
             loop.step()
     first = [("planned", step) for step in range(1, 2 + staleness)]
@@ -177,10 +118,10 @@ def test_a_step_is_planned_while_the_last_one_that_it_knows_of_is_trained(monkey
         later = step + 1 + staleness
         planned = [("planned", later)] if later <= 4 else []
         first += [("sent", step), ("learnt", step), *planned, ("trained", step)]
-    assert events == first
+    assert [event[:2] for event in events] == first
 
 
-def noting(method: Callable[..., Any], name: str, events: list[tuple[str, int]]) -> Callable[..., Any]:
+def noting(method: Callable[..., Any], name: str, events: list[tuple[Any, ...]]) -> Callable[..., Any]:
     """Wraps a method to record the step of its first argument."""
 
     def noted(self: Any, what: Any, *arguments: Any) -> Any:

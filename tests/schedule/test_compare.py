@@ -3,7 +3,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from treering.errors import ConfigError
 from treering.schedule.cluster import Cluster
 from treering.schedule.compare import (
     ONE_STEP_OFF,
@@ -16,7 +15,6 @@ from treering.schedule.compare import (
 from treering.schedule.latency import linear_latency
 from treering.schedule.plan.baselines import Fifo
 from treering.schedule.policies import POLICIES, make_policy
-from treering.schedule.simulator.bounds import with_training
 from treering.schedule.simulator.run import simulate
 from treering.schedule.traces.synthetic import synthetic_trace
 
@@ -41,11 +39,6 @@ def test_the_synchronous_loops_run_at_staleness_0_and_all_others_as_asked():
     ]
     assert "histopipe" in POLICIES
     assert everyone[0].policy == ONE_STEP_OFF
-
-
-def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are():
-    with pytest.raises(ConfigError, match=r"policies are sync, .*histopipe.*, got fastest; choose"):
-        policy_setups(1, ["histopipe", "fastest"])
 
 
 def test_a_result_is_what_the_simulator_says_of_the_policy_at_its_staleness():
@@ -83,12 +76,6 @@ def test_several_traces_give_means_and_the_worst():
     assert together.choices == apart[0].choices
 
 
-def test_what_needs_the_unscheduled_policy_is_left_out_without_it():
-    [*_, result] = compare(policy_setups(1, ["longest_first"]), [case()])[0]
-    assert result.makespan_over_one_step_off is None
-    assert result.worst_makespan_over_one_step_off is None
-
-
 def test_policies_are_told_what_is_believed_and_nobody_else(monkeypatch):
     told = []
 
@@ -101,12 +88,3 @@ def test_policies_are_told_what_is_believed_and_nobody_else(monkeypatch):
     right, wrong = (compare(policy_setups(1, [ONE_STEP_OFF]), [case(factor=factor)])[0] for factor in (1.0, 3.0))
     assert right == wrong
     assert told == [(0, 1.1)] * 4 + [(1, 1.1)] * 4 + [(0, pytest.approx(3.3))] * 4 + [(1, pytest.approx(3.3))] * 4
-
-
-def test_training_takes_its_share_of_the_mean_steps_work():
-    trace, cluster, _ = case()
-    # The best batch is all 8 slots: 1.8 s for 8 tokens.
-    work = sum(int(step.lengths.sum()) for step in trace.steps) / 4 * 1.8 / 8 / 4
-    trained = with_training(cluster, trace, 0.07)
-    assert trained.latency.training_s == pytest.approx(0.07 * work)
-    assert trained.latency.token_s(8).tolist() == cluster.latency.token_s(8).tolist()

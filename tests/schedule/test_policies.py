@@ -12,35 +12,6 @@ from treering.schedule.policies import POLICIES, make_policy
 from treering.schedule.simulator.run import simulate
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_has_the_name_that_it_is_made_by(name):
-    assert make_policy(name).name == name
-    assert make_policy(name) is not make_policy(name)
-
-
-def test_an_unknown_policy_is_refused_with_the_nearest():
-    for wrong, near in (
-        ("histpipe", "histopipe"),
-        ("fifi", "fifo"),
-        ("longestfirst", "longest_first"),
-        ("?", "histopipe"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(f"got {wrong!r}; did you mean {near!r}?")):
-            make_policy(wrong)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies_place_each_step_s_own_rollouts(name):
-    run = trace([5, 1, 7], [2, 2], [9] * 6)
-    timeline = simulate(make_policy(name), run, workers=cluster(3, 2))
-    per_step = np.bincount(timeline.steps, weights=timeline.num_rollouts)[1:]
-    assert per_step.tolist() == [3, 2, 6]
-    where = cluster(3, 2)
-    assignment = make_policy(name).assign(plan_request(where, [5.0, 1.0, 7.0, 3.0]))
-    assert assignment.workers.shape == (4,)
-    assert sorted(assignment.order) == [0, 1, 2, 3]
-
-
 def test_fifo_deals_shards_of_equal_size_at_random_and_anew_in_each_step():
     where, lengths = cluster(4, 2), np.arange(1.0, 103.0)
     shares = [Fifo().assign(plan_request(where, lengths, step=step)) for step in (1, 2, 1)]
@@ -73,3 +44,10 @@ def test_what_may_not_move_does_not(rebalancing, num_stolen):
     timeline = simulate(policy, run, workers=where)
     assert timeline.num_stolen == num_stolen
     assert timeline.sampled_s.tolist() == ([12] if num_stolen else [19])
+
+
+def test_policies_have_the_names_that_they_are_made_by_and_others_are_refused_with_the_nearest():
+    assert [make_policy(name).name for name in POLICIES] == [*POLICIES]
+    for wrong, near in (("fifi", "fifo"), ("?", "histopipe")):
+        with pytest.raises(ConfigError, match=re.escape(f"got {wrong!r}; did you mean {near!r}?")):
+            make_policy(wrong)

@@ -65,7 +65,6 @@ def flat_loss(
     shared: str = "sum",
     clip: tuple[float, float] = (0.2, 0.2),
     divisor: float = 1.0,
-    on_policy: bool = False,
     temperature: float = 1.0,
 ) -> Tensor:
     """The loss of the batch with every sequence run on its own."""
@@ -74,15 +73,14 @@ def flat_loss(
         logprobs = flat_logprobs(model, sequence, temperature)[0] if len(sequence) > 1 else torch.zeros(0)
         row = []
         for t, logprob in enumerate(logprobs, start=1):
-            previous = logprob.detach() if on_policy else torch.tensor(old[t], dtype=logprob.dtype)
-            row.append(-logprob if kind == "sft" else surrogate(logprob, previous, advantage, clip))
+            previous = torch.tensor(old[t], dtype=logprob.dtype)
+            row.append(-logprob if kind == "sft" else surrogate(torch.exp(logprob - previous), advantage, clip))
         terms.append(row)
     shares = entry_shares(batch, shared)
     return normalize(terms, shares, batch.trees, normalizer, divisor)
 
 
-def surrogate(logprob: Tensor, old: Tensor, advantage: float, clip: tuple[float, float]) -> Tensor:
-    ratio = torch.exp(logprob - old)
+def surrogate(ratio: Tensor, advantage: float, clip: tuple[float, float]) -> Tensor:
     bounded = torch.clamp(ratio, 1 - clip[0], 1 + clip[1])
     return -torch.min(ratio * advantage, bounded * advantage)
 

@@ -11,29 +11,25 @@ FOREST = Forest.from_sequences([[5, 6, 7], [5, 6, 8], [9, 6]])
 MASKS = [np.array([1, 1, 1], bool), np.array([1, 1, 0], bool), np.array([0, 1], bool)]
 
 
-def weights_of(weighting: Weighting) -> list[float]:
+def weights_of(weighting: Weighting, num_ranks: int = 1) -> list[float]:
     return entry_weights(
         entry_counts([FOREST], MASKS, weighting.shared),
         branch_length=FOREST.branch_length,
         branch_tree=FOREST.branch_tree,
         weighting=weighting,
-        sum_over_ranks=lambda totals: totals,
+        sum_over_ranks=lambda totals: num_ranks * totals,
     ).tolist()
 
 
 def test_counts_ignore_first_tokens_and_share_edges_under_once() -> None:
     assert entry_counts([FOREST], MASKS, "sum").tolist() == [0, 1, 1, 0, 1, 0, 0, 1]
-    assert entry_counts([FOREST], MASKS, "once").tolist() == [0, 0.5, 1, 0, 0.5, 0, 0, 1]
+    # Equal tokens of other forests are others.
+    assert entry_counts([FOREST] * 2, MASKS * 2, "once").tolist() == [0, 0.5, 1, 0, 0.5, 0, 0, 1] * 2
 
 
 def test_once_shares_among_the_branches_that_train_the_edge_only() -> None:
     masks = [np.array([1, 1, 1], bool), np.array([1, 0, 1], bool), np.array([1, 1], bool)]
     assert entry_counts([FOREST], masks, "once").tolist() == [0, 1, 1, 0, 0, 1, 0, 1]
-
-
-def test_equal_tokens_in_different_forests_are_not_shared() -> None:
-    twice = entry_counts([FOREST, FOREST], MASKS + MASKS, "once").tolist()
-    assert twice == [0, 0.5, 1, 0, 0.5, 0, 0, 1] * 2
 
 
 @pytest.mark.parametrize(
@@ -64,16 +60,10 @@ def test_normalisers_under_once_count_an_edge_as_one_entry(normalizer: str, expe
     assert weights_of(Weighting(normalizer=normalizer, shared="once")) == pytest.approx(expected)  # type: ignore[arg-type]
 
 
-def test_denominators_cover_all_ranks() -> None:
-    counts = entry_counts([FOREST], MASKS, "sum")
-    weights = entry_weights(
-        counts,
-        branch_length=FOREST.branch_length,
-        branch_tree=FOREST.branch_tree,
-        weighting=Weighting(normalizer="token_mean"),
-        sum_over_ranks=lambda totals: 2 * totals,
-    )
-    assert weights.tolist() == pytest.approx([0, 1 / 8, 1 / 8, 0, 1 / 8, 0, 0, 1 / 8])
+@pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean", "sequence_sum", "tree_mean"])
+def test_denominators_cover_all_ranks(normalizer: str) -> None:
+    weighting = Weighting(normalizer=normalizer)  # type: ignore[arg-type]
+    assert weights_of(weighting, num_ranks=2) == pytest.approx([weight / 2 for weight in weights_of(weighting)])
 
 
 @pytest.mark.parametrize(

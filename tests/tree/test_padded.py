@@ -36,10 +36,6 @@ def test_positions_that_begin_anew_split_a_packed_row():
     assert places.tolist() == [[0, 1, 0, 2, 0]]
 
 
-def test_without_a_mask_every_token_is_real():
-    assert Forest.from_padded([[1, 2], [1, 3]])[0].num_tokens == 3
-
-
 @pytest.mark.parametrize(
     ("ids", "mask", "positions", "rule"),
     [

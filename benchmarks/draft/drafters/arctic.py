@@ -5,7 +5,6 @@ Nothing of Arctic is imported here: the process reads tokens from a file and wri
 
 import json
 import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -18,13 +17,10 @@ from numpy.typing import NDArray
 
 from benchmarks.draft.histories import Plan
 from benchmarks.draft.replay import OnDone
+from benchmarks.peers.peer import PYTHON, run_peer
 from treering.analysis.recording import Recorded
 from treering.arrays import Int64Array
-from treering.errors import StateError
 
-ROOT = Path(__file__).resolve().parents[3]
-PYTHON = ROOT / ".venv-peers" / "bin" / "python"
-SCRIPT = ROOT / "benchmarks" / "peers" / "arctic.py"
 HINT = "Arctic's suffix decoding is not installed, so it was not measured; `make peers` installs it apart from treering"
 MIN_TOKEN_PROB = 0.1
 
@@ -102,13 +98,7 @@ def _run(folder: Path, number: int, config: ArcticConfig, python: Path) -> dict[
     given, answer = folder / f"{config.scope}.npz", folder / f"{number}.json"
     settings = folder / f"config{number}.json"
     settings.write_text(json.dumps({"depth": config.depth, "arguments": config.arguments()}), encoding="utf-8")
-    command = [str(python), "-I", str(SCRIPT), str(given), str(answer), str(settings)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise StateError(
-            f"Arctic must run in {python.parent.parent.name}, and it ended with {done.returncode}: remove that folder "
-            f"and `make peers` again. {done.stderr[-400:]}"
-        )
+    run_peer(python, "arctic.py", given, answer, settings)
     row: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return row | {"config": asdict(config)}
 

@@ -10,11 +10,10 @@ import numpy as np
 
 from benchmarks.draft.drafters.search import MARKER, favourite_path, occurrences
 from treering.analysis.recording import Recorded
-from treering.arrays import Float64Array, Int32Array, Int64Array
+from treering.arrays import Int32Array, Int64Array
 
-Priority = Literal["frequency", "reward", "recency"]
-"""Which branch after a match is drafted: the most frequent one, that with the greatest sum of rewards, or the most
-frequent one of the newest generation."""
+Priority = Literal["frequency", "reward"]
+"""Which branch after a match is drafted: the most frequent one, or that with the greatest sum of rewards."""
 
 _MARKER = np.array([MARKER], np.int32)
 
@@ -58,7 +57,7 @@ class _Searching:
         """Takes the responses of the sources, each token weighted by the priority."""
         parts = [recorded.response(source) for source in sources.tolist()]
         self._history = joined(parts)
-        values = weights_of(recorded, sources, self._priority)
+        values = recorded.rewards[sources] if self._priority == "reward" else np.zeros(sources.size)
         self._weights = np.concatenate([[0.0], np.repeat(values, [part.size + 1 for part in parts])])
 
     def observe(self, num_drafted: int, num_accepted: int, is_rejected: bool) -> None:
@@ -72,11 +71,10 @@ class Naive(_Searching):
     """
 
     def propose(self, context: Int32Array) -> Int32Array:
-        """The favourite path after the longest match; the context counts as newest, and has no reward yet."""
+        """The favourite path after the longest match; the context has no reward yet."""
         text = np.concatenate([self._history, context, _MARKER])
         _, places = occurrences(text, context, 1, 16)
-        own = self._weights.max() if self._priority == "recency" else 0.0
-        weights = np.concatenate([self._weights, np.full(context.size + 1, own)])
+        weights = np.concatenate([self._weights, np.zeros(context.size + 1)])
         return favourite_path(text, places, weights, 8, 0.0)
 
 
@@ -119,20 +117,6 @@ class Rhyme(_Searching):
             self._window = min(2 * self._window, self._cap) if is_full else max(self._window // 2, self._first_window)
         else:
             self._window = self._first_window if is_rejected else min(self._window + 2, self._cap)
-
-
-def weights_of(recorded: Recorded, sources: Int64Array, priority: Priority) -> Float64Array:
-    """float64 [S]: what a match in each source weighs; of equal sums the more frequent branch is taken.
-
-    Example: sources of the epochs 3, 4 and 4 have the weights 1, 4, 4 by recency, so that one of the newest outweighs
-    all others.
-    """
-    if priority == "reward":
-        return recorded.rewards[sources]
-    if priority == "recency":
-        _, ranks = np.unique(recorded.epochs[sources], return_inverse=True)
-        return (sources.size + 1.0) ** ranks.reshape(-1)
-    return np.zeros(sources.size)
 
 
 def _prompts_and_tails(recorded: Recorded, sources: Int64Array) -> list[Int32Array]:

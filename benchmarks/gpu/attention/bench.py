@@ -26,6 +26,11 @@ from treering.errors import UnsupportedError
 OURS, RIVAL = "triton", "flex"
 GOALS = MappingProxyType({"speedup_over_flex": 1.3, "best_share_of_dense": 0.9})
 
+COLUMNS = MappingProxyType(
+    {"dense": ("rates", "fastest"), "tree": ("tflops", "speedup_over_flex", "share_of_dense", "dense_length")}
+)
+"""What is printed of a case, by its kind."""
+
 Dense = list[Cell]
 """Results of `measure_dense`, those of all lengths and heads."""
 
@@ -167,35 +172,3 @@ def _rates(heads: HeadShape, num_pairs: int, seconds: dict[str, float]) -> dict[
 def _over(upper: dict[str, float], lower: dict[str, float]) -> dict[str, float]:
     """Ratios of the passes that both have."""
     return {of: upper[of] / lower[of] for of in PASSES if of in upper and of in lower}
-
-
-def print_table(report: Cell) -> None:
-    """One line per forest and pass."""
-    print(f"\nattention on {report['environment']['device']}: TFLOP/s on visible pairs")
-    for case in report["cases"]:
-        if case["kind"] == "dense":
-            fastest = ", ".join(f"{of} {case['rates'][of]:.1f} ({case['fastest'][of]})" for of in PASSES)
-            print(f"{case['case']:32} {fastest}")
-            continue
-        for of in PASSES:
-            rates = "  ".join(f"{name} {rate[of]:.1f}" for name, rate in case["tflops"].items() if of in rate)
-            print(f"{case['case']:32} {of:8} {rates}{_compared(case, of)}")
-    goals = report["goals"]
-    print(
-        f"goals: {OURS} >= {goals['speedup_over_flex']}x flex, the best backend >= "
-        f"{goals['best_share_of_dense']:.0%} of the dense rate"
-    )
-
-
-def _compared(case: Cell, of: str) -> str:
-    over_flex = case["speedup_over_flex"].get(of)
-    shares = {name: share[of] for name, share in case["share_of_dense"].items() if of in share}
-    best = max(shares, key=shares.__getitem__, default=None)
-    peaks = {name: way["peak_bytes"] for name, way in case["ways"].items() if way["peak_bytes"] is not None}
-    texts = [
-        None if over_flex is None else f"{OURS} {over_flex:.2f}x flex",
-        None if best is None else f"{best} {shares[best]:.0%} of dense {case['dense_length']}",
-        ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items()) if of == "both" else None,
-    ]
-    said = ", ".join(text for text in texts if text)
-    return f"  -> {said}" if said else ""

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from benchmarks.gpu.clock import Stopwatch
 from benchmarks.gpu.engine.cases import EnginePlan, build, requests_of
 from benchmarks.gpu.engine.drafts import ReplayDrafter
 from benchmarks.gpu.engine.generate import seconds_per_token
-from benchmarks.gpu.model.bench import free_bytes
 from treering.engine.backends import BackendParts, make_backend
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.weights import read_weights
@@ -31,6 +29,16 @@ from treering.model.families import find_parts
 from treering.types import PromptId, TokenIds
 
 GOALS = MappingProxyType({"over_floor": {"qwen3-8b": 1.5, "qwen3-1.7b": 2.5}, "most_rows": 16, "over_generate": 1.0})
+
+COLUMNS = MappingProxyType(
+    {
+        "memory": ("bytes_per_s",),
+        "verify": ("seconds", "over_floor"),
+        "rollouts": ("plain_step_s", "over_floor", "by_acceptance"),
+        "generate": ("step_s",),
+    }
+)
+"""What is printed of a case, by its kind."""
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
 """Copied to measure the rate of memory; many times a cache."""
@@ -44,10 +52,6 @@ def measure_engine(report: PartReport, plans: Sequence[EnginePlan], device: str,
     found = report.run("memory", lambda: {"kind": "memory", "bytes_per_s": copy_rate(device, watch)})
     rate = None if found is None else float(found["bytes_per_s"])
     for plan in plans:
-        free = free_bytes(device)
-        if free is not None and plan.needed_bytes > free:
-            report.skip(plan.name, f"it takes {plan.needed_bytes:,} bytes, {free:,} are free")
-            continue
         _measure_plan(report, plan, device, watch, rate)
 
 
@@ -212,42 +216,3 @@ def measure_generate(model: PreTrainedModel, plan: EnginePlan, batch: int) -> Ce
         "batch": batch,
         "step_s": seconds_per_token(model, batch, plan.num_prompt, plan.num_generated),
     }
-
-
-def compared_with_generate(cases: Sequence[Cell]) -> dict[str, float]:
-    """Our plain step over that of `generate`, by model and batch, where both were measured.
-
-    Example: steps of 4 and 5 ms of a model at batch 1 are {"qwen3-8b 1": 0.8}.
-    """
-    steps: dict[str, dict[str, float]] = {}
-    for case in cases:
-        if case["kind"] in ("rollouts", "generate"):
-            name = f"{case['model']} {case['batch']}"
-            seconds = case["plain_step_s"] if case["kind"] == "rollouts" else case["step_s"]
-            steps.setdefault(name, {})[case["kind"]] = seconds
-    return {name: both["rollouts"] / both["generate"] for name, both in steps.items() if len(both) == 2}
-
-
-def print_table(report: Cell) -> None:
-    """One line per case."""
-    print(f"\nengine on {report['environment']['device']}: milliseconds of a pass or step")
-    for case in report["cases"]:
-        print(f"{case['case']:28} {_in_words(case)}")
-    for name, ratio in compared_with_generate(report["cases"]).items():
-        print(f"{name:28} plain step {ratio:.2f}x the time of compiled generate")
-    goals: dict[str, Any] = report["goals"]
-    floors = ", ".join(f"{name} <= {most}x the floor" for name, most in goals["over_floor"].items())
-    print(f"goals: {floors} and no slower than generate, up to batch {goals['most_rows']}")
-
-
-def _in_words(case: Cell) -> str:
-    if case["kind"] == "memory":
-        return f"{case['bytes_per_s'] / 1e9:.0f} GB/s copied"
-    if case["kind"] == "generate":
-        return f"{1000 * case['step_s']:.2f}"
-    floor = "" if case["over_floor"] is None else f", {case['over_floor']:.2f}x the floor"
-    if case["kind"] == "verify":
-        curve = "  ".join(f"{count}: {1000 * value:.2f}" for count, value in case["seconds"].items())
-        return f"by tokens per row {curve}{floor}"
-    speedups = ", ".join(f"{way['speedup']:.2f}x at {way['accepted']:.0%} accepted" for way in case["by_acceptance"])
-    return f"plain {1000 * case['plain_step_s']:.2f}{floor}; drafts {speedups}"

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.clock import FLUSH_BYTES
 from benchmarks.gpu.model.cases import TINY_SHAPE, ModelPlan, build_on_device
 from treering.engine.request import Request, Sampling
 from treering.types import NAMED_SHAPES, ModelShape
@@ -18,12 +17,6 @@ the same at every temperature."""
 
 PASS_TOKENS = 4096
 """Tokens of a pass at most: prompts leave room for the rows that decode in the same pass."""
-
-PROCESSORS = 132
-"""Multiprocessors of a Hopper device."""
-
-WORKSPACE_BYTES = 2 * 2**25
-"""Of cuBLAS on such a device: 32 MiB for each of the two streams that products run on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +52,12 @@ class EnginePlan:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def name(self) -> str:
-        """Model and rows.
-
-        Example: "qwen3-8b 1, 16".
-        """
-        return f"{self.shape.name} {', '.join(map(str, self.batches))}"
-
-    @property
     def num_slots(self) -> int:
         """Tokens of keys and values that its largest rollouts take."""
         return self.num_slots_of(max(self.batches))
 
     def num_slots_of(self, batch: int) -> int:
-        """Tokens of keys and values that rollouts of so many rows take, pages filled in part included."""
+        """Tokens of keys and values that rollouts of so many rows take, with room for drafted ones."""
         return batch * (self.num_prompt + self.num_new + 32)
 
     def max_prefill(self, batch: int) -> int:
@@ -99,28 +84,6 @@ class EnginePlan:
         Example: Qwen3-8B in bfloat16 with 16 rows of 512 tokens: 15.1 GB of weights and 1.2 GB of keys and values.
         """
         return self.weight_bytes + batch * context * self.slot_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """The model, and an engine's snapshot, keys and values, activations of passes, and logits."""
-        embedding = self.dtype.itemsize * self.shape.hidden_size * self.shape.vocab_size
-        model = self.weight_bytes + (0 if self.is_tied else embedding)
-        snapshot = self.weight_bytes + embedding
-        room = self.activation_bytes + WORKSPACE_BYTES + FLUSH_BYTES
-        return model + snapshot + self.num_slots * self.slot_bytes + room
-
-    @property
-    def activation_bytes(self) -> int:
-        """Of passes of every power of two of tokens, as if each occurred, and of logits where they decode.
-
-        Example: Qwen3-8B with 16 rows takes 1.0 GB for activations, 0.3 GB for parts and 0.2 GB for logits.
-        """
-        from treering.engine.decoder.cuda.buffers import buffer_bytes
-
-        sizes = [1 << power for power in range(PASS_TOKENS.bit_length())]
-        rooms = [buffer_bytes(self.shape, self.dtype, num_tokens=size, num_processors=PROCESSORS) for size in sizes]
-        most = max(self.batches) * max(1 + self.num_drafted, *self.tokens_per_row)
-        return sum(rooms) + 2 * most * self.shape.vocab_size * self.dtype.itemsize
 
 
 def full_plans() -> list[EnginePlan]:

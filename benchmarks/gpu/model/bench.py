@@ -10,7 +10,6 @@ import gc
 import statistics
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -31,42 +30,40 @@ from treering.model.layers import Layers, set_layers
 
 GOALS = MappingProxyType({"share_of_flop_bound": 0.9, "loss_without_sharing": 0.0, "mfu": 0.5})
 
+COLUMNS = MappingProxyType(
+    {
+        "gradient": ("errors",),
+        "tuning": ("chosen", "tree_backend", "varlen_implementation"),
+        "way": ("seconds", "peak_bytes", "profile"),
+        "workload": (
+            *("sharing", "speedup", "flop_bound", "share_of_flop_bound", "tree", "baseline", "tree_tflops", "mfu"),
+            "loss_without_sharing",
+        ),
+    }
+)
+"""What is printed of a case, by its kind."""
+
 MAX_LAG = 1.15
 """A way this many times slower than the fastest of its kind on the first workload is not run on the others."""
 
 NUM_RUNS = 2
 """After the run that shows the way's memory; steps of seconds vary by less than a percent."""
 
-ROOM = 1.3
-"""A model starts only if this many times the bytes of its weights and gradients are free."""
-
 Choice = tuple[MicroBatch, float]
 """A way's micro-batch and its seconds on the first workload."""
 
 
 def measure_models(report: PartReport, plans: Sequence[ModelPlan], device: str, ways: Mapping[str, Way]) -> None:
-    """Adds all workloads of all plans to a report; checks the first model's gradients before anything is timed.
-
-    A model that does not fit is skipped, by name.
-    """
+    """Adds all workloads of all plans to a report; checks the first model's gradients before anything is timed."""
     report.run(f"{plans[0].shape.name} gradient", lambda: check_gradients(plans[0], device))
     for plan in plans:
-        reason = _lack_of_room(plan, device)
-        if reason is not None:
-            report.skip(plan.shape.name, reason)
-            continue
+        # Frees the cycles of the last model before the next one needs their memory.
+        gc.collect()
         chosen: dict[str, Choice] = {}
         for layers in plan.layers:
             _measure_layers(report, plan, device, ways, layers, chosen)
         for workload in plan.workloads:
             _compare(report, plan, workload, device)
-
-
-def _lack_of_room(plan: ModelPlan, device: str) -> str | None:
-    free = free_bytes(device)
-    if free is None or ROOM * plan.weight_bytes <= free:
-        return None
-    return f"weights and gradients take {plan.weight_bytes:,} bytes, {free:,} are free"
 
 
 def _measure_layers(
@@ -231,68 +228,5 @@ def compare(rows: Sequence[Cell], counts: Mapping[str, float], peak: float | Non
     }
 
 
-def free_bytes(device: str) -> int | None:
-    """Bytes free on the device after unused memory is released; None for a CPU."""
-    if device != "cuda":
-        return None
-    gc.collect()
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info()[0])
-
-
 def _clock(device: str) -> Clock:
     return cuda_seconds if device == "cuda" else wall_seconds
-
-
-def print_table(report: Cell) -> None:
-    """One line per way with its groups of kernels, and one per workload."""
-    print(f"\nmodels on {report['environment']['device']}: medians of steps, forward and backward")
-    for case in report["cases"]:
-        if case["kind"] in IN_WORDS:
-            print(f"{case['case']:48} {IN_WORDS[case['kind']](case)}")
-    goals: dict[str, Any] = report["goals"]
-    print(
-        f"goals: >= {goals['share_of_flop_bound']:.0%} of the FLOP bound at >= {goals['mfu']:.0%} MFU, "
-        f"<= {goals['loss_without_sharing']:.0%} lost where nothing is shared"
-    )
-
-
-def _tuning_in_words(case: Cell) -> str:
-    chosen = ", ".join(f"{name} {tokens}" for name, (tokens, _) in case["chosen"].items())
-    return f"attention by {case['tree_backend']} and {case['varlen_implementation']}; {chosen}"
-
-
-def _way_in_words(case: Cell) -> str:
-    profile = case["profile"]
-    if profile is None:
-        return f"{statistics.median(case['seconds']):.3f} s"
-    groups = ", ".join(f"{name} {time_ms:.0f}" for name, time_ms in profile["group_ms"].items())
-    return (
-        f"{statistics.median(case['seconds']):.3f} s, {case['peak_bytes'] / 2**30:.1f} GiB; ms busy "
-        f"{profile['busy_ms']:.0f}, idle {profile['idle_ms']:.0f}: {groups}"
-    )
-
-
-def _workload_in_words(case: Cell) -> str:
-    loss = case["loss_without_sharing"]
-    tail = "" if loss is None else f", {loss:+.1%} time without sharing"
-    mfu = "" if case["mfu"] is None else f" ({case['mfu']:.0%} MFU)"
-    return (
-        f"sharing {case['sharing']:.2f}: {case['speedup']:.2f}x of {case['flop_bound']:.2f}x "
-        f"({case['share_of_flop_bound']:.0%}), {case['tree']} over {case['baseline']}, "
-        f"{case['tree_tflops']:.0f} TFLOP/s{mfu}{tail}"
-    )
-
-
-def _gradient_in_words(case: Cell) -> str:
-    return f"gradients: {case['errors']}"
-
-
-IN_WORDS = MappingProxyType(
-    {
-        "gradient": _gradient_in_words,
-        "tuning": _tuning_in_words,
-        "way": _way_in_words,
-        "workload": _workload_in_words,
-    }
-)

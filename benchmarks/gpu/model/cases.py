@@ -43,12 +43,6 @@ class ModelPlan:
     dtype: torch.dtype = torch.bfloat16
     checked_length: int = 512
 
-    @property
-    def weight_bytes(self) -> int:
-        """Of weights and gradients together, norms left out."""
-        embedding = 0 if self.is_tied else self.shape.hidden_size * self.shape.vocab_size
-        return 2 * self.dtype.itemsize * (self.shape.params_per_token + embedding)
-
 
 def full_plans(sets: Sequence[Workload]) -> list[ModelPlan]:
     """The plans by importance: if time runs out, the last ones are missing. The large model has smaller workloads."""

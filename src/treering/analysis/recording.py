@@ -5,7 +5,7 @@ R rollouts, sorted by epoch, then step, then input order   N tokens of all rollo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from treering.errors import InputError
 from treering.types import PromptId
 
 _SEED = 0
-RecordedT = TypeVar("RecordedT", "Recorded", "Outline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,31 +58,13 @@ class Recorded:
         """A rollout from its first sampled token on, observations included."""
         return self.tokens[self.starts[rollout] : self.offsets[rollout + 1]]
 
-    def taking(self, rollouts: Int64Array) -> "Recorded":
-        """Only these rollouts, int64 [K], ascending. Prompts keep their numbers."""
-        begins, ends = self.offsets[rollouts], self.offsets[rollouts + 1]
-        offsets = np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int64)
-        # Old index of each kept token.
-        places = np.repeat(begins - offsets[:-1], ends - begins) + np.arange(offsets[-1])
-        is_sampled = self.run_ends[places] > places
-        run_ends, nexts = sampled_runs(is_sampled, offsets)
-        return Recorded(
-            prompt_ids=self.prompt_ids,
-            tokens=self.tokens[places],
-            offsets=offsets,
-            starts=nexts[offsets[:-1]],
-            lengths=self.lengths[rollouts],
-            run_ends=run_ends,
-            nexts=nexts,
-            prompts=self.prompts[rollouts],
-            epochs=self.epochs[rollouts],
-            steps=self.steps[rollouts],
-            rewards=self.rewards[rollouts],
-        )
-
 
 def record(
-    trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory], *, in_file_order: bool = False
+    trajectories: Sequence[Trajectory],
+    rendered: Sequence[RenderedTrajectory],
+    *,
+    in_file_order: bool = False,
+    choose: "Callable[[Outline], Outline]" = lambda whole: whole,
 ) -> Recorded:
     """Builds a recording from trajectories and their tokens; skips those without a sampled token.
 
@@ -91,6 +72,7 @@ def record(
         trajectories: in file order.
         rendered: their tokens.
         in_file_order: the n-th trajectory of a prompt counts as epoch n, and epochs in the file are ignored.
+        choose: takes some of the rollouts.
 
     Raises:
         InputError: a trajectory has no epoch and `in_file_order` is false, or none has a sampled token.
@@ -101,7 +83,7 @@ def record(
         Sampled(one.task_id, one.epoch, one.step, int(row.loss_mask.sum()), row.reward)
         for one, row in zip(trajectories, rendered, strict=True)
     ]
-    return outline(rows, in_file_order=in_file_order).record(lambda row: rendered[row])
+    return choose(outline(rows, in_file_order=in_file_order)).record(lambda row: rendered[row])
 
 
 class Sampled(NamedTuple):
@@ -196,11 +178,11 @@ def _count(seen: dict[PromptId, int], prompt: PromptId) -> int:
     return seen[prompt]
 
 
-def some_prompts(recorded: RecordedT, *, weights: Int64Array, limit: int) -> RecordedT:
+def some_prompts(recorded: Outline, *, weights: Int64Array, limit: int) -> Outline:
     """Adds whole prompts in a seeded order until their weights sum to `limit`; keeps their rollouts of every epoch.
 
     Args:
-        recorded: what to choose from, a `Recorded` or an `Outline`.
+        recorded: what to choose from.
         weights: int64 [R], weight of each rollout.
         limit: approximate total weight of the chosen prompts.
 

@@ -16,7 +16,7 @@ from treering.compiling.lean import kernel
 from treering.history.draft.drafter import Drafter
 from treering.history.features import Source
 from treering.history.store.store import HistoryStore
-from treering.history.types import DraftRows, Drafts
+from treering.history.types import DraftRows
 
 Look = Literal["all", "history", "other_prompt", "own"]
 """Sources that a replayed rollout may draft from. all: the drafter's setting. history: the prompt's earlier epochs and
@@ -140,7 +140,9 @@ class ReplayRows:
             rows = self._rows()
             drafts = drafter.propose(rows)
             places = self._places[: self._num_busy]
-            accepted, leaves = confirmed(recorded, places, drafts)
+            accepted, leaves = agreement(
+                recorded.tokens, recorded.run_ends, places, drafts.tokens, drafts.offsets, drafts.parents
+            )
             emitted = np.minimum(accepted + 1, recorded.run_ends[places] - places)
             if origins is not None:
                 write_origins(
@@ -196,25 +198,6 @@ class ReplayRows:
         self._rollouts[row], self._places[row] = rollout, self._recorded.starts[rollout]
 
 
-def confirmed(recorded: Recorded, places: Int64Array, drafts: Drafts) -> tuple[Int64Array, Int64Array]:
-    """Counts the draft tokens of each row that agree with the recording, within the current sampled run.
-
-    Args:
-        recorded: the rollouts.
-        places: int64 [B], index of each row's next token.
-        drafts: drafts of the B rows.
-
-    Returns:
-        int64 [B] accepted tokens, and int64 [B] the index in the row's draft of the last accepted one, -1 for none.
-
-    Example: if 7, 8 follow, the draft 7, 9, 8 with parents -1, 0, 0 has two accepted tokens; the last has index 2.
-    """
-    accepted, leaves = agreement(
-        recorded.tokens, recorded.run_ends, places, drafts.tokens, drafts.offsets, drafts.parents
-    )
-    return accepted, leaves
-
-
 def _steps(recorded: Recorded) -> Iterator[tuple[int, Int64Array]]:
     """The rollouts of each step with its epoch, in order."""
     is_first = np.ones(recorded.num_rollouts, np.bool_)
@@ -241,7 +224,21 @@ def agreement(
     offsets: Int64Array,
     parents: Int32Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """`confirmed` on flat arrays: those of a recording, int64 [B] places, and the fields of `Drafts`."""
+    """Counts the draft tokens of each row that agree with the recording, within the current sampled run.
+
+    Args:
+        recorded: int32 [N] tokens.
+        run_ends: int64 [N], see `Recorded`.
+        places: int64 [B], index of each row's next token.
+        tokens: int32 [D], with `offsets` and `parents` those of `Drafts`.
+        offsets: int64 [B + 1].
+        parents: int32 [D].
+
+    Returns:
+        int64 [B] accepted tokens, and int64 [B] the index in the row's draft of the last accepted one, -1 for none.
+
+    Example: if 7, 8 follow, the draft 7, 9, 8 with parents -1, 0, 0 has two accepted tokens; the last has index 2.
+    """
     accepted, leaves = np.zeros(places.size, np.int64), np.full(places.size, -1, np.int64)
     _agree(recorded, run_ends, places, tokens, offsets, parents, accepted, leaves)
     return accepted, leaves
@@ -279,8 +276,8 @@ def write_origins(
         places: int64 [B], index of each row's next token.
         offsets: int64 [B + 1], of the rows' drafts.
         parents: int32 [D], see `Drafts`.
-        accepted: int64 [B], see `confirmed`.
-        leaves: int64 [B], see `confirmed`.
+        accepted: int64 [B], see `agreement`.
+        leaves: int64 [B], see `agreement`.
         sources: int64 [D], source of each drafted token.
     """
     for b in range(places.size):

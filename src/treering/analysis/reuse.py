@@ -43,8 +43,6 @@ class Reuse:
     num_copied: int
     num_after_prefix: int
     """Sampled tokens with `NUM_PREFIX` tokens before them: an upper bound of the copied tokens."""
-    rate_by_rollout: float
-    """Mean over rollouts of the share that could be copied."""
     num_hits: tuple[int, ...]
     """By `HIT_LENGTHS`."""
     hit_tokens: tuple[int, ...]
@@ -97,17 +95,16 @@ class ReuseMeter:
             return None
         num_hits, hit_tokens = np.zeros((2, len(HIT_LENGTHS)), np.int64)
         least = np.array([least for least, _ in HIT_LENGTHS], np.int64)
-        copied = copy_all(
+        copied = np.zeros(rollouts.size, np.int64)
+        copy_all(
             self._text, self._links, self._heads, self._head_offsets, self._run_ends, self._begins, rollouts, texts,
-            source == "own", least, num_hits, hit_tokens,
+            source == "own", least, num_hits, hit_tokens, copied,
         )  # fmt: skip
-        lengths = self._recorded.lengths[rollouts]
         return Reuse(
             num_rollouts=rollouts.size,
-            num_tokens=int(lengths.sum()),
+            num_tokens=int(self._recorded.lengths[rollouts].sum()),
             num_copied=int(copied.sum()),
             num_after_prefix=int(self._num_after_prefix[rollouts].sum()),
-            rate_by_rollout=float((copied / lengths).mean()),
             num_hits=tuple(num_hits.tolist()),
             hit_tokens=tuple(hit_tokens.tolist()),
         )
@@ -177,49 +174,16 @@ def _link_all(
             heads[head] = at
 
 
-def copy_all(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    head_offsets: Int64Array,
-    run_ends: Int64Array,
-    begins: Int64Array,
-    rollouts: Int64Array,
-    groups: Int64Array,
-    is_own: bool,
-    least: Int64Array,
-    num_hits: Int64Array,
-    hit_tokens: Int64Array,
-) -> Int64Array:
-    """Tokens that each rollout copies from its group's text, int64 [K]; hits are added to the last two arguments.
-
-    If `is_own`, a rollout copies only its own earlier tokens, else only those of other rollouts.
-    """
-    copied = np.zeros(rollouts.size, np.int64)
-    _copy(
-        text,
-        links,
-        heads,
-        head_offsets,
-        run_ends,
-        begins,
-        rollouts,
-        groups,
-        is_own,
-        least,
-        num_hits,
-        hit_tokens,
-        copied,
-    )
-    return copied
-
-
 @kernel
-def _copy(
+def copy_all(
     text: Int32Array, links: Int32Array, heads: Int32Array, head_offsets: Int64Array, run_ends: Int64Array,
     begins: Int64Array, rollouts: Int64Array, groups: Int64Array, is_own: bool, least: Int64Array, num_hits: Int64Array,
     hit_tokens: Int64Array, copied: Int64Array,
 ) -> None:  # fmt: skip
+    """Adds up the tokens that each rollout copies from its group's text, int64 [K], and the hits by class.
+
+    If `is_own`, a rollout copies only its own earlier tokens, else only those of other rollouts.
+    """
     for k in range(rollouts.size):
         if groups[k] < 0:
             continue

@@ -9,10 +9,10 @@ unmasked call that reads the keys in place; short runs are gathered and computed
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from treering.arrays import Int64Array
 from treering.attention.gateway import Gateway
 from treering.attention.schedule.build import MAX_STEP_ENTRIES, MAX_WASTED_PAIRS
 from treering.attention.schedule.call import Call, Visibility
@@ -42,14 +42,17 @@ class Ancestor:
         return cls(gateway=gateway, sight=sight, calls=tuple(ancestor_calls(sight)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KeySpan:
+class _KeySpan(NamedTuple):
     """Keys [start, stop) that query rows [first, last) see."""
 
     start: int
     stop: int
     first: int
     last: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.last - self.first
 
 
 def ancestor_calls(sight: Sight) -> Iterator[Call]:
@@ -65,17 +68,18 @@ def ancestor_calls(sight: Sight) -> Iterator[Call]:
             yield _as_call([run])
             continue
         # All rows of a group see its first run; later runs may be seen by fewer of these rows, never by other rows.
-        more = _wasted(group[0], run) if group and _is_within(run, group[0]) else None
+        is_within = bool(group) and group[0].first <= run.first and run.last <= group[0].last
+        more = (run.stop - run.start) * (group[0].num_rows - run.num_rows) if is_within else 0
         num_keys += run.stop - run.start
         # Rows that see all keys of the group need no mask.
-        has_room = wasted + (more or 0) == 0 or num_keys * _num_rows(group[0]) <= MAX_STEP_ENTRIES
-        if more is None or wasted + more > MAX_WASTED_PAIRS or not has_room:
-            if group:
-                yield _as_call(group)
-            group, wasted, num_keys = [run], 0, run.stop - run.start
+        has_room = wasted + more == 0 or num_keys * group[0].num_rows <= MAX_STEP_ENTRIES
+        if is_within and wasted + more <= MAX_WASTED_PAIRS and has_room:
+            group.append(run)
+            wasted += more
             continue
-        group.append(run)
-        wasted += more
+        if group:
+            yield _as_call(group)
+        group, wasted, num_keys = [run], 0, run.stop - run.start
     if group:
         yield _as_call(group)
 
@@ -86,34 +90,10 @@ def _runs(sight: Sight) -> Iterator[_KeySpan]:
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), sight.first.size]
     for start, stop in pairwise(bounds):
         if start < stop and sight.first[start] < sight.stop[start]:
-            yield _KeySpan(start=start, stop=stop, first=int(sight.first[start]), last=int(sight.stop[start]))
-
-
-def _is_within(run: _KeySpan, outer: _KeySpan) -> bool:
-    return outer.first <= run.first and run.last <= outer.last
-
-
-def _num_rows(run: _KeySpan) -> int:
-    return run.last - run.first
-
-
-def _wasted(outer: _KeySpan, run: _KeySpan) -> int:
-    return (run.stop - run.start) * (_num_rows(outer) - _num_rows(run))
+            yield _KeySpan(start, stop, int(sight.first[start]), int(sight.stop[start]))
 
 
 def _as_call(runs: list[_KeySpan]) -> Call:
     is_full = all((run.first, run.last) == (runs[0].first, runs[0].last) for run in runs)
-    return Call(
-        query_start=runs[0].first,
-        query_stop=runs[0].last,
-        key_start=runs[0].start,
-        key_stop=runs[-1].stop,
-        visibility=Visibility.FULL if is_full else Visibility.MASKED,
-        keys=_gathered(runs),
-    )
-
-
-def _gathered(runs: list[_KeySpan]) -> Int64Array | None:
-    if all(left.stop == right.start for left, right in pairwise(runs)):
-        return None
-    return np.concatenate([np.arange(run.start, run.stop) for run in runs])
+    keys = np.concatenate([np.arange(run.start, run.stop) for run in runs])
+    return Call.of(runs[0].first, runs[0].last, keys, Visibility.FULL if is_full else Visibility.MASKED)

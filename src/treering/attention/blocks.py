@@ -2,14 +2,17 @@
 
 GPU kernels skip all other blocks and apply no mask in blocks that are marked full.
 
-    Q query rows   K keys   P pairs of blocks
+    Q query rows   K keys   P pairs of blocks   R blocks of one side   C places of a list
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from treering.arrays import BoolArray, Int64Array
+from treering.attention.to_device import to_device
 from treering.tree.plan.fragment import Sight
 
 
@@ -20,7 +23,8 @@ class BlockPairs:
     Attributes:
         query_block: int64 [P].
         key_block: int64 [P].
-        is_full: bool [P], whether every query of the query block sees every key of the key block.
+        is_full: bool [P], whether every query of the query block sees every key of the key block, and both blocks are
+            of full length, so that kernels need no bounds check there.
         num_query_blocks: number of query blocks; the last one may be short.
         num_key_blocks: number of key blocks, likewise.
     """
@@ -30,6 +34,31 @@ class BlockPairs:
     is_full: BoolArray
     num_query_blocks: int
     num_key_blocks: int
+
+    def lists(self, device: torch.device, *, is_by_key: bool = False, is_square: bool = False) -> list[Tensor]:
+        """For each block of one side how many blocks of the other it visits and which, masked ones, then full ones.
+
+        Four int32 tensors: lengths [1, 1, R] and blocks [1, 1, R, C] of masked pairs, then of full ones.
+
+        Args:
+            device: of the tensors.
+            is_by_key: whether the R blocks are those of keys, which visit blocks of queries.
+            is_square: whether C is the number of all blocks of the other side; else the longest list, 1 at least.
+        """
+        own, other = (self.key_block, self.query_block) if is_by_key else (self.query_block, self.key_block)
+        num_own, num_other = self.num_query_blocks, self.num_key_blocks
+        if is_by_key:
+            num_own, num_other = num_other, num_own
+        order = np.lexsort((other, own))
+        found = []
+        for chosen in (order[~self.is_full[order]], order[self.is_full[order]]):
+            lengths = np.bincount(own[chosen], minlength=num_own)
+            width = num_other if is_square else max(1, int(lengths.max(initial=0)))
+            blocks = np.zeros((num_own, width), np.int32)
+            first = np.cumsum(lengths) - lengths
+            blocks[own[chosen], np.arange(chosen.size) - np.repeat(first, lengths)] = other[chosen]
+            found += [to_device(array.astype(np.int32), device)[None, None] for array in (lengths, blocks)]
+        return found
 
 
 def find_block_pairs(
@@ -60,10 +89,10 @@ def find_block_pairs(
     counts = np.maximum(high - low, 0)
     key_block = np.repeat(np.arange(num_key_blocks), counts)
     query_block = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(low, counts)
-    row_start = query_block * query_size
-    row_stop = np.minimum(row_start + query_size, num_queries)
+    row_start, row_stop = query_block * query_size, (query_block + 1) * query_size
     all_first, all_last = _reduce(np.maximum, sight.first, starts), _reduce(np.minimum, sight.stop, starts)
     is_full = (all_first[key_block] <= row_start) & (row_stop <= all_last[key_block])
+    is_full &= (row_stop <= num_queries) & ((key_block + 1) * key_size <= num_keys)
     if window is not None:
         rows = np.arange(num_query_blocks) * query_size
         nearest = _reduce(np.minimum, query_position, rows)[query_block]

@@ -9,7 +9,7 @@ tests and small forests.
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from treering.arrays import Int64Array
 from treering.attention.blocks import find_block_pairs
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
-from treering.attention.joined import join_differentiably, joined_sight
+from treering.attention.joined import join_differentiably
 from treering.attention.layout import TreeLayout
 from treering.attention.to_device import to_device
 from treering.errors import UnsupportedError
@@ -78,44 +78,25 @@ def flex_attention_on_forest(
     return (out * kept[..., None]).to(query.dtype)
 
 
-class _Lists(NamedTuple):
-    """For each block of rows how many blocks of keys it visits, and which: int32 [1, 1, R] and [1, 1, R, C]."""
-
-    lengths: Tensor
-    blocks: Tensor
-
-
 def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
     """The block mask of a layout, from lists of blocks in O(N + K + pairs of blocks).
 
     Example: a prompt of 128 tokens and two responses of 128 visit five blocks of nine, two of them without a mask.
     """
-    sight = joined_sight(layout)
+    sight = layout.joined_sight()
     num_queries, num_keys = layout.forest.num_tokens, sight.first.size
     pairs = find_block_pairs(sight, layout.sight.position, query_size=BLOCK_SIZE, key_size=BLOCK_SIZE, window=window)
-    # Short blocks at the ends stay masked: there are no keys past the end.
-    is_whole = (pairs.key_block + 1) * BLOCK_SIZE <= num_keys
-    is_full = pairs.is_full & is_whole & ((pairs.query_block + 1) * BLOCK_SIZE <= num_queries)
-    shape = (pairs.num_query_blocks, pairs.num_key_blocks)
-    masked, full = (
-        _lists(pairs.query_block[chosen], pairs.key_block[chosen], shape, layout.device)
-        for chosen in (~is_full, is_full)
-    )
+    # Torch takes the number of columns from the lists' width.
+    num_masked, masked, num_full, full = pairs.lists(layout.device, is_square=True)
     return BlockMask.from_kv_blocks(
-        *masked,
-        *full,
+        num_masked,
+        masked,
+        num_full,
+        full,
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
         mask_mod=_visibility(sight, layout.sight.position, window, layout.device),
         seq_lengths=(num_queries, num_keys),
     )
-
-
-def _lists(rows: Int64Array, columns: Int64Array, shape: tuple[int, int], device: torch.device) -> _Lists:
-    """Lists with one column per block of keys: torch takes the number of columns from their width."""
-    lengths = np.bincount(rows, minlength=shape[0])
-    blocks = np.zeros(shape, np.int32)
-    blocks[rows, np.arange(rows.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)] = columns
-    return _Lists(*(to_device(array.astype(np.int32), device)[None, None] for array in (lengths, blocks)))
 
 
 def _visibility(sight: Sight, query_position: Int64Array, window: int | None, device: torch.device) -> MaskMod:

@@ -3,7 +3,8 @@
 Holds `subtree_end` and what backends derive from it, once per forest and shared by all layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -58,42 +59,45 @@ class TreeLayout:
         self.gateway = gateway
         self.boundary = boundary
         self.sight = Sight.within(forest, sees_whole_pictures=sees_whole_pictures)
-        self._schedules: dict[int | None, CallSchedule] = {}
-        self._ancestor_calls: dict[tuple[int, int | None], tuple[Call, ...]] = {}
-        self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._keys: dict[int, torch.Tensor] = {}
-        self._derived: dict[str, object] = {}
+        self._derived: dict[Hashable, object] = {}
         self.prepared: dict[int | None, Any] = {}
 
     def schedule(self, window: int | None = None) -> CallSchedule:
         """The calls of the `segments` backend under a sliding window, built on first use."""
         window = self.effective_window(window)
-        if window not in self._schedules:
-            self._schedules[window] = build_schedule(self.sight, self.forest.segment_start, window)
-        return self._schedules[window]
+        make = partial(build_schedule, self.sight, self.forest.segment_start, window)
+        return self.once(("schedule", window), make)
 
     def ancestor_calls(self, ancestor: Ancestor, window: int | None = None) -> tuple[Call, ...]:
         """The calls that read an ancestor's keys under a sliding window."""
         window = self.effective_window(window)
         if window is None:
             return ancestor.calls
-        key = (id(ancestor), window)
-        if key not in self._ancestor_calls:
-            position = self.sight.position
-            parts = [narrowed(call, ancestor.sight, position, window) for call in ancestor.calls]
-            self._ancestor_calls[key] = tuple(call for calls in parts for call in calls)
-        return self._ancestor_calls[key]
+
+        def make() -> tuple[Call, ...]:
+            parts = [narrowed(call, ancestor.sight, self.sight.position, window) for call in ancestor.calls]
+            return tuple(call for calls in parts for call in calls)
+
+        return self.once(("calls", id(ancestor), window), make)
+
+    def joined_sight(self) -> Sight:
+        """Which rows of the forest see each of all K keys: those of the ancestors, outermost first, then its own.
+
+        Example: of the branches 5, 6 and 5, 7, with the 5 in a partition above, rows 0:2 see key 0, rows 0:1 key 1 and
+        rows 1:2 key 2.
+        """
+        sights = [*(ancestor.sight for ancestor in reversed(self.ancestors)), self.sight]
+        return Sight(*(np.concatenate(arrays) for arrays in zip(*sights, strict=True)))
 
     def visible(self, window: int | None = None) -> torch.Tensor:
         """The whole mask, bool [N, keys], ancestors' keys first. For the reference only: other backends are O(N)."""
         index = torch.arange(self.forest.num_tokens, device=self.device)[:, None]
-        sights = [*(ancestor.sight for ancestor in reversed(self.ancestors)), self.sight]
-        first, stop, position = (to_device(np.concatenate(arrays), self.device) for arrays in zip(*sights, strict=True))
-        visible = (first[None, :] <= index) & (index < stop[None, :])
+        first, stop, position = (to_device(array, self.device)[None, :] for array in self.joined_sight())
+        visible = (first <= index) & (index < stop)
         if window is None:
             return visible
         own = to_device(self.sight.position, self.device)
-        return visible & (own[:, None] - position[None, :] < window)
+        return visible & (own[:, None] - position < window)
 
     def mask(self, call: Call, dtype: torch.dtype, sight: Sight | None = None) -> torch.Tensor | None:
         """Additive mask of a masked call (0 visible, -inf hidden), [num_queries, num_keys]; None for other calls.
@@ -102,20 +106,19 @@ class TreeLayout:
         """
         if call.visibility is not Visibility.MASKED:
             return None
-        key = (id(call), dtype)
-        if key not in self._masks:
+
+        def make() -> torch.Tensor:
             visible = to_device(call.mask(sight or self.sight, self.sight.position), self.device)
             hidden = torch.zeros(visible.shape, dtype=dtype, device=self.device)
-            self._masks[key] = hidden.masked_fill_(~visible, float("-inf"))
-        return self._masks[key]
+            return hidden.masked_fill_(~visible, float("-inf"))
 
-    def keys(self, call: Call) -> torch.Tensor | None:
-        """Packed key indices, int64 [num_keys], of a call; None if its keys are a range."""
+        return self.once(("mask", id(call), dtype), make)
+
+    def keys(self, call: Call) -> slice | torch.Tensor:
+        """The keys of a call: a range of packed indices, or int64 [num_keys]."""
         if call.keys is None:
-            return None
-        if id(call) not in self._keys:
-            self._keys[id(call)] = to_device(call.keys, self.device)
-        return self._keys[id(call)]
+            return slice(call.key_start, call.key_stop)
+        return self.once(("keys", id(call)), partial(to_device, call.keys, self.device))
 
     def close(self) -> None:
         """Closes the gateways after the last read from below."""
@@ -124,7 +127,7 @@ class TreeLayout:
         if self.boundary is not None and self.boundary.gateway is not None:
             self.boundary.gateway.close()
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
         """A value that a caller derives from the layout, computed on first use and shared by all layers."""
         if name not in self._derived:
             self._derived[name] = make()

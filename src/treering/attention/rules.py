@@ -1,7 +1,7 @@
 """Choose the attention backend: the requested one, or for `auto` on CUDA the fastest that has proved itself."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -41,9 +41,7 @@ class Trial(NamedTuple):
     refusal: str | None = None
 
 
-def choose_backend(
-    requested: str, shape: AttentionShape, *, try_backend: "Callable[[Backend, AttentionShape], Trial] | None" = None
-) -> BackendChoice:
+def choose_backend(requested: str, shape: AttentionShape) -> BackendChoice:
     """The backend for `requested` ("auto" or a name) and the reason.
 
     On CUDA `auto` checks and times every candidate, once per shape in a process, and takes the fastest that passes. On
@@ -52,7 +50,6 @@ def choose_backend(
     Args:
         requested: "auto", or a name from `BACKENDS`.
         shape: of the model's attention.
-        try_backend: checks and times one backend; None for `trial_of`.
 
     Raises:
         ConfigError: no such backend.
@@ -72,7 +69,7 @@ def choose_backend(
         return BackendChoice("segments", "auto: the fastest that is exact on CPU, as measured")
     if shape.device.type != "cuda":
         return BackendChoice("segments", f"auto: the only one that is exact on {shape.device.type}")
-    trials = [(try_backend or trial_of)(backend, shape) for backend in CUDA_CANDIDATES]
+    trials = [trial_of(backend, shape) for backend in CUDA_CANDIDATES]
     return best_of(trials, is_deterministic=torch.are_deterministic_algorithms_enabled())
 
 

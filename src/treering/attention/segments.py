@@ -6,7 +6,6 @@ copied along paths: a shared token's K and V are read in place, and their gradie
     N tokens   H query heads   G key heads   D head size
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from treering.attention.ancestors import Ancestor
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues, add_rows
-from treering.attention.kernels import Gradients, Kernel, Part, choose_kernel, token_major
+from treering.attention.kernels import FlashCpu, Gradients, Part, Plain, Rectangle, choose_kernel, token_major
 from treering.attention.layout import TreeLayout
 from treering.attention.schedule.call import Call, Visibility
 
@@ -49,7 +48,7 @@ class _SegmentRun(NamedTuple):
     layout: TreeLayout
     form: Form
     layer: int
-    kernel: Kernel
+    kernel: FlashCpu | Plain
 
 
 class _Source(NamedTuple):
@@ -88,14 +87,14 @@ def _attend(query: Tensor, own: KeysValues, sinks: Tensor | None, run: _SegmentR
     wide = torch.promote_types(query.dtype, torch.float32)
     out = token_major(query, wide)
     lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
-    for call in run.layout.schedule(run.form.window).within:
-        rows = slice(call.query_start, call.query_stop)
-        part = _part(call, query, own, None, run)
-        out[:, :, rows], lse[:, :, rows] = part.out, part.lse
-    for source in _later_sources(own, run):
+    block, *later = _sources(own, run)
+    for call in block.calls:
+        part = run.kernel.forward(_rectangle(call, query, block, run))
+        out[:, :, _rows(call)], lse[:, :, _rows(call)] = part
+    for source in later:
         for call in source.calls:
-            rows = slice(call.query_start, call.query_stop)
-            _merge(out[:, :, rows], lse[:, :, rows], _part(call, query, source.keys, source.ancestor, run))
+            part = run.kernel.forward(_rectangle(call, query, source, run))
+            _merge(out[:, :, _rows(call)], lse[:, :, _rows(call)], part)
     if sinks is not None:
         whole = torch.logaddexp(lse, sinks.to(wide)[None, :, None])
         out.mul_((lse - whole).exp_()[..., None])
@@ -110,22 +109,23 @@ def _sink_gradient(grad_out: Tensor, sinks: Tensor, out: Tensor, lse: Tensor) ->
     return -(weight * from_rows).sum((0, 2)).to(sinks.dtype)
 
 
-def _later_sources(own: KeysValues, run: _SegmentRun) -> Iterator[_Source]:
-    """The keys that queries see outside their own block."""
-    yield _Source(own, run.layout.schedule(run.form.window).across, None)
-    for ancestor in run.layout.ancestors:
-        calls = run.layout.ancestor_calls(ancestor, run.form.window)
-        yield _Source(ancestor.gateway.read(run.layer), calls, ancestor)
+def _sources(own: KeysValues, run: _SegmentRun) -> list[_Source]:
+    """The keys of each query's own block, then those that queries see outside of it."""
+    calls = run.layout.schedule(run.form.window)
+    above = [
+        _Source(ancestor.gateway.read(run.layer), run.layout.ancestor_calls(ancestor, run.form.window), ancestor)
+        for ancestor in run.layout.ancestors
+    ]
+    return [_Source(own, calls.within, None), _Source(own, calls.across, None), *above]
 
 
-def _part(call: Call, query: Tensor, keys: KeysValues, ancestor: Ancestor | None, run: _SegmentRun) -> Part:
-    return run.kernel.forward(
-        query[:, :, call.query_start : call.query_stop],
-        *_taken(keys, call, run.layout),
-        mask=_mask(call, query, ancestor, run.layout),
-        causal=call.visibility is Visibility.CAUSAL,
-        scale=run.form.scale,
-    )
+def _rectangle(call: Call, query: Tensor, source: _Source, run: _SegmentRun) -> Rectangle:
+    keys = run.layout.keys(call)
+    sight = None if source.ancestor is None else source.ancestor.sight
+    key, value = (tensor[:, :, keys] for tensor in source.keys)
+    mask = run.layout.mask(call, query.dtype, sight)
+    is_causal = call.visibility is Visibility.CAUSAL
+    return Rectangle(query[:, :, _rows(call)], key, value, mask, is_causal, run.form.scale)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Part) -> None:
@@ -141,15 +141,21 @@ def _attend_backward(
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = token_major(query, wide)
     grad_own = KeysValues(*(token_major(tensor, wide) for tensor in own))
-    for call in run.layout.schedule(run.form.window).within:
-        grads = _part_backward(call, grad_out, query, own, whole, None, run)
-        rows = slice(call.query_start, call.query_stop)
-        grad_query[:, :, rows], grad_own.key[:, :, rows], grad_own.value[:, :, rows] = grads
-    for source in _later_sources(own, run):
+
+    def gradients(call: Call, source: _Source) -> Gradients:
+        rows = _rows(call)
+        part = Part(whole.out[:, :, rows], whole.lse[:, :, rows])
+        return run.kernel.backward(_rectangle(call, query, source, run), grad_out[:, :, rows], part)
+
+    block, *later = _sources(own, run)
+    for call in block.calls:
+        rows = _rows(call)
+        grad_query[:, :, rows], grad_own.key[:, :, rows], grad_own.value[:, :, rows] = gradients(call, block)
+    for source in later:
         for call in source.calls:
-            grads = _part_backward(call, grad_out, query, source.keys, whole, source.ancestor, run)
-            grad_query[:, :, call.query_start : call.query_stop] += grads.query
-            given, keys = KeysValues(grads.key, grads.value), _rows(call, run.layout)
+            grads = gradients(call, source)
+            grad_query[:, :, _rows(call)] += grads.query
+            given, keys = KeysValues(grads.key, grads.value), run.layout.keys(call)
             if source.ancestor is None:
                 add_rows(grad_own, keys, given)
             else:
@@ -157,37 +163,5 @@ def _attend_backward(
     return grad_query, grad_own
 
 
-def _part_backward(
-    call: Call,
-    grad_out: Tensor,
-    query: Tensor,
-    keys: KeysValues,
-    whole: Part,
-    ancestor: Ancestor | None,
-    run: _SegmentRun,
-) -> Gradients:
-    rows = slice(call.query_start, call.query_stop)
-    return run.kernel.backward(
-        grad_out[:, :, rows],
-        query[:, :, rows],
-        *_taken(keys, call, run.layout),
-        Part(whole.out[:, :, rows], whole.lse[:, :, rows]),
-        mask=_mask(call, query, ancestor, run.layout),
-        causal=call.visibility is Visibility.CAUSAL,
-        scale=run.form.scale,
-    )
-
-
-def _mask(call: Call, query: Tensor, ancestor: Ancestor | None, layout: TreeLayout) -> Tensor | None:
-    return layout.mask(call, query.dtype, None if ancestor is None else ancestor.sight)
-
-
-def _rows(call: Call, layout: TreeLayout) -> slice | Tensor:
-    """The keys of a call: a range, or int64 indices."""
-    keys = layout.keys(call)
-    return slice(call.key_start, call.key_stop) if keys is None else keys
-
-
-def _taken(keys: KeysValues, call: Call, layout: TreeLayout) -> KeysValues:
-    rows = _rows(call, layout)
-    return KeysValues(*(tensor[:, :, rows] for tensor in keys))
+def _rows(call: Call) -> slice:
+    return slice(call.query_start, call.query_stop)

@@ -126,19 +126,17 @@ def check_backend(backend: Backend, shape: AttentionShape) -> SelfCheck:
     # A caller that offloads or counts what autograd saves must not see the check.
     identity = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     precise = torch.autocast(shape.device.type, enabled=False)
-    with (
-        torch.inference_mode(False),
-        torch.set_grad_enabled(has_gradients),
-        precise,
-        identity,
-        warnings.catch_warnings(),
-    ):
+    unheard = warnings.catch_warnings()
+    with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), precise, identity, unheard:
         # Torch says so in the first backward of a process, and then has its context.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
         inputs = draw_inputs(shape, forest.num_tokens)
         wanted = _run("reference", [tensor.double() for tensor in inputs], layout, shape)
         got = _run(backend, inputs, layout, shape)
-        error = max(_largest_error(got, wanted), _largest_error_of_more(backend, inputs, wanted, layout, shape))
+        num_more = LAUNCHES.get(backend, 1) - 1 if shape.device.type == "cuda" else 0
+        errors = [_errors(got, wanted)]
+        errors += [_errors(_run(backend, inputs, layout, shape), wanted) for _ in range(num_more)]
+        error = float(torch.stack(errors).max())
         leak = _find_leak(backend, inputs, got[0], layout, shape) if math.isfinite(error) else None
     return SelfCheck(error, _tolerance(shape.dtype), leak, has_gradients)
 
@@ -169,19 +167,6 @@ def _run(backend: Backend, inputs: list[Tensor], layout: TreeLayout, shape: Atte
     if not torch.is_grad_enabled():
         return [out]
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
-
-
-def _largest_error(got: list[Tensor], wanted: list[Tensor]) -> float:
-    return float(_errors(got, wanted).max())
-
-
-def _largest_error_of_more(
-    backend: Backend, inputs: list[Tensor], wanted: list[Tensor], layout: TreeLayout, shape: AttentionShape
-) -> float:
-    """Over the launches of `LAUNCHES` after the first, read from the device once; 0.0 without any."""
-    num_more = LAUNCHES.get(backend, 1) - 1 if shape.device.type == "cuda" else 0
-    errors = [_errors(_run(backend, inputs, layout, shape), wanted) for _ in range(num_more)]
-    return float(torch.stack(errors).max()) if errors else 0.0
 
 
 def _errors(got: list[Tensor], wanted: list[Tensor]) -> Tensor:

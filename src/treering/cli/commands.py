@@ -9,12 +9,15 @@ from typing import Annotated
 import typer
 
 import treering
-from treering.cli.cache.command import cache
+from treering.cli.cache import cache
+from treering.cli.eval.options import EvalOptions
 from treering.cli.init.command import init
-from treering.cli.inspect.arguments import inspect
-from treering.cli.options import JsonOutput
+from treering.cli.inspect.options import InspectOptions
+from treering.cli.options import ConfigFile, JsonOutput, Overrides, takes
+from treering.cli.push.options import PushOptions
 from treering.cli.reference.help import SftCommand, TrainCommand
-from treering.cli.simulate.command import simulate
+from treering.cli.serve.options import ServeOptions
+from treering.cli.simulate.options import SimulateOptions
 from treering.extras import require
 
 app = typer.Typer(
@@ -54,18 +57,38 @@ def _options(
         print(context.get_help())
 
 
-app.command()(inspect)
+@app.command()
+@takes(InspectOptions)
+def inspect(options: InspectOptions) -> None:
+    """Measure what trajectories share, and the best speedup that training them as trees can give.
+
+    Tokens are kept in a cache, so that the next command on the same files begins at once; see `treering cache`.
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --show 3
+
+    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --drafts
+
+    Example: treering inspect --history runs/sums
+    """
+    options.check()
+    if options.drafts:
+        from treering.cli.inspect.drafts import run
+    elif options.history:
+        from treering.cli.inspect.history import run
+    elif options.shows:
+        from treering.cli.inspect.show import run
+    else:
+        from treering.cli.inspect.command import run
+    run(options)
+
+
 app.command()(init)
 
 
 @app.command(cls=SftCommand)
-def sft(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file with [model], [data], [train], [run].")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file.")
-    ] = None,
-    json_output: JsonOutput = False,
-) -> None:
+def sft(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutput = False) -> None:
     """Fine-tune a model on trajectories, one tree per task, loss on the assistant's tokens only.
 
     Example: treering sft config.toml train.num_steps=20 run.dir=runs/try
@@ -81,15 +104,7 @@ def sft(
 
 
 @app.command(cls=TrainCommand)
-def train(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="TOML file with [rl], and [task], [model], [history] and others.")
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file.")
-    ] = None,
-    json_output: JsonOutput = False,
-) -> None:
+def train(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutput = False) -> None:
     """Train a policy on the rewards of its own rollouts: drafted from earlier ones, trained as trees.
 
     Example: treering train config.toml rl.group_size=16 run.dir=runs/try
@@ -105,23 +120,8 @@ def train(
 
 
 @app.command("eval")
-def evaluate(
-    name: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or folder or hub id of a model.")
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the run.")
-    ] = None,
-    file: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Held-out trajectories, or prompts; without it those of the run's [eval]."),
-    ] = None,
-    reward: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The file holds prompts: their reward, see task.reward.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")] = None,
-    json_output: JsonOutput = False,
-) -> None:
+@takes(EvalOptions)
+def evaluate(options: EvalOptions) -> None:
     """Measure a checkpoint or a model on held-out data: loss of trajectories, rewards and pass@k of prompts.
 
     Example: treering eval runs/sft
@@ -129,38 +129,14 @@ def evaluate(
     Example: treering eval models/qwen3 --file test.jsonl --reward exact_answer eval.temperature=1 eval.num_samples=8
     """
     require("treering eval")
-    from treering.cli.eval import run
+    from treering.cli.eval.command import run
 
-    run(
-        name=name,
-        step=step,
-        files=file or [],
-        reward=reward,
-        overrides=overrides or [],
-        json_output=json_output,
-    )
+    run(options)
 
 
 @app.command()
-def serve(
-    name: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or folder or hub id of a model.")
-    ],
-    host: Annotated[str, typer.Option(metavar="IP", help="Beyond loopback it needs TREERING_API_KEY.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is a free one.")] = 8000,
-    served_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What clients call the model; else RUN_OR_MODEL.")
-    ] = None,
-    history: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of a history, whose rollouts are drafted from.")
-    ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Calls that are sampled at one time.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens whose keys and values fit.")] = 65536,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")] = None,
-) -> None:
+@takes(ServeOptions)
+def serve(options: ServeOptions) -> None:
     """Serve a model over HTTP: token ids in and out as vLLM's server, and OpenAI's completions and chats.
 
     Example: treering serve runs/train --history runs/train/history
@@ -171,23 +147,9 @@ def serve(
     """
     require("treering serve")
     require("treering serve", "aiohttp")
-    from treering.cli.serve import ServeOptions, run
+    from treering.cli.serve.command import run
 
-    run(
-        ServeOptions(
-            name=name,
-            step=step,
-            host=host,
-            port=port,
-            served_name=served_name,
-            history=history,
-            max_batch=max_batch,
-            max_tokens=max_tokens,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-        )
-    )
+    run(options)
 
 
 @app.command()
@@ -211,7 +173,23 @@ def demo(
     run(out=out, seed=seed, json_output=json_output)
 
 
-app.command()(simulate)
+@app.command()
+@takes(SimulateOptions)
+def simulate(options: SimulateOptions) -> None:
+    """Simulate how long rollouts and training take with each scheduling policy, and what ours would gain.
+
+    Time is virtual: continuous batching on every worker, weight loading, training. Three rows say most: `sync` is the
+    plain loop, `fifo` samples a step ahead of training, and `histopipe` also places rollouts by their predicted length.
+
+    Example: treering simulate runs/train --workers 4 --slots 16 --decode 25,0.1
+
+    Example: treering simulate --rollouts 16384 --timeline pipe.html
+    """
+    from treering.cli.simulate.run import run
+
+    run(options)
+
+
 app.command()(cache)
 
 
@@ -306,20 +284,8 @@ def watch(
 
 
 @app.command()
-def push(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft`.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="ORGANISATION/NAME on the hub; made if absent.")],
-    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")] = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(metavar="HUB_ID", help="Base model of a run that began from a folder."),
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be uploaded, and upload nothing.")
-    ] = False,
-    json_output: JsonOutput = False,
-) -> None:
+@takes(PushOptions)
+def push(options: PushOptions) -> None:
     """Upload a checkpoint and its model card to the Hugging Face hub.
 
     Weights, their configuration, the tokenizer and the card go there; optimiser, rollouts and history stay. It needs
@@ -330,15 +296,7 @@ def push(
     require("treering push")
     from treering.cli.push.command import run
 
-    run(
-        folder=folder,
-        repo_id=repo_id,
-        step=step,
-        base_model=base_model,
-        private=private,
-        dry_run=dry_run,
-        json_output=json_output,
-    )
+    run(options)
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -24,7 +24,7 @@ from treering.data import (
 from treering.data.cache.build import ReadOptions
 from treering.data.cache.dataset import TokenDataset
 from treering.errors import InputError
-from treering.train.loop.batches import TrainingTask, fold_ids, group_by_task
+from treering.train.loop.batches import TrainingTask, group_by_task
 
 _RELEASE_TOKENS = 1 << 24
 
@@ -79,7 +79,6 @@ def load_corpus(
     config: DataConfig,
     *,
     config_dir: Path,
-    vocab_size: int | None,
     model: Path | None = None,
     on_build: OnFile | None = None,
 ) -> Corpus:
@@ -88,7 +87,6 @@ def load_corpus(
     Args:
         config: the [data] section.
         config_dir: folder of the configuration file.
-        vocab_size: the model's, if set; folding fits ids into it.
         model: folder of the model, whose tokenizer reads messages if the section names none.
         on_build: told of the reading of each file, by its name.
 
@@ -96,8 +94,6 @@ def load_corpus(
         InputError: a file is missing or bad, or no task has a trained token.
     """
     corpus = _load(config, config_dir, model, on_build)
-    if config.vocab == "folded":
-        corpus = _folded(corpus, vocab_size)
     trained = tuple(task for task in corpus.tasks if task.num_trained_tokens)
     corpus.release()
     if not trained:
@@ -163,16 +159,6 @@ def _generate(config: StandInConfig, notes: tuple[str, ...]) -> Corpus:
     )
     tasks = tuple(group_by_task(render(list(generate_trajectories(spec)))))
     return Corpus(tasks=tasks, num_ids=config.vocab_size, source="generated", notes=notes, tokenizer=None)
-
-
-def _folded(corpus: Corpus, vocab_size: int | None) -> Corpus:
-    folded = iter(fold_ids([sequence for task in corpus.tasks for sequence in task.sequences], vocab_size))
-    tasks = tuple(replace(task, sequences=tuple(next(folded) for _ in task.sequences)) for task in corpus.tasks)
-    return replace(corpus, tasks=tasks, num_ids=_num_occurring(tasks), tokenizer=None, datasets=())
-
-
-def _num_occurring(tasks: Sequence[TrainingTask]) -> int:
-    return 1 + max((int(sequence.max()) for task in tasks for sequence in task.sequences), default=-1)
 
 
 def _num_ids(tokenizer: Path) -> int:

@@ -4,22 +4,19 @@ What stands on disk is never asked of the hub. The cache, HF_HUB_OFFLINE, HF_END
 huggingface_hub.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from treering.config import RlConfig, SftConfig
 from treering.config.model import ModelConfig
 from treering.config.teacher import TeacherConfig
 from treering.data import DATA_VARIABLE, data_folder
 from treering.data.locate import did_you_mean
 from treering.errors import InputError
 from treering.extras import require
-from treering.report.run import CONFIG_FILE
 
 Wanted = Literal["model", "tokenizer"]
 
@@ -29,9 +26,6 @@ _FILES = {"model": (*_SMALL_FILES, "*.safetensors"), "tokenizer": _SMALL_FILES}
 _PICKLES = ("*.bin", "*.bin.index.json")
 # Other formats of the same weights, and weights in the layout of the model's authors.
 _IGNORED = ("*/*", "consolidated*")
-
-SectionT = TypeVar("SectionT", ModelConfig, TeacherConfig)
-ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
 
 
 def locate(path: Path, places: Sequence[Path]) -> Path:
@@ -114,40 +108,6 @@ def find_model(section: ModelConfig | TeacherConfig, config_dir: Path, *, settin
     if section.path is None:
         return None
     return find_folder(section.path, search_places(config_dir), setting=setting, revision=section.revision)
-
-
-def with_commits(config: ConfigT, config_dir: Path) -> ConfigT:
-    """A configuration whose hub ids have their commits as revisions, so that a run keeps its models.
-
-    A run that resumes without a revision keeps the commit in the settings of its folder.
-
-    Raises:
-        InputError: see `find_folder`.
-
-    Example: `path = "Qwen/Qwen3-0.6B"` gets `revision = "c1899de289a04d12100db370d81485cdf75e47ca"`.
-    """
-    model = _with_commit(config.model, "model", run_dir=config.run.dir, config_dir=config_dir)
-    teacher = _with_commit(config.teacher, "teacher", run_dir=config.run.dir, config_dir=config_dir)
-    return config.model_copy(update={"model": model, "teacher": teacher})
-
-
-def _with_commit(section: SectionT, name: str, *, run_dir: Path, config_dir: Path) -> SectionT:
-    if section.path is None or not is_hub_id(section.path, search_places(config_dir)):
-        return section
-    if section.revision is None:
-        section = section.model_copy(update={"revision": _first_commit(section.path, name, run_dir)})
-    folder = find_model(section, config_dir, setting=f"{name}.path")
-    assert folder is not None, "the section names a model"
-    return section.model_copy(update={"revision": folder.name})
-
-
-def _first_commit(path: str, name: str, run_dir: Path) -> str | None:
-    try:
-        section = json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))[name]
-        return str(section["revision"]) if section["path"] == path and section["revision"] else None
-    except (OSError, ValueError, LookupError, TypeError):
-        # A new run, or one whose settings are lost: then its identity says whether the model is still the same.
-        return None
 
 
 def _snapshot(name: str, revision: str | None, patterns: Sequence[str], what: str) -> Path:

@@ -56,7 +56,7 @@ def build_model(
     """
     device = choose_device(config.device)
     if folder is None and takes_pictures:
-        raise ConfigError("the data has pictures, and a random model of model.family takes none; set model.path")
+        raise ConfigError("the data has pictures, and a random model takes none; set model.path")
     if config.vision == "frozen" and not takes_pictures:
         raise ConfigError('model.vision = "frozen" is for data with pictures, and this has none; remove it')
     model = _random(config, num_ids, seed) if folder is None else _load(folder, takes_pictures=takes_pictures)
@@ -80,7 +80,7 @@ def _freeze_vision(model: PreTrainedModel) -> None:
 
 
 def _lora_options(lora: LoraConfig, rank: int, model: ModelConfig, folder: Path) -> LoraOptions:
-    # A revision says that the path is a hub id, see `with_commits`.
+    # A revision says that the path is a hub id, see `as_begun`.
     base = str(folder.resolve()) if model.revision is None else str(model.path)
     return LoraOptions(
         rank=rank,
@@ -168,7 +168,7 @@ def _random(config: ModelConfig, num_ids: int, seed: int) -> PreTrainedModel:
             num_key_value_heads=config.num_kv_heads,
             head_dim=config.head_size,
             intermediate_size=config.intermediate_size,
-            tie_word_embeddings=config.tie_embeddings,
+            tie_word_embeddings=True,
             # Random weights know no position better than another.
             max_position_embeddings=1 << 20,
             dtype=torch.float32,

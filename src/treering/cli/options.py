@@ -1,11 +1,16 @@
-"""Command-line options that several subcommands share."""
+"""Command-line options that several subcommands share, and commands whose options are a record."""
 
 from collections.abc import Callable
-from typing import Annotated, get_args
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
 from treering.data import FormatName
+
+OptionsT = TypeVar("OptionsT")
 
 FORMAT_HELP = (
     f"Format of the records: {', '.join(get_args(FormatName))}. Default: auto, found from the keys of the first record."
@@ -25,6 +30,18 @@ NoCache = Annotated[
     typer.Option("--no-cache", help="Keep no cache of the tokens, and read none; see `treering cache`."),
 ]
 
+Step = Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint; the newest one.")]
+
+RunOrModel = Annotated[
+    str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or folder or hub id of a model.")
+]
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file with the sections below.")]
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file or run.")
+]
+
 
 def one_of(*words: str) -> Callable[[str], str]:
     """A parser for `typer.Option(parser=...)` that accepts only these words.
@@ -40,3 +57,21 @@ def one_of(*words: str) -> Callable[[str], str]:
         return word
 
     return parse
+
+
+def takes(record: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
+    """Makes a command of typer whose options are the fields of a record, with their annotations and defaults.
+
+    Example: `@app.command()` over `@takes(InspectOptions)` over `def inspect(options): ...`.
+    """
+
+    def decorate(run: Callable[[OptionsT], None]) -> Callable[..., None]:
+        @wraps(run)
+        def command(**given: Any) -> None:
+            run(record(**given))
+
+        # What typer reads.
+        command.__dict__["__signature__"] = signature(record)
+        return command
+
+    return decorate

@@ -1,11 +1,9 @@
 """What every training subcommand does around its steps: folder and lock of the run, sinks, warnings, settings."""
 
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import date as Date
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,40 +140,6 @@ def _open_sink(
         "mlflow": MlflowSink,
     }
     return kinds[name](folder, project=project, resume_step=resume_step, settings=settings)
-
-
-def first_settings(run: RunConfig, section: str) -> Mapping[str, Any]:
-    """The settings of a section with which the run in its folder began; empty for a new run.
-
-    Example: for a run whose `config.json` is `{"data": {"date": "2026-01-31"}}` the section "data" has that date.
-    """
-    try:
-        return dict(json.loads((run.dir / CONFIG_FILE).read_text(encoding="utf-8"))[section])
-    except (OSError, ValueError, LookupError, TypeError):
-        # A new run, or one whose settings are lost: then its identity says whether its data is still the same.
-        return {}
-
-
-def chat_settings(run: RunConfig, section: str, template: str, date: Date | None) -> dict[str, Any]:
-    """The form of chats and the date that it writes, as configured, else as the run began, else the defaults.
-
-    Args:
-        run: the [run] section.
-        section: name of the section with `template` and `date`.
-        template: as configured; "auto" stands for none.
-        date: as configured; the date of a run is that of its first start.
-
-    Example: a run that began on 2026-01-31, when the plain form was the default, goes on with both.
-    """
-    first = first_settings(run, section)
-    if template == "auto" and first:
-        # Before there was a choice, there was the plain form.
-        template = first.get("template", "plain")
-    if template in ("plain", "raw"):
-        return {"template": template, "date": date}
-    with suppress(LookupError, ValueError, TypeError):
-        date = date or Date.fromisoformat(first["date"])
-    return {"template": template, "date": date or Date.today()}
 
 
 def write_settings(config: Config, run: RunConfig, num_steps: int) -> None:

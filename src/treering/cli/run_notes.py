@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from treering.config import RlConfig, SftConfig
+from treering.config.steps import StepsConfig
 from treering.train.loop.batches import StepPlan
 
 _FEW_STEPS = 10
@@ -73,6 +75,26 @@ class RunLength:
         """The setting that ends the run."""
         name, value = ("num_steps", self.num_steps) if self.total == self.num_steps else ("num_epochs", self.num_epochs)
         return f"{self.section}.{name} (now {value})"
+
+
+def run_length(config: SftConfig | RlConfig, num_tasks: int) -> RunLength:
+    """How long a run is; of `sft` once its step size is known."""
+    steps: StepsConfig
+    if isinstance(config, SftConfig):
+        section, per_step, steps, schedule = "train", "trees_per_step", config.train, config.train.schedule
+        size = int(config.train.trees_per_step)
+    else:
+        section, per_step, steps, schedule = "rl", "prompts_per_step", config.rl, config.optim.schedule
+        size = config.rl.prompts_per_step
+    plan = StepPlan(num_tasks=num_tasks, trees_per_step=size, seed=steps.seed)
+    return RunLength(
+        section=section,
+        per_step=per_step,
+        plan=plan,
+        num_steps=steps.num_steps,
+        num_epochs=steps.num_epochs,
+        schedule=schedule,
+    )
 
 
 def budget_note(setting: str, max_tokens: int | Literal["auto"], longest: int) -> str | None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -33,30 +33,42 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
         ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
     """
     config = _load(SftConfig, config_path, overrides)
-    with advising(lambda: _how_to_go_on(config.run)), only_results_on_stdout() as results:
-        console = LogConsole(quiet=not is_first())
-        with console.telling("importing torch and transformers"), warnings_as_lines(console):
-            from treering.cli.sft.run import train
-            from treering.cli.sft.summary import as_table
 
-            summary = train(config, config_dir=config_path.parent, console=console)
-        if is_first():
-            _report(summary, as_table, json_output, results)
+    def train(console: Console) -> tuple[Any, Table]:
+        from treering.cli.sft.run import train
+        from treering.cli.sft.summary import as_table
+
+        summary = train(config, config_dir=config_path.parent, console=console)
+        return summary, as_table(summary)
+
+    _run(config.run, json_output, train)
 
 
 def run_train(config_path: Path, overrides: list[str], json_output: bool) -> None:
     """Trains by reinforcement learning as the configuration says; output and errors as in `run_sft`."""
     config = _load(RlConfig, config_path, overrides)
     _check_ranks(config)
-    with advising(lambda: _how_to_go_on(config.run)), only_results_on_stdout() as results:
+
+    def train(console: Console) -> tuple[Any, Table]:
+        from treering.cli.train.run import train
+        from treering.cli.train.summary import as_table
+
+        summary = train(config, config_dir=config_path.parent, console=console)
+        return summary, as_table(summary)
+
+    _run(config.run, json_output, train)
+
+
+def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any, Table]]) -> None:
+    """Trains, and prints the summary as JSON or as its table."""
+    with advising(lambda: _how_to_go_on(run)), only_results_on_stdout() as results:
         console = LogConsole(quiet=not is_first())
         with console.telling("importing torch and transformers"), warnings_as_lines(console):
-            from treering.cli.train.run import train
-            from treering.cli.train.summary import as_table
-
-            summary = train(config, config_dir=config_path.parent, console=console)
-        if is_first():
-            _report(summary, as_table, json_output, results)
+            summary, table = train(console)
+        if json_output and is_first():
+            print(json.dumps(asdict(summary), indent=2), file=results, flush=True)
+        elif is_first():
+            Console(file=results).print(table)
 
 
 def _load(config_type: type[ConfigT], path: Path, overrides: list[str]) -> ConfigT:
@@ -92,10 +104,3 @@ def _check_ranks(config: RlConfig) -> None:
 def _how_to_go_on(run: RunConfig) -> str:
     has_begun = (run.dir / CONFIG_FILE).exists()
     return f"the same command {'resumes' if has_begun else 'begins'} the run in {run.dir}"
-
-
-def _report(summary: Any, as_table: Callable[[Any], Table], json_output: bool, results: TextIO) -> None:
-    if json_output:
-        print(json.dumps(asdict(summary), indent=2), file=results, flush=True)
-    else:
-        Console(file=results).print(as_table(summary))

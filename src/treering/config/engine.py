@@ -64,13 +64,14 @@ class EngineConfig(Config):
     seed: Seed = Field(default=0, description="Seed of the noise; with prompt, draw and place it gives every token.")
 
 
-def check_vllm(engine: EngineConfig, sampling: SamplingConfig, *, old_logprobs: str) -> None:
+def check_vllm(engine: EngineConfig, sampling: SamplingConfig, *, old_logprobs: str, verify_costs: str) -> None:
     """Checks the settings of a run that samples with vLLM.
 
     Raises:
         ConfigError: a setting of the other engine, or a cut or penalty without "recomputed" log-probs.
     """
     others = [name for name, value in _TORCH_ONLY.items() if getattr(engine, name) != value]
+    others += ['history.verify_costs = "measured"'] if verify_costs == "measured" else []
     if others:
         raise ConfigError(
             f'engine.kind = "vllm" has no {" and no ".join(others)}, which engine.kind = "torch" has; remove it'

@@ -1,13 +1,16 @@
 """The [eval] sections: held-out data that a run is measured on while it trains. Imports no torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from treering.config.load import Config
-from treering.config.values import Count, FilePath, NonNegative, Seed
-from treering.errors import ConfigError
+from treering.config.values import Count, FilePath, NonNegative
+from treering.data.held_out import is_held_out
+from treering.data.trajectory import TaskId
+from treering.errors import ConfigError, InputError
 
 
 class EvalConfig(Config):
@@ -17,7 +20,6 @@ class EvalConfig(Config):
         default=None,
         description="Share that is held out of training, chosen by ids, so that more data leaves the choice as it is.",
     )
-    seed: Seed = Field(default=0, description="Seed of that choice.")
     every: Count | None = Field(
         default=None,
         description="Steps between evaluations; none: before the first step and at the end, as always.",
@@ -33,9 +35,28 @@ class EvalConfig(Config):
         """Whether anything is held out."""
         return self.share is not None or bool(self.own_data)
 
+    def held_out(self, ids: Sequence[TaskId], what: str) -> list[bool]:
+        """Whether each of some tasks or prompts, by its id, is in the share; `what` is what errors call them.
+
+        Raises:
+            InputError: one side is empty.
+        """
+        assert self.share is not None, "the caller checks it"
+        flags = [is_held_out(each, self.share, seed=0) for each in ids]
+        if all(flags) or not any(flags):
+            raise InputError(
+                f"eval.share = {self.share} holds out {sum(flags)} of {len(flags)} {what}, and both sides need some; "
+                f"set another share, or eval.{self._files_names}"
+            )
+        return flags
+
+    @property
+    def _files_names(self) -> str:
+        return " or ".join(name for name in ("file", "files") if name in type(self).model_fields)
+
     @model_validator(mode="after")
     def _check_data(self) -> Self:
-        names = " or ".join(name for name in ("file", "files") if name in type(self).model_fields)
+        names = self._files_names
         if self.share is not None and self.own_data:
             raise ConfigError(
                 f"held-out data are a share of the training data or in files of their own, and share = {self.share} is "

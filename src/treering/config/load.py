@@ -2,8 +2,9 @@
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_jsonable_python
@@ -19,6 +20,20 @@ class Config(BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class _Record(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+def of_same_name(record: type[_Record], section: Config) -> dict[str, Any]:
+    """The settings of a section that a record of options has under the same names.
+
+    Example: of `OptimOptions` and the section [optim] they are all but `num_steps`, which a section has not.
+    """
+    return {
+        each.name: getattr(section, each.name) for each in fields(record) if each.name in type(section).model_fields
+    }
 
 
 def load(config_type: type[ConfigT], path: Path | None, overrides: Sequence[str] = ()) -> ConfigT:

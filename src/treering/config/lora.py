@@ -18,7 +18,6 @@ class LoraConfig(Config):
     target_modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None, description="Linear modules that get adapters, as q_proj; none: all but the output head."
     )
-    dropout: float = Field(default=0.0, description="0: a shared token is computed once, and has one value.")
 
     @property
     def is_set(self) -> bool:
@@ -27,12 +26,7 @@ class LoraConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.dropout != 0:
-            raise ConfigError(
-                f"dropout gives a shared token another value in each of its branches, where a tree computes one, and "
-                f"lora.dropout is {self.dropout}; set it to 0, and against overfitting lower lora.rank"
-            )
-        given = sorted(self.model_fields_set - {"rank", "dropout"})
+        given = sorted(self.model_fields_set - {"rank"})
         if given and not self.is_set:
             raise ConfigError(f"adapters have a rank, and lora.rank is not set beside {', '.join(given)}; set it to 16")
         return self

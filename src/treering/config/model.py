@@ -20,7 +20,7 @@ def _full_name(dtype: object) -> object:
 
 
 class ModelConfig(Config):
-    """A pre-trained model from a folder or the hub, or a small random one of the given shape."""
+    """A pre-trained model from a folder or the hub, or a small random Qwen3 of the given shape."""
 
     path: ModelPath | None = Field(
         default=None,
@@ -28,7 +28,6 @@ class ModelConfig(Config):
         "model of this shape.",
     )
     revision: Revision = None
-    family: Literal["qwen3"] = Field(default="qwen3", description="Architecture of the random model.")
     vocab_size: Count | None = Field(default=None, description="Number of token ids; none: as many as the data needs.")
     hidden_size: Count = Field(default=128, description="Width of the residual stream.")
     num_layers: Count = Field(default=4, description="Number of decoder layers.")
@@ -38,7 +37,6 @@ class ModelConfig(Config):
         default=32, description="Width of a head; even, for RoPE."
     )
     intermediate_size: Count = Field(default=384, description="Width of the gated MLP.")
-    tie_embeddings: bool = Field(default=True, description="Whether the output head is the embedding matrix.")
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_full_name)] = Field(
         default="float32", description="Type that the model computes in; fp32 and bf16 are other names of them."
     )

@@ -51,9 +51,3 @@ def check_warmup(*, warmup_steps: int, num_steps: int | None) -> None:
             f"warm-up ends before training does, and warmup_steps = {warmup_steps} is not below num_steps = "
             f"{num_steps}; lower warmup_steps"
         )
-
-
-def check_end(*, num_epochs: int | None, num_steps: int | None) -> None:
-    """Refuses a training without an end."""
-    if num_epochs is None and num_steps is None:
-        raise ConfigError("training needs an end, and neither num_epochs nor num_steps is set; set one, or both")

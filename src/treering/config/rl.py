@@ -11,135 +11,18 @@ from pydantic import Field, model_validator
 from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
 from treering.config.eval import RlEvalConfig
 from treering.config.load import Config
+from treering.config.loop import LoopConfig
 from treering.config.lora import LoraConfig, check_lora
-from treering.config.loss import (
-    Layers,
-    MaxBytes,
-    Parents,
-    Ranks,
-    Sharing,
-    check_divisor,
-    check_importance,
-    check_kl,
-    check_packed,
-)
 from treering.config.metrics import RlMetricsConfig
 from treering.config.model import ModelConfig
-from treering.config.optim import OptimConfig, check_end, check_warmup
+from treering.config.optim import OptimConfig, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
 from treering.config.runtime import Lengths, RuntimeConfig, Schedule
 from treering.config.teacher import TeacherConfig, check_teacher
-from treering.config.values import Count, CountOrAuto, FilePath, NonNegative, Positive, Seed
+from treering.config.values import Count, FilePath
 from treering.errors import ConfigError
-
-_UnitInterval = Annotated[float, Field(ge=0, le=1)]
-_Bytes = Annotated[int, Field(ge=1)]
-
-
-class LoopConfig(Config):
-    """Steps, groups, advantages and the loss."""
-
-    num_epochs: Count | None = Field(default=None, description="Passes over the prompts; none: until num_steps.")
-    num_steps: Count | None = Field(default=None, description="Steps; none: until num_epochs. The earlier one ends.")
-    prompts_per_step: Count = Field(default=8, description="Prompts, each one group and one tree, per step.")
-    group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="Rollouts per prompt and step.")
-    estimator: Literal["grpo", "dr_grpo", "rloo"] = Field(
-        default="grpo",
-        description="Advantages. grpo: reward less the group's mean, over its deviation. dr_grpo: without the "
-        "deviation. rloo: less the mean of the others.",
-    )
-    objective: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "distill"] = Field(
-        default="grpo",
-        description="The loss. grpo, dapo, dr_grpo: clipped per token, with three denominators. gspo, rloo: clipped "
-        "per rollout. cispo: clipped weights, no token without a gradient. distill: the divergence from [teacher] at "
-        "sampled tokens, whatever their rewards.",
-    )
-    clip: Annotated[tuple[_UnitInterval, NonNegative] | None, Field(strict=False)] = Field(
-        default=None, description="Lower and upper clip of the ratio; none: the objective's own."
-    )
-    normalizer: Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"] | None = Field(
-        default=None, description="What the summed loss of a step is divided by; none: the objective's own."
-    )
-    divisor: Positive | None = Field(default=None, description='The constant of normalizer = "constant", in tokens.')
-    max_importance: Positive | None = Field(
-        default=None, description="Cap of the importance weights that correct top_k and top_p; none: no weights."
-    )
-    min_importance: Positive | None = Field(
-        default=None, description="Weights below become 0, where they are masked; needs max_importance."
-    )
-    importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
-        default=None,
-        description="Whose weight is bounded, and what one beyond becomes: the bound (truncate) or 0 (mask); none: "
-        "token_truncate. Needs max_importance.",
-    )
-    entropy_coefficient: NonNegative | None = Field(
-        default=None, description="Factor of the entropy bonus; 0 measures the entropy only, none: neither."
-    )
-    kl: NonNegative = Field(
-        default=0.0,
-        description="Factor of the KL to the policy that the run began with (with [lora]: to the base model); 0: none, "
-        "and no copy of it.",
-    )
-    kl_in: Literal["loss", "reward"] = Field(
-        default="loss",
-        description="loss: added to the loss of every sampled token. reward: its sum over a rollout is taken off the "
-        "reward.",
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
-        default=None,
-        description="With d = logp - reference logp: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. none: k3 in the loss, "
-        "k1 in the reward, which takes no other; k1 in the loss is refused.",
-    )
-    old_logprobs: Literal["sampled", "recomputed"] = Field(
-        default="sampled",
-        description="What ratios compare with. sampled: the engine's log-probs. recomputed: the trainer's own, before "
-        "an update; for vllm with top_k, top_p, min_p or repetition_penalty, where it gives none.",
-    )
-    layout: Literal["tree", "packed"] = Field(
-        default="tree",
-        description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
-    )
-    max_batch_tokens: CountOrAuto = Field(
-        default="auto",
-        description="Unique tokens per micro-batch, at most; a larger tree runs in partitions. auto: on CUDA what free "
-        "memory holds, halved where it does not; elsewhere, and on several ranks, 16384.",
-    )
-    parents: Parents = "auto"
-    max_bytes: MaxBytes = None
-    sharing: Sharing = "always"
-    gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
-        default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
-    )
-    layers: Layers = "auto"
-    ranks: Ranks = "gathered"
-    num_train_threads: Count | None = Field(
-        default=None, description="Threads while training on the CPU; none: as many as torch takes."
-    )
-    seed: Seed = Field(default=0, description="Seed of the random model's weights and of the order of the prompts.")
-    staleness: Annotated[int, Field(ge=0)] = Field(
-        default=0,
-        description="Step k is sampled by the weights after step k - 1 - staleness: from 1 on, steps are sampled while "
-        "those before are trained. Needs runtime.workers.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_end(num_epochs=self.num_epochs, num_steps=self.num_steps)
-        check_divisor(normalizer=self.normalizer, divisor=self.divisor)
-        check_packed(layout=self.layout, normalizer=self.normalizer)
-        check_kl(
-            kl=self.kl,
-            kl_in=self.kl_in,
-            kl_estimator=self.kl_estimator,
-            objective=self.objective,
-            old_logprobs=self.old_logprobs,
-        )
-        check_importance(
-            max_importance=self.max_importance, min_importance=self.min_importance, importance=self.importance
-        )
-        return self
 
 
 class HistoryConfig(Config):
@@ -148,7 +31,9 @@ class HistoryConfig(Config):
     drafts: Literal["on", "off"] = Field(
         default="on", description="off: one token per rollout and forward pass (off-switch)."
     )
-    max_bytes: _Bytes = Field(default=1 << 30, description="Memory of the history, its index included, in bytes.")
+    max_bytes: Annotated[int, Field(ge=1)] = Field(
+        default=1 << 30, description="Memory of the history, its index included, in bytes."
+    )
     max_epochs: Count = Field(default=2, description="Policy versions that are kept of each prompt.")
     max_draft: Annotated[int, Field(ge=1, le=64)] = Field(default=64, description="Tokens per draft, at most.")
     verify_costs: Literal["measured", "fixed"] = Field(
@@ -172,11 +57,6 @@ class HistoryConfig(Config):
         default=("history", "siblings", "own", "others"),
         description="Where drafts come from: earlier epochs, the group's other rollouts, the rollout itself, earlier "
         "rollouts of other prompts.",
-    )
-    publish_new_after: Count = Field(
-        default=4,
-        description="Finished rollouts of prompts without history until the others of their group draft from them; "
-        "again at each doubling.",
     )
 
     @model_validator(mode="after")
@@ -293,7 +173,12 @@ class RlConfig(Config):
                 "drafts; remove it"
             )
         if engine.kind == "vllm":
-            check_vllm(engine, self.sampling, old_logprobs=self.rl.old_logprobs)
+            check_vllm(
+                engine,
+                self.sampling,
+                old_logprobs=self.rl.old_logprobs,
+                verify_costs=self.history.verify_costs,
+            )
         return self
 
     @model_validator(mode="after")

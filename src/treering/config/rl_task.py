@@ -13,7 +13,7 @@ from treering.errors import ConfigError
 
 _GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
 _CHAT = ("tokenizer", "template", "date", "stop_tokens")
-_FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
+_FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge", "cache")
 _EPISODES = (
     "episodes_in_flight",
     "episode_order",
@@ -26,20 +26,7 @@ _EPISODES = (
 _OF_ENVIRONMENT = (*_CHAT, *_EPISODES, "class_")
 _OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "max_prompts")
 _SETTINGS = MappingProxyType(
-    {
-        "sums": _GENERATED,
-        "prompts": _FROM_FILE,
-        "environment": _OF_ENVIRONMENT,
-        "verifiers": _OF_VERIFIERS,
-    }
-)
-_OWNERS = MappingProxyType(
-    {
-        "sums": "sums",
-        "prompts": '"prompts"',
-        "environment": '"environment"',
-        "verifiers": '"verifiers"',
-    }
+    {"sums": _GENERATED, "prompts": _FROM_FILE, "environment": _OF_ENVIRONMENT, "verifiers": _OF_VERIFIERS}
 )
 
 
@@ -157,6 +144,10 @@ class TaskConfig(Config):
     max_prompt_tokens: Count | None = Field(
         default=None, description="Prompts with more tokens are left out and counted; none: no limit."
     )
+    cache: Literal["on", "off"] = Field(
+        default="on",
+        description="Prompts: on: their tokens are kept for the next start, see `treering cache`. off: they are not.",
+    )
     stop_tokens: Annotated[tuple[str | Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
         default=(),
         description="Prompts: texts or ids of tokens that end a response, besides those of the tokenizer, its chat "
@@ -191,9 +182,7 @@ class TaskConfig(Config):
         own = _SETTINGS[self.kind]
         foreign = sorted({name for names in _SETTINGS.values() for name in names if name not in own} & self._given)
         if foreign:
-            owners = dict.fromkeys(
-                owner for kind, owner in _OWNERS.items() if any(name in _SETTINGS[kind] for name in foreign)
-            )
+            owners = [f'"{kind}"' for kind, names in _SETTINGS.items() if not set(foreign).isdisjoint(names)]
             raise ConfigError(
                 f'kind = "{self.kind}" has no {", ".join(name.rstrip("_") for name in foreign)}, which belong to '
                 f"{' or '.join(owners)}; remove them, or set another kind"

@@ -10,14 +10,14 @@ from pydantic import Field, model_validator
 from treering.config.eval import SftEvalConfig
 from treering.config.load import Config
 from treering.config.lora import LoraConfig, check_lora
-from treering.config.loss import Layers, MaxBytes, Parents, Ranks, Sharing, check_divisor, check_packed
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
-from treering.config.optim import OptimConfig, check_end, check_warmup
+from treering.config.optim import OptimConfig, check_warmup
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
+from treering.config.steps import Normalizer, StepsConfig
 from treering.config.teacher import TeacherConfig, check_teacher
-from treering.config.values import Count, CountOrAuto, FilePath, ModelPath, Positive, Seed, TemplateDate
+from treering.config.values import Count, CountOrAuto, FilePath, ModelPath, Seed, TemplateDate
 from treering.data.formats.detect import FormatName
 from treering.data.formats.reader import FailedRuns
 from treering.errors import ConfigError
@@ -68,11 +68,6 @@ class DataConfig(Config):
         default="on",
         description="on: the tokens of the files are kept for the next start, see `treering cache`. off: they are not.",
     )
-    vocab: Literal["full", "folded"] = Field(
-        default="full",
-        description="full: the tokenizer's ids. folded: the ids that occur are renumbered by falling frequency; where "
-        "model.vocab_size is smaller, rare ids share its last eighth.",
-    )
     stand_in: StandInConfig = Field(default_factory=StandInConfig, description="The generated data.")
 
     @model_validator(mode="after")
@@ -90,58 +85,26 @@ class DataConfig(Config):
         return self
 
 
-class TrainConfig(OptimConfig):
+class TrainConfig(StepsConfig, OptimConfig):
     """The optimisation: AdamW with linear warm-up, then a constant or falling rate, and gradient clipping."""
 
-    num_epochs: Count | None = Field(default=None, description="Passes over the tasks; none: until num_steps.")
-    num_steps: Count | None = Field(
-        default=None, description="Optimizer steps; none: until num_epochs. The earlier one ends."
-    )
+    normalizer: Normalizer = Field(default="token_mean", description="What the summed loss of a step is divided by.")
     trees_per_step: CountOrAuto = Field(
         default="auto",
         description="Tasks, each one tree, per optimizer step. auto: 8, fewer where an epoch would have less than 16 "
         "steps.",
     )
-    max_batch_tokens: CountOrAuto = Field(
-        default="auto",
-        description="Unique tokens per micro-batch, at most; a larger tree runs in partitions. auto: on CUDA what free "
-        "memory holds, halved where it does not; elsewhere, and on several ranks, 16384.",
-    )
-    parents: Parents = "auto"
-    max_bytes: MaxBytes = None
-    sharing: Sharing = "always"
     objective: Literal["sft", "distill"] = Field(
         default="sft",
         description="sft: the negative log-probability of each trained token. distill: the divergence from [teacher].",
     )
-    normalizer: Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"] = Field(
-        default="token_mean", description="What the summed loss of a step is divided by."
-    )
-    divisor: Positive | None = Field(default=None, description='The constant of normalizer = "constant", in tokens.')
     shared: Literal["sum", "once"] = Field(
         default="sum", description="sum: a shared token counts once per branch, as flat training does. once: one time."
     )
-    layout: Literal["tree", "packed"] = Field(
-        default="tree",
-        description="tree: each shared token is computed once. packed: every sequence by itself (off-switch).",
-    )
-    ranks: Ranks = "gathered"
-    gradient_checkpointing: Literal["none", "reentrant", "non_reentrant"] = Field(
-        default="none", description="Recompute activations in the backward pass, and by which of torch's two ways."
-    )
-    layers: Layers = "auto"
-    seed: Seed = Field(default=0, description="Seed of the random model's weights and of the order of the tasks.")
 
     @model_validator(mode="after")
-    def _check_end(self) -> Self:
-        check_end(num_epochs=self.num_epochs, num_steps=self.num_steps)
+    def _check_packed(self) -> Self:
         check_warmup(warmup_steps=self.warmup_steps, num_steps=self.num_steps)
-        return self
-
-    @model_validator(mode="after")
-    def _check_loss(self) -> Self:
-        check_divisor(normalizer=self.normalizer, divisor=self.divisor)
-        check_packed(layout=self.layout, normalizer=self.normalizer)
         if self.layout == "packed" and self.shared == "once":
             raise ConfigError(
                 'layout = "packed" trains every sequence by itself, so a shared token counts in each, and shared = '
@@ -175,11 +138,6 @@ class SftConfig(Config):
 
     @model_validator(mode="after")
     def _check_vocabulary(self) -> Self:
-        if self.model.path is not None and self.data.vocab == "folded":
-            raise ConfigError(
-                'data.vocab = "folded" renumbers token ids, which a pre-trained model (model.path = '
-                f'{self.model.path!r}) does not know; set data.vocab = "full", or remove model.path'
-            )
         if self.model.path is not None and self.data.source == "generated":
             raise ConfigError(
                 'data.source = "generated" draws meaningless token ids, and model.path = '
@@ -189,10 +147,10 @@ class SftConfig(Config):
 
     @model_validator(mode="after")
     def _check_eval(self) -> Self:
-        if self.eval.files and (self.data.vocab == "folded" or self.data.source == "generated"):
+        if self.eval.files and self.data.source == "generated":
             raise ConfigError(
-                "files of held-out data have the token ids of a tokenizer, and data.source = "
-                f'"{self.data.source}" with data.vocab = "{self.data.vocab}" gives others; set eval.share instead'
+                'files of held-out data have the token ids of a tokenizer, and data.source = "generated" gives others; '
+                "set eval.share instead"
             )
         return self
 
@@ -208,12 +166,9 @@ class SftConfig(Config):
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
         check_teacher(self.teacher, section="train", objective=self.train.objective)
-        if not self.teacher.is_set:
-            return self
-        if self.data.vocab == "folded" or self.data.source == "generated":
+        if self.teacher.is_set and self.data.source == "generated":
             raise ConfigError(
-                f"a teacher knows the token ids of its own tokenizer, and data.source = "
-                f'"{self.data.source}" with data.vocab = "{self.data.vocab}" gives others; name files, with vocab = '
-                '"full"'
+                'a teacher knows the token ids of its own tokenizer, and data.source = "generated" gives others; name '
+                "files"
             )
         return self

@@ -25,10 +25,9 @@ from treering.engine.kv_cache.rollout_cache import Continuation
 from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning, check_update
 from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
-from treering.engine.speculation.draft_prices import measure_with_prices
 from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.engine.speculation.speculation import Speculation
-from treering.engine.speculation.verify_costs import Costs
+from treering.engine.speculation.verify_costs import Costs, measure
 from treering.engine.stop_strings import Decode
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
@@ -254,11 +253,10 @@ class TorchEngine(Engine):
         self._duplicate_rows = resolve(duplicate_rows, self._weights.device.type)
 
     def measure_costs(self) -> VerifyCosts:
-        """Measures the seconds of a pass by its number of tokens, and of drafting; changes no rollout, count or noise.
+        """Measures the seconds of a pass by its number of tokens; changes no rollout, count or noise.
 
-        Takes a few tenths of a second, or about sixty passes if these are slow. With costs="measured" and a drafter
-        without costs the engine calls it before its first pass, and again if passes later take less than half of the
-        measured time.
+        Takes a few tenths of a second, or some fifty passes if these are slow. With costs="measured" and a drafter
+        without costs the engine calls it before its first pass.
 
         Raises:
             StateError: the model's logits hold NaN or +inf.
@@ -266,7 +264,7 @@ class TorchEngine(Engine):
         Example: with max_batch=2 the result has entries for 1 to 10 and for 16 tokens.
         """
         with threads(self._num_threads):
-            return measure_with_prices(
+            return measure(
                 self._decoder,
                 self._sampler,
                 num_slots=self._max_tokens,
@@ -286,9 +284,7 @@ class TorchEngine(Engine):
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
         leaders = leaders_of(table.columns, table.num_rows, self._duplicate_rows)
-        drafts = self._speculation.propose(
-            table, leaders, num_waiting=len(self._waiting), has_prefill=bool(chunks) or table.has_missing()
-        )
+        drafts = self._speculation.propose(table, leaders, has_prefill=bool(chunks) or table.has_missing())
         inputs = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
         start = self._clock()
         batch = join(inputs.batch, chunks)

@@ -135,8 +135,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         digest = manifest.get("sha256")
     except (OSError, StateError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(f"{folder.name}: {MANIFEST} is missing or unreadable ({error})") from error
-    # The manifests of the first checkpoints had no checksum of their own.
-    if digest not in (None, _digest(content)):
+    if digest != _digest(content):
         raise StateError(f"{folder.name}: {MANIFEST} has changed since it was written")
     for name, expected in content["files"].items():
         try:

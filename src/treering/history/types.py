@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from treering.arrays import Float32Array, Float64Array, Int32Array, Int64Array
-from treering.compiling.lean import kernel, lean
+from treering.arrays import Float32Array, Int32Array, Int64Array
 from treering.errors import InputError
 from treering.types import PromptId
 
 _NAMES = (str, int, np.integer)
-_LISTS = (list, tuple)
 _OPTIONAL = ("row_ids", "leaders")
 _COUNTS = ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", *_OPTIONAL)
 
@@ -24,8 +21,6 @@ _COUNTS = ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", *_OPTIONAL
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRows:
     """The rows of one engine step; arrays are read in place, so they may be views of the engine's own.
-
-    Lists become arrays; those of `tokens` may be of different lengths.
 
     Attributes:
         prompt_ids: B ids; history need not know them.
@@ -37,7 +32,6 @@ class DraftRows:
         max_drafts: int64 [B], the most tokens that each row's draft may have; 0 is none.
         row_ids: int64 [B] or None, a number that a running rollout keeps and no other ever has. Without it, a rollout
             is assumed to stay in its line while the line's prompt, group and newest tokens match.
-        worth: float64 [B] or None, > 0: relative value of a token of each row; None is 1 for all.
         leaders: int64 [B] or None, the row whose draft each row is verified with: itself, or an earlier row with the
             same tokens that is its own leader. Other rows than leaders get no draft. None: all are their own leaders.
 
@@ -52,18 +46,16 @@ class DraftRows:
     num_prompt_tokens: Int64Array
     max_drafts: Int64Array
     row_ids: Int64Array | None = None
-    worth: Float64Array | None = None
     leaders: Int64Array | None = None
 
     def __post_init__(self) -> None:
-        self._convert_lists()
         shape = (len(self.prompt_ids),)
         if not all(issubclass(kind, _NAMES) for kind in set(map(type, self.prompt_ids))):
             raise InputError(f"prompt_ids are strings or integers, got {self.prompt_ids!r}; convert them")
         if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
             raise InputError(
                 f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
-                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows, or a list with the tokens of each"
+                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows"
             )
         for name in _COUNTS:
             values = getattr(self, name)
@@ -74,21 +66,6 @@ class DraftRows:
                     f"{name} is int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of shape "
                     f"{np.shape(values)}; convert it"
                 )
-        worth = self.worth
-        if worth is not None and (_kind_of(worth) != np.float64 or worth.shape != shape or not (worth > 0).all()):
-            raise InputError(
-                f"worth is float64 of shape {shape} and above 0, got {_kind_of(worth)} of shape {np.shape(worth)} or "
-                "other values; leave it out if all rows are alike"
-            )
-
-    def _convert_lists(self) -> None:
-        for name in ("tokens", "worth", *_COUNTS):
-            values = getattr(self, name)
-            if not isinstance(values, _LISTS):
-                continue
-            dtype = np.float64 if name == "worth" else np.int64
-            array = _padded(values) if name == "tokens" else _as_array(name, values, dtype)
-            object.__setattr__(self, name, array)
 
 
 def check_counts(rows: DraftRows) -> None:
@@ -97,23 +74,10 @@ def check_counts(rows: DraftRows) -> None:
     Raises:
         InputError: the first row whose counts contradict each other.
     """
-    bad: int = _first_bad(rows.num_prompt_tokens, rows.num_tokens, rows.tokens.shape[1])
-    if bad >= 0:
-        raise InputError(contradiction(rows, bad))
-
-
-@kernel
-def _first_bad(num_prompt: Int64Array, num_tokens: Int64Array, num_columns: int) -> int:
-    for b in range(num_tokens.size):
-        if not fits_line(num_prompt[b], num_tokens[b], num_columns):
-            return b
-    return -1
-
-
-@lean
-def fits_line(num_prompt: int, num_tokens: int, num_columns: int) -> bool:
-    """Whether a row's prompt lies within its context, and the context within its line."""
-    return bool(0 <= num_prompt <= num_tokens <= num_columns)
+    num_prompt, num_tokens = rows.num_prompt_tokens, rows.num_tokens
+    fits = (num_prompt >= 0) & (num_prompt <= num_tokens) & (num_tokens <= rows.tokens.shape[1])
+    if not fits.all():
+        raise InputError(contradiction(rows, int(fits.argmin())))
 
 
 def contradiction(rows: DraftRows, b: int) -> str:
@@ -147,30 +111,6 @@ class Drafts:
 
     def __post_init__(self) -> None:
         assert self.tokens.size == self.parents.size == self.acceptance.size == self.offsets[-1]
-
-
-def _padded(lines: Sequence[Sequence[int]]) -> Int32Array:
-    """Lists of token ids as one array [B, L], padded with zeros."""
-    rows = [_as_array("tokens", line, np.int32) for line in lines]
-    width = max((row.size for row in rows), default=0)
-    if any(row.ndim != 1 for row in rows):
-        raise InputError("tokens are a list with the token ids of each row, got lists within them; flatten each row")
-    return np.array([np.pad(row, (0, width - row.size)) for row in rows], np.int32).reshape(len(rows), width)
-
-
-def _as_array(name: str, values: object, dtype: type[np.generic]) -> NDArray[Any]:
-    """A list's numbers as an array, exactly."""
-    try:
-        found = np.array(values)
-        if found.size == 0 or (found.dtype.kind in ("iu", "iuf")[dtype is np.float64] and _fits(found, dtype)):
-            return found.astype(dtype)
-    except ValueError as error:
-        raise InputError(f"{name} of rows holds lists of different lengths, got {values!r}; flatten it") from error
-    raise InputError(f"{name} of rows holds {np.dtype(dtype)} numbers, got {values!r}; correct it")
-
-
-def _fits(values: NDArray[Any], dtype: type[np.generic]) -> bool:
-    return bool((values.astype(dtype) == values).all())
 
 
 def _kind_of(values: object) -> np.dtype[Any] | str:

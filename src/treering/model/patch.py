@@ -31,7 +31,6 @@ from treering.model.fused_head import as_batch, label_pairs, parts_of
 from treering.model.layers import compiled_layers
 from treering.model.picture_batch import OF_PICTURES, pictures_of_batch
 from treering.model.replaced_forward import is_replaced, replace_forward
-from treering.model.tree_counts import TreeCounts
 from treering.model.wrappers import unwrap
 from treering.ranks.agreement import check_pictures_together
 from treering.tree.forest import Forest
@@ -75,6 +74,34 @@ class _Scoring:
     """int64, the states that the next call of the decoder gives."""
     output: Any = None
     """The decoder's, states [N, C]; None before it has run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeCounts:
+    """What patched calls computed since the counts were last taken.
+
+    Example: two rows of 3 tokens that share 2 are 6 flat tokens and 4 computed ones.
+    """
+
+    num_calls: int = 0
+    """Calls that ran on a forest."""
+    num_flat_tokens: int = 0
+    """Real tokens of their batches."""
+    num_tokens: int = 0
+    """Distinct ones, which were computed."""
+
+    @property
+    def token_ratio(self) -> float:
+        """Flat tokens per computed token, 1.0 without calls: the bound of the speedup by tokens."""
+        return self.num_flat_tokens / self.num_tokens if self.num_tokens else 1.0
+
+    def with_call(self, forest: Forest) -> "TreeCounts":
+        """These counts and a call on the forest."""
+        return TreeCounts(
+            num_calls=self.num_calls + 1,
+            num_flat_tokens=self.num_flat_tokens + forest.num_branch_tokens,
+            num_tokens=self.num_tokens + forest.num_tokens,
+        )
 
 
 class TreePatch:

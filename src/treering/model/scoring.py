@@ -7,7 +7,7 @@ whose weight gradient is summed in place; any other head in checkpointed chunks.
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from treering.attention.to_device import to_device
-from treering.model.head.linear import LinearScores, chunks
+from treering.model.head.linear import LinearRows, OfLogits, RowChunk, chunks
 from treering.model.head.three_pass import ThreePassScores, has_kernels, rows_at_once
-from treering.model.logits import EntropyOf, LogitScores, scaled_logits
+from treering.model.logits import EntropyOf, LogitScores, consume_logits, logit_gradient, scaled_logits
 
 MAX_LOGIT_ENTRIES = MappingProxyType({"cpu": 2**24, "cuda": 2**28})
 """Most logits held at once, by device: on CPU 64 MiB in float32, and as much for their gradient. On CUDA 1 GiB, because
@@ -66,29 +66,31 @@ def score_rows(
     """
     if takes_kernels(head, rows, softcap):
         return Scores(*on_kernels(ThreePassScores, rows, head, targets, target_row, temperature, entropy_of))
-    on_device = to_device(target_row, rows.device)
-    max_rows = max_logit_rows(rows.device, vocab_size)
-    if rows.shape[0] <= max_rows:
-        return _score_chunk(rows, head, targets, on_device, temperature, entropy_of, softcap)
-    pieces = chunks(rows.shape[0], target_row, max_rows)
+    pieces = chunks(rows.shape[0], target_row, max_logit_rows(rows.device, vocab_size))
+    of_logits = _TargetScores(targets, to_device(target_row, rows.device), entropy_of)
+    return Scores(*by_chunks(rows, head, pieces, of_logits, softcap=softcap, temperature=temperature))
+
+
+def by_chunks(
+    rows: Float[Tensor, "R C"],
+    head: nn.Module,
+    pieces: tuple[RowChunk, ...],
+    of_logits: OfLogits,
+    *,
+    softcap: float | None,
+    temperature: float,
+) -> tuple[Tensor, ...]:
+    """What `of_logits` takes from a head's scaled logits: of all rows at once, or in chunks that keep no logits."""
+
+    def of_chunk(own: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:
+        return of_logits.on_graph(scaled_logits(head, own, softcap=softcap, temperature=temperature), chunk)
+
+    if len(pieces) == 1:
+        return of_chunk(rows, pieces[0])
     if is_plain_linear(head) and softcap is None:
-        labels = targets, on_device, pieces
-        return Scores(*_on_weights(LinearScores, rows, head, *labels, temperature, entropy_of))
-    parts = [
-        checkpoint(
-            _score_chunk,
-            rows[c.rows],
-            head,
-            targets[c.targets],
-            on_device[c.targets] - c.rows.start,
-            temperature,
-            entropy_of,
-            softcap,
-            use_reentrant=False,
-        )
-        for c in pieces
-    ]
-    return Scores(*(torch.cat(one) for one in zip(*parts, strict=True)))
+        return _on_weights(LinearRows, rows, head, pieces, temperature, of_logits)  # type: ignore[no-any-return]
+    parts = [checkpoint(of_chunk, rows[chunk.rows], chunk, use_reentrant=False) for chunk in pieces]
+    return tuple(torch.cat(one) for one in zip(*parts, strict=True))
 
 
 def takes_kernels(head: nn.Module, rows: Tensor, softcap: float | None) -> TypeGuard[nn.Linear]:
@@ -137,14 +139,27 @@ def compute_dtype(rows: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 
 
-def _score_chunk(
-    rows: Tensor,
-    head: Callable[[Tensor], Tensor],
-    targets: Tensor,
-    target_row: Tensor,
-    temperature: float,
-    entropy_of: EntropyOf,
-    softcap: float | None,
-) -> Scores:
-    logits = scaled_logits(head, rows, softcap=softcap, temperature=temperature)
-    return Scores(*LogitScores.apply(logits, targets, target_row, entropy_of))  # type: ignore[no-untyped-call]
+class _TargetScores(OfLogits):
+    """Log-probabilities and entropies of targets, from the logits of a chunk."""
+
+    def __init__(self, targets: Tensor, target_row: Tensor, entropy_of: EntropyOf) -> None:
+        self._labels, self._entropy_of = (targets, target_row), entropy_of
+        self._statistics: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def on_graph(self, logits: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:
+        scores: tuple[Tensor, ...] = LogitScores.apply(  # type: ignore[no-untyped-call]
+            logits, *chunk.labels(*self._labels), self._entropy_of
+        )
+        return scores
+
+    def values(self, logits: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:
+        targets, target_row = chunk.labels(*self._labels)
+        picked = logits[target_row, targets]
+        lse, entropy = consume_logits(logits, self._entropy_of)
+        self._statistics[chunk.rows.start] = lse, entropy
+        return picked - lse[target_row], entropy[target_row]
+
+    def gradient(self, logits: Tensor, chunk: RowChunk, grads: Sequence[Tensor | None]) -> Tensor:
+        lse, entropy = self._statistics[chunk.rows.start]
+        own = [None if grad is None else grad[chunk.targets] for grad in grads]
+        return logit_gradient(logits.sub_(lse[:, None]), entropy, *chunk.labels(*self._labels), *own)

@@ -87,18 +87,17 @@ def without_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
-def ranks_of(model: nn.Module, requested: RanksOption | None, *, sums_itself: bool) -> StepRanks:
+def ranks_of(model: nn.Module, requested: RanksOption | None) -> StepRanks:
     """The ranks that train a model in a step.
 
     Args:
         model: as it was passed to `prepare`, or the module inside DDP.
         requested: by the caller; None takes "sharded" where there are units, else "gathered".
-        sums_itself: the caller sums denominators and gradients.
 
     Raises:
         UnsupportedError: see `prepare`.
         StateError: several ranks run, and the model was not prepared, or no longer sums.
-        ConfigError: an option that contradicts the model or another one.
+        ConfigError: an option that contradicts the model.
     """
     if requested is not None and requested not in get_args(RanksOption):
         raise ConfigError(f"ranks is one of {', '.join(get_args(RanksOption))}, got {requested!r}; choose one")
@@ -107,8 +106,7 @@ def ranks_of(model: nn.Module, requested: RanksOption | None, *, sums_itself: bo
     group: RankGroup | None = model.__dict__.get(_PREPARED)
     if not is_running() or (num_ranks() == 1 and not units):
         return StepRanks(group=RankGroup(), mode=None)
-    if not units and (requested == "alone" or sums_itself):
-        _check_one_way(requested, sums_itself)
+    if not units and requested == "alone":
         return StepRanks(group=RankGroup(), mode=None)
     if group is None or group.size == 1 < num_ranks():
         raise StateError(
@@ -116,10 +114,9 @@ def ranks_of(model: nn.Module, requested: RanksOption | None, *, sums_itself: bo
             "treering.ranks.prepare(model) once, after init_process_group and after wrapping it; on a whole model "
             'ranks="alone" trains this rank by itself'
         )
-    if requested == "alone" or sums_itself:
+    if requested == "alone":
         raise ConfigError(
-            "a model of fully_shard is trained by all ranks together, and its gradients are summed by prepare: leave "
-            'out sum_over_ranks, and use ranks="sharded" or ranks="gathered"'
+            'a model of fully_shard is trained by all ranks together: use ranks="sharded" or ranks="gathered"'
         )
     _check_sums(units)
     if requested == "sharded" and not units:
@@ -128,14 +125,6 @@ def ranks_of(model: nn.Module, requested: RanksOption | None, *, sums_itself: bo
             'ranks="gathered"'
         )
     return StepRanks(group=group, mode=requested or ("sharded" if units else "gathered"))
-
-
-def _check_one_way(requested: RanksOption | None, sums_itself: bool) -> None:
-    if sums_itself and requested is not None:
-        raise ConfigError(
-            f"ranks={requested!r} and sum_over_ranks are two ways to say who sums: leave out sum_over_ranks, which "
-            "treering.ranks.prepare sets up"
-        )
 
 
 def _check_sums(units: Sequence[Any]) -> None:

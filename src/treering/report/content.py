@@ -13,7 +13,7 @@ from treering.errors import InputError, TreeringError
 from treering.report import epochs
 from treering.report.episodes import episodes_of
 from treering.report.facts import facts_of
-from treering.report.forest import as_json, bounds_of, draw
+from treering.report.forest import bounds_of, draw
 from treering.report.origins import GIVEN, SAMPLED, has_drafts, num_history_epochs, token_origins
 from treering.report.rollouts import Rollouts, choose_prompts, groups_of, read_newest, read_samples, tokens_of
 from treering.report.run import METRICS_FILE, RunData, number, read_demo, read_runs
@@ -145,7 +145,7 @@ def _rollout_content(run: RunData, find_text: Callable[[RunData], TextOf | None]
 def _prompt_content(prompt: PromptId, group: Sequence[Trajectory], origins: Sequence[str]) -> dict[str, Any]:
     return {
         "id": str(prompt),
-        "forest": as_json(draw(group), group),
+        "forest": draw(group),
         "rollouts": [
             {"tokens": tokens_of(each).tolist(), "origins": letters, "logprobs": _logprobs(each)}
             for each, letters in zip(group, origins, strict=True)

@@ -1,7 +1,6 @@
 """The drawing of a group's forest: segments as rectangles over the rows of their branches, and its bounds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,42 +11,6 @@ from treering.report.rollouts import tokens_of
 from treering.tree.forest import Forest
 from treering.tree.stats import flat_work, tree_work, work_bounds
 from treering.types import ModelShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A segment of a drawing, or a part of one: its tokens in the branches of rows `top` to `bottom`.
-
-    Attributes:
-        start: depth of its first token.
-        num_tokens: its length.
-        top: its first row.
-        bottom: one past its last row.
-        advantage: mean over its branches that have one; None if none has.
-    """
-
-    start: int
-    num_tokens: int
-    top: int
-    bottom: int
-    advantage: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """The forest of a group of rollouts as rows of branches.
-
-    Attributes:
-        rows: the rollout of each row, its number in the group; branches that share most are neighbours.
-        segments: parents before children; no two cover the same token of a row.
-        num_tokens: distinct tokens.
-        num_branch_tokens: tokens of all branches.
-    """
-
-    rows: tuple[int, ...]
-    segments: tuple[Segment, ...]
-    num_tokens: int
-    num_branch_tokens: int
 
 
 class Bars(NamedTuple):
@@ -78,31 +41,37 @@ def place_bars(forest: Forest, cuts: Int64Array | None = None) -> Bars:
     return Bars(rows.tolist(), list(zip(*columns, strict=True)))
 
 
-def draw(group: Sequence[Trajectory]) -> Drawing:
-    """Lays the forest of a group out.
+def draw(group: Sequence[Trajectory]) -> dict[str, Any]:
+    """The forest of a group as the page draws it: segments over the rows of their branches.
+
+    Returns:
+        "rows", the rollout of each row; "segments", each with the depth of its first token, its tokens, its first row,
+        one past its last row, and the mean advantage of its branches, None if none has one; "rewards" and "advantages"
+        by rollout; "num_tokens", distinct, and "num_branch_tokens".
 
     Example: [5, 6, 7] and [5, 6, 8, 9] are a segment of 2 tokens over both rows, and one of 1 and one of 2 tokens at
     depth 2, each in its own row.
     """
     forest = Forest.from_sequences([tokens_of(each) for each in group])
     bars = place_bars(forest)
-    advantages = [mean_advantage(group[row]) for row in bars.rows]
-    segments = tuple(
-        Segment(
-            start=int(forest.position[start]),
-            num_tokens=num_tokens,
-            top=top,
-            bottom=bottom,
-            advantage=_mean(advantages[top:bottom]),
-        )
-        for start, num_tokens, top, bottom in bars.rectangles
-    )
-    return Drawing(
-        rows=tuple(bars.rows),
-        segments=segments,
-        num_tokens=forest.num_tokens,
-        num_branch_tokens=forest.num_branch_tokens,
-    )
+    advantages = [mean_advantage(each) for each in group]
+    return {
+        "rows": bars.rows,
+        "segments": [
+            [
+                int(forest.position[start]),
+                num_tokens,
+                top,
+                bottom,
+                _mean([advantages[row] for row in bars.rows[top:bottom]]),
+            ]
+            for start, num_tokens, top, bottom in bars.rectangles
+        ],
+        "rewards": [each.reward for each in group],
+        "advantages": advantages,
+        "num_tokens": forest.num_tokens,
+        "num_branch_tokens": forest.num_branch_tokens,
+    }
 
 
 def mean_advantage(trajectory: Trajectory) -> float | None:
@@ -124,18 +93,6 @@ def bounds_of(groups: Sequence[Sequence[Trajectory]], shape: ModelShape) -> dict
     flat = flat_work(np.array([tokens_of(each).size for group in trained for each in group], np.int64))
     found = work_bounds(flat, tree_work(forests), shape)
     return {"token_bound": found.token_bound, "flop_bound": found.flop_bound}
-
-
-def as_json(drawing: Drawing, group: Sequence[Trajectory]) -> dict[str, Any]:
-    """The drawing with each rollout's reward and advantage, for the page."""
-    return {
-        "rows": drawing.rows,
-        "segments": [[s.start, s.num_tokens, s.top, s.bottom, s.advantage] for s in drawing.segments],
-        "rewards": [each.reward for each in group],
-        "advantages": [mean_advantage(each) for each in group],
-        "num_tokens": drawing.num_tokens,
-        "num_branch_tokens": drawing.num_branch_tokens,
-    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -59,7 +59,9 @@ def token_origins(
     offsets = np.zeros(1, np.int64)
     if kept:
         recorded = record([each for each, _ in kept], [one for _, one in kept])
-        replay(recorded, "all", max_epochs=num_history_epochs(config), settings=_settings(config), origins=origins)
+        replay(
+            recorded, "all", max_epochs=num_history_epochs(config), settings=drafter_settings(config), origins=origins
+        )
         offsets = recorded.offsets
     # A recording keeps the order within an epoch, as steps ascend in a run's files.
     pieces = iter([origins[begin:end] for begin, end in pairwise(offsets.tolist())])
@@ -79,7 +81,11 @@ def _letters(origins: np.ndarray[Any, np.dtype[np.int8]], mask: np.ndarray[Any, 
     )
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def drafter_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run's drafter; all sources if the run has none, as a replay says what drafts would have done.
+
+    Example: a run with `history.max_draft = 5` alone in its settings has {"max_draft": 5} and all `SOURCES`.
+    """
     given = {name: value for name, value in _history(config).items() if name in _SETTINGS}
     sources = tuple(given.get("sources", SOURCES))
     return given | {"sources": sources or SOURCES}

@@ -44,14 +44,9 @@ class RunData:
 
     @property
     def num_planned(self) -> int | None:
-        """Steps that the settings amount to; None where they are missing, or of an earlier version and in epochs."""
-        if isinstance(self.config.get("num_steps"), int):
-            return int(self.config["num_steps"])
-        loop, task = (_mapping(self.config.get(name)) for name in ("rl", "task"))
-        counts = [_mapping(self.config.get(name)).get("num_steps") for name in ("rl", "train")]
-        if task.get("kind") == "sums" and isinstance(loop.get("num_epochs"), int):
-            counts.append(loop["num_epochs"] * -(-task["num_prompts"] // loop["prompts_per_step"]))
-        return min((count for count in counts if isinstance(count, int)), default=None)
+        """Steps that the settings amount to; None where they are missing."""
+        count = self.config.get("num_steps")
+        return count if isinstance(count, int) else None
 
     @property
     def is_supervised(self) -> bool:
@@ -148,7 +143,3 @@ def _object(file: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{file.name} cannot be read ({error}), so the settings are unknown.")
     return {}
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

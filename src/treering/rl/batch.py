@@ -86,9 +86,9 @@ def make_rl_batch(
     )
 
 
-def share_of(batch: RlBatch, group: RankGroup, max_tokens: int | None, costs: CostModel | None) -> RlBatch:
+def share_of(batch: RlBatch, group: RankGroup, costs: CostModel | None) -> RlBatch:
     """This rank's branches of a step by cost; what describes groups stays that of the whole step."""
-    share = share_batch(batch.trees, group, max_tokens, costs)
+    share = share_batch(batch.trees, group, costs)
     return replace(
         batch,
         trees=share.batch,

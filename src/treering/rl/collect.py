@@ -52,11 +52,6 @@ class Runs:
     episodes: tuple[tuple[Turn, ...], ...] = ()
     """Of each run, what all its agents sampled and the waiting between; () where another agent's group has it."""
 
-    @property
-    def num_runs(self) -> int:
-        """Runs with at least one branch."""
-        return 1 + max(self.of, default=-1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treering.engine.rollout import Rollout
 from treering.errors import InputError
-from treering.history.budget.costs import DraftPrices, VerifyCosts
+from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape
 from treering.history.features import SOURCES, Source
@@ -22,7 +22,7 @@ from treering.history.store.snapshot import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.types import PromptId
 
-_SIZES, _SECONDS, _PRICES = _COSTS = ("costs.num_tokens", "costs.seconds", "costs.prices")
+_SIZES, _SECONDS = _COSTS = ("costs.num_tokens", "costs.seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
 
 
 def _columns_of(costs: VerifyCosts) -> dict[str, NDArray[Any]]:
-    return {_SIZES: costs.num_tokens, _SECONDS: costs.seconds, _PRICES: costs.prices.to_array()}
+    return {_SIZES: costs.num_tokens, _SECONDS: costs.seconds}
 
 
 def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
@@ -170,13 +170,11 @@ def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
     """
     if not set(_COSTS) <= columns.keys():
         return None
-    prices = DraftPrices.from_array(columns[_PRICES])
-    return VerifyCosts(num_tokens=columns[_SIZES], seconds=columns[_SECONDS], prices=prices)
+    return VerifyCosts(num_tokens=columns[_SIZES], seconds=columns[_SECONDS])
 
 
 def _copied(source: HistoryStore, target: HistoryStore) -> HistoryStore:
     """Copies a store's rollouts into the target and publishes them."""
-    source.publish()
     for prompt_id, index in source.snapshot.items():
         for version, text in sorted(index.texts().items()):
             rollouts = np.split(text, np.flatnonzero(text == MARKER)[1:])

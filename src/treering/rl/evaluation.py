@@ -9,7 +9,7 @@ from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.engine.rollout import Rollout
 from treering.engine.sampling.noise import row_key
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
 from treering.rl.checks import check_prompts, with_stops
 from treering.rl.collect import Collected, collect, join
@@ -24,18 +24,10 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
     It is the share of the subsets of k samples that hold one that has passed.
 
-    Raises:
-        InputError: k above the number of samples, or counts that contradict each other.
-
     Example:
         >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
         (0.25, 0.5, 1.0)
     """
-    if not 1 <= k <= num_samples or not 0 <= num_passed <= num_samples:
-        raise InputError(
-            f"k and the samples that passed are among all samples, got k={k} and {num_passed} of {num_samples}; take "
-            "more samples, or a smaller k"
-        )
     return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 

@@ -18,8 +18,9 @@ from treering.train.loop.batches import Layout, check_layout
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.distill import DistillOptions
 from treering.train.loss_weights import Normalizer, Weighting
-from treering.train.objectives import Clip, Objective
+from treering.train.objectives import Objective
 from treering.train.objectives.importance import ImportanceMode
+from treering.train.objectives.policy import Clip
 from treering.train.objectives.regularizers import KlEstimator
 
 OldLogprobs = Literal["sampled", "recomputed"]

@@ -99,7 +99,7 @@ class Trainer:
         update = None
         if batch.trees.num_tasks > 0:
             compute = options.compute
-            own = share_of(batch, self._group, compute.max_tokens_on_ranks, compute.costs)
+            own = share_of(batch, self._group, compute.costs)
             if in_loss is not None:
                 own = replace(own, ref_logprobs=in_loss.logprobs(own.trees, options.sampling.temperature))
             update = self._updater.update(
@@ -124,7 +124,7 @@ class Trainer:
         """The groups with the KL in their rewards, and its mean over sampled tokens; ranks score a share each."""
         batch = self._batch(groups, keeps_equal=True)
         compute, old = self._options.compute, known(batch.old_logprobs)
-        share = share_batch(batch.trees, self._group, compute.max_tokens_on_ranks, compute.costs)
+        share = share_batch(batch.trees, self._group, compute.costs)
         scored = reference.logprobs(share.batch, self._options.sampling.temperature)
         counted = own_tokens(groups)
         own = {

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from treering.errors import InputError
 from treering.schedule.latency import Latency
-from treering.types import is_count
 
 _FEW = 16
 """Fewest passes of one size that a fit uses."""
@@ -86,15 +85,11 @@ class PassTimes:
             num_passes: number of passes.
 
         Raises:
-            InputError: an invalid count or time.
+            InputError: an invalid time.
         """
-        sums = Sums(
-            _count("num_passes", num_passes, 1),
-            _count("num_rows", num_rows, 0),
-            _count("num_prefilled", num_prefilled, 0),
-            _count("num_sampled", num_sampled, 0),
-            _nanoseconds(seconds),
-        )
+        # Plain numbers, which a checkpoint can hold.
+        counts = (int(num_passes), int(num_rows), int(num_prefilled), int(num_sampled))
+        sums = Sums(*counts, _nanoseconds(seconds))
         cell = _cell_of(sums)
         self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
 
@@ -173,15 +168,6 @@ def _cell_of(sums: Sums) -> Cell:
         prefilled=(sums.num_prefilled // sums.num_passes).bit_length(),
         duration=(sums.duration_ns // sums.num_passes).bit_length(),
     )
-
-
-def _count(name: str, value: int, least: int) -> int:
-    """The count as a plain int; called for every pass, so the usual case is tested first."""
-    if type(value) is int and value >= least:
-        return value
-    if not is_count(value, least=least):
-        raise InputError(f"{name} is a whole number from {least} on, got {value!r}; correct it")
-    return int(value)
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -19,11 +19,11 @@ from treering.schedule.cluster import Cluster
 Stealing = Literal["off", "queued"]
 """Whether a worker with an empty queue takes queued rollouts of other workers in the same step."""
 
-Moving = Literal["off", "faster", "drain", "consolidate"]
-"""Whether running rollouts move to another worker of the same step. faster: a rollout longer than all predicted for its
-worker moves to where it ends sooner. drain: it also moves if its worker has little else left and can then begin its
-next step. consolidate: a worker with at most the last tenth of its share moves all of it to the worker that runs the
-most rollouts, and begins its next step."""
+Moving = Literal["off", "drain", "consolidate"]
+"""Whether running rollouts move to another worker of the same step. drain: a rollout longer than all predicted for its
+worker moves to where it ends sooner; it also moves if its worker has little else left and can then begin its next step.
+consolidate: a worker with at most the last tenth of its share moves all of it to the worker that runs the most
+rollouts, and begins its next step."""
 
 
 NUM_LEARNT = 4

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from treering.errors import InputError, StateError
+from treering.errors import StateError
 from treering.files.atomic import write_text
 from treering.files.writing import writing
 from treering.model.context import tree_attention
@@ -29,45 +29,40 @@ from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
 from treering.tree.stats import visible_pairs
 
-MIN_TOKENS = 256
+NUM_TOKENS = 1024
+"""Of the largest forests; more tokens separate pairs from tokens better."""
+
+NUM_RUNS = 3
+"""Timed runs of each forest, of which the median counts."""
 
 _ROUNDING = 1e-9
 """Share of a measured time below which a fitted cost counts as zero."""
 
 
-def fit_costs(model: nn.Module, *, num_tokens: int = 1024, num_runs: int = 3, backend: str = "auto") -> CostModel:
+def fit_costs(model: nn.Module, *, backend: str = "auto") -> CostModel:
     """Times the tree step on eight small forests and fits seconds per token, pair and segment.
 
-    Takes as long as training `6 * num_tokens * (num_runs + 1)` tokens: about 5 s for a model of two layers and hidden
+    Takes as long as training 24,000 tokens: about 5 s for a model of two layers and hidden
     size 256 on two cores. Leaves weights, their gradients and random states unchanged.
 
     Args:
         model: as for `backward`, on its device, with its training settings.
-        num_tokens: of the largest forests, at least `MIN_TOKENS`; more tokens separate pairs from tokens better.
-        num_runs: timed runs of each forest; the median is used.
         backend: attention backend.
 
     Raises:
-        InputError: too few tokens or runs.
         StateError, UnsupportedError: see `backward`.
     """
-    if num_tokens < MIN_TOKENS or num_runs < 1:
-        raise InputError(
-            f"fitting costs needs num_tokens >= {MIN_TOKENS} and num_runs >= 1, got {num_tokens} and {num_runs}"
-        )
-    forests = probe_forests(num_tokens, find_parts(model).vocab_size)
+    forests = probe_forests(NUM_TOKENS, find_parts(model).vocab_size)
     kept = [weight.grad for weight in model.parameters()]
     try:
-        seconds = _median_seconds(model, forests, num_runs, backend)
+        seconds = _median_seconds(model, forests, backend)
     finally:
         for weight, grad in zip(model.parameters(), kept, strict=True):
             weight.grad = grad
     return fit_seconds(forests, seconds)
 
 
-def cached_costs(
-    model: nn.Module, path: Path, *, num_tokens: int = 1024, num_runs: int = 3, backend: str = "auto"
-) -> CostModel:
+def cached_costs(model: nn.Module, path: Path, *, backend: str = "auto") -> CostModel:
     """The costs in the file `path` if fitted to this model on this device, else new ones, written to the file.
 
     A file of another model, device, attention backend, thread count or version of torch is replaced. The file says why
@@ -82,7 +77,7 @@ def cached_costs(
         stored_key, costs = _read(path)
         if stored_key == key:
             return costs
-    costs = fit_costs(model, num_tokens=num_tokens, num_runs=num_runs, backend=backend)
+    costs = fit_costs(model, backend=backend)
     with writing(path):
         stored = {"key": key, "attention": attention.reason, "costs": json.loads(costs.to_json())}
         write_text(path, json.dumps(stored, indent=1))
@@ -156,11 +151,11 @@ def _nonnegative_least_squares(rows: NDArray[np.float64], target: NDArray[np.flo
     return best
 
 
-def _median_seconds(model: nn.Module, forests: Sequence[Forest], num_runs: int, backend: str) -> list[float]:
+def _median_seconds(model: nn.Module, forests: Sequence[Forest], backend: str) -> list[float]:
     """Median seconds per forest; runs are interleaved, after a warm-up round."""
     seconds: list[list[float]] = [[] for _ in forests]
     device = next(model.parameters()).device
-    for round_number in range(num_runs + 1):
+    for round_number in range(NUM_RUNS + 1):
         for number, forest in enumerate(forests):
             for weight in model.parameters():
                 weight.grad = None

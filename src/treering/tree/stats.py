@@ -71,14 +71,6 @@ def visible_pairs(forest: Forest) -> int:
     return int(forest.position.sum(dtype=np.int64)) + forest.num_tokens
 
 
-def flat_pairs(forest: Forest) -> int:
-    """Attention pairs when every branch is computed on its own.
-
-    Example: `[5, 6, 7]` and `[5, 6, 8]` have 6 + 6 = 12.
-    """
-    return _chain_pairs(forest.position[forest.branch_end].astype(np.int64) + 1)
-
-
 def tree_work(forests: Iterable[Forest]) -> Work:
     """Work of computing each distinct token of each forest once."""
     parts = (Work(num_tokens=forest.num_tokens, num_pairs=visible_pairs(forest)) for forest in forests)
@@ -90,7 +82,8 @@ def flat_work(lengths: npt.NDArray[np.integer[Any]]) -> Work:
 
     Example: lengths 3 and 3 are 6 tokens and 12 pairs.
     """
-    return Work(num_tokens=int(lengths.sum(dtype=np.int64)), num_pairs=_chain_pairs(lengths.astype(np.int64)))
+    wide = lengths.astype(np.int64)
+    return Work(num_tokens=int(wide.sum()), num_pairs=int((wide * (wide + 1) // 2).sum()))
 
 
 def merged_work(
@@ -127,7 +120,11 @@ def train_flops(shape: ModelShape, num_tokens: int, num_pairs: int) -> int:
 
 
 def work_bounds(flat: Work, tree: Work, shape: ModelShape) -> Bounds:
-    """Best possible speedups of the work `tree` over the work `flat` with a model of that shape."""
+    """Best possible speedups of the work `tree` over the work `flat` with a model of that shape.
+
+    Example: a prompt of 1,024 tokens with 8 responses of 64 has 8,704 flat and 1,536 distinct tokens: token bound 5.67.
+    With 2 layers of hidden size 256 the FLOP bound, which includes attention, is 5.30.
+    """
     if tree.num_tokens == 0:
         return Bounds(token_bound=1.0, flop_bound=1.0)
     flat_flops = train_flops(shape, flat.num_tokens, flat.num_pairs)
@@ -137,31 +134,15 @@ def work_bounds(flat: Work, tree: Work, shape: ModelShape) -> Bounds:
     )
 
 
-def bounds(forest: Forest, shape: ModelShape) -> Bounds:
-    """Best possible speedups of training the forest instead of its branches.
-
-    Example: a prompt of 1,024 tokens with 8 responses of 64 has 8,704 flat and 1,536 distinct tokens: token bound 5.67.
-    With 2 layers of hidden size 256 the FLOP bound, which includes attention, is 5.30.
-    """
-    flat = Work(num_tokens=forest.num_branch_tokens, num_pairs=flat_pairs(forest))
-    return work_bounds(flat, tree_work([forest]), shape)
-
-
-def branching(*forests: Forest) -> Branching:
-    """Leaves, branch points, depths and segment lengths of all given forests together.
-
-    Example: `[5, 6, 7]` and `[5, 6, 8, 9]` have 2 leaves, 1 branch point, depth 4 and segments of 2, 1 and 2 tokens.
-    """
-    counter = BranchingCounter()
-    for forest in forests:
-        counter.add(forest)
-    return counter.total()
-
-
 class BranchingCounter:
     """Adds up the shapes of forests; keeps the lengths of their segments alone.
 
-    Example: see `branching`.
+    Example:
+        >>> counter = BranchingCounter()
+        >>> counter.add(Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9]]))
+        >>> shape = counter.total()
+        >>> shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segment_length
+        (2, 1, 4, 2)
     """
 
     def __init__(self) -> None:
@@ -195,10 +176,6 @@ class BranchingCounter:
             p90_segment_length=float(np.percentile(lengths, 90)),
             max_segment_length=int(lengths.max()),
         )
-
-
-def _chain_pairs(lengths: npt.NDArray[np.int64]) -> int:
-    return int((lengths * (lengths + 1) // 2).sum())
 
 
 def _num_leaves(forest: Forest) -> int:

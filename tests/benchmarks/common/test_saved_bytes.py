@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks.common.saved_bytes import peak_saved_bytes, watch_saved_bytes
-from benchmarks.tree.cases import build_model, star
-from benchmarks.tree.steps import gradient_after, tree
 
 from tests.benchmarks.tree.trajectories import TINY
 
@@ -48,15 +46,3 @@ def test_the_peak_is_of_one_time_and_not_a_sum_over_time() -> None:
     assert peak_saved_bytes(in_turn) == 4000
     assert peak_saved_bytes(together) == 12_000
     assert peak_saved_bytes(shrinking) == 4000
-
-
-def test_a_tree_step_is_counted_without_being_changed() -> None:
-    model, case = build_model(shape=SHAPE), star(prompt=9, response=4, group=3)
-    step = tree(model, case)
-    expected = gradient_after(model, step)
-    with watch_saved_bytes(model.parameters()) as saved:
-        assert torch.equal(gradient_after(model, step), expected)
-    assert saved.alive == 0
-    assert peak_saved_bytes(step, model.parameters()) == saved.peak > 0
-    longer = tree(model, star(prompt=18, response=8, group=3))
-    assert 1.8 < peak_saved_bytes(longer, model.parameters()) / saved.peak < 2.2

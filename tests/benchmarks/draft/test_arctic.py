@@ -140,47 +140,6 @@ def test_each_tasks_cache_holds_the_sources_of_each_rollout(python: Path, tmp_pa
         assert row["bytes_per_token"] == (0 if history == "none" else 7)
 
 
-def test_the_global_scope_holds_all_tasks_and_what_runs_beside(python: Path, tmp_path: Path) -> None:
-    found = samples()
-    for num_rows, expected in (
-        (64, [[2], [0, 2, 3], [0], [0, 1, 2], [0, 1, 2, 3]]),
-        (1, [[], [0, 2], [0], [0, 1, 2], [0, 1, 2, 3]]),
-    ):
-        (tmp_path / "notes").unlink(missing_ok=True)
-        plan = plans(found, num_rows=num_rows)["siblings"]
-        replay(found, plan, [config(scope="global")], python)
-        seen = held(tmp_path)
-        assert [seen[i] for i in range(len(expected))] == expected
-        assert {name for _, _, name, _ in notes(tmp_path)} == {1}
-    aged = recording([(task, [0, 1], "01") for task in "abaab"], epochs=[0, 0, 1, 1, 1])
-    (tmp_path / "notes").unlink()
-    replay(aged, plans(aged)["earlier"], [config(scope="global")], python)
-    assert held(tmp_path) == {2: [0, 1, 4], 3: [0, 1], 4: [0, 1, 2]}
-
-
-def test_rows_of_a_wave_take_a_step_each_in_turn_and_see_what_the_others_have_written(
-    python: Path, tmp_path: Path
-) -> None:
-    found = recording([("a", [1, 2, 3, 4], "0111"), ("b", [11, 12, 13], "011"), ("b", [21, 22], "01")])
-    plan = plans(found)["siblings"]
-    replay(found, plan, [config(scope="global")], python)
-    # Nothing is drafted, so a step is a token. The third rollout begins when the two of the first wave have ended.
-    steps = [(number, dict(zip(own, sizes, strict=True))) for number, own, _, sizes in notes(tmp_path)]
-    first = [(0, {1: 0}), (1, {0: 1}), (0, {1: 1}), (1, {0: 2}), (0, {1: 2})]
-    assert steps == [*first, (2, {0: 3, 1: 2})]
-    (tmp_path / "notes").unlink()
-    replay(found, plan, [config(scope="per_prompt")], python)
-    steps = [(number, dict(zip(own, sizes, strict=True))) for number, own, _, sizes in notes(tmp_path)]
-    assert steps == [(number, {}) for number, _ in first] + [(2, {1: 2})]
-
-
-def test_rollouts_may_begin_without_a_prompt(python: Path) -> None:
-    found = recording([("a", [1, 2], "11"), ("a", [1, 2], "11")])
-    (row,) = replay(found, plans(found)["siblings"], [config()], python)
-    # Only the second rollout has history. Nothing stands before its first token; its second and last one is drafted.
-    assert (row["tokens_per_step"], row["drafted_per_step"], row["precision"]) == (1.0, 0.25, 1.0)
-
-
 def test_the_real_one_finds_what_a_sibling_wrote() -> None:
     if not is_installed():
         pytest.skip("Arctic is not installed; `make peers` installs it")

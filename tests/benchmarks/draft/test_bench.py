@@ -8,7 +8,6 @@ from benchmarks.draft import bench as draft
 from benchmarks.draft.drafters import arctic
 
 from tests.benchmarks.draft.drafting import NUM_SAMPLES, RATES, rival, rows_of, write
-from treering.data import AgentSpec, generate_trajectories, write_trajectories
 
 HISTORY_DRAFTERS = ["naive", "paper_frequency", "released", "treering", "treering_chain"]
 
@@ -59,28 +58,3 @@ def test_beside_arctic_ours_drafts_no_more_than_its_best_row_and_is_shown_as_shi
     assert {key: shipped[key] for key in ("tokens_per_step", "drafted_per_step", "precision")} == {
         key: own[key] for key in ("tokens_per_step", "drafted_per_step", "precision")
     }
-
-
-def test_estimates_have_a_table_for_each_history_that_is_the_shipped_drafters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rival(monkeypatch, [(1.5, 1.0)])
-    report = draft.measure(file=write(tmp_path), drafters=["arctic", "treering", "treering_chain", "naive"])
-    rows = rows_of(report)
-    assert list(report["reliability"]) == ["none", "siblings", "wrong_task"]
-    for history, bins in report["reliability"].items():
-        tried = sum(one["num_drafted"] for one in bins)
-        distances = [one["num_drafted"] * abs(one["estimate"] - one["accepted"]) for one in bins]
-        expected = sum(distances) / max(tried, 1)
-        assert rows["treering_shipped", history]["calibration_error"] == pytest.approx(expected)
-    assert all("reliability" not in row for row in report["drafters"])
-
-
-def test_turns_of_an_agent_are_replayed_as_runs(tmp_path: Path) -> None:
-    file = tmp_path / "agents.jsonl"
-    given = list(generate_trajectories(AgentSpec(num_tasks=2, num_trials=3, vocab_size=500, seed=0)))
-    write_trajectories(file, given)
-    report = draft.measure(file=file, drafters=["none", "naive", "treering"])
-    sampled = sum(int(one.loss_mask.sum()) for one in given if one.loss_mask is not None)
-    assert report["environment"]["num_sampled_tokens"] == sampled
-    assert rows_of(report)["treering", "siblings"]["tokens_per_step"] > 1.0

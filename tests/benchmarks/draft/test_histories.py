@@ -22,13 +22,6 @@ def test_siblings_are_the_samples_of_earlier_waves() -> None:
     assert "earlier" not in plans(found)
 
 
-def test_with_few_rows_later_tasks_see_what_ran_in_the_wave_before() -> None:
-    found = recording([(task, [1], "1") for task in "abcabc"])
-    plan = plans(found, num_rows=2)["siblings"]
-    assert pools(plan) == {0: [], 1: [], 2: [0, 1], 3: [0, 1, 2], 4: [0, 1, 2], 5: [0, 1, 2, 3, 4]}
-    assert sources(plan) == {0: [], 1: [], 2: [], 3: [0], 4: [1], 5: [2]}
-
-
 def test_earlier_is_every_tasks_previous_generation_and_siblings_stay_in_their_own() -> None:
     tasks = ["a", "a", "b", "a", "a", "b", "a"]
     found = recording([(task, [i], "1") for i, task in enumerate(tasks)], epochs=[0, 0, 0, 1, 1, 2, 2])
@@ -52,21 +45,6 @@ def test_in_a_wrong_task_each_tasks_rollouts_are_stored_as_those_of_another() ->
         if other:
             seen[int(found.prompts[rollout])] = other.pop()
     assert sorted(seen.values()) == [0, 1, 2]
-
-
-def test_a_wrong_task_of_lone_samples_has_the_earlier_ones_of_another() -> None:
-    found = recording([(task, [1], "1") for task in "abcabc"], epochs=[0, 0, 0, 1, 1, 1])
-    all_plans = plans(found)
-    assert set(all_plans) == {"none", "earlier", "wrong_task"}
-    wrong = sources(all_plans["wrong_task"])
-    assert set(wrong) == {3, 4, 5}
-    assert sorted(wrong.values()) == [[0], [1], [2]]
-    assert all(own != [rollout - 3] for rollout, own in wrong.items())
-
-
-def test_one_task_has_no_wrong_one_and_lone_samples_have_no_siblings() -> None:
-    assert set(plans(recording([("a", [1], "1"), ("a", [2], "1")]))) == {"none", "siblings"}
-    assert set(plans(recording([("a", [1], "1"), ("b", [2], "1")]))) == {"none"}
 
 
 def test_recent_are_every_tasks_last_three_generations_where_some_task_has_two() -> None:

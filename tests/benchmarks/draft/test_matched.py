@@ -2,7 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from benchmarks.draft.matched import NUM_REPLAYS, at_most, best_rival, ratio
+from benchmarks.draft.matched import NUM_REPLAYS, at_most
 
 
 def drafter(drafted: float) -> Callable[[float], dict[str, Any]]:
@@ -32,21 +32,3 @@ def test_as_much_is_drafted_as_the_rival_does_and_no_more(drafted: float) -> Non
 
 def test_a_drafter_that_always_drafts_more_has_no_row() -> None:
     assert at_most(8.0, 0.018, drafter(1e4)(0.018), drafter(1e4)) is None
-
-
-def test_the_best_rival_is_arctics_row_with_the_most_tokens_per_step_on_the_same_history() -> None:
-    names = ("drafter", "history", "tokens_per_step")
-    rows = [
-        dict(zip(names, values, strict=True))
-        for values in (
-            ("arctic", "none", 9.0),
-            ("naive", "siblings", 8.0),
-            ("arctic", "siblings", 4.0),
-            ("arctic", "siblings", 5.0),
-            ("treering", "siblings", 6.0),
-            ("treering", "earlier", 6.0),
-        )
-    ]
-    assert best_rival(rows, "siblings") == rows[3]
-    assert best_rival(rows, "earlier") is None
-    assert [ratio(row, rows) for row in rows] == [{}] * 4 + [{"ratio_to_best_arctic": 1.2}, {}]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from benchmarks.draft.histories import plans
-from benchmarks.draft.replay import Tally, replay_chains
+from benchmarks.draft.replay import replay_chains
 
 from tests.benchmarks.draft.recordings import recording
 from treering.analysis.recording import Recorded
@@ -47,14 +47,3 @@ def test_every_sampled_token_is_emitted_once_whatever_is_drafted() -> None:
         parrot = Parrot(drafts)
         row = replay_chains(found, plans(found)["none"], parrot, lambda done: None)
         assert row["tokens_per_step"] * len(parrot.observed) == pytest.approx(found.lengths.sum())
-
-
-def test_every_row_counts_alike_with_its_share_of_its_call() -> None:
-    tally = Tally()
-    # One by one, 31, 31 and 31 us; together, 3 us for each of 4 rows and 5 us for each of 2.
-    for taken_us, num_rows in ((31.0, 1), (12.0, 4), (31.0, 1), (10.0, 2), (31.0, 1)):
-        tally.add_time(taken_us, num_rows)
-    assert tally.propose_us == [31.0, 3.0, 31.0, 5.0, 31.0]
-    assert tally.row()["us_per_row"] == 5.0
-    assert tally.row()["us_per_row_p95"] == 31.0
-    assert Tally().row()["us_per_row"] == 0.0

@@ -17,16 +17,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_samples_of_a_prompt_part_and_meet_again_and_those_of_others_differ() -> None:
-    walks = draft_speed.walks(0)
-    assert [walk.size for walk in walks] == [400] * 4
-    assert set(walks[0].tolist()) & set(walks[2].tolist())
-    assert (walks[0] != walks[2]).any()
-    assert not (walks[0][:20] == walks[1][:20]).all()
-    assert all((a == b).all() for a, b in zip(walks, draft_speed.walks(0), strict=True))
-
-
-@pytest.mark.usefixtures("small")
 def test_every_figure_is_measured_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.engine import drafting as engine_drafting
-from benchmarks.engine import flips as engine_flips
 from benchmarks.engine.cases import Policy
 from benchmarks.engine.drafting import DraftingSide, measure_drafting
-from benchmarks.engine.flips import measure_flips
 from benchmarks.engine.generate import CACHES, generate
-from benchmarks.engine.runs import first_difference, run_all
 from benchmarks.tree.cases import build_model
 from transformers import PreTrainedModel
 
@@ -93,17 +90,6 @@ def test_generate_gives_each_prompt_its_rollout_whatever_batch_it_is_padded_in(c
             sequence.append(token)
 
 
-def test_generate_ends_rollouts_with_their_first_stop_token_and_counts_no_padding() -> None:
-    model, prompts = tiny_model(certainty=3.0), [tokens_of(1, 2, 3)] * 30
-    free = generate(model, prompts, batch_size=30, max_tokens=8)
-    assert {tokens.size for tokens in free} == {8}
-    stopped = generate(model, prompts, batch_size=30, max_tokens=8, stop_tokens=[4, 5, 6])
-    for tokens in stopped:
-        assert not np.isin(tokens[:-1], [4, 5, 6]).any()
-        assert tokens.size == 8 or tokens[-1] in (4, 5, 6)
-    assert len({tokens.size for tokens in stopped}) > 2
-
-
 def test_a_side_that_changed_tokens_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lossy(DraftingSide):
         def run(self, requests: list[Request]) -> dict:
@@ -112,26 +98,4 @@ def test_a_side_that_changed_tokens_would_be_counted(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(engine_drafting, "DraftingSide", Lossy)
     (result,) = measure_drafting(tiny_policy(), num_runs=1, on_progress=lambda _: None, batch_sizes=(2,))
-    assert result.drafting.num_differing == 1
-
-
-def test_flips_are_found_where_an_engine_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Shaken(TorchEngine):
-        """Its noise depends on its batch, as no engine's may."""
-
-        def __init__(self, model: PreTrainedModel, *given: object, max_batch: int, **settings: object) -> None:
-            super().__init__(model, *given, max_batch=max_batch, seed=max_batch, **settings)
-
-    policy = tiny_policy(certainty=1.0)
-    monkeypatch.setattr(engine_flips, "TorchEngine", Shaken)
-    batch, drafts = measure_flips(policy, on_progress=lambda _: None, dtypes=[torch.float64], batch_size=4)
-    requests = policy.requests(draw=1)
-    expected, others = (
-        run_all(TorchEngine(policy.model.double(), max_batch=1, seed=seed), requests) for seed in (1, 4)
-    )
-    found = [first_difference(others[key], tokens) for key, tokens in expected.items()]
-    assert batch.num_differing == sum(place is not None for place in found) > 0
-    assert batch.num_compared == sum(
-        tokens.size if place is None else place + 1 for place, tokens in zip(found, expected.values(), strict=True)
-    )
-    assert drafts.num_differing > 0
+    assert result["drafting"]["num_differing"] == 1

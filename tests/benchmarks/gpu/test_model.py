@@ -17,7 +17,7 @@ from benchmarks.gpu.model.cases import (
 )
 from benchmarks.gpu.model.gradient import WrongGradientError, check_gradients, gradient_distance
 from benchmarks.gpu.model.steps import Rows, build_step
-from benchmarks.gpu.model.varlen import TORCH_VARLEN, _torch_varlen, hidden_states, pack_row, varlen_attention
+from benchmarks.gpu.model.varlen import _torch_varlen
 from transformers import PreTrainedModel
 
 
@@ -76,14 +76,6 @@ def test_every_layout_gives_the_gradient_of_stock_code(
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_rows_are_sequences_end_to_end() -> None:
-    row = pack_row([np.array(ids, np.int32) for ids in ([5, 6], [7], [8, 8, 8])], torch.device("cpu"))
-    assert row.ids.tolist() == [[5, 6, 7, 8, 8, 8]]
-    assert row.positions.tolist() == [[0, 1, 0, 0, 1, 2]]
-    assert row.bounds.tolist() == [0, 2, 3, 6]
-    assert (row.bounds.dtype, row.max_length) == (torch.int32, 3)
-
-
 def test_torchs_packed_kernel_takes_grouped_heads_and_gives_gradients() -> None:
     # Without a device only shapes can be seen: tensors without numbers, through the operator that a device runs.
     leaves = [torch.empty(1, heads, 30, 128, device="meta", dtype=torch.bfloat16) for heads in (16, 8, 8)]
@@ -94,26 +86,6 @@ def test_torchs_packed_kernel_takes_grouped_heads_and_gives_gradients() -> None:
     assert out.shape == (1, 30, 16, 128)
     grads = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
-
-
-def test_packed_sequences_do_not_see_each_other() -> None:
-    model = build_on_device(plan(), "cpu")
-    sequences = [np.array(ids, np.int32) for ids in ([5, 6, 7, 8], [9, 9], [1, 2, 3])]
-    with torch.no_grad(), varlen_attention(model) as name:
-        packed = hidden_states(model, pack_row(sequences, model.device))
-    assert name == TORCH_VARLEN
-    with torch.no_grad():
-        alone = [
-            model.model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0]
-            for ids in sequences
-        ]
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-5)
-
-
-def row(way: str, *seconds: float) -> dict[str, Any]:
-    shares = way.startswith("tree")
-    flops = 2e12 if shares else 7.2e12
-    return {"way": way, "is_tree": shares, "seconds": list(seconds), "flops": flops, "peak_bytes": None}
 
 
 def test_a_wrong_gradient_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +101,12 @@ def test_a_wrong_gradient_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("rows", ["varlen", "tree"])
-def test_on_a_device_packed_flash_attention_gives_the_gradient_of_stock_code(rows: Rows) -> None:
-    model = build_on_device(plan(dtype=torch.bfloat16), "cuda")
+@pytest.mark.parametrize(
+    ("rows", "dtype", "most"),
+    [("tree", torch.float32, 1e-5), ("tree", torch.bfloat16, 0.05), ("varlen", torch.bfloat16, 0.05)],
+)
+def test_on_a_device_a_layout_gives_the_gradient_of_stock_code(rows: Rows, dtype: torch.dtype, most: float) -> None:
+    model = build_on_device(plan(dtype=dtype), "cuda")
     got = gradients(model, build_step(rows, "chunks", model, UNEVEN, 1000))
     exact = gradients(model.float(), build_step("padded", "chunks", model, UNEVEN, 1000))
-    assert gradient_distance(got, exact) < 0.05
+    assert gradient_distance(got, exact) < most

@@ -39,16 +39,6 @@ def test_every_way_leaves_the_gradient_of_the_mean_over_trained_tokens(max_token
         assert relative_error(gradient_after(model, step), expected) < 1e-5, name
 
 
-def test_a_branch_without_loss_adds_nothing() -> None:
-    model, sample = tiny_model(), tiny_sample()
-    task = sample.tasks[0]
-    idle = replace(task, task_id="idle", loss_masks=tuple(mask & False for mask in task.loss_masks))
-    longer = TaskSample(name="with idle ones", tasks=(*sample.tasks, idle), num_tasks_of_set=4)
-    expected = gradient_after(model, build_steps(model, sample)["one_by_one"])
-    for name, step in build_steps(model, longer, 90).items():
-        assert relative_error(gradient_after(model, step), expected) < 1e-5, name
-
-
 def test_baselines_compute_nothing_for_a_branch_without_loss() -> None:
     model, task = tiny_model(), tiny_sample().tasks[0]
     idle = replace(task, loss_masks=tuple(mask & False for mask in task.loss_masks))

@@ -7,11 +7,9 @@ from benchmarks.tree.sets import (
     FILES,
     SHAPE,
     TaskSource,
-    with_tools,
 )
 
 from tests.benchmarks.tree.trajectories import write_folder
-from treering.data import Message, Trajectory
 
 NUM_TASKS = 4
 GENERATED = [name for name in FILES if name != "tau_tools"]
@@ -37,13 +35,3 @@ def test_a_sample_of_a_set_keeps_every_branch_and_mask_of_its_tasks(name: str, s
             # These few ids all fit, so folding renames them one to one.
             assert all(folding.setdefault(a, b) == b for a, b in zip(ids.tolist(), folded.tolist(), strict=True))
     assert len(set(folding.values())) == len(folding)
-
-
-def test_tool_schemas_end_the_system_prompt_and_touch_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "tools.json").write_text('[{"name": "bücher"}, {"name": "b", "n": 1}]', encoding="utf-8")
-    messages = tuple(Message(role=role, content=role) for role in ("system", "user", "assistant"))
-    given = Trajectory(task_id=1, messages=messages, reward=0.5)
-    (extended,) = with_tools([given], tmp_path / "tools.json")
-    contents = [message.content for message in extended.messages or ()]
-    assert contents == ['system\n\n# Tools\n\n{"name": "bücher"}\n{"name": "b", "n": 1}', "user", "assistant"]
-    assert (extended.task_id, extended.reward) == (1, 0.5)

@@ -5,19 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from tests.models import build_float64
 from treering.cli.demo import command as demo
 from treering.cli.demo.policy import WarmStart, demo_task, measure_accuracy, warm_start
 from treering.cli.demo.report import DemoReport
-from treering.cli.demo.run import SIDES, DemoSize, best_threads, fastest, write_config
+from treering.cli.demo.run import SIDES, DemoSize, fastest, write_config
 from treering.cli.train.run import open_training
 from treering.config import RlConfig, load
 from treering.data import read_trajectories
-from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.rl.loop import RlLoop
@@ -75,23 +72,6 @@ def test_each_side_samples_with_the_threads_that_its_passes_are_fastest_with() -
     assert fastest({1: costs(3.5e-4, 1.5e-3), 2: costs(4e-4, 1.1e-3)}, 4) == {"plain": 1, "treering": 2}
     assert fastest({1: costs(3.5e-4, 1.5e-3), 2: costs(3e-4, 1.6e-3)}, 4) == {"plain": 2, "treering": 1}
     assert fastest({1: costs(3e-4, 1e-3), 2: costs(3e-4, 1e-3)}, 4) == {"plain": 1, "treering": 1}
-
-
-def test_only_threads_that_torch_has_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def measure(engine: TorchEngine) -> VerifyCosts:
-        assert engine._num_threads is not None
-        asked.append(engine._num_threads)
-        return VerifyCosts(num_tokens=np.array([1]), seconds=np.array([1.0]))
-
-    monkeypatch.setattr(TorchEngine, "measure_costs", measure)
-    model = build_float64("qwen3").eval()
-    for count, expected in ((1, [1]), (3, [1, 3])):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        asked.clear()
-        assert best_threads(model, 4) == {"plain": 1, "treering": 1}
-        assert asked == expected
 
 
 def test_configurations_and_report_say_with_how_many_threads_each_side_samples(

@@ -29,4 +29,4 @@ def test_totals_are_sums_over_the_steps() -> None:
 def test_rows_without_numbers_leave_what_was_known() -> None:
     state = state_of(row(1), {"step": 2, "rollout/num_sampled": 1, "reward/mean": "nan"})  # type: ignore[dict-item]
     assert state.step == 2
-    assert state.scores.startswith("reward 0.062")
+    assert state.score == "reward 0.062"

@@ -25,11 +25,14 @@ def test_work_off_a_terminal_is_a_line_now_and_then_with_the_time_left(
         ):
             now = seconds
             shown.show(words, done)
+        now, count = 2000.0, shown.counting("drafting", 400)
+        count(100)
     # The share grew by 0.1 a minute from 1000 s on; from 1300 s on 0.1 is left of what took 300 s for 0.9.
     assert capsys.readouterr().err.splitlines() == [
         "math, 0%",
         "math: tree done, 20%, about 8 min left",
         "text: tree done, 90%, less than a minute left",
+        "drafting, 25%",
     ]
 
 

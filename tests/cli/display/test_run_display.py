@@ -15,13 +15,17 @@ def shown(*, is_terminal: bool) -> str:
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None)
     with RunDisplay(title="runs/a", num_steps=4, first_step=1, console=console) as display:
         for step in (2, 3, 4):
-            display.show(row(step), f"reward {step}", note="beside it")
+            display.show(row(step), note="beside it")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_off_a_terminal_each_step_is_its_plain_line() -> None:
-    assert shown(is_terminal=False).splitlines() == ["step 2/4 reward 2", "step 3/4 reward 3", "step 4/4 reward 4"]
+    assert shown(is_terminal=False).splitlines() == [
+        f"step {step}/4 reward {0.0625 * step:.3f} tokens/s {30 * step} tokens/forward {1 + step:.2f} "
+        "drafts accepted 50% beside it"
+        for step in (2, 3, 4)
+    ]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -42,7 +46,7 @@ def shown_of_a_step(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = Fals
     with RunDisplay(title="runs/a", num_steps=4, first_step=1, console=console) as display:
         for now in range(1001):
             display.show_phase("training", 50 * now, 50_000)
-        display.show(row(2), "loss 2")
+        display.show({"step": 2, "train/loss": 2.0})
         for now in range(1001, 1031):
             display.show_phase("training", 50 * (now - 1001), 50_000)
     assert isinstance(console.file, io.StringIO)
@@ -54,7 +58,7 @@ def test_off_a_terminal_a_long_step_is_a_line_each_half_minute(monkeypatch: pyte
     assert len(running) == 1000 // 30
     assert running[0] == "step 2/4: training 1,500 of 50,000 tokens, 16 min 10 s left"
     assert running[-1] == "step 2/4: training 49,500 of 50,000 tokens, 10 s left"
-    assert done == "step 2/4 loss 2"
+    assert done == "step 2/4 loss 2.000"
     # A line of a step counts too: the next one comes 30 s after it.
     assert following == "step 3/4: training 1,450 of 50,000 tokens, 16 min 11 s left"
 

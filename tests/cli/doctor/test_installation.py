@@ -1,12 +1,11 @@
 """The doctor tells tested releases from others, and threads that wait for each other."""
 
-import sys
 from importlib import metadata
 
 import pytest
 
 from treering.cli.doctor import installation
-from treering.cli.doctor.installation import Machine, find_packages, read_machine
+from treering.cli.doctor.installation import Machine, find_packages
 
 
 @pytest.fixture
@@ -40,15 +39,6 @@ def test_each_requirement_stands_beside_what_is_installed() -> None:
     assert found["vllm"].is_supported is None
 
 
-def test_without_an_installation_no_requirement_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata.Distribution, "from_name", _not_found)
-    assert [package for package in find_packages() if package.needed] == []
-
-
-def _not_found(name: str) -> None:
-    raise metadata.PackageNotFoundError(name)
-
-
 @pytest.mark.parametrize(("installed", "is_supported"), [("2.12.0rc1", True), ("2.11.0+cpu", True), ("2.10.1", False)])
 def test_candidates_and_local_builds_count_as_their_release(
     installed: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch
@@ -57,17 +47,6 @@ def test_candidates_and_local_builds_count_as_their_release(
     monkeypatch.setattr(installation, "version", lambda _name: installed)
     found = {package.name: package for package in find_packages()}
     assert found["torch"].is_supported is is_supported
-
-
-def test_a_local_build_of_a_tested_release_is_supported() -> None:
-    torch = next(package for package in find_packages() if package.name == "torch")
-    assert torch.is_supported
-
-
-def test_the_machine_is_this_one() -> None:
-    found = read_machine()
-    assert found.num_cores >= 1
-    assert found.num_threads == sys.modules["torch"].get_num_threads()
 
 
 @pytest.mark.parametrize(

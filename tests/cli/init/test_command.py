@@ -1,7 +1,6 @@
 """`treering init`: what it writes runs as it is, with sizes that fit, and nothing is overwritten."""
 
 import json
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,34 +8,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cli import runs
 from tests.cli.hub_cache import save_model, save_tokenizer
-from treering.cli.init.texts import comments, pair
-from treering.cli.main import main
+from treering.cli.toml import comments, pair
 from treering.data import Trajectory, write_trajectories
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}30 {% endif %}"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """The current folder, with a model of 32 ids that was made for 24 positions, and its tokenizer."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TREERING_DATA", str(tmp_path / "data"))
-    model = save_model(tmp_path / "model")
+    model = save_model(folder / "model")
     save_tokenizer(model)
     (model / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "unk_token": "0"})
     )
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
-    return tmp_path
+    return folder
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["treering", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0), *capsys.readouterr()
+    return runs.call(monkeypatch, *words), *capsys.readouterr()
 
 
 def write_set(path: Path, num_tasks: int) -> None:

@@ -1,14 +1,13 @@
 """A small run of `treering train`, written without training, and calls of `treering inspect`."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cli.runs import call as run
 from tests.history.recordings import Line, trajectories
 from treering import metrics
 from treering.cli import run_folder
-from treering.cli.main import main
 from treering.cli.train import logs
 from treering.config import RlConfig
 from treering.rl.rollout_log import RolloutLog
@@ -49,7 +48,4 @@ def write_run(folder: Path) -> Path:
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The exit code of `treering inspect` with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["treering", "inspect", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
+    return run(monkeypatch, "inspect", *arguments)

@@ -1,12 +1,13 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from treering.cli.inspect.command import inspect_files, run
+from treering.cli.inspect.file_report import FileReport
+from treering.cli.inspect.options import InspectOptions
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError
 from treering.types import NAMED_SHAPES
@@ -22,6 +23,11 @@ PUBLISHED = {
 
 def trajectory(task: str, tokens: list[int], mask: list[int]) -> Trajectory:
     return Trajectory(task_id=task, tokens=np.array(tokens, np.int32), loss_mask=np.array(mask, np.bool_))
+
+
+def report_of(file: Path, **options: Any) -> FileReport:
+    [report] = inspect_files(InspectOptions(files=[file], **options))
+    return report
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def flops(num_tokens: int, num_pairs: int) -> int:
 
 
 def test_figures_are_one_tree_per_task_summed(two_tasks):
-    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    report = report_of(two_tasks)
     assert (report.trajectories, report.tasks, report.flat_tokens, report.unique_tokens) == (3, 2, 13, 7 + 3)
     assert report.sharing == pytest.approx(3 / 13)
     assert report.token_bound == 1.3
@@ -52,19 +58,19 @@ def test_figures_are_one_tree_per_task_summed(two_tasks):
 
 
 def test_prompt_only_sharing_merges_prompts_and_computes_every_response(two_tasks):
-    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    report = report_of(two_tasks)
     assert report.prompt_only_bound == 13 / (2 + 4 + 2 + 2 + 1)
 
 
 def test_the_whole_set_is_one_tree_for_all_tasks(two_tasks):
-    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    report = report_of(two_tasks)
     assert (report.whole_set.unique_tokens, report.whole_set.token_bound) == (8, 13 / 8)
     assert report.whole_set.sharing == pytest.approx(5 / 13)
     assert report.whole_set.flop_bound == pytest.approx(flops(13, 37) / flops(8, 6 + 15 + 4 + 3))
 
 
 def test_each_turn_is_a_sample_that_ends_with_it(two_tasks):
-    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    report = report_of(two_tasks)
     # Turns end at 3 and 5, at 4, and at 3; nothing is trained on token 8.
     assert (report.turns.samples, report.turns.flat_tokens, report.turns.unique_tokens) == (4, 3 + 5 + 4 + 3, 9)
     assert report.turns.token_bound == 15 / 9
@@ -72,62 +78,59 @@ def test_each_turn_is_a_sample_that_ends_with_it(two_tasks):
 
 
 def test_branching_describes_the_trees_of_the_tasks(two_tasks):
-    [report] = inspect_files([two_tasks], None, "qwen3-8b")
+    report = report_of(two_tasks)
     shape = report.branching
     assert (shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.num_segments) == (3, 1, 6, 4)
 
 
 def test_a_set_without_any_turn_reports_no_samples(tmp_path):
     write_trajectories(tmp_path / "set.jsonl", [trajectory("a", [1, 2], [0, 0])])
-    [report] = inspect_files([tmp_path / "set.jsonl"], None, "qwen3-8b")
+    report = report_of(tmp_path / "set.jsonl")
     assert (report.turns.samples, report.turns.unique_tokens, report.turns.token_bound) == (0, 0, 1.0)
     assert report.prompt_only_bound == 1.0
 
 
 def test_json_has_the_promised_keys(two_tasks, capsys):
-    run([two_tasks, two_tasks], None, "qwen3-8b", "plain", json_output=True)
+    run(InspectOptions(files=[two_tasks] * 2, json_output=True))
     files = json.loads(capsys.readouterr().out)["files"]
     assert [file["file"] for file in files] == [str(two_tasks)] * 2
     counts = {"trajectories", "flat_tokens", "unique_tokens"}
     ratios = {"sharing", "token_bound", "flop_bound", "prompt_only_bound"}
     assert counts | ratios | {"file", "whole_set", "turns", "branching"} <= files[0].keys()
-    assert files[0]["whole_set"].keys() == {"unique_tokens", "sharing", "token_bound", "flop_bound"}
-    assert files[0]["turns"].keys() == {"samples", "flat_tokens", "unique_tokens", "token_bound", "flop_bound"}
+    cut = {"samples", "flat_tokens", "unique_tokens", "sharing", "token_bound", "flop_bound"}
+    assert files[0]["whole_set"].keys() == files[0]["turns"].keys() == cut
 
 
 def test_the_figures_of_experts_are_shown_when_asked_for_and_a_verdict_ends_the_output(two_tasks, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    run([two_tasks], None, "qwen3-8b", "plain", json_output=False)
+    run(InspectOptions(files=[two_tasks]))
     out = capsys.readouterr().out
     assert "bound" not in out
     *_, verdict, following = out.splitlines()
     assert verdict.startswith("set: trees can train it at most 1.30x as fast (qwen3-8b)")
     assert following == f"Next: treering init {two_tasks} --model MODEL"
+    run(InspectOptions(files=[two_tasks], more=True))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # Rows, tokens, sharing, bounds; the whole set and its turns.
+    assert ["set", "3", "13", "10", "0.23", "1.30", "1.30", "1.18"] in rows
+    assert any(row[:3] == ["set", "0.38", "1.62"] and row[4] == "4" for row in rows)
 
 
 def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass(tmp_path):
     write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, messages=(Message(role="user", content="x"),))])
     with pytest.raises(InputError, match="pass tokenizer=DIR"):
-        inspect_files([tmp_path / "set.jsonl"], None, "qwen3-8b")
+        report_of(tmp_path / "set.jsonl")
 
 
 def test_an_unknown_model_shape_is_refused_before_any_file_is_read(tmp_path):
     with pytest.raises(ConfigError, match="qwen3-8b"):
-        inspect_files([tmp_path / "absent.jsonl"], None, "qwen3-9b")
-
-
-def test_inspecting_loads_no_model_library(two_tasks):
-    code = (
-        "import sys; from pathlib import Path; from treering.cli.inspect.command import run; "
-        f"run([Path({str(two_tasks)!r})], None, 'qwen3-8b', 'plain', True); "
-        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+        report_of(tmp_path / "absent.jsonl", model_shape="qwen3-9b")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_real_sets_share_what_was_measured_of_the_whole_of_them(real_data, name):
-    [report] = inspect_files([real_data / "bench" / f"{name}.jsonl.gz"], real_data / "tokenizer", "qwen3-8b", "plain")
+    file, tokenizer = real_data / "bench" / f"{name}.jsonl.gz", str(real_data / "tokenizer")
+    report = report_of(file, tokenizer=tokenizer, template="plain")
     sharing, token_bound, prompt_only_bound = PUBLISHED[name]
     # Halves of a set of tens of tasks differ from the whole by a few per cent.
     assert report.sharing == pytest.approx(sharing, abs=0.03)
@@ -146,7 +149,7 @@ def edited(tmp_path: Path) -> Path:
 
 
 def test_why_names_the_rows_the_place_and_the_tokens(edited):
-    [report] = inspect_files([edited], None, "qwen3-8b", num_causes=3)
+    report = report_of(edited, why=True)
     assert (report.why.repeated_tokens, report.why.places) == (40, 1)
     assert report.why.repeated_share == pytest.approx(40 / report.unique_tokens)
     [cause] = report.why.causes
@@ -157,14 +160,14 @@ def test_why_names_the_rows_the_place_and_the_tokens(edited):
 
 def test_why_is_json_and_a_table_and_is_left_out_unasked(edited, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    run([edited], None, "qwen3-8b", "plain", json_output=True, num_causes=3)
+    run(InspectOptions(files=[edited], why=True, json_output=True))
     [file] = json.loads(capsys.readouterr().out)["files"]
     assert file["why"]["causes"][0]["row"] == 3
-    run([edited], None, "qwen3-8b", "plain", json_output=False, num_causes=3)
+    run(InspectOptions(files=[edited], why=True))
     out = capsys.readouterr().out
     assert "40 unique tokens (45%) repeat another trajectory; the costliest of 1 places" in " ".join(out.split())
     assert ["3", "1", "1", "3", "2", "40", "45.5%", "+0"] in [line.split() for line in out.splitlines()]
-    run([edited], None, "qwen3-8b", "plain", json_output=False)
+    run(InspectOptions(files=[edited]))
     assert "repeat another trajectory" not in capsys.readouterr().out
 
 
@@ -178,22 +181,7 @@ def test_why_reads_tokens_and_never_reads_them_as_markup(tmp_path, real_data, ca
             for time in ("noon", "[bold]")
         ],
     )
-    run([tmp_path / "set.jsonl"], real_data / "tokenizer", "qwen3-8b", "plain", json_output=False, num_causes=1)
+    run(InspectOptions(files=[tmp_path / "set.jsonl"], tokenizer=str(real_data / "tokenizer"), why=True))
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("2 ")]
     assert "[bold]" in line
     assert "noon" in line
-
-
-def test_why_is_an_option(edited):
-    command = [
-        sys.executable,
-        "-c",
-        "from treering.cli.main import main; main()",
-        "inspect",
-        str(edited),
-        "--why",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    [file] = json.loads(done.stdout)["files"]
-    assert file["why"]["repeated_tokens"] == 40

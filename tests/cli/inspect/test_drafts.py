@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,12 @@ from tests.cli.inspect.runs import call, write_run
 from tests.history.recordings import Line, trajectories
 from treering.cli.inspect import drafts as module
 from treering.cli.inspect.drafts import inspect_drafts, run
-from treering.cli.inspect.rollouts import drafter_settings, read_figures
-from treering.cli.run_folder import write_settings
+from treering.cli.inspect.options import InspectOptions
 from treering.config import RlConfig
 from treering.data import write_trajectories
-from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
+from treering.history.features import SOURCES
+from treering.report.origins import drafter_settings, num_history_epochs
 
 
 @pytest.fixture
@@ -27,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 def as_json(
     capsys: pytest.CaptureFixture[str], *paths: Path, limit: int | None = None, cost: float | None = None
 ) -> dict[str, Any]:
-    run(list(paths), None, "plain", limit, cost, json_output=True)
+    run(InspectOptions(files=list(paths), max_rollouts=limit, verify_cost=cost, json_output=True))
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -63,7 +61,6 @@ def test_what_the_run_logged_stands_with_the_replay(folder: Path, capsys: pytest
     ]
     files = sorted((folder / "rollouts").glob("*.jsonl"))
     assert [epoch["run"] for epoch in as_json(capsys, *files)["epochs"]] == [None] * 3
-    assert read_figures(files[0]) == {}
 
 
 def test_without_epochs_the_lines_before_are_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,19 +85,13 @@ def test_the_speedup_counts_steps_and_verified_tokens(tmp_path: Path, capsys: py
     assert as_json(capsys, file)["verify_cost"] == signature(Drafter).parameters["min_acceptance"].default
 
 
-def test_a_run_shows_its_epochs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run([folder], None, "plain", None, None, json_output=False)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert any(row[:1] == ["0"] and row[-3:] == ["2.00", "/", "50%"] for row in rows)
-
-
 def test_prompts_with_one_rollout_have_nothing_to_draft_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("b", 200))
     report = as_json(capsys, file)
     assert (report["num_with_history"], report["later"], report["drafted"]["all"]["speedup"]) == (0, None, 1.0)
-    run([file], None, "plain", None, None, json_output=False)
+    run(InspectOptions(files=[file]))
     assert "There is nothing to draft from: no prompt has an earlier rollout." in capsys.readouterr().out
 
 
@@ -110,59 +101,35 @@ def test_a_sample_is_whole_prompts_and_says_so(
     report = as_json(capsys, folder, limit=12)
     assert (report["num_rollouts"], report["num_recorded"], report["num_prompts"]) == (12, 48, 2)
     monkeypatch.setattr(module, "REPLAY_TOKENS", 100)
-    run([folder], None, "plain", None, None, json_output=False)
+    run(InspectOptions(files=[folder]))
     assert "a sample of whole prompts; 48 rollouts are recorded" in capsys.readouterr().out
 
 
-def test_settings_are_those_of_the_run(folder: Path, tmp_path: Path) -> None:
-    found = drafter_settings(folder)
-    assert found is not None
-    assert (found[0], found[1]["max_draft"], found[1]["sources"]) == (2, 5, ("history",))
-    assert drafter_settings(tmp_path) is None
-    history = RlConfig.model_validate({"rl": {"num_steps": 1}}).history
-    assert history.max_epochs == module.MAX_EPOCHS
-    assert inspect_drafts([folder], None).verify_cost == history.min_acceptance
+def test_settings_are_those_of_the_run(folder: Path) -> None:
+    config = RlConfig.model_validate({"rl": {"num_steps": 1}, "history": {"drafts": "off", "sources": []}})
+    assert inspect_drafts(InspectOptions(files=[folder])).verify_cost == config.history.min_acceptance
+    assert num_history_epochs({}) == config.history.max_epochs
+    written = config.model_dump(mode="json")
+    assert drafter_settings(written)["max_draft"] == config.history.max_draft
+    assert drafter_settings(written)["sources"] == SOURCES, "a replay says what drafts would have done"
 
 
-def test_a_run_without_drafts_is_replayed_all_the_same(tmp_path: Path) -> None:
-    config = RlConfig.model_validate({"rl": {"num_steps": 6}, "history": {"drafts": "off", "sources": []}})
-    write_settings(config, config.run.model_copy(update={"dir": tmp_path}), 1)
-    found = drafter_settings(tmp_path)
-    assert found is not None
-    assert found[1]["sources"] == ("history", "own")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("config.json", '{"history": {}}', r"config.json: a run's configuration .*inspect the files"),
-        ("metrics.jsonl", '{"step": 1}\n', r"metrics.jsonl:1: a line of a run's metrics"),
-    ],
-)
-def test_a_damaged_run_is_refused_with_the_file(folder: Path, name: str, text: str, message: str) -> None:
-    (folder / name).write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match=message):
-        inspect_drafts([folder], None)
+def test_what_cannot_be_read_of_a_run_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = as_json(capsys, folder)
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "ep')
+    run(InspectOptions(files=[folder], json_output=True))
+    out, err = capsys.readouterr()
+    assert [epoch["run"] for epoch in json.loads(out)["epochs"]] == [epoch["run"] for epoch in whole["epochs"]]
+    assert "config.json cannot be read" in err
+    assert "metrics.jsonl has 1 line that cannot be read" in err
 
 
 def test_an_epoch_without_sampled_tokens_is_no_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [Line(task="a", response=(1, 2, 3, 4)), Line(task="a", epoch=1, response=(1,), mask=(False,))]
     write_trajectories(tmp_path / "set.jsonl", trajectories(lines))
     assert [epoch["epoch"] for epoch in as_json(capsys, tmp_path / "set.jsonl")["epochs"]] == [0]
-
-
-def test_drafts_is_an_option_and_its_options_reach_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    got: dict[str, Any] = {}
-    monkeypatch.setattr(module, "run", lambda **given: got.update(given))
-    assert (
-        call(monkeypatch, "--drafts", "a", "--max-rollouts", "5", "--verify-cost", "0.4", "--json", "--format", "chat")
-        == 0
-    )
-    assert got == {"paths": [Path("a")], "tokenizer": None, "template": "auto"} | {
-        "max_rollouts": 5, "verify_cost": 0.4, "json_output": True, "format": "chat", "keeps_cache": True,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -173,6 +140,8 @@ def test_drafts_is_an_option_and_its_options_reach_it(
         (["a", "--drafts", "--groups", "4"], "add --history, or leave it out"),
         (["a", "--history", "--verify-cost", "0.4"], "add --drafts, or leave it out"),
         (["a", "--drafts", "--verify-cost", "0"], "Invalid value for '--verify-cost'"),
+        (["a", "--max-rollouts", "4"], "add --drafts or --history, or leave it out"),
+        (["a", "--history", "--model-shape", "llama3-8b"], "leave --model-shape out"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -180,13 +149,3 @@ def test_options_that_do_not_go_together_are_refused(
 ) -> None:
     assert call(monkeypatch, *arguments) == 2
     assert part in capsys.readouterr().err
-
-
-def test_replaying_loads_no_model_library(tmp_path: Path) -> None:
-    file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("a", 100))
-    code = (
-        "import sys; from pathlib import Path; from treering.cli.inspect.drafts import run; "
-        f"run([Path({str(file)!r})], None, 'plain', None, None, True); "
-        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

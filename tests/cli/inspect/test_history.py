@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +7,9 @@ import pytest
 
 from tests.cli.inspect.runs import NUM_PROMPTS, call, write_run
 from tests.history.recordings import Line, trajectories
-from treering.cli import run_folder
-from treering.cli.inspect import history as module
-from treering.cli.inspect import rollouts
 from treering.cli.inspect.history import inspect_history, run
+from treering.cli.inspect.options import InspectOptions
 from treering.cli.inspect.rollouts import trajectory_files
-from treering.cli.train import logs
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import InputError
 
@@ -27,14 +22,9 @@ def folder(tmp_path: Path) -> Path:
 def as_json(
     capsys: pytest.CaptureFixture[str], *paths: Path, groups: int = 4, limit: int | None = None
 ) -> dict[str, Any]:
-    run(list(paths), None, "plain", groups, limit, json_output=True)
+    run(InspectOptions(files=list(paths), groups=groups, max_rollouts=limit, json_output=True))
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
-
-
-def test_names_are_those_that_a_run_writes() -> None:
-    assert rollouts.ROLLOUTS_FOLDER == logs.ROLLOUTS_FOLDER
-    assert (rollouts.CONFIG_FILE, rollouts.METRICS_FILE) == (run_folder.CONFIG_FILE, run_folder.METRICS_FILE)
 
 
 def test_a_run_is_measured_epoch_by_epoch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +62,7 @@ def test_predictions_are_medians_of_the_epoch_before_and_reach_as_far_as_its_lon
         for count in counts
     ]
     write_trajectories(tmp_path / "set.jsonl", trajectories(lines))
-    ranks = inspect_history([tmp_path / "set.jsonl"], None, num_groups=2).epochs[1].ranks
+    ranks = inspect_history(InspectOptions(files=[tmp_path / "set.jsonl"], groups=2)).epochs[1].ranks
     assert ranks is not None
     # Medians 5 and 8: the rollouts of a are predicted short. Its 13 is the longest, and within 1.1 times its 12.
     assert ranks.groups.matrix.tolist() == [[2 / 3, 1 / 3], [0, 1]]
@@ -91,25 +81,9 @@ def test_a_sample_is_whole_prompts_and_says_so(folder: Path, capsys: pytest.Capt
     report = as_json(capsys, folder, limit=12)
     assert (report["num_rollouts"], report["num_recorded"], report["num_prompts"]) == (12, 48, 2)
     assert [epoch["num_rollouts"] for epoch in report["epochs"]] == [4, 4, 4]
-    run([folder], None, "plain", 4, 12, json_output=False)
+    run(InspectOptions(files=[folder], groups=4, max_rollouts=12))
     out = " ".join(capsys.readouterr().out.split())
     assert "a sample of whole prompts, the same ones in every epoch; 48 rollouts are recorded" in out
-
-
-def test_tables_show_the_figures_and_say_what_they_mean(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    run([folder], None, "plain", 4, None, json_output=False)
-    printed = capsys.readouterr()
-    rows = [line.split() for line in printed.out.splitlines()]
-    rate = f"{(720 - 48) / 720:.1%}"
-    assert ["1", "16", rate, "0.0%", "0.0%", rate, rate, rate] in rows
-    assert ["0", "16", "-", "-", "0.0%", rate, "-", rate] in rows
-    assert ["1", "100.0%", "0.0%", "0.0%", "0.0%"] in rows
-    assert "In the mean of epochs 46.7% of tokens could be copied from the prompt's last epoch, 0.0%" in printed.out
-    assert "46.7 points are the history's own" in printed.out
-    assert "100.0% of rollouts were in the group that their prompt's last median says" in printed.out
 
 
 def test_the_excess_is_over_the_better_control(tmp_path: Path) -> None:
@@ -118,7 +92,7 @@ def test_the_excess_is_over_the_better_control(tmp_path: Path) -> None:
     lines = [Line(task="a", epoch=epoch, response=once) for epoch in range(2)]
     lines += [Line(task="b", epoch=epoch, response=tuple(range(100, 116))) for epoch in range(2)]
     write_trajectories(tmp_path / "set.jsonl", trajectories(lines))
-    second = inspect_history([tmp_path / "set.jsonl"], None).epochs[1]
+    second = inspect_history(InspectOptions(files=[tmp_path / "set.jsonl"])).epochs[1]
     # Of its own past: at 7 four tokens from place 3 on, at 11 the five that are left.
     assert second.excess == pytest.approx((26 - (4 + 5)) / 32)
 
@@ -130,7 +104,7 @@ def test_prompts_that_come_and_go_are_left_out_and_counted(tmp_path: Path, capsy
     assert (second["num_rollouts"], second["num_left_out"], second["excess"]) == (1, 1, None)
     assert (second["reuse"]["history"]["rate"], second["reuse"]["other_prompt"]) == (0.25, None)
     assert second["ranks"]["other_prompt"] is None
-    run([tmp_path / "set.jsonl"], None, "plain", 8, None, json_output=False)
+    run(InspectOptions(files=[tmp_path / "set.jsonl"]))
     assert "1 rollouts are left out of reuse and ranks" in " ".join(capsys.readouterr().out.split())
 
 
@@ -142,23 +116,13 @@ def test_epochs_without_a_common_prompt_are_shown_without_history(
     second = as_json(capsys, tmp_path / "set.jsonl")["epochs"][1]
     assert (second["num_rollouts"], second["num_left_out"], second["ranks"]) == (0, 1, None)
     assert set(second["reuse"].values()) == {None}
-    run([tmp_path / "set.jsonl"], None, "plain", 8, None, json_output=False)
+    run(InspectOptions(files=[tmp_path / "set.jsonl"]))
     assert "there is nothing to compare" in capsys.readouterr().out
-
-
-def test_one_epoch_has_siblings_and_its_own_past(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_trajectories(tmp_path / "set.jsonl", trajectories([Line(response=(1, 2, 3, 4))] * 2))
-    [only] = as_json(capsys, tmp_path / "set.jsonl")["epochs"]
-    assert (only["reuse"]["siblings"]["rate"], only["reuse"]["own"]["rate"], only["reuse"]["history"]) == (
-        0.25,
-        0,
-        None,
-    )
 
 
 def test_a_folder_without_rollouts_is_refused_with_the_setting_that_writes_them(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r'has none; run it with run.rollouts = "on"'):
-        inspect_history([tmp_path], None)
+        inspect_history(InspectOptions(files=[tmp_path]))
 
 
 def test_messages_are_rendered_and_need_an_epoch(tmp_path: Path, real_data: Path) -> None:
@@ -168,57 +132,14 @@ def test_messages_are_rendered_and_need_an_epoch(tmp_path: Path, real_data: Path
     )
     epochs = [Trajectory(task_id=1, messages=messages, format="raw", epoch=epoch) for epoch in range(2)]
     write_trajectories(tmp_path / "set.jsonl", epochs)
-    report = inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer", "plain")
+    options = InspectOptions(files=[tmp_path / "set.jsonl"], tokenizer=str(real_data / "tokenizer"), template="plain")
+    report = inspect_history(options)
     reuse = report.epochs[1].reuse["history"]
     assert reuse is not None
     assert reuse.num_copied == reuse.num_tokens - 3 == report.num_tokens // 2 - 3
     write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, messages=messages, format="raw")])
     with pytest.raises(InputError, match='has no "epoch"'):
-        inspect_history([tmp_path / "set.jsonl"], real_data / "tokenizer", "plain")
-
-
-def test_history_is_an_option_and_its_options_reach_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    got: dict[str, Any] = {}
-    monkeypatch.setattr(module, "run", lambda **given: got.update(given))
-    assert call(monkeypatch, "--history", str(folder)) == 0
-    assert got == {"paths": [folder], "tokenizer": None, "template": "auto"} | {
-        "num_groups": 8, "max_rollouts": None, "json_output": False, "format": "auto", "keeps_cache": True,
-    }  # fmt: skip
-    assert (
-        call(monkeypatch, "--history", "a", "b", "--groups", "3", "--max-rollouts", "5", "--json", "--tokenizer", "t")
-        == 0
-    )
-    assert got == {"paths": [Path("a"), Path("b")], "tokenizer": Path("t"), "template": "auto"} | {
-        "num_groups": 3, "max_rollouts": 5, "json_output": True, "format": "auto", "keeps_cache": True,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["a", "--groups", "4"], "add --history, or leave it out"),
-        (["a", "--max-rollouts", "4"], "add --drafts or --history, or leave it out"),
-        (["a", "--history", "--why"], "ask for one of them at a time"),
-        (["a", "--history", "--model-shape", "llama3-8b"], "leave --model-shape out"),
-        (["a", "--history", "--groups", "1"], "Invalid value for '--groups'"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, *arguments) == 2
-    assert part in capsys.readouterr().err
-
-
-def test_inspecting_history_loads_no_model_library(folder: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from treering.cli.inspect.history import run; "
-        f"run([Path({str(folder)!r})], None, 'plain', 8, None, True); "
-        "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+        inspect_history(options)
 
 
 def test_a_torn_last_line_of_a_run_is_left_out_with_one_note(
@@ -236,22 +157,3 @@ def test_a_torn_last_line_of_a_run_is_left_out_with_one_note(
     file.write_bytes(lines[0][:40] + b"\n" + b"".join(lines))
     assert call(monkeypatch, str(folder), "--history") == 2
     assert f"{file}:1: " in capsys.readouterr().err
-
-
-def test_torn_metrics_of_a_run_are_left_out_and_damaged_ones_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = folder / "metrics.jsonl"
-    whole = file.read_text()
-    assert call(monkeypatch, str(folder), "--drafts", "--json") == 0
-    expected = capsys.readouterr().out
-    file.write_text(whole + '{"step": 4, "ep')
-    assert call(monkeypatch, str(folder), "--drafts", "--json") == 0
-    out, err = capsys.readouterr()
-    assert out == expected
-    assert f"{file}:4: the last line is torn" in err
-    row = json.loads(whole.splitlines()[0])
-    for epoch in (-1, 2**63, 0.5, 1e400, "x", None):
-        file.write_text(whole + json.dumps(row | {rollouts.metrics.EPOCH: epoch}) + "\n")
-        with pytest.raises(InputError, match=rf"{file}:4: .*cannot be read"):
-            rollouts.read_figures(folder)

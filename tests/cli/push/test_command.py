@@ -1,7 +1,6 @@
 """`treering push`: the card says what was trained; the model, its tokenizer and the card are uploaded, and no more."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from tests.cli.hub_cache import FIRST, add_to_cache, save_model, save_tokenizer
-from tests.cli.runs import Commands
+from tests.cli.runs import Commands, call
 from tests.cli.test_hub import SFT, TRAIN, cache, hub_commands
 from tests.cli.test_lora import LORA
-from treering.cli.main import main
 from treering.cli.push.card import model_card, published
 
 __all__ = ["cache", "hub_commands"]
@@ -59,11 +57,7 @@ def push(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     """Runs `treering push`; returns exit code, stdout and stderr."""
 
     def pushed(*arguments: str) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["treering", "push", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        return ended.value.code or 0, out, err
+        return call(monkeypatch, "push", *arguments), *capfd.readouterr()
 
     return pushed
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treering.cli.simulate.cases import SimulateOptions, make_cases
-from treering.cli.simulate.report import about_predictions, answer
+from treering.cli.simulate.cases import make_cases
+from treering.cli.simulate.options import SimulateOptions
+from treering.cli.simulate.report import about_predictions
 from treering.cli.simulate.run import run
 from treering.errors import ConfigError, InputError
-from treering.schedule.compare import ONE_STEP_OFF, Result
+from treering.schedule.compare import ONE_STEP_OFF
 from treering.schedule.policies import POLICIES
 from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.traces.replay import read_trace
@@ -23,7 +24,7 @@ REQUIRED = {"policy", "makespan_s", "throughput_of_bound", "bubble", "staleness_
 
 
 def report_of(capsys: pytest.CaptureFixture[str], options: SimulateOptions, policies: str | None = None) -> dict:
-    run(options, policies=policies, timeline=None, out=None, json_output=True)
+    run(replace(options, policies=policies, json_output=True))
     return json.loads(capsys.readouterr().out)
 
 
@@ -86,31 +87,11 @@ def test_the_same_question_has_the_same_answer_and_another_seed_another(capsys):
     assert row["worst_speedup_over_sync"] < row["speedup_over_sync"]
 
 
-def test_the_defaults_are_the_small_model_that_the_table_was_made_with():
-    [(trace, cluster, believed)] = make_cases(SimulateOptions())
-    assert (len(trace.steps), trace.steps[0].num_rollouts, trace.max_tokens) == (12, 4096, 16384)
-    assert (cluster.num_workers, cluster.num_slots, cluster.staleness) == (32, 128, 1)
-    lengths = np.concatenate([step.lengths for step in trace.steps])
-    predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
-    assert np.median(np.log(lengths)) == pytest.approx(8.2, abs=0.02)
-    free = (lengths < 5000) & (lengths > 100)
-    assert np.log(predicted / lengths)[free].std() == pytest.approx(0.25, abs=0.01)
-    assert cluster.latency.token_s(128)[[1, 128]].tolist() == pytest.approx([0.02005, 0.0264])
-    # 128 rows gain 128 tokens in 26.4 ms.
-    assert cluster.latency.training_s == pytest.approx(0.07 * lengths.sum() / 12 * 0.0264 / 128 / 32)
-    assert np.array_equal(believed.latency.decode_s, cluster.latency.decode_s)
-
-
 def test_believed_times_are_wrong_by_the_factor_and_true_ones_are_not():
     [(_, cluster, believed)] = make_cases(replace(SMALL, believed_latency=2.0))
     assert cluster.latency.token_s(8)[8] == pytest.approx(1.8)
     assert believed.latency.token_s(8)[8] == pytest.approx(3.6)
     assert believed.latency.training_s == cluster.latency.training_s
-
-
-def test_the_bound_is_that_of_the_true_times(capsys):
-    right, wrong = (report_of(capsys, replace(SMALL, believed_latency=factor), "fifo") for factor in (1.0, 3.0))
-    assert right == wrong
 
 
 def test_stable_groups_share_a_prediction():
@@ -119,13 +100,6 @@ def test_stable_groups_share_a_prediction():
     assert np.ptp(predicted, axis=1).max() == 0
     assert trace.steps[0].forecast.prompts.reshape(-1, 16)[:, 0].tolist() == list(range(2048))
     assert "16% of a step's rollouts are in a longer one" in about_predictions(trace)
-
-
-def test_distorted_predictions_are_of_the_same_rollouts():
-    [(plain, _, _)] = make_cases(SMALL)
-    [(wrong, _, _)] = make_cases(replace(SMALL, distort="reversed"))
-    assert np.array_equal(plain.steps[1].lengths, wrong.steps[1].lengths)
-    assert np.corrcoef(wrong.steps[1].lengths, wrong.steps[1].forecast.lengths)[0, 1] < 0
 
 
 def read_log_step(log: Path, at: int, *, staleness: int) -> np.ndarray:
@@ -153,47 +127,14 @@ def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
         assert not np.array_equal(other.steps[4].forecast.lengths, later.forecast.lengths)
 
 
-def result(policy: str, **figures) -> Result:
-    given = {
-        "policy": policy,
-        "makespan_s": 100.0,
-        "throughput_of_bound": 0.9,
-        "bubble": 0.12,
-        "staleness_max": 1,
-        "speedup_over_sync": 1.5,
-        "staleness": 1,
-        "bound_s": 90.0,
-        "tokens_per_s": 5.0,
-        "num_stolen": 0.0,
-        "num_moved": 0.0,
-        "choices": (),
-        "worst_throughput_of_bound": 0.8,
-        "worst_speedup_over_sync": 1.4,
-        "makespan_over_one_step_off": None,
-        "worst_makespan_over_one_step_off": None,
-    }
-    return Result(**given | figures)
-
-
-def test_the_answer_compares_ours_with_both_plain_loops():
-    sync = result("sync", speedup_over_sync=1.0, staleness=0)
-    plain = result(ONE_STEP_OFF, makespan_s=125.0, speedup_over_sync=1.2)
-    words = answer([sync, plain, result("histopipe")])
-    assert words.startswith("histopipe ends the run 1.50x as fast as the synchronous loop and 1.25x as fast as FIFO")
-    assert words.endswith("at 0.90 of the lower bound; its workers decode nothing for 12% of their time.")
-    # Without ours it is about the fastest.
-    assert answer([sync, plain, result("longest_first")]).startswith("longest_first ends the run 1.50x")
-    assert answer([sync]) == ""
-
-
-def test_files_hold_what_was_asked_for(tmp_path, capsys):
-    out, page = tmp_path / "result.json", tmp_path / "pipe.html"
-    run(SMALL, policies="longest_first", timeline=page, out=out, json_output=True)
-    assert json.loads(out.read_text()) == json.loads(capsys.readouterr().out)
-    text = page.read_text(encoding="utf-8")
+def test_the_timeline_holds_the_policies_that_were_asked_for(tmp_path):
+    run(replace(SMALL, policies="longest_first", timeline=tmp_path / "pipe.html"))
+    text = (tmp_path / "pipe.html").read_text(encoding="utf-8")
     assert "256 rollouts in 4 steps, 4 workers of 8 slots" in text
     assert "longest_first" in text
     assert "histopipe" not in text
+    with pytest.raises(InputError, match="--timeline needs an existing folder"):
+        run(replace(SMALL, timeline=tmp_path / "absent" / "x", lengths="nonsense"))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +144,6 @@ def test_files_hold_what_was_asked_for(tmp_path, capsys):
         ({"num_rollouts": 30, "stability": 0.16}, "make the rollouts a multiple of the group"),
         ({"stability": 0.9}, "above 0 and below"),
         ({"noise": 0.1, "stability": 0.1}, "--noise and --stability are two ways"),
-        ({"group_size": 4}, "with --stability only"),
         ({"crossed": 0.2}, "add that, or drop this"),
         ({"predictor": "ema"}, "predicts the rollouts of a FILE, got none"),
         ({"decode": "20"}, "--decode is STEP,ROW"),
@@ -220,15 +160,7 @@ def test_what_makes_no_case_is_refused(changes, message):
         make_cases(replace(SMALL, **changes))
 
 
-@pytest.mark.parametrize("name", ["lengths", "noise", "stability", "crossed", "group_size"])
-def test_a_log_takes_no_options_of_made_up_rollouts(log, name):
-    value = {"lengths": "constant:5", "noise": 0.0, "stability": 0.1, "crossed": 0.1, "group_size": 1}[name]
-    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{name.replace('_', '-')} makes"):
-        make_cases(SimulateOptions(file=log, **{name: value}))
-
-
-@pytest.mark.parametrize("flag", ["timeline", "out"])
-def test_a_file_in_no_folder_is_refused_before_anything_is_simulated(tmp_path, flag):
-    files = {"timeline": None, "out": None} | {flag: tmp_path / "absent" / "x"}
-    with pytest.raises(InputError, match=f"--{flag} needs an existing folder"):
-        run(replace(SMALL, lengths="nonsense"), policies=None, json_output=True, **files)
+@pytest.mark.parametrize("made_up", [{"lengths": "constant:5"}, {"noise": 0.0}, {"stability": 0.1}, {"crossed": 0.1}])
+def test_a_log_takes_no_options_of_made_up_rollouts(log, made_up):
+    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{next(iter(made_up))} makes"):
+        make_cases(SimulateOptions(file=log, **made_up))

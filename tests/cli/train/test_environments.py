@@ -76,7 +76,7 @@ def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> No
     [
         (["task.class=envs.py:Broken"], "at most 50% of a step's episodes may fail"),
         (["task.class=envs.py:Nothing"], "has none named 'Nothing'"),
-        (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to sums'),
+        (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to "sums"'),
         (["runtime.workers=1", "runtime.rebalance=running"], "stay on the worker where they began"),
         (["warmup.num_steps=2"], 'task.kind = "environment" has none'),
         (["task.max_turn_tokens=100"], "bounds a context with its turn"),
@@ -88,11 +88,3 @@ def test_what_it_cannot_do_is_refused_by_name(trained: Commands, overrides: list
     code, told = trained.run("train", *CONFIG, *overrides)
     assert code != 0
     assert rule in " ".join(told.split())
-
-
-def test_an_environment_without_its_kind_is_refused(trained: Commands) -> None:
-    code, told = trained.run("train", "task.class=envs.py:Digits")
-    assert code != 0
-    assert 'kind = "sums" has no class, which belong to "environment"' in " ".join(told.split())
-    code, told = trained.run("train", "task.kind=environment")
-    assert "task.class is not set" in " ".join(told.split())

@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.cli.train.test_command import folder, prompts
+from tests.cli.test_signals import take_signals
+from tests.cli.train.test_command import prompts
 from tests.killing import ROOT
 from treering.cli.training import run_train
-
-__all__ = ["folder"]
 
 MARK = "TREERING_TEST_OF_SIGNALS"
 NUM_STEPS = 6
@@ -26,12 +25,6 @@ INTERRUPTIONS = {
     2: (("run.lock", 1, signal.SIGTERM), ("metrics.jsonl", 3, signal.SIGHUP)),
 }
 """By the number of workers: a file of the run, from how many lines on a signal comes, and which one."""
-
-
-def take_signals() -> None:
-    """A program that is started in the background, or by nohup, inherits that it ignores some."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def settings(run_dir: str, workers: int) -> list[str]:

@@ -8,25 +8,18 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.cli.train.test_command import config, folder, prompts
+from tests.cli.runs import Call
+from tests.cli.train.test_command import config, prompts
 from treering.cli.train.summary import times_of
-from treering.cli.training import run_train as run
 from treering.config.runtime import Lengths, Schedule
 from treering.data import read_trajectories
-from treering.errors import ConfigError, StateError
+from treering.errors import StateError
 from treering.report.timeline import read_timeline
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policies import POLICIES
 from treering.schedule.predict.lengths import PredictorName
 
-__all__ = ["folder"]
-
 REWARD = "tests.cli.train.test_command:length_of"
-
-
-def train(capsys: pytest.CaptureFixture[str], path: Path, *overrides: str) -> dict[str, Any]:
-    run(config_path=path, overrides=list(overrides), json_output=True)
-    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
 
 def check_timeline(spans: list[dict[str, Any]], *, num_steps: int) -> None:
@@ -56,28 +49,28 @@ def assert_close(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in ours)
 
 
-def test_workers_change_neither_rollouts_nor_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_change_neither_rollouts_nor_weights(folder: Path, train: Call) -> None:
     path = prompts(folder, REWARD)
-    plain = train(capsys, path, "run.dir=plain")
-    several = train(capsys, path, "run.dir=several", "runtime.workers=2")
+    plain = train(path, "run.dir=plain")[0]
+    several = train(path, "run.dir=several", "runtime.workers=2")[0]
     assert plain["account"] is plain["latency"] is None
     assert plain["total"]["num_updates"] > 0
     assert rows_of(folder / "plain") == rows_of(folder / "several")
     assert not (folder / "plain" / "timeline.jsonl").exists()
     check_timeline(read_timeline(folder / "several"), num_steps=several["num_steps"])
     assert_close(plain, several)
-    ranks = train(capsys, path, "run.dir=ranks", "runtime.workers=2", "runtime.trainer_ranks=2")
+    ranks = train(path, "run.dir=ranks", "runtime.workers=2", "runtime.trainer_ranks=2")[0]
     assert rows_of(folder / "plain") == rows_of(folder / "ranks")
     assert_close(plain, ranks)
 
 
-def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, train: Call) -> None:
     path = prompts(folder, REWARD)
     overrides = ("run.dir=out", "runtime.workers=2", "rl.staleness=1", "schedule=longest_first", "lengths=ema")
-    train(capsys, path, *overrides, "rl.num_steps=2")
+    train(path, *overrides, "rl.num_steps=2")
     with pytest.raises(StateError, match=r"rl\.staleness is 1 there"):
-        train(capsys, path, "run.dir=out", "rl.num_steps=3")
-    summary = train(capsys, path, *overrides, "rl.num_steps=4", "runtime.workers=1")
+        train(path, "run.dir=out", "rl.num_steps=3")
+    summary = train(path, *overrides, "rl.num_steps=4", "runtime.workers=1")[0]
     account = summary["account"]
     # Five prompts in steps of 2, 2, 1 and 2, in groups of three.
     assert summary["resumed_from_step"] == 2
@@ -87,17 +80,17 @@ def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, caps
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
 
 
-def test_a_run_says_what_it_has_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_what_it_has_measured(folder: Path, train: Call) -> None:
     # Six rollouts in every other step, four of them at one time: passes of four rows and of two. A latency needs 16 of
     # each that nothing slowed down by far, and a busy machine slows some; drafts would make them fewer.
     overrides = ("runtime.workers=1", "engine.max_batch=4", "rl.num_steps=16", "history.drafts=off")
-    measured = train(capsys, config(folder), "run.dir=queued", *overrides)["latency"]
+    measured = train(config(folder), "run.dir=queued", *overrides)[0]["latency"]
     assert measured.keys() == {"step_s", "row_s", "prefill_s", "load_s", "training_s"}
     assert min(measured.values()) >= 0
     assert measured["step_s"] + measured["row_s"] > 0
     assert measured["training_s"] > 0
     off = ("runtime.rebalance=none", "runtime.workers=1", "rl.num_steps=1")
-    assert train(capsys, config(folder), "run.dir=none", *off)["latency"] is None
+    assert train(config(folder), "run.dir=none", *off)[0]["latency"] is None
 
 
 def test_measured_times_are_a_line() -> None:
@@ -107,11 +100,6 @@ def test_measured_times_are_a_line() -> None:
     )
     sloped = Latency(num_rows=np.array([1, 2, 9]), decode_s=np.array([0.5, 1.0, 4.5]))
     assert times_of(sloped)["step_s"] == pytest.approx(0.0)
-
-
-def test_steps_overlap_only_where_there_are_workers(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.workers=1 or more"):
-        run(config_path=config(folder), overrides=["rl.staleness=1"], json_output=True)
 
 
 def test_settings_name_what_there_is() -> None:

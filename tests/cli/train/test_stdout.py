@@ -6,10 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cli.train.test_command import folder, prompts
+from tests.cli.train.test_command import prompts
 from tests.killing import ROOT
-
-__all__ = ["folder"]
 
 NOISY = """
 import ctypes, os, subprocess, sys, threading

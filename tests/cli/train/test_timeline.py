@@ -22,16 +22,6 @@ def places(folder: Path) -> list[tuple[int, int | None]]:
     return [(span["step"], span["worker"]) for span in read_timeline(folder)]
 
 
-def test_a_step_has_a_line_per_process(tmp_path: Path) -> None:
-    with TimelineLog(tmp_path / TIMELINE_FILE, resume_step=None) as log:
-        log.write(report(1, 0, 1, None))
-    assert places(tmp_path) == [(1, 0), (1, 1), (1, None)]
-    assert read_timeline(tmp_path)[1] == {
-        **{"step": 1, "worker": 1, "started_s": 10.0},
-        **{"ended_s": 15.0, "busy_s": 4.0, "num_rollouts": 6},
-    }
-
-
 def test_a_resumed_run_repeats_no_line(tmp_path: Path) -> None:
     with TimelineLog(tmp_path / TIMELINE_FILE, resume_step=None) as log:
         for step in (1, 2, 3):
@@ -41,11 +31,3 @@ def test_a_resumed_run_repeats_no_line(tmp_path: Path) -> None:
     with TimelineLog(tmp_path / TIMELINE_FILE, resume_step=2) as log:
         log.write(report(3, 0, None))
     assert places(tmp_path) == [(1, 0), (1, None), (2, 0), (2, None), (3, 0), (3, None)]
-
-
-def test_a_run_that_begins_anew_begins_with_an_empty_log(tmp_path: Path) -> None:
-    with TimelineLog(tmp_path / TIMELINE_FILE, resume_step=None) as log:
-        log.write(report(1, 0))
-    with TimelineLog(tmp_path / TIMELINE_FILE, resume_step=0) as log:
-        log.write(report(1, None))
-    assert places(tmp_path) == [(1, None)]

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from treering.data import RenderedTrajectory, Trajectory
+from treering.data import RenderedTrajectory
 from treering.data.cache.arrays import ArrayWriter
 from treering.data.cache.dataset import DatasetFacts, TokenDataset
 
@@ -18,6 +18,5 @@ def dataset_of(rows: Sequence[RenderedTrajectory], *, source: str = "set.jsonl")
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         with ArrayWriter(Path(folder)) as writer:
-            # Of a trajectory itself only its epoch and step are written.
-            writer.add([Trajectory(task_id=0, tokens=rows[0].tokens)] * num_trajectories, rows, 0)
+            writer.add(rows)
         return TokenDataset(Path(folder), facts)

@@ -8,6 +8,30 @@ from treering.errors import DataWarning
 
 QUESTION = {"role": "user", "content": "Where is parcel 17?"}
 ANSWER = {"role": "assistant", "content": "It is in Basel."}
+RECORDS = {
+    "treering": {"task_id": 1, "tokens": [5, 6, 7]},
+    "chat": {"messages": [QUESTION, ANSWER]},
+    "sharegpt": {"task_id": 1, "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]},
+    "trl": {"task_id": 1, "prompt": [QUESTION], "completion": [ANSWER]},
+    "verifiers": {"example_id": 0, "prompt": [QUESTION], "completion": [ANSWER], "reward": 1.0, "task": "x"},
+    "swe_agent": {"instance_id": "a", "history": [QUESTION, {**ANSWER, "action": "It is in Basel."}], "trajectory": []},
+    "openhands": {"instance_id": "a", "messages": [QUESTION], "response": {"choices": [{"message": ANSWER}]}},
+    "nemo_gym": {
+        **{"task_id": 1, "responses_create_params": {"input": [QUESTION]}},
+        "response": {"output": [{"type": "message", **ANSWER}]},
+    },
+    "verl": {"task_id": 1, "input": "a", "output": "b", "score": 0.0, "step": 1},
+    "atif": {
+        **{"task_id": 1, "schema_version": "ATIF-v1.6", "agent": {}},
+        "steps": [{"source": "user", "message": "?"}, {"source": "agent", "message": "!"}],
+    },
+    "prime_rl": {"task_id": 1, "prompt_ids": [1, 2], "completion_ids": [3, 4]},
+    "skyrl": {"task_id": 1, "prompt_token_ids": [1, 2], "response_ids": [3, 4]},
+    "nemo_rl": {"task_id": 1, "message_log": [QUESTION, ANSWER]},
+    "art": {"task_id": 1, "messages_and_choices": [QUESTION, {"message": ANSWER}]},
+    "rllm": {"task_id": 1, "trajectories": [{"steps": [{"chat_completions": [QUESTION, ANSWER]}]}]},
+}
+"""A record of each format."""
 
 
 def read(tmp_path, *records, format="auto", name="set.jsonl"):

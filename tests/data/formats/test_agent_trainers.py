@@ -1,21 +1,17 @@
 """Records of prime-rl, SkyRL, NeMo-RL, ART and rLLM: what is trained, with which log-probs, rewards and tasks."""
 
-import json
-
 import numpy as np
 import pytest
 
-from treering.data import read_trajectories
-from treering.errors import DataWarning, InputError
+from tests.data.formats.reading import read as read_all
+from treering.errors import InputError
 
 ASKED = {"role": "user", "content": "Where?"}
 BASEL = {"role": "assistant", "content": "Basel"}
 
 
-def read(tmp_path, *records, format="auto"):
-    file = tmp_path / "set.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_trajectories(file, format)
+def read(tmp_path, *records):
+    return read_all(tmp_path, *records)[0]
 
 
 PRIME = {
@@ -46,8 +42,6 @@ def test_a_sample_of_prime_rl_trains_what_its_masks_say(tmp_path):
     np.testing.assert_array_equal(one.tokens, [1, 2, 3, 4, 5])
     np.testing.assert_array_equal(one.loss_mask, [0, 0, 1, 0, 1])
     np.testing.assert_allclose(one.logprobs, [0, 0, -0.1, 0, -0.3])
-    [later] = read(tmp_path, {**PRIME, "prompt_mask": [0, 1]})
-    np.testing.assert_array_equal(later.loss_mask, [0, 1, 1, 0, 1])
 
 
 def test_a_row_and_a_batch_of_skyrl_are_the_same_sequences(tmp_path):
@@ -84,14 +78,13 @@ def test_a_message_log_of_nemo_rl_trains_the_assistants_tokens(tmp_path):
 
 
 def test_a_log_that_counts_nothing_is_left_out(tmp_path):
-    with pytest.warns(DataWarning, match="left out"):
-        assert len(read(tmp_path, NEMO, {**NEMO, "loss_multiplier": 0.0})) == 1
+    found, [note] = read_all(tmp_path, NEMO, {**NEMO, "loss_multiplier": 0.0})
+    assert (len(found), "left out" in note) == (1, True)
 
 
 def test_choices_of_art_are_trained_and_messages_are_context(tmp_path):
     other = {"messages_and_choices": [ASKED, BASEL, ASKED, {"message": {"role": "assistant", "content": "Bern"}}]}
-    with pytest.warns(DataWarning, match="no task is named"):
-        one, more = read(tmp_path, {**ART, "additional_histories": [other]})
+    one, more = read(tmp_path, {**ART, "additional_histories": [other]})
     assert [message.is_trained for message in one.messages] == [False, True]
     assert [message.is_trained for message in more.messages] == [False, False, False, True]
     assert one.task_id == more.task_id
@@ -126,9 +119,10 @@ def test_token_ids_of_rllm_are_read_where_each_step_has_them(tmp_path):
 @pytest.mark.parametrize(
     ("record", "rule"),
     [
-        ({**PRIME, "completion_mask": [1]}, "completion_mask has one entry per token: 3 tokens, 1 entries"),
-        ({**PRIME, "completion_logprobs": [0.0]}, "completion_logprobs has one entry per token"),
+        ({**PRIME, "completion_mask": [1]}, "completion_mask has one entry per sampled token: 3 tokens, 1 entries"),
+        ({**PRIME, "completion_logprobs": [0.0]}, "completion_logprobs has one entry per sampled token"),
         ({**PRIME, "completion_mask": [1, 1, 2]}, r"completion_mask\[2\] must be 0, 1"),
+        ({**PRIME, "prompt_mask": [0, 1]}, "prompt_mask trains what the call was shown"),
         ({**SKYRL, "prompt_token_ids": [[1]], "response_ids": [[1], [2]]}, "one entry per row, got .*align them"),
         ({**NEMO, "loss_multiplier": 0.5}, "loss_multiplier weights the whole log, got 0.5"),
         ({**ART, "messages_and_choices": [ASKED, 3]}, r"messages_and_choices\[1\] must be an object"),

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from treering.data import Message, ToolCall
-from treering.data.formats.codec import decode, encode
+from treering.data.formats.codec import decode
 from treering.errors import InputError
 
 TOKENS = {"task_id": "a", "tokens": [5, 6, 7]}
@@ -10,16 +9,6 @@ TOKENS = {"task_id": "a", "tokens": [5, 6, 7]}
 
 def chat(**message):
     return {"task_id": 1, "messages": [{"role": "assistant", "content": None, **message}]}
-
-
-@pytest.mark.parametrize("arguments", [{"query": "Zürich", "limit": 3}, '{"query": "Zürich",  "limit": 3}'])
-def test_tool_calls_read_alike_flat_or_nested(arguments):
-    spellings = [
-        {"name": "search", "arguments": arguments},
-        {"type": "function", "function": {"name": "search", "arguments": arguments}},
-    ]
-    expected = (Message(role="assistant", content=None, tool_calls=(ToolCall(name="search", arguments=arguments),)),)
-    assert [decode(chat(tool_calls=[spelling])).messages for spelling in spellings] == [expected] * 2
 
 
 @pytest.mark.parametrize("text", ['{"x":  1e-7}', '{"x": NaN}', "{broken", "[1, 2]", '"quoted"', ""])
@@ -31,11 +20,6 @@ def test_arguments_that_are_text_stay_the_text_that_the_model_wrote(text):
 def test_unknown_keys_are_ignored_and_null_fields_are_absent():
     trajectory = decode({**TOKENS, "rm_score": 0.3, "outcome": {"any": []}, "reward": None, "loss_mask": None})
     assert (trajectory.reward, trajectory.loss_mask, trajectory.tokens.tolist()) == (None, None, [5, 6, 7])
-
-
-def test_text_parts_join_to_one_content():
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    assert decode(chat(content=parts)).messages[0].content == "one two"
 
 
 def test_every_optional_field_arrives_with_its_type():
@@ -51,15 +35,6 @@ def test_every_optional_field_arrives_with_its_type():
     assert trajectory.loss_mask.tolist() == [False, True, True]
 
 
-def test_decoding_an_encoded_record_gives_the_same_record():
-    record = {
-        **chat(content="ä", tool_calls=[{"id": "c1", "name": "f", "arguments": {"x": [1, None]}}], name="agent"),
-        "format": "chat",
-        "reward": 0.5,
-    }
-    assert encode(decode(record)) == {**record, "messages": [record["messages"][0]]}
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -73,8 +48,6 @@ def test_decoding_an_encoded_record_gives_the_same_record():
         ({"task_id": 1, "tokens": [True]}, r"tokens\[0\] must be an integer .* got True"),
         ({"task_id": 1, "tokens": [-1]}, r"tokens\[0\] .* got -1"),
         ({"task_id": 1, "tokens": [2**31]}, r"tokens\[0\] .* got 2147483648"),
-        ({**TOKENS, "loss_mask": [1, 0]}, "loss_mask has one entry per token: 3 tokens, 2 entries"),
-        ({**TOKENS, "loss_mask": [1, 0, 2]}, r"loss_mask\[2\] .* got 2"),
         ({**TOKENS, "logprobs": [0.0]}, "logprobs has one entry per token: 3 tokens, 1 entries"),
         ({**TOKENS, "logprobs": [0.0, None, 0.0]}, r"logprobs\[1\] must be a number, got None"),
         ({**TOKENS, "logprobs": [0.0, float("nan"), 0.0]}, "logprobs must be finite"),
@@ -83,8 +56,6 @@ def test_decoding_an_encoded_record_gives_the_same_record():
         ({**TOKENS, "step": 1.5}, "step must be an integer, got 1.5"),
         ({**chat(content="x"), "loss_mask": [1]}, "loss_mask has one entry per token and messages were given"),
         (chat(content=3), r"messages\[0\].content must be text, got 3"),
-        (chat(content="\ud800"), r"messages\[0\].content must be valid Unicode"),
-        (chat(content=[{"type": "image_url"}]), "a part of type 'image_url'"),
         ({"task_id": 1, "messages": [{"content": "x"}]}, r"messages\[0\] needs a role"),
         (chat(tool_calls=[{"arguments": {}}]), r"messages\[0\].tool_calls\[0\] needs the tool's name"),
         (chat(tool_calls=[{"name": "f", "arguments": 3}]), r"tool_calls\[0\].arguments must be an object"),

@@ -39,14 +39,6 @@ def test_an_object_over_many_lines_is_one_record(tmp_path):
     assert list(read_records(file)) == [(str(file), RECORDS[0])]
 
 
-def test_places_name_the_line_or_the_record(tmp_path):
-    lines, array = tmp_path / "a.jsonl", tmp_path / "a.json"
-    lines.write_bytes(b"\n" + LINES)
-    array.write_text(json.dumps(RECORDS), encoding="utf-8")
-    assert [where for where, _ in read_records(lines)] == [f"{lines}:2", f"{lines}:3"]
-    assert [where for where, _ in read_records(array)] == [f"{array}: record 1", f"{array}: record 2"]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -2,29 +2,12 @@ from typing import get_args
 
 import pytest
 
-from tests.data.formats.reading import ANSWER, QUESTION, read
+from tests.data.formats.reading import ANSWER, QUESTION, RECORDS, read
 from treering.data import FormatName
 from treering.data.formats.detect import detect
 from treering.errors import InputError
 
 TALK = [QUESTION, ANSWER]
-RECORDS = {
-    "treering": {"task_id": 1, "tokens": [1]},
-    "chat": {"messages": TALK},
-    "sharegpt": {"conversations": [{"from": "gpt", "value": "x"}]},
-    "trl": {"prompt": [QUESTION], "completion": [ANSWER]},
-    "verifiers": {"example_id": 0, "prompt": [QUESTION], "completion": [ANSWER], "reward": 1.0},
-    "swe_agent": {"history": TALK, "trajectory": [], "info": {}},
-    "openhands": {"instance_id": "a", "history": [{"source": "user", "action": "message", "args": {"content": "x"}}]},
-    "nemo_gym": {"responses_create_params": {"input": [QUESTION]}, "response": {"output": [ANSWER]}},
-    "verl": {"input": "a", "output": "b", "score": 0.0, "step": 1},
-    "atif": {"schema_version": "ATIF-v1.6", "agent": {}, "steps": [{"source": "user", "message": "x"}]},
-    "prime_rl": {"prompt_ids": [1], "completion_ids": [2]},
-    "skyrl": {"prompt_token_ids": [1], "response_ids": [2]},
-    "nemo_rl": {"message_log": TALK},
-    "art": {"messages_and_choices": [QUESTION, {"message": ANSWER}]},
-    "rllm": {"id": "a:0", "trajectories": [{"steps": [{"chat_completions": TALK}]}]},
-}
 
 
 def test_each_format_is_found_by_its_keys_also_beside_empty_columns():
@@ -63,7 +46,6 @@ def test_chats_with_and_without_a_task_are_one_format(tmp_path):
         ({"source": "user", "action": "message"}, "it is one event of OpenHands"),
         ({"text": "a"}, "nothing says what the policy wrote"),
         ({"example_id": 1, "completion": [ANSWER]}, "it looks most like .*, and prompt"),
-        ({"mesages": TALK}, "it looks most like .*, which has messages instead of mesages; rename it"),
         ({"a": 1}, "no format has a record with the keys a: treering has task_id and messages"),
         ({}, "no format has a record with the keys none"),
         ({"conversations": []}, "it looks most like sharegpt, and conversations is missing or empty"),

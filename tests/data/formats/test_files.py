@@ -20,10 +20,11 @@ from treering.errors import DataWarning, InputError
 
 GOOD = b'{"task_id": "a", "tokens": [1, 2]}\n'
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-calls = st.builds(ToolCall, name=text.filter(bool), arguments=st.dictionaries(text, st.integers() | text, max_size=2))
+arguments = text | st.dictionaries(text, st.integers() | text | st.none(), max_size=2)
+calls = st.builds(ToolCall, name=text.filter(bool), arguments=arguments, id=st.none() | text)
 called = st.lists(calls, min_size=1, max_size=2).map(tuple)
 messages = (
-    st.builds(Message, role=text.filter(bool), content=text)
+    st.builds(Message, role=text.filter(bool), content=text, name=st.none() | text)
     | st.builds(Message, role=st.just("assistant"), content=text.filter(bool), trained=st.booleans())
     | st.builds(Message, role=st.just("assistant"), content=text | st.none(), tool_calls=called)
 )
@@ -52,16 +53,6 @@ def test_reading_what_was_written_gives_the_same_trajectories(tmp_path_factory, 
     assert [trajectory.messages for trajectory in read] == [trajectory.messages for trajectory in written]
 
 
-def test_equal_trajectories_are_equal_compressed_bytes(tmp_path):
-    trajectory = Trajectory(task_id=1, tokens=np.array([1], np.int32))
-    for name in ("a.jsonl.gz", "b.jsonl.gz"):
-        write_trajectories(tmp_path / name, [trajectory])
-    assert (tmp_path / "a.jsonl.gz").read_bytes() == (tmp_path / "b.jsonl.gz").read_bytes()
-    assert (
-        gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()) == b'{"task_id": 1, "format": "chat", "tokens": [1]}\n'
-    )
-
-
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     file = tmp_path / "set.jsonl"
     file.write_bytes(GOOD)
@@ -85,8 +76,6 @@ def test_blank_lines_are_skipped_and_line_separators_inside_text_are_not_line_en
     ("line", "message"),
     [
         (b"{nope}", r"set\.jsonl:3: a line must be one JSON object"),
-        (b'{"task_id": true, "tokens": [1]}', r"set\.jsonl:3: task_id must be"),
-        (b'{"task_id": 1, "tokens": [1], "loss_mask": [1, 1]}', r"set\.jsonl:3: loss_mask has one entry per token"),
         (b'{"task_id": 1, "tokens": ["1"]}', r"set\.jsonl:3: tokens\[0\] must be an integer"),
         (b'{"task_id": "\xff"}', r"set\.jsonl:3: a line must be UTF-8"),
         (b"[" * 100_000, r"set\.jsonl:3: "),
@@ -113,7 +102,7 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, line, message):
 def test_a_damaged_gzip_file_is_refused_by_name(tmp_path, content):
     file = tmp_path / "set.jsonl.gz"
     file.write_bytes(content)
-    with pytest.raises(InputError, match=r"set\.jsonl\.gz:\d+: not a whole gzip file"):
+    with pytest.raises(InputError, match=r"set\.jsonl\.gz: not a whole gzip file"):
         read_trajectories(file)
 
 
@@ -124,9 +113,11 @@ def test_a_missing_or_empty_file_is_refused_by_name(tmp_path, name, rule):
         read_trajectories(tmp_path / name)
 
 
-def test_writing_into_a_missing_folder_is_refused_by_name(tmp_path):
-    with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
-        write_trajectories(tmp_path / "absent" / "set.jsonl", [])
+def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path):
+    (tmp_path / "taken").write_text("")
+    for write, folder in ((write_trajectories, "absent"), (append_trajectories, "taken")):
+        with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
+            write(tmp_path / folder / "set.jsonl", [])
 
 
 @given(st.lists(st.lists(trajectories(), max_size=3), min_size=1, max_size=3).filter(any))
@@ -138,12 +129,6 @@ def test_appending_in_parts_gives_the_file_that_writing_at_one_time_gives(tmp_pa
     assert (folder / "new" / "parts.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
 
 
-def test_a_file_that_cannot_be_appended_to_is_refused_by_name(tmp_path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(InputError, match=r"set\.jsonl: cannot be written"):
-        append_trajectories(tmp_path / "taken" / "set.jsonl", [])
-
-
 @pytest.mark.parametrize("whole", [b"", b'{"a": 1}\n', b'{"a": 1}\n\n{\n'])
 @pytest.mark.parametrize("torn", [b"{", b'{"a": "\xc3', b'{"a": 1', b"[" * 100_000])
 def test_a_torn_last_line_is_left_out_with_one_warning(tmp_path, whole, torn):
@@ -153,10 +138,6 @@ def test_a_torn_last_line_is_left_out_with_one_warning(tmp_path, whole, torn):
     with pytest.warns(DataWarning, match=f"{file}:{line}: the last line is torn") as warned:
         assert b"".join(line for _, line in whole_lines(file)) == whole.replace(b"\n\n", b"\n")
     assert len(warned) == 1
-
-
-@pytest.mark.parametrize("text", [b"", b'{"a": 1}', b'{"a": 1}\n', b"{\n", b"{\n{}\n"])
-def test_a_line_that_was_written_whole_is_given(tmp_path, text):
-    file = tmp_path / "log.jsonl"
-    file.write_bytes(text)
-    assert b"".join(line for _, line in whole_lines(file)) == text
+    for written in (b"", b'{"a": 1}', b"{\n{}\n"):
+        file.write_bytes(written)
+        assert b"".join(line for _, line in whole_lines(file)) == written

@@ -42,12 +42,6 @@ def test_a_folder_of_files_is_one_set_in_the_order_of_their_names(tmp_path: Path
         records(tmp_path)
 
 
-def test_a_folder_with_a_part_that_is_missing_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "set-00000-of-00002.jsonl").write_bytes(lines(ROWS))
-    with pytest.raises(InputError, match=r"set-00001-of-00002\.jsonl is missing"):
-        records(tmp_path)
-
-
 @pytest.mark.parametrize("document", [False, True])
 def test_zstandard_is_read_by_its_content(tmp_path: Path, *, document: bool) -> None:
     file = tmp_path / "set.data"

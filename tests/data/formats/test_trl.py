@@ -36,11 +36,6 @@ def test_a_pair_has_one_prompt_and_two_answers(tmp_path, record):
     assert found[0].task_id == found[1].task_id
 
 
-def test_answers_in_the_prompt_of_a_pair_are_context(tmp_path):
-    found, _ = read(tmp_path, {"prompt": [QUESTION, WRONG, QUESTION], "chosen": [ANSWER], "rejected": [WRONG]})
-    assert [[trained for _, _, trained in turns(one)] for one in found] == [[False, False, False, True]] * 2
-
-
 def test_a_pair_of_texts_parts_where_the_texts_differ_and_a_space_belongs_to_the_answer(tmp_path):
     found, _ = read(tmp_path, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
     assert [[message.content for message in one.messages] for one in found] == [
@@ -48,11 +43,6 @@ def test_a_pair_of_texts_parts_where_the_texts_differ_and_a_space_belongs_to_the
         ["The sky is", " green."],
     ]
     assert {one.format for one in found} == {"raw"}
-
-
-def test_messages_are_read_by_this_name_too(tmp_path):
-    [one], _ = read(tmp_path, {"messages": [QUESTION, ANSWER]}, format="trl")
-    assert turns(one)[1] == ("assistant", "It is in Basel.", True)
 
 
 @pytest.mark.parametrize(

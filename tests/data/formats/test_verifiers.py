@@ -58,11 +58,6 @@ def test_failed_rollouts_are_left_out_and_counted(tmp_path):
     assert (len(found), notes) == (1, ["nothing was sampled, so these are left out (1 of 2 records)"])
 
 
-def test_log_probabilities_of_another_length_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"completion_logprobs has one entry per sampled token: 1 tokens, 2 entries"):
-        read(tmp_path, {**ROW, "trajectory": [step([1], [2], [0.0, 0.0])]})
-
-
 def masked(**fields):
     call = step([1, 2], [3, 4], [-0.5, -0.25])
     return {"tokens": {**call["tokens"], "prompt_mask": [0, 0], **fields}}
@@ -78,7 +73,7 @@ def test_the_mask_of_a_call_leaves_sampled_tokens_out(tmp_path):
     [
         ({"prompt_mask": [0, 1]}, "prompt_mask trains what the call was shown"),
         ({"completion_mask": [1]}, "completion_mask has one entry per sampled token: 2 tokens, 1 entries"),
-        ({"completion_mask": [1, 1], "loss_mask": [1, 0]}, "different masks in loss_mask, completion_mask"),
+        ({"completion_mask": [1, 1], "loss_mask": [1, 0]}, "loss_mask and completion_mask are different masks"),
         ({"env_mask": [1, 0]}, "env_mask seems to say which tokens are trained"),
     ],
 )

@@ -1,24 +1,19 @@
+"""Folders of vision-language models, one for each family."""
+
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
-@pytest.fixture(scope="session")
-def qwen_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.data.pictures.vlm_folder import make_folder
+def _folder_of(family: str) -> Any:
+    @pytest.fixture(scope="session", name=f"{family}_dir")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        from tests.data.pictures.vlm_folder import make_folder
 
-    return make_folder(tmp_path_factory.mktemp("qwen"), "qwen")
+        return make_folder(tmp_path_factory.mktemp(family), family)
 
-
-@pytest.fixture(scope="session")
-def gemma_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.data.pictures.vlm_folder import make_folder
-
-    return make_folder(tmp_path_factory.mktemp("gemma"), "gemma")
+    return folder
 
 
-@pytest.fixture(scope="session")
-def internvl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.data.pictures.vlm_folder import make_folder
-
-    return make_folder(tmp_path_factory.mktemp("internvl"), "internvl")
+qwen_dir, gemma_dir, internvl_dir = map(_folder_of, ("qwen", "gemma", "internvl"))

@@ -15,7 +15,6 @@ from treering.data.cache.arrays import CONTENTS
 from treering.data.cache.open import open_dataset
 from treering.data.rendering import picture_processor
 from treering.errors import InputError
-from treering.tree.forest import Forest
 
 RED, BLUE = as_bytes(picture(0)), as_bytes(picture(1, (56, 56)))
 SAID = {"role": "assistant", "content": "the tool answers"}
@@ -102,18 +101,6 @@ def test_a_picture_travels_as_its_source(qwen_dir, file):
     # Its own bytes and some tokens, not the values.
     assert len(sent) < len(RED) + 4_000 < one.pictures[0].picture.values.nbytes
     assert pickle.loads(sent).pictures[0].picture.values.tobytes() == one.pictures[0].picture.values.tobytes()
-
-
-def test_equal_text_with_other_pixels_is_another_prefix(qwen_dir, tmp_path):
-    """Both have the same ids: what keeps them apart is the digest alone."""
-    lines = [line("a", as_uri(RED)), line("a", as_uri(as_bytes(picture(3)))), line("a", as_uri(RED))]
-    (tmp_path / "set.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    rows = Renderer(tokenizer=qwen_dir).render(read_trajectories(tmp_path / "set.jsonl"))
-    assert rows[0].tokens.tolist() == rows[1].tokens.tolist()
-    forest = Forest.from_sequences([one.tokens for one in rows], pictures=[one.pictures for one in rows])
-    before = rows[0].pictures[0].start
-    assert forest.num_tokens == 2 * rows[0].tokens.size - before
-    assert len(forest.pictures) == 2
 
 
 def test_text_loads_nothing_of_pictures(tokenizer_dir, tmp_path):

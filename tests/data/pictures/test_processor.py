@@ -19,7 +19,7 @@ from tests.data.pictures.vlm_folder import NAMED, TOKENS_PER_CROP, as_bytes, pic
 from treering.data import Message, Renderer, Trajectory
 from treering.data.pictures.source import MessagePicture, PictureSource
 from treering.data.rendering.chat_pictures import expanded_script
-from treering.data.rendering.picture_families import Placeholder
+from treering.data.rendering.picture_processor import Placeholder
 from treering.data.rendering.script import Script, Span
 from treering.errors import ConfigError, InputError
 

@@ -2,13 +2,12 @@
 
 import json
 
-import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, picture
-from treering.data import read_trajectories, write_trajectories
+from treering.data import read_trajectories
 from treering.data.pictures.source import MAX_BYTES
 from treering.errors import DataWarning, InputError
 
@@ -57,12 +56,6 @@ def test_each_form_of_a_part_is_its_picture_at_its_place(folder, name):
     assert pictures_of(one) == [(0, 5, RED)]
     assert one.messages[0].content == "Look:Where?"
     assert one.messages[0].stretches == ("Look:", "Where?")
-
-
-def test_a_file_address_inside_of_the_folder_is_read(folder):
-    part = {"type": "image", "image": f"file://{folder}/shots/a%20b.png"}
-    (one,) = read(folder, {"task_id": 1, "messages": [user(part, TEXT), SAID]})
-    assert pictures_of(one) == [(0, 0, RED)]
 
 
 def test_columns_fill_the_parts_in_order(folder):
@@ -190,10 +183,3 @@ def test_files_that_hold_no_picture_are_refused(folder):
         (one,) = read(folder, image(name))
         with pytest.raises(InputError, match=rule):
             pictures_of(one)
-
-
-def test_what_has_pictures_is_not_written_without_them(folder):
-    (one,) = read(folder, image("shots/a b.png"))
-    with pytest.raises(InputError, match="with pictures is not written"):
-        write_trajectories(folder / "out.jsonl", [one])
-    assert np.array_equal(sorted(path.name for path in folder.glob("*.jsonl")), ["set.jsonl"])

@@ -24,11 +24,11 @@ def test_a_chat_takes_the_template_of_its_tokenizer_unless_the_plain_form_is_ask
     found = {template: tokens_of(CHAT, folder, template) for template in ("auto", "hf", "plain")}
     assert found["auto"] == found["hf"] != found["plain"]
     assert found["plain"] == tokens_of(CHAT, tokenizer_dir, "plain")
-
-
-def test_without_a_template_a_chat_takes_the_plain_form_where_its_markers_are_tokens(tokenizer_dir, tmp_path):
-    folder = with_template(tokenizer_dir, tmp_path, None)
-    assert tokens_of(CHAT, folder, "auto") == tokens_of(CHAT, folder, "plain")
+    assert tokens_of(RAW, folder, "hf") == tokens_of(RAW, tokenizer_dir, "plain")
+    bare = with_template(tokenizer_dir, tmp_path, None)
+    assert tokens_of(CHAT, bare, "auto") == found["plain"]
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        tokens_of(CHAT, bare, "hf")
 
 
 def test_markers_that_are_ordinary_tokens_are_refused_unless_the_plain_form_is_asked_for(markerless_dir):
@@ -62,11 +62,3 @@ def test_the_form_is_said_once_a_chat_was_rendered(tokenizer_dir, tmp_path, has_
     renderer.render([CHAT])
     renderer.render([IDS])
     assert re.search(f"^chats are rendered {words}", renderer.form_in_words)
-
-
-def test_markers_that_are_spelled_out_are_said(markerless_dir):
-    renderer = Renderer(tokenizer=markerless_dir, template="plain")
-    renderer.render([CHAT])
-    assert renderer.form_in_words == (
-        "chats are rendered in the plain form, <|im_start|> and <|im_end|> as ordinary tokens"
-    )

@@ -33,15 +33,6 @@ def test_a_continuation_ends_in_the_tokens_of_the_whole_prompt(tokenizer_dir: Pa
     assert len(before) > len(opened)
 
 
-def test_several_messages_may_follow(tokenizer_dir: Path) -> None:
-    for template in ("plain", "hf"):
-        renderer = Renderer(tokenizer=tokenizer_dir, template=template)
-        tail = renderer.continuation((*FIRST, *LATER), 2)
-        whole = prompt_of(renderer, *FIRST, *LATER)
-        assert tail is not None
-        assert whole[-tail.size :] == tail.tolist()
-
-
 def test_a_template_that_strips_thoughts_has_no_continuation(tokenizer_dir: Path, tmp_path: Path) -> None:
     stripping = (
         "{% for m in messages %}<|im_start|>{{ m.role }} "

@@ -4,6 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.data.rendering.chat_folder import said, shown, with_template
+from tests.data.rendering.test_template import DUMPING
 from treering.data import Renderer, ToolCall, Trajectory
 from treering.data.rendering.encoder import Encoder
 from treering.data.rendering.script import Script, Span
@@ -33,12 +34,6 @@ CALLS_FIRST = (
 PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
     "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-# As Qwen2.5.
-DUMPING = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -100,24 +95,17 @@ def test_a_template_that_wants_parts_gets_parts(tokenizer_dir, tmp_path):
     assert shown(folder, *chat) == [("<system><end><user>1<end><assistant>one<end>", "one<end>")]
 
 
-def test_a_role_that_says_the_same_as_a_dropped_text_does_not_stand_for_it(tokenizer_dir, tmp_path):
+@pytest.mark.parametrize("place", [1, 2], ids=["before", "after the last turn"])
+def test_a_role_that_says_the_same_as_a_dropped_text_does_not_stand_for_it(tokenizer_dir, tmp_path, place):
     folder = with_template(
         tokenizer_dir,
         tmp_path,
         "{% for m in messages %}<{{ m.role }}>{{ m.content if m.role != 'note' }}{% endfor %}",
     )
-    with pytest.raises(InputError, match=r"the text 'note' in messages\[1\]"):
-        shown(folder, said("user", "1"), said("note", "note"), said("assistant", "one"))
-
-
-def test_a_context_after_the_last_turn_is_compared_too(tokenizer_dir, tmp_path):
-    folder = with_template(
-        tokenizer_dir,
-        tmp_path,
-        "{% for m in messages %}<{{ m.role }}>{{ m.content if m.role != 'note' }}{% endfor %}",
-    )
-    with pytest.raises(InputError, match=r"the text 'note' in messages\[2\]"):
-        shown(folder, said("user", "1"), said("assistant", "one"), said("note", "note"))
+    chat = [said("user", "1"), said("assistant", "one")]
+    chat.insert(place, said("note", "note"))
+    with pytest.raises(InputError, match=rf"the text 'note' in messages\[{place}\]"):
+        shown(folder, *chat)
 
 
 def test_a_further_turn_takes_two_further_renders(tokenizer_dir, monkeypatch):
@@ -135,40 +123,31 @@ def test_a_further_turn_takes_two_further_renders(tokenizer_dir, monkeypatch):
     assert counts[1] - counts[0] == 2
 
 
-@pytest.mark.parametrize("is_normalized", [True, False])
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "legacy"])
-def test_cuts_before_special_tokens_never_change_the_tokens(tmp_path, scheme, is_normalized):
-    # A tokenizer in the manner of SentencePiece writes a space before a text, or before each stretch of it.
-    words = {"▁": 0, "a": 1, "▁a": 2, "b": 3, "▁b": 4}
-    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[("▁", "a"), ("▁", "b")]))
-    if scheme == "legacy":
-        tokenizer.normalizer = normalizers.Prepend("▁")
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=is_normalized) for word in ("<s>", "<e>")])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    text = "a<s>b a<e><s>b<e>a"
-    script = Script(text=text, spans=(Span(4, 10),))
-    [found] = Encoder(tmp_path).encode([[script]])
-    assert found.tokens.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
-    assert found.turn_ends.size == 1
-
-
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "legacy"])
-def test_a_cut_between_two_tokens_never_changes_them(tmp_path, scheme):
+def spaced(folder, scheme, **special) -> Tokenizer:
+    """A tokenizer in the manner of SentencePiece, which writes a space before a text, or before each stretch of it."""
     words = {"▁": 0, "a": 1, "▁a": 2, "b": 3, "▁b": 4}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[("▁", "a"), ("▁", "b")]))
     if scheme == "legacy":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in ("<s>", "<e>")])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(word, special=True, **special) for word in ("<s>", "<e>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "legacy"])
+def test_cuts_never_change_the_tokens(tmp_path, scheme, is_normalized):
+    tokenizer = spaced(tmp_path, scheme, normalized=is_normalized)
     encoder = Encoder(tmp_path)
-    for text in ("ab a<s>ba b<e>a", "<s>a b<e><s>b<e>ab", "abab a"):
+    text = "a<s>b a<e><s>b<e>a"
+    [found] = encoder.encode([[Script(text=text, spans=(Span(4, 10),))]])
+    assert found.tokens.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    assert found.turn_ends.size == 1
+    for text in () if is_normalized else ("ab a<s>ba b<e>a", "<s>a b<e><s>b<e>ab", "abab a"):
         whole = tokenizer.encode(text, add_special_tokens=False)
         for cut in {start for start, stop in whole.offsets if 0 < start < stop}:
             [found] = encoder.encode([[Script(text=text, cuts=(cut,), spans=(Span(cut, len(text)),))]])
             assert found.tokens.tolist() == whole.ids
-            trained = [start >= cut for start, _ in whole.offsets]
-            assert found.loss_mask.tolist() == trained
+            assert found.loss_mask.tolist() == [start >= cut for start, _ in whole.offsets]

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, processors
 from treering.data import Message, Renderer, ToolCall, Trajectory
 from treering.data import render as render_as
 from treering.data.rendering import encoder
-from treering.data.rendering.script import join_scripts, message_script, tool_calls_text
 from treering.errors import ConfigError, DataWarning, InputError
 
 render = partial(render_as, template="plain")
@@ -84,17 +83,6 @@ def test_the_mask_of_a_chat_covers_assistant_text_and_its_end_marker_only(tokeni
     assert rendered.num_prompt_tokens == len(load(tokenizer_dir).encode(prompt, add_special_tokens=False).ids)
 
 
-def test_several_tool_calls_stand_one_per_line_and_broken_arguments_stay_text():
-    calls = [ToolCall(name="f", arguments={}), ToolCall(name="g", arguments="{broken")]
-    assert tool_calls_text(calls) == '{"name":"f","arguments":{}}\n{"name":"g","arguments":"{broken"}'
-
-
-def test_joined_scripts_keep_the_text_under_every_span():
-    scripts = [message_script(message(role, f"text of {role}")) for role in ("user", "assistant", "tool", "assistant")]
-    joined = join_scripts(scripts)
-    assert [joined.text[span.start : span.stop] for span in joined.spans] == ["text of assistant<|im_end|>"] * 2
-
-
 def test_adjacent_raw_turns_end_separately_and_empty_ones_not_at_all(markerless_dir):
     messages = (message("user", "1+"), message("assistant", "2\n"), message("assistant", ""), message("assistant", "3"))
     [rendered] = render([chat(*messages, format="raw")], markerless_dir)
@@ -118,26 +106,6 @@ def test_given_tokens_are_used_as_they_are_and_trained_runs_are_turns():
     assert (rendered.turn_ends.tolist(), rendered.num_prompt_tokens) == ([3, 5], 1)
     assert (rendered.task_id, rendered.reward, rendered.advantage) == (3, 1.0, -2.0)
     assert rendered.logprobs.tolist() == [-1.0] * 5
-
-
-def test_trajectories_that_come_one_by_one_are_rendered_as_those_of_a_list(tokenizer_dir):
-    given_tokens = Trajectory(task_id="t", tokens=np.array([1, 2], np.int32))
-    written = chat(message("user", "2+2="), message("assistant", "4"))
-    for trajectories in ([given_tokens], [given_tokens, written, given_tokens]):
-        expected = render(trajectories, tokenizer_dir)
-        rendered = render((one for one in trajectories), tokenizer_dir)
-        assert [one.tokens.tolist() for one in rendered] == [one.tokens.tolist() for one in expected]
-        assert len(rendered) == len(trajectories)
-
-
-def test_tokens_without_a_mask_are_all_trained():
-    [rendered] = render([Trajectory(task_id=3, tokens=np.array([4, 5], np.int32))])
-    assert (rendered.loss_mask.tolist(), rendered.num_prompt_tokens) == ([True, True], 0)
-
-
-def test_a_trajectory_without_an_assistant_is_all_prompt(tokenizer_dir):
-    [rendered] = render([chat(message("user", "12?"))], tokenizer_dir)
-    assert (rendered.num_prompt_tokens, rendered.turn_ends.size) == (rendered.tokens.size, 0)
 
 
 def test_rendering_keeps_the_order_of_messages_and_tokens_mixed(tokenizer_dir):
@@ -173,11 +141,6 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path, content, rule)
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=rule):
         render([chat(message("user", "hello"))], tmp_path)
-
-
-def test_an_unknown_template_is_refused():
-    with pytest.raises(ConfigError, match="got 'jinja'"):
-        Renderer(tokenizer=None, template="jinja")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("format", ["chat", "raw"])

@@ -4,7 +4,6 @@ import pytest
 
 from tests.data.rendering.chat_folder import said, shown, with_template
 from treering.data import Renderer, Trajectory
-from treering.data.rendering.thoughts import prompt_thought, split_empty
 from treering.errors import DataWarning, InputError
 
 OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
@@ -33,6 +32,7 @@ KEPT = "<think>\n{{ m.reasoning_content }}\n</think>\n\n"
         ("<think>", "</think>", "<think></think>"),
         ("[THINK]", "", "[THINK][/THINK]"),
         ("<|START_THINKING|>", "", "<|START_THINKING|><|END_THINKING|>"),
+        ("<|channel>thought\n", "", "<|channel>thought\n<channel|>"),
     ],
 )
 def test_an_answer_without_a_thought_never_stands_inside_an_opened_one(tokenizer_dir, tmp_path, opening, after, lead):
@@ -94,26 +94,3 @@ def test_a_thought_becomes_a_part_where_a_template_wants_one(tokenizer_dir, tmp_
     )
     [(_, trained)] = shown(folder, said("user", "1"), said("assistant", "A", reasoning="hm"))
     assert trained == "[THINK]hm[/THINK]A</s>"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "is_open", "is_closed", "end"),
-    [
-        ("<a>", False, False, ""),
-        ("<a><think>\n", True, False, "\n</think>\n\n"),
-        ("<a><seed:think>", True, False, "</seed:think>"),
-        ("<a></think>", False, True, ""),
-        ("<a><|channel>thought\n<channel|>", False, True, ""),
-        ("<a><|channel>thought\n", True, False, "<channel|>"),
-        ("<a><think>hm</think>\n\nA", False, False, ""),
-    ],
-)
-def test_the_end_of_a_prompt_says_whether_a_thought_is_open(prompt, is_open, is_closed, end):
-    found = prompt_thought(prompt)
-    assert (found.is_open, found.is_closed, found.end) == (is_open, is_closed, end)
-    assert found.start == (3 if is_open or is_closed else len(prompt))
-
-
-def test_an_empty_thought_is_split_from_the_answer():
-    assert split_empty("<think>\n\n</think>\n\n4") == ("<think>\n\n</think>\n\n", "4")
-    assert split_empty("<think>hm</think>4") == ("", "<think>hm</think>4")

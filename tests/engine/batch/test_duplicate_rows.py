@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
 from tests.models import VOCAB
-from treering.engine.batch.duplicate_rows import leaders_of, resolve
+from treering.engine.batch.duplicate_rows import leaders_of
 from treering.engine.batch.state import BatchState, make_columns
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.request import Request, Sampling
@@ -153,33 +153,6 @@ def test_a_removed_leader_leaves_its_keys_and_values_to_its_duplicates(
     assert_same({r.key: r for r in finished}, {r.key: plain[r.key] for r in requests if r.key != aborted[0].key})
 
 
-def test_feedback_of_duplicate_rows_is_along_the_leaders_draft(model: PreTrainedModel) -> None:
-    stops = tuple(range(0, VOCAB, 4))
-    requests = requests_of(stop_tokens=stops)
-    drafter = branching(one_by_one(model, requests))
-    engine = TorchEngine(model, drafter, max_batch=GROUP_SIZE, duplicate_rows="once")
-    run(engine, requests)
-    num_heard = num_of_led = num_stops = 0
-    for step in drafter.seen:
-        if "accepted" not in step:
-            continue
-        drafts, leaders = step["drafts"], step["leaders"]
-        for row, leader in enumerate(leaders):
-            if leader != row:
-                assert drafts.offsets[row] == drafts.offsets[row + 1]
-            own = slice(drafts.offsets[leader], drafts.offsets[leader + 1])
-            parents, depth, at = drafts.parents[own], 0, int(step["leaves"][row])
-            num_stops += at >= 0 and leader != row and drafts.tokens[own][at] in stops
-            num_heard -= at >= 0 and drafts.tokens[own][at] in stops
-            while at >= 0:
-                at, depth = int(parents[at]), depth + 1
-            assert depth == step["accepted"][row]
-            num_heard, num_of_led = num_heard + depth, num_of_led + depth * (leader != row)
-    # A drafted stop token is sampled but never computed, so the engine does not count it.
-    assert num_heard == engine.stats.num_accepted
-    assert num_of_led > num_stops > 0
-
-
 ROWS = st.tuples(
     st.integers(0, 3),  # the prompt
     st.lists(st.sampled_from([1, 6]), max_size=4),  # the rollout
@@ -212,8 +185,3 @@ def test_the_leader_is_the_first_row_with_the_same_tokens(rows: list[tuple[int, 
     columns = columns_of(rows)
     assert leaders_of(columns, len(rows), "once").tolist() == [kinds.index(kind) for kind in kinds]
     assert leaders_of(columns, len(rows), "each").tolist() == [*range(len(rows))]
-
-
-def test_auto_is_once_on_cpu_only() -> None:
-    assert [resolve("auto", device) for device in ("cpu", "cuda")] == ["once", "each"]
-    assert resolve("once", "cuda") == "once"

@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 from tests.engine.test_torch_engine import assert_same, drafter_of, group_requests, run
 from treering.engine.speculation.observed_costs import LOAD_S, ObservedCosts
 from treering.engine.torch_engine import TorchEngine
-from treering.history.budget.pass_times import PassTimes
 
 NUM_ROWS = 8
 PLAIN_S = 0.5
@@ -107,14 +106,3 @@ def test_an_engine_drafts_where_it_pays_and_changes_no_token(model: PreTrainedMo
     assert_same(run(engine, requests), expected)
     assert engine.stats.num_accepted > 0
     assert costs.total_s > 0
-
-
-def test_pass_times_are_averages_without_outliers() -> None:
-    times = PassTimes()
-    for _ in range(60):
-        times.note(8, 2.0)
-        times.note(16, 2.8)
-    assert [times.seconds_of(size) for size in (8, 12, 16, 32)] == pytest.approx([2.0, 2.4, 2.8, 4.4])
-    times.note(8, 50.0)
-    assert times.seconds_of(8) == pytest.approx(0.85 * 2.0 + 0.15 * 4.0)
-    assert (times.knows(5), times.knows(30), times.knows(3)) == (True, True, False)

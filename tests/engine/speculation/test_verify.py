@@ -82,26 +82,6 @@ def test_drafts_leave_tokens_and_logprobs_bitwise_unchanged(
     np.testing.assert_array_equal(drafted.policy_logprobs, plain.policy_logprobs)
 
 
-@pytest.mark.parametrize("rule", CHAIN_RULES, ids=str)
-@pytest.mark.parametrize("draft", range(VOCAB))
-def test_a_draft_is_accepted_with_its_own_probability(rule: Rule, draft: int) -> None:
-    drafts = np.full((NUM_ROLLOUTS, 1), draft, np.int32)
-    logits = np.tile(CHAIN[[0, draft]], (NUM_ROLLOUTS, 1))
-    done = verified(logits, drafts, rollout_keys(NUM_ROLLOUTS), np.full(NUM_ROLLOUTS, 4), rule)
-    accepted = expected_probabilities(CHAIN[0], rule)[draft]
-    assert_distribution(done.num - 1, np.array([1 - accepted, accepted]))
-
-
-def test_sampling_stops_after_the_first_rejected_draft() -> None:
-    # One-hot rows sample 2, 0, 1; the row after the rejected draft is never read.
-    logits = np.full((4, VOCAB), np.nan)
-    logits[:3] = 1e6 * np.eye(VOCAB)[[2, 0, 1]]
-    done = verified(logits, np.array([[2, 0, 0]], np.int32), np.array([5]), np.array([0]), Rule())
-    assert (done.code, done.num.tolist()) == (-1, [3])
-    assert done.tokens.tolist() == [[2, 0, 1, -9]]
-    assert np.isnan(done.logprobs).tolist() == [[False, False, False, True]]
-
-
 @pytest.mark.parametrize(
     ("drawn", "tokens", "path"),
     [

@@ -67,33 +67,29 @@ def test_a_drafter_whose_price_exceeds_its_gain_rests_however_right_it_is() -> N
 @pytest.mark.parametrize("name", ["grown", "drafted"])
 def test_the_dearer_a_token_is_the_fewer_are_drafted(name: str) -> None:
     prices = [DraftPrices(**{**dict.fromkeys(DraftPrices.__slots__, 0.0), name: p}) for p in (0, 0.01, 0.05, 0.1, 1)]
-    for worth in (None, [0.5, 1, 1, 1, 1, 1, 2, 4]):
-        rows = draft_rows(ROWS, worth=worth)
-        sizes = [drafter_of(costs_of(price)).propose(rows).tokens.size for price in prices]
-        assert sizes == sorted(sizes, reverse=True)
-        assert sizes[0] > sizes[-1]
+    sizes = [drafter_of(costs_of(price)).propose(draft_rows(ROWS)).tokens.size for price in prices]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1]
 
 
-def gain_of(drafts: Drafts, worth: list[float]) -> float:
-    """Expected tokens of a step with these drafts, each times its row's worth; the rows' own are worth 1."""
-    gain = float(len(worth))
-    for b, value in enumerate(worth):
+def gain_of(drafts: Drafts) -> float:
+    """Expected tokens of a step with these drafts."""
+    gain = float(len(ROWS))
+    for b in range(len(ROWS)):
         chances: list[float] = []
         for i in range(int(drafts.offsets[b]), int(drafts.offsets[b + 1])):
             before = chances[drafts.parents[i]] if drafts.parents[i] >= 0 else 1.0
             chances.append(float(drafts.acceptance[i]) * before)
-        gain += value * sum(chances)
+        gain += sum(chances)
     return gain
 
 
 @settings(deadline=None)
-@given(st.floats(0, 0.5), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=8, max_size=8), st.floats(0, 0.3))
-def test_what_is_not_looked_at_would_not_have_made_a_step_faster(
-    slope: float, worth: list[float], drafted: float
-) -> None:
+@given(st.floats(0, 0.5), st.floats(0, 0.3))
+def test_what_is_not_looked_at_would_not_have_made_a_step_faster(slope: float, drafted: float) -> None:
     prices = DraftPrices(look=0.1, row=0.01, grown=0.0, learn=0.0, drafted=drafted)
     costs = costs_of(prices, [1, 9, 400], [1, 1.01, 1.01 + 391 * slope])
-    rows = draft_rows(ROWS, worth=worth)
+    rows = draft_rows(ROWS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftController, "leasts", (1e-9, 0.0))
         every = drafter_of(costs).propose(rows)
@@ -105,26 +101,9 @@ def test_what_is_not_looked_at_would_not_have_made_a_step_faster(
     def speed(drafts: Drafts) -> float:
         num_tokens = drafts.tokens.size
         seconds = np.interp(8 + num_tokens, costs.num_tokens, costs.seconds) + 0.1 + 0.08 + drafted * num_tokens
-        return gain_of(drafts, worth) / float(seconds)
+        return gain_of(drafts) / float(seconds)
 
     assert speed(found) >= speed(every) * (1 - 1e-5)
-
-
-@pytest.mark.parametrize("slope", [0.0, 0.02, 0.05, 5.0])
-def test_what_is_grown_is_counted_as_a_drafter_without_costs_drafts_it(
-    slope: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(DraftController, "note_drafts", lambda self, rows, drafted, cutoff, grown: seen.append(grown))
-    drafter = drafter_of(costs_of(FREE, [1, 101], [1.0, 1.0 + 100 * slope]))
-    rows = draft_rows(ROWS)
-    drafts = drafter.propose(rows)
-    monkeypatch.setattr(spending, "_RISE", 0.0)
-    without_costs = drafter_of(None, min_acceptance=drafter._controller.leasts[0])
-    assert seen[0] == without_costs.propose(rows).tokens.size
-    assert seen[0] >= drafts.tokens.size
-    if slope == 0:
-        assert seen[0] == drafts.tokens.size > 40
 
 
 @given(
@@ -161,16 +140,6 @@ def test_resting_counts_what_was_found_and_not_only_what_was_drafted() -> None:
         assert rest.is_due() == is_due
 
 
-def test_a_drafter_rests_for_what_it_finds_and_leaves_out() -> None:
-    for num_grown, is_due in ((20, True), (1000, False)):
-        spending = DraftController(0.5)
-        spending.use_costs(costs_of(DraftPrices(look=0, row=0, grown=0.01, learn=0, drafted=0)))
-        # 28 tokens in 3.7 s and what was found, where 8 would take 1.7 s.
-        spending.note_drafts(8, 20, 0.1, num_grown)
-        spending.note_accepted(8, 20, 20)
-        assert spending.is_due() == is_due
-
-
 def test_asking_first_whether_a_step_rests_changes_no_draft() -> None:
     losing = costs_of(DraftPrices(learn=200.0))
     asked, unasked = drafter_of(losing), drafter_of(losing)
@@ -189,21 +158,8 @@ def test_asking_first_whether_a_step_rests_changes_no_draft() -> None:
     assert not Drafter(store_of({})).is_backing_off()
 
 
-def test_prices_come_back_from_their_array() -> None:
-    prices = DraftPrices(look=1.0, row=2.0, grown=3.0, learn=4.0, drafted=5.0)
-    assert prices.to_array().tolist() == [1, 2, 3, 4, 5]
-    assert DraftPrices.from_array(prices.to_array()) == prices
-    assert DraftPrices.from_array(DraftPrices().to_array()) == DraftPrices()
-
-
 @pytest.mark.parametrize("name", ["look", "row", "grown", "learn", "drafted"])
 @pytest.mark.parametrize("price", [-1e-6, float("nan"), float("inf")])
 def test_prices_that_are_none_are_refused(name: str, price: float) -> None:
-    with pytest.raises(InputError, match=r"finite and 0 or more, got .*measure them"):
+    with pytest.raises(InputError, match=r"finite and 0 or more, got .*correct them"):
         DraftPrices(**{name: price})
-
-
-@pytest.mark.parametrize("values", [[], [0.0] * 4, [0.0] * 6])
-def test_another_number_of_prices_is_refused(values: list[float]) -> None:
-    with pytest.raises(InputError, match="look, row, grown, learn, drafted, 5 numbers"):
-        DraftPrices.from_array(np.array(values))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.history.reference import Allowed, Row, draft_rows, drafted, same_drafts, store_of, walk
+from tests.history.reference import Allowed, Row, draft_rows, same_drafts, store_of, walk
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.budget.selection import NUM_BINS, Backoff, bin_of, choose_bins, seconds_of
 from treering.history.draft.drafter import Drafter
@@ -31,17 +31,6 @@ def costs_of(num_tokens: list[int], seconds: list[float]) -> VerifyCosts:
 )
 def test_seconds_are_linear_between_entries_and_go_on_with_the_last_slope(num_tokens: float, expected: float) -> None:
     assert seconds_of(num_tokens, np.array([1, 8]), np.array([1.0, 2.4])) == pytest.approx(expected)
-
-
-def test_bins_are_seven_per_cent_of_probability_wide_and_fall() -> None:
-    chances = np.geomspace(1.0, 1e-6, 500)
-    bins = [bin_of(chance) for chance in chances]
-    assert bins == sorted(bins)
-    assert (bins[0], bins[-1]) == (0, NUM_BINS - 1)
-    assert bin_of(0.0) == NUM_BINS - 1
-    for chance, number in zip(chances, bins, strict=True):
-        if number < NUM_BINS - 1:
-            assert np.exp(-(number + 1) / 14) - 1e-9 <= chance <= np.exp(-number / 14) + 1e-9
 
 
 @given(
@@ -86,13 +75,6 @@ def with_costs(costs: VerifyCosts | None, **options: Any) -> Drafter:
     return drafter
 
 
-def test_tokens_that_cost_nothing_are_drafted_and_tokens_that_cost_a_step_each_are_not() -> None:
-    rows = draft_rows(ROWS)
-    assert min(len(tokens) for tokens in drafted(with_costs(FREE).propose(rows))) >= 20
-    # A drafted token takes as long as a step of its own.
-    assert with_costs(DEAR).propose(rows).tokens.size == 0
-
-
 def test_the_dearer_tokens_are_the_fewer_are_drafted_and_never_an_unlikely_one_before_a_likelier() -> None:
     sizes = []
     for slope in (0.0, 0.02, 0.1, 0.3, 0.6, 2.0):
@@ -122,18 +104,6 @@ def test_without_costs_the_setting_decides_again() -> None:
     drafter = with_costs(DEAR)
     drafter.use_costs(None)
     assert same_drafts(drafter.propose(draft_rows(ROWS)), with_costs(None).propose(draft_rows(ROWS)))
-
-
-def test_tokens_of_the_worthier_rows_are_taken_first() -> None:
-    costs = costs_of([1, 101], [1.0, 41.0])
-    plain, worthy = (
-        [len(tokens) for tokens in drafted(with_costs(costs).propose(draft_rows(ROWS, worth=worth)))]
-        for worth in (None, [1, 1, 1, 1, 4, 4, 4, 4])
-    )
-    same = with_costs(costs).propose(draft_rows(ROWS, worth=[1.0] * 8))
-    assert plain == [len(tokens) for tokens in drafted(same)]
-    assert sum(worthy[4:]) > sum(plain[4:])
-    assert sum(worthy[:4]) <= sum(plain[:4])
 
 
 def tries(drafter: Drafter, num_steps: int, *, is_right: bool) -> list[int]:
@@ -172,7 +142,7 @@ def test_a_drafter_that_goes_on_from_a_state_knows_that_drafts_have_lost() -> No
             assert tries(each, 6, is_right=False) == [0, 2][:num_tries]
 
 
-def losing(rest: Backoff, seconds_drafted: float = 2e-3) -> int:
+def losing(rest: Backoff, seconds_drafted: float = 2.2e-3) -> int:
     """Steps without drafts that follow a step that accepts nothing, where one without drafts takes a millisecond."""
     rest.note(8, 40, 0, 1e-3, seconds_drafted)
     num_steps = 0
@@ -211,27 +181,11 @@ def test_a_gain_between_losses_shortens_the_next_rest_to_a_quarter(num_gains: in
     assert losing(rest, 10.0) == length
 
 
-def test_a_long_rest_makes_up_for_what_drafting_takes_longer_behind_it() -> None:
-    prices = DraftPrices(look=101e-6, row=0, grown=0, learn=0, drafted=0)
-    rest = Backoff(prices)
-    # 101 us are half a percent of 20 steps of 1 ms; behind 16 steps and more it is 182 us, half a percent of 36.
-    lengths = []
-    for _ in range(5):
-        rest.note_nothing(8, 1e-3)
-        lengths.append(0)
-        while not rest.is_due():
-            lengths[-1] += 1
-    assert lengths == [1, 4, 16, 36, 36]
-    rest = Backoff(prices)
-    # A pass that takes nothing more, and drafts of which none comes true.
-    assert [losing(rest, 1e-3) for _ in range(5)] == [1, 4, 16, 36, 36]
-
-
 @pytest.mark.parametrize(("num_gone", "num_left"), [(0, 16), (5, 11), (16, 0), (28, 0), (64, 0)])
 def test_news_shorten_a_rest_to_what_makes_the_loss_two_percent_of_it(num_gone: int, num_left: int) -> None:
-    rest = Backoff(DraftPrices(look=181e-6, row=0, grown=0, learn=0, drafted=0))
+    rest = Backoff(DraftPrices(look=330e-6, row=0, grown=0, learn=0, drafted=0))
     assert [losing(rest, 1e-3) for _ in range(3)] == [1, 4, 16]
-    # Behind 16 steps 181 us are 326 us: half a percent of 65 steps of 1 ms, and two percent of 16.
+    # 330 us are half a percent of 66 steps of 1 ms, and two percent of 16.
     rest.note(8, 40, 0, 1e-3, 1e-3)
     assert not any(rest.is_due() for _ in range(num_gone))
     for _ in range(2):
@@ -245,7 +199,7 @@ def test_a_drafter_that_rests_looks_soon_where_its_store_publishes() -> None:
     store = store_of(HISTORY)
     drafter, calm = Drafter(store), Drafter(store_of(HISTORY))
     for each in (drafter, calm):
-        # Looking takes 0.2 steps, and 0.36 behind a long rest: half a percent of 72, and two percent of 18.
+        # Looking takes 0.2 steps: half a percent of 40, and two percent of 10.
         prices = DraftPrices(look=2e-4, row=0, grown=0, learn=0, drafted=0)
         each.use_costs(VerifyCosts(num_tokens=np.array([1]), seconds=np.array([1e-3]), prices=prices))
         tries(each, 30, is_right=False)
@@ -290,13 +244,11 @@ def test_what_is_lost_is_half_a_percent_of_the_rest_behind_it(seconds_drafted: f
 
 @pytest.mark.parametrize(
     ("seconds", "lengths"),
-    # 20 us and 4 us a row, 52 us here, are half a percent of 14.9 steps of 0.7 ms, of 2.6 of 4 ms, and of 0.9 of 12 ms;
-    # of 17.3 of 0.6 ms, and behind 16 steps and more, where it is 94 us, of 31.2.
+    # 50 us and 5 us a row, 90 us here, are half a percent of 30 steps of 0.6 ms, of 4.5 of 4 ms, and of 0.9 of 20 ms.
     [
-        (0.6e-3, [1, 4, 16, 31, 31]),
-        (0.7e-3, [1, 4, 14, 14, 14]),
-        (4e-3, [1, 2, 2, 2]),
-        (12e-3, [0, 0]),
+        (0.6e-3 - 1e-9, [1, 4, 16, 30, 30]),
+        (4e-3, [1, 4, 4, 4]),
+        (20e-3, [0, 0]),
         (1e-6, [1, 4, 16, 64, 256, 256]),
     ],
 )
@@ -309,14 +261,3 @@ def test_where_nothing_is_found_looking_takes_half_a_percent(seconds: float, len
     assert rest.is_due()
     rest.note_nothing(8, seconds)
     assert [rest.is_due() for _ in range(2)] == [lengths[0] == 0, True]
-
-
-def test_a_step_that_gains_exactly_its_cost_is_no_gain_for_drafts_must_be_made() -> None:
-    rest = Backoff()
-    rest.note(8, 20, 8, 1e-3, 2e-3)
-    assert not rest.is_due()
-    # 20 us, 4 us a row, 40 us and 3 us a drafted token are what drafting costs: 8 tokens more at 2 x 1 ms - 152 us are
-    # an even step.
-    even = Backoff()
-    even.note(8, 20, 8, 1e-3, 2e-3 - 152e-6 - 1e-9)
-    assert even.is_due()

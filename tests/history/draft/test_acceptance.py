@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numba import njit
 
 from tests.history.reference import Row, draft_rows, likeliest_path, store_of, walk
@@ -14,14 +12,11 @@ from treering.history.draft.acceptance import (
     NUM_TRAINED,
     OFFSET,
     SCALE,
-    Acceptance,
     ReliabilityBin,
-    as_bins,
     calibration_error,
     estimate,
     learn,
 )
-from treering.history.draft.candidates import SHARES
 from treering.history.draft.drafter import Drafter
 from treering.history.features import FIRST, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, SIZES
 
@@ -64,29 +59,6 @@ def test_estimates_rise_with_acceptance_fall_with_refusal_and_recover() -> None:
     assert rising[-1] > 0.95
     assert falling[-1] < 0.35
     assert again[-1] > 0.6
-
-
-def test_a_source_that_mostly_fails_is_drafted_from_less_and_more_again_when_it_works() -> None:
-    rng = np.random.default_rng(0)
-    texts = {p: rng.permutation(5000)[:30].tolist() for p in range(20)}
-    drafter = Drafter(store_of({p: {0: [text] * 2} for p, text in texts.items()}), sources=("history",))
-
-    def num_drafted(num_steps: int, share_right: float) -> np.ndarray:
-        sizes = []
-        for _ in range(num_steps):
-            prompt_id, at = int(rng.integers(20)), int(rng.integers(5, 15))
-            rows = draft_rows([Row(prompt_id=prompt_id, rollout=tuple(texts[prompt_id][at - 4 : at]))])
-            drafts = drafter.propose(rows)
-            truth = texts[prompt_id][at:] if rng.random() < share_right else [6000]
-            accepted, leaf = walk(drafts, 0, truth)
-            drafter.observe(rows, np.array([accepted]), None, np.array([leaf]))
-            sizes.append(drafts.tokens.size)
-        return np.array(sizes)
-
-    failing, working = num_drafted(300, 0.1), num_drafted(600, 1.0)
-    assert failing[0] >= 5
-    assert failing[-50:].mean() < 0.6 * failing[:5].mean()
-    assert working[-50:].mean() > 10
 
 
 def plain_model() -> tuple[np.ndarray, np.ndarray]:
@@ -221,37 +193,6 @@ def test_nothing_comes_behind_a_stop_token_once_that_was_seen() -> None:
     assert numbers[0] > 5
     # What is left is the one token whose estimate is about the least that is drafted.
     assert set(numbers[30:]) <= {0, 1}
-
-
-def test_what_is_taken_for_granted_is_how_places_vote_and_nothing_of_features() -> None:
-    acceptance = Acceptance()
-    assert acceptance.weights.size == NUM_TRAINED == acceptance.squares.size
-    assert acceptance.weights[:NUM_VOTES].tolist() == np.float32(SHARES).tolist()
-    assert not acceptance.weights[NUM_VOTES:SCALE].any()
-    assert acceptance.weights[SCALE:].tolist() == [1, 0]
-
-
-OUTCOMES = st.lists(st.tuples(st.floats(0.01, 0.99), st.booleans()), max_size=60)
-
-
-def table_of(outcomes: list[tuple[float, bool]]) -> np.ndarray:
-    table = np.zeros((20, 3))
-    for estimated, was_accepted in outcomes:
-        table[int(estimated * 20)] += (1, estimated, was_accepted)
-    return table
-
-
-@given(OUTCOMES)
-def test_bins_hold_means_and_leave_out_what_is_empty(outcomes: list[tuple[float, bool]]) -> None:
-    bins = as_bins(table_of(outcomes))
-    groups = {}
-    for estimated, was_accepted in outcomes:
-        groups.setdefault(int(estimated * 20), []).append((estimated, was_accepted))
-    assert [item.num_drafted for item in bins] == [len(groups[k]) for k in sorted(groups)]
-    for item, k in zip(bins, sorted(groups), strict=True):
-        estimates, accepted = zip(*groups[k], strict=True)
-        assert item.estimate == pytest.approx(np.mean(estimates))
-        assert item.accepted == pytest.approx(np.mean(accepted))
 
 
 def test_the_error_weighs_bins_by_their_tokens() -> None:

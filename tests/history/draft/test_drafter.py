@@ -15,7 +15,6 @@ from tests.history.reference import (
     draft_rows,
     drafted,
     first_tokens,
-    one_draft,
     simple,
     store_of,
     walk,
@@ -146,27 +145,6 @@ def test_a_draft_ends_where_the_next_likeliest_token_is_too_unlikely_and_not_bef
     expected = everything[: int(np.argmax([*is_poor, True]))]
     assert 1 < expected.size < everything.size
     np.testing.assert_allclose(reached(simple(*rollouts, min_acceptance=least).propose(row)), expected, rtol=1e-6)
-
-
-def test_fewer_tokens_are_the_likeliest_of_more() -> None:
-    rng = np.random.default_rng(1)
-    rollouts = [[1, *rng.integers(2, 4, 12)] for _ in range(6)]
-
-    def chances(max_draft: int) -> list[float]:
-        return reached(simple(*rollouts, max_draft=max_draft).propose(draft_rows([Row(rollout=(1,))])))
-
-    all_chances = chances(64)
-    for few in (1, 4, 9):
-        np.testing.assert_allclose(chances(few), all_chances[:few], rtol=1e-5)
-
-
-def test_no_draft_reads_another_prompts_history_unless_it_is_asked_for() -> None:
-    store = store_of({"q": {0: [[1, 2]]}, "p": {0: [[33, 34, 35, 36, 37]]}})
-    row = Row(rollout=(33, 34, 35))
-    for sources in (("history", "siblings", "own"), ("history",), ("siblings", "own")):
-        assert one_draft(Drafter(store, sources=sources, min_acceptance=1e-6), row) == []
-    assert one_draft(Drafter(store, min_acceptance=1e-6), row) == [36, 37]
-    assert one_draft(Drafter(store, min_acceptance=1e-6, max_other_tokens=0), row) == []
 
 
 def test_a_source_that_is_left_out_is_not_drafted_from() -> None:

@@ -11,47 +11,10 @@ from tests.history.reference import Row, draft_rows, drafted, same_drafts, store
 from treering.errors import InputError
 from treering.history.budget.costs import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
 from treering.history.draft.output import BINS, Output, cut
 from treering.history.features import NUM_KINDS, NUM_VOTES
-from treering.history.types import Drafts
 
 FREE = DraftPrices(look=0, row=0, grown=0, learn=0, drafted=0)
-LEADERS = st.lists(st.integers(0, 9), min_size=1, max_size=10).map(
-    lambda kinds: [kinds.index(kind) for kind in kinds]  # the first row of each kind
-)
-
-
-@given(LEADERS, st.lists(st.floats(0.1, 4.0), min_size=10, max_size=10))
-def test_no_row_is_worth_more_than_the_most(leaders: list[int], worth: list[float]) -> None:
-    rows = draft_rows([Row()] * len(leaders), leaders=leaders, worth=worth[: len(leaders)])
-    _, shared, num_leading = read_leaders(rows)
-    assert num_leading == len(set(leaders)) == np.count_nonzero(shared)
-    assert shared.max() <= most_worth(rows, num_leading) * (1 + 1e-12)
-    alike = draft_rows([Row()] * len(leaders), leaders=leaders)
-    assert most_worth(alike, num_leading) == 1 + len(leaders) - num_leading
-
-
-def drafts_of(sizes: list[int]) -> Drafts:
-    num = sum(sizes)
-    return Drafts(
-        tokens=np.arange(num, dtype=np.int32),
-        offsets=np.cumsum([0, *sizes]),
-        parents=np.concatenate([np.arange(-1, size - 1) for size in [*sizes, 0]]).astype(np.int32),
-        acceptance=np.linspace(0.1, 0.9, num, dtype=np.float32),
-    )
-
-
-@given(LEADERS, st.lists(st.integers(0, 4), min_size=10, max_size=10))
-def test_each_row_is_repeated_with_its_leaders_draft(leaders: list[int], sizes: list[int]) -> None:
-    drafts = drafts_of([size * (leader == row) for row, (leader, size) in enumerate(zip(leaders, sizes, strict=False))])
-    repeated, matches = repeat(drafts, np.array(leaders))
-    for row, leader in enumerate(leaders):
-        own = slice(repeated.offsets[row], repeated.offsets[row + 1])
-        led = slice(drafts.offsets[leader], drafts.offsets[leader + 1])
-        assert matches[own].tolist() == [*range(drafts.offsets[leader], drafts.offsets[leader + 1])]
-        for name in ("tokens", "parents", "acceptance"):
-            assert getattr(repeated, name)[own].tolist() == getattr(drafts, name)[led].tolist()
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4)
@@ -137,15 +100,6 @@ def test_what_led_rows_gain_counts_beside_what_they_gain_without_drafts() -> Non
             num_drafting += 1
             drafter.observe(rows, np.ones(8, np.int64), leaves=np.zeros(8, np.int64))
     assert 1 <= num_drafting <= 3
-
-
-def test_leaders_are_read_in_place() -> None:
-    drafter = Drafter(store_of({"q": {0: [[1, 2, 3]]}}), sources=("history",))
-    drafter.use_costs(VerifyCosts(num_tokens=np.array([1, 101]), seconds=np.array([1.0, 1.5]), prices=FREE))
-    rows = draft_rows([Row(rollout=(1,))] * 2, leaders=[0, 0])
-    assert [len(draft) for draft in drafted(drafter.propose(rows))] == [2, 0]
-    rows.leaders[1] = 1
-    assert drafted(drafter.propose(rows)) == [[2, 3], [2, 3]]
 
 
 @given(

@@ -137,26 +137,6 @@ def test_more_entries_than_their_places_can_count_are_refused_before_room_is_mad
         make()
 
 
-@pytest.mark.timeout(60)
-def test_links_that_lead_in_a_circle_cost_looks_and_never_more() -> None:
-    sources: Any = ("siblings", "own", "others")
-    drafter = Drafter(HistoryStore(), min_acceptance=1e-6, sources=sources)
-    rows = [
-        Row(rollout=(7, 8, 9, 7)),
-        Row(rollout=(7,)),
-        Row(),
-        Row(rollout=(7, 8, 9), group=1),
-        Row(rollout=(7, 8, 9), group=2),
-    ]
-    expected = drafter.propose(draft_rows(rows, row_ids=range(5)))
-    assert min(len(tokens) for tokens in drafted(expected)[2:]) > 0
-    chains = drafter._search_state.live.chains
-    for links in (chains.short, chains.long, chains.wide):
-        links[:] = np.arange(links.size)
-    drafts = drafter.propose(draft_rows(rows, row_ids=range(5)))
-    Allowed(history={}, rows=rows, sources=sources).check(drafts, 64, 1e-6, is_chain=False)
-
-
 def test_no_rows_and_no_room_give_no_drafts() -> None:
     drafter = simple([1, 2])
     empty = draft_rows([])
@@ -175,15 +155,3 @@ def test_rows_may_be_a_view_of_a_larger_buffer_and_stay_as_they_are() -> None:
     for view in (buffer[:2], buffer[:2, : rows.tokens.shape[1]]):
         assert same_drafts(simple([1, 2, 4]).propose(replace(rows, tokens=view)), expected)
     np.testing.assert_array_equal(buffer, before)
-
-
-def test_the_usual_length_of_a_prompt_is_the_median_of_what_is_published() -> None:
-    store = store_of({"q": {0: [[1], [1, 2]], 1: [[1, 2, 3, 4, 5]]}})
-    drafter = Drafter(store)
-    assert drafter.median_tokens("q") == 2
-    assert drafter.median_tokens("unknown") is None
-    store.add("q", [np.array([1] * 9, np.int32)] * 2, 2)
-    assert drafter.median_tokens("q") == 2
-    store.publish()
-    # Of versions 2 and 1: 9, 9 and 5 tokens.
-    assert drafter.median_tokens("q") == 9

@@ -23,7 +23,7 @@ def marked(
     was_accepted, states = np.full(offsets[-1], 9, np.int8), RowStates(*np.full((3, num), 9, np.int64))
     parents = np.array([parent for row in drafts for parent in row], np.int32)
     mark(
-        offsets, parents, np.array(accepted, np.int64), np.array(leaves, np.int64), np.array(was_cut, np.bool_),
+        offsets, parents, np.array(accepted, np.int64), np.array(leaves, np.int64), False, np.array(was_cut, np.bool_),
         was_accepted, states, np.arange(num),
     )  # fmt: skip
     # A context of 9 tokens has the accepted ones then, and the one sampled after them.
@@ -35,44 +35,6 @@ def marked(
 CHAIN = [-1, 0, 1]
 TREE = [-1, 0, 1, 0, -1, 4]
 """0 and 4 behind the context; 1 and 3 behind 0; 2 behind 1; 5 behind 4."""
-
-
-@pytest.mark.parametrize(
-    ("parents", "accepted", "leaf", "expected", "state"),
-    [
-        (CHAIN, 0, -1, [0, -1, -1], REFUSED),
-        (CHAIN, 2, 1, [1, 1, 0], REFUSED),
-        (CHAIN, 3, 2, [1, 1, 1], ACCEPTED),
-        ([], 0, -1, [], 9),
-        (TREE, 0, -1, [0, -1, -1, -1, 0, -1], REFUSED),
-        (TREE, 1, 0, [1, 0, -1, 0, 0, -1], REFUSED),
-        (TREE, 2, 1, [1, 1, 0, 0, 0, -1], REFUSED),
-        (TREE, 3, 2, [1, 1, 1, 0, 0, -1], ACCEPTED),
-        (TREE, 2, 3, [1, 0, -1, 1, 0, -1], ACCEPTED),
-        (TREE, 2, 5, [0, -1, -1, -1, 1, 1], ACCEPTED),
-    ],
-)
-def test_with_a_leaf_every_token_behind_an_accepted_one_was_tried(
-    parents: list[int], accepted: int, leaf: int, expected: list[int], state: int
-) -> None:
-    assert marked([parents], [accepted], [leaf], [False]) == ([expected], [state])
-
-
-@pytest.mark.parametrize(
-    ("parents", "accepted", "leaf", "expected"),
-    [
-        (CHAIN, 1, 0, [1, -1, -1]),
-        (CHAIN, 0, -1, [-1, -1, -1]),
-        (CHAIN, 3, 2, [1, 1, 1]),
-        # Cut off behind 0: that 4 was not taken is known, what comes behind 0 is not.
-        (TREE, 1, 0, [1, -1, -1, -1, 0, -1]),
-        (TREE, 2, 5, [0, -1, -1, -1, 1, 1]),
-    ],
-)
-def test_a_cut_off_row_did_not_try_what_stands_behind_its_last_token(
-    parents: list[int], accepted: int, leaf: int, expected: list[int]
-) -> None:
-    assert marked([parents], [accepted], [leaf], [True])[0] == [expected]
 
 
 @pytest.mark.parametrize("was_cut", [False, True])

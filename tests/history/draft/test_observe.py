@@ -1,7 +1,5 @@
 """Each propose may be observed once, even if it drafted nothing, and then it teaches nothing."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -42,23 +40,6 @@ def test_a_step_that_rested_may_be_observed_once() -> None:
         drafter.observe(rows, np.zeros(4, np.int64))
 
 
-@pytest.mark.parametrize(
-    "observation",
-    [
-        {"accepted": np.array([0, 0, 1, 0])},
-        {"accepted": np.zeros(3, np.int64)},
-        {"accepted": np.zeros(4)},
-        {"accepted": np.zeros(4, np.int64), "ended": np.zeros(4, np.int64)},
-        {"accepted": np.zeros(4, np.int64), "leaves": np.zeros(4, np.int64)},
-    ],
-)
-def test_what_cannot_be_of_a_step_that_rested_is_refused_and_can_be_corrected(observation: dict[str, Any]) -> None:
-    drafter, rows = resting()
-    with pytest.raises(InputError):
-        drafter.observe(rows, **observation)
-    drafter.observe(rows, np.zeros(4, np.int64))
-
-
 @pytest.mark.parametrize("costs", [None, MIXED])
 def test_observing_drafts_without_tokens_changes_nothing(costs: VerifyCosts | None) -> None:
     always, seldom = drafter_of(costs), drafter_of(costs)
@@ -87,12 +68,3 @@ def test_drafts_are_forgotten_where_a_later_call_fails() -> None:
         drafter.propose(wrong)
     with pytest.raises(StateError, match="propose first"):
         drafter.observe(rows, np.zeros(1, np.int64))
-
-
-def test_without_a_leaf_a_row_teaches_up_to_where_its_draft_branches() -> None:
-    """1 was drafted 2, then 3 and 4: two accepted tokens tell that 2 was right, and not which of the others."""
-    drafter = Drafter(store_of({"q": {0: [[1, 2, 3], [1, 2, 4]]}}), min_acceptance=1e-6, sources=("history",))
-    rows = draft_rows([Row(rollout=(1,))])
-    assert sorted(drafter.propose(rows).parents.tolist()) == [-1, 0, 0]
-    drafter.observe(rows, np.array([2]))
-    assert [(bin_.num_drafted, bin_.accepted) for bin_ in drafter.reliability()] == [(1, 1.0)]

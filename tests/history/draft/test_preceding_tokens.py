@@ -32,10 +32,3 @@ def test_a_weight_of_tokens_moves_the_estimate_of_these_alone(place: int, kind: 
     drafter.load_state(state)
     moved = np.flatnonzero(drafter.propose(ROWS).acceptance > plain.acceptance + 0.01)
     assert moved.tolist() == [place]
-
-
-@pytest.mark.parametrize("size", [NUM_HASHES, NUM_PAIRS])
-def test_tokens_fall_to_every_weight_of_a_kind(size: int) -> None:
-    # Of 30 triples for each weight, one is left out with a chance of exp(-30).
-    triples = np.random.default_rng(0).integers(-1, 150_000, (30 * size, 3)).tolist()
-    assert {hash_of.py_func(*triple, size) for triple in triples} == set(range(size))

@@ -14,18 +14,16 @@ import pytest
 from numba.core.caching import NullCache
 from numba.core.dispatcher import Dispatcher
 
-from tests.history.draft.test_acceptance import ROW, drafter_of, num_tried, observe
+from tests.history.draft.test_acceptance import ROW, drafter_of, observe
 from tests.history.reference import (
     Row,
     draft_rows,
     likeliest_path,
     same_drafts,
     store_of,
-    walk,
 )
 from treering import history
 from treering.errors import InputError, StateError
-from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.jit import stamp_of
 from treering.history.store.store import HistoryStore
@@ -124,48 +122,6 @@ def test_drafters_in_two_threads_give_what_each_gives_alone() -> None:
     assert sum(drafts.tokens.size for drafts in alone[0]) > 100
     for mine, theirs in zip(alone, together, strict=True):
         assert all(same_drafts(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_the_same_calls_give_the_same_drafts() -> None:
-    rng = np.random.default_rng(4)
-    store = store_of({"q": {v: [rng.integers(1, 5, 40).tolist() for _ in range(3)] for v in range(2)}})
-    first, second = run_of(store, 0), run_of(store, 0)
-    assert len(first) == len(second)
-    assert all(same_drafts(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("has_costs", [False, True])
-def test_fresh_rows_draft_bitwise_the_same_after_a_state_was_loaded(has_costs: bool) -> None:
-    rng = np.random.default_rng(0)
-    store = store_of({p: {v: [rng.integers(1, 6, 40).tolist() for _ in range(3)] for v in range(2)} for p in range(4)})
-    costs = VerifyCosts(num_tokens=np.array([1, 101]), seconds=np.array([1.0, 1.2])) if has_costs else None
-    running = Drafter(store)
-    for epoch in range(6):
-        resumed = Drafter(store)
-        resumed.load_state(running.state())
-        # A step begins: whether drafts pay is found out anew.
-        for drafter in (running, resumed):
-            drafter.use_costs(costs)
-        # Batches of other sizes, so that what the running one keeps has room that the resumed one never had.
-        num_rows = 24 if epoch % 2 == 0 else 6
-        rows = [Row(prompt_id=b % 4, group=8 * epoch + b // 3, prompt=(7,) * (300 >> epoch)) for b in range(num_rows)]
-        ids = list(range(100 * epoch, 100 * epoch + num_rows))
-        for _ in range(12):
-            batch = draft_rows(rows, row_ids=ids)
-            drafts = running.propose(batch)
-            assert same_drafts(drafts, resumed.propose(batch))
-            truths = [tuple(int(t) for t in rng.integers(1, 6, 5)) for _ in rows]
-            walked = [walk(drafts, b, truth) for b, truth in enumerate(truths)]
-            counts, leaves = (np.array(values) for values in zip(*walked, strict=True))
-            for drafter in (running, resumed) if drafts.tokens.size else ():
-                drafter.observe(batch, counts, None, leaves)
-            rows = [
-                replace(row, rollout=(*row.rollout, *truth[: n + 1]))
-                for row, truth, n in zip(rows, truths, counts, strict=True)
-            ]
-        store.add(epoch % 4, [np.array(rows[0].rollout, np.int32)], 2 + epoch)
-        store.publish()
-    assert num_tried(running) > 200
 
 
 def test_what_was_proposed_before_a_state_was_loaded_is_forgotten() -> None:

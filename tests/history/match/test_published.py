@@ -76,24 +76,6 @@ def test_a_new_snapshot_starts_over() -> None:
         assert arena.text[start + size] == MARKER
 
 
-def test_what_forgot_goes_on_as_a_new_one_would() -> None:
-    snapshot = store_of({p: {0: [[p] * (1 + p % 5)] * (1 + p % 3)} for p in range(40)}).snapshot
-    rng = np.random.default_rng(0)
-    used, new = Arena(), Arena()
-    for _ in range(20):
-        used.slots(rng.choice(40, 6).tolist(), snapshot)
-    used.forget()
-    for size in (3, 1, 2, 9, 4, 1, 1, 6, 2, 12, 5):
-        batch = rng.choice(40, size).tolist()
-        slots = used.slots(batch, snapshot)
-        np.testing.assert_array_equal(slots, new.slots(batch, snapshot))
-        np.testing.assert_array_equal(used.spans[slots], new.spans[slots])
-        end = int(new.spans[slots].sum(axis=1).max())
-        for name in ("text", "order", "positions"):
-            np.testing.assert_array_equal(getattr(used, name)[:end], getattr(new, name)[:end])
-        assert used.text[used.spans[slots].sum(axis=1).max()] == MARKER
-
-
 def test_prompts_that_were_published_last_stand_first_however_early_they_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,21 +104,6 @@ def test_prompts_that_were_published_last_stand_first_however_early_they_came(
         assert newest_first(reopened.snapshot) == expected
 
 
-def test_places_are_sorted_by_their_contexts() -> None:
-    rng = np.random.default_rng(0)
-    history = {
-        p: {v: [rng.integers(0, 3, rng.integers(1, 9)).tolist() for _ in range(3)] for v in range(2)} for p in range(4)
-    }
-    recent = Recent(1000)
-    recent.take(store_of(history).snapshot)
-    text = recent.text[:-1].tolist()
-    keys = []
-    for place in range(len(text)):
-        start = max(k for k in range(place + 1) if text[k] == MARKER)
-        keys.append((text[start : place + 1][::-1], place))
-    assert recent.order.tolist() == [place for _, place in sorted(keys)]
-
-
 @pytest.mark.parametrize(
     ("limit", "expected"), [(0, []), (1, [MARKER]), (4, [MARKER, 3, 4, MARKER]), (99, [MARKER, 3, 4, MARKER, 1, 2])]
 )
@@ -146,23 +113,6 @@ def test_no_more_than_the_limit_is_kept(limit: int, expected: list[int]) -> None
     assert recent.text.tolist() == [*expected, MARKER]
     assert recent.order.size == len(expected)
     assert recent.spans(["a"]).tolist() == [[3, len(expected)] if limit > 3 else [0, 0]]
-
-
-def test_a_snapshot_is_read_once_and_its_successor_anew() -> None:
-    store = store_of({"a": {0: [[1]]}})
-    recent = Recent(100)
-    recent.take(store.snapshot)
-    text = recent.text
-    recent.take(store.snapshot)
-    assert recent.text is text
-    store.add("b", [np.array([2], np.int32)], 0)
-    store.publish()
-    recent.take(store.snapshot)
-    other = Recent(100)
-    other.take(store.snapshot)
-    for name in ("text", "order", "keys"):
-        np.testing.assert_array_equal(getattr(recent, name), getattr(other, name))
-    assert recent.num_bytes == sum(getattr(recent, name).nbytes for name in ("text", "order", "keys"))
 
 
 def test_other_prompts_are_not_kept_where_they_are_no_source() -> None:

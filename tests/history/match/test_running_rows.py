@@ -16,10 +16,7 @@ from tests.history.reference import (
 )
 from treering.history.draft.drafter import Drafter
 from treering.history.features import FIRST, NO_DRAFT, NUM_SOURCES
-from treering.history.match import running_rows as live_module
-from treering.history.match.hash_chains import HashChains, make_hash_chains
 from treering.history.match.published import Arena
-from treering.history.match.running import UNIT
 from treering.history.match.running_rows import RunningRows
 from treering.history.store.store import HistoryStore
 
@@ -64,22 +61,6 @@ def test_each_row_drafts_from_its_own_prompt_where_prompts_of_a_group_differ(has
         rows = [Row(prompt=prompt, rollout=(50, *prompt[1:length])) for prompt in prompts]
         drafts = drafter.propose(draft_rows(rows, row_ids=range(12) if has_ids else None))
         assert drafted(drafts) == [list(prompt[length:]) for prompt in prompts]
-
-
-def test_prompts_of_a_group_that_differ_take_a_slot_each_and_give_it_back() -> None:
-    live = RunningRows(64)
-    rows = [Row(prompt=(5, 6, 7 + b // 2)) for b in range(8)]
-    live.slots(draft_rows(rows, row_ids=range(8)))
-    slots = live.running.prompt_slots
-    assert len(set(slots.tolist())) == 4
-    assert (slots[::2] == slots[1::2]).all()
-    # Two rows have left, and with them their prompt; another one takes its slot.
-    rows = [*rows[2:], Row(prompt=(9,))]
-    _, turnover = live.slots(draft_rows(rows, row_ids=range(2, 9)))
-    later = live.running.prompt_slots
-    assert turnover == "some"
-    assert later[:6].tolist() == slots[2:].tolist()
-    assert len(set(later.tolist())) == 4
 
 
 def test_the_prompt_is_drafted_from_and_its_end_is_not_crossed() -> None:
@@ -196,52 +177,6 @@ def test_room_follows_the_rows_that_run_and_not_those_that_ran() -> None:
     assert live.running.owners.size <= 2 * (4 * 3 + 4)
 
 
-def test_what_takes_a_slot_or_other_room_is_noted_from_its_beginning() -> None:
-    """Whatever stands there: another text may end alike and begin otherwise."""
-    drafter = drafter_of("own")
-    live, slots, prompt_slots = drafter._search_state.live, set(), set()
-    stays = Row(prompt=(7,), rollout=(1, 2, 3), group=1)
-    drafter.propose(draft_rows([stays, Row(rollout=(1, 2, 3))], row_ids=[1, 2]))
-    for number in range(3, 13):
-        comes = Row(prompt=(number, 9), rollout=(1, 2, 3), group=number)
-        rows = draft_rows([stays, comes], row_ids=[1, number])
-        live.slots(rows)
-        running = live.running
-        assert running.num_noted[running.slots].tolist() == [4, 0]
-        assert running.num_noted[running.prompt_slots].tolist() == [1, 0]
-        drafter.propose(rows)
-        assert running.num_noted[running.slots].tolist() == [4, 5]
-        slots.add(int(running.slots[1]))
-        prompt_slots.add(int(running.prompt_slots[1]))
-    # All had been somebody's before.
-    assert len(slots) < 10
-    assert len(prompt_slots) < 10
-
-
-@pytest.mark.parametrize("longer", [(1, 2), tuple(range(1000))])
-def test_where_there_was_no_memory_for_all_texts_the_next_call_asks_for_it_again(
-    longer: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(num_entries: int) -> HashChains:
-        if num_entries > 0:
-            raise MemoryError
-        return make_hash_chains(num_entries)
-
-    drafter = drafter_of("own")
-    drafter.propose(draft_rows([Row(prompt=(2001,), rollout=(2000,))], row_ids=[1]))
-    rows = draft_rows(
-        [Row(prompt=(2001,), rollout=(2000, *longer, 2000), max_drafts=1), Row(prompt=(3,) * 500)], row_ids=[1, 2]
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(live_module, "make_hash_chains", no_memory)
-        for _ in range(2):
-            with pytest.raises(MemoryError):
-                drafter.propose(rows)
-    drafts = drafter.propose(rows)
-    assert drafter._search_state.live.chains.tokens.size >= drafter._search_state.live.running.owners.size * UNIT
-    assert drafted(drafts)[0] == [longer[0]]
-
-
 def test_a_row_that_changes_its_group_s_number_keeps_what_is_known_of_it() -> None:
     drafter = drafter_of("own")
     row = Row(prompt=(7, 8, 9), rollout=(1,), group=1)
@@ -251,21 +186,6 @@ def test_a_row_that_changes_its_group_s_number_keeps_what_is_known_of_it() -> No
     drafter.propose(draft_rows([renamed, other], row_ids=[1, 2]))
     drafts = drafter.propose(draft_rows([renamed, other, replace(row, rollout=(7,), max_drafts=2)], row_ids=[1, 2, 4]))
     assert drafted(drafts)[2] == [8, 9]
-
-
-def test_a_prompt_that_grows_is_noted_anew_where_it_moves() -> None:
-    drafter = drafter_of("own")
-    live = drafter._search_state.live
-    large, small = Row(prompt=tuple(range(300)), rollout=(1,), group=2), Row(prompt=(1, 2), rollout=(1,), group=3)
-    # The room of the large prompt is free from when the small one comes.
-    steps = ((10, large, 2, 0), (25, large, 2, 10), (25, small, 3, 25), (45, small, 3, 0))
-    for size, other, number, num_noted in steps:
-        grows = Row(prompt=(7, 9) + (6,) * (size - 2), rollout=(1, 2, 3))
-        rows = draft_rows([grows, other], row_ids=[1, number])
-        live.slots(rows)
-        slot = live.running.prompt_slots[0]
-        assert live.running.num_noted[slot] == num_noted
-        drafter.propose(rows)
 
 
 def after_no_draft() -> Drafter:
@@ -299,15 +219,6 @@ def test_the_first_token_of_a_sibling_is_drafted_after_all_texts_have_moved() ->
     assert drafted(drafts)[1] == [100, 101]
 
 
-@pytest.mark.parametrize("size", [0, 1, 61, 62, 63, 64, 65, 126, 127, 128])
-def test_a_prompt_is_noted_whole_whatever_its_size(size: int) -> None:
-    drafter = drafter_of("own")
-    drafter.propose(draft_rows([Row(prompt=tuple(range(size)), rollout=(900,))], row_ids=[1]))
-    running = drafter._search_state.live.running
-    slot = running.prompt_slots[0]
-    assert (running.first[slot], running.num_noted[slot]) == (0, size)
-
-
 def test_no_token_is_lost_while_a_rollout_grows() -> None:
     drafter = drafter_of("own")
     for length in range(400):
@@ -318,31 +229,6 @@ def test_no_token_is_lost_while_a_rollout_grows() -> None:
         assert (running.first[slot], running.num_noted[slot]) == (2, 2 + length)
         begin = running.begins[slot]
         assert running.chains.tokens[begin + 1 : begin + 2 + length].tolist() == [*row.rollout, -1]
-
-
-def test_longer_rollouts_widen_all_regions_of_rollouts_up_to_the_limit() -> None:
-    live = RunningRows(1000)
-    sizes = []
-    for length in (3, 300, 900, 5000, 3):
-        rows = [Row(rollout=tuple(range(length))), Row(rollout=(1,))]
-        slots, turnover = live.slots(draft_rows(rows, row_ids=[1, 2]))
-        # More room is not another row.
-        assert turnover == ("none" if sizes else "all")
-        first, second = live.running.sizes[slots]
-        assert first == second
-        sizes.append(int(first))
-    assert sizes == sorted(sizes)
-    assert sizes[0] < 300 < sizes[1]
-    assert sizes[-1] == 1002
-    # Rows of which none was there before start as with a new one.
-    slots, turnover = live.slots(draft_rows([Row(rollout=(1,))], row_ids=[3]))
-    assert turnover == "all"
-    assert live.running.sizes[slots].tolist() == [sizes[0]]
-
-
-@pytest.mark.parametrize("num_entries", [32, 640, 1 << 17])
-def test_an_entry_of_what_runs_takes_28_bytes_with_all_links(num_entries: int) -> None:
-    assert sum(array.nbytes for array in make_hash_chains(num_entries)) == 28 * num_entries
 
 
 def test_nothing_that_stood_elsewhere_before_is_drafted_when_texts_have_moved() -> None:

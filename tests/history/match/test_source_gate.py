@@ -5,10 +5,9 @@ import pytest
 
 from tests.history.reference import Row, draft_rows, store_of, walk
 from treering.history.budget.costs import VerifyCosts
-from treering.history.draft.acceptance import Acceptance
 from treering.history.draft.drafter import Drafter
-from treering.history.features import FIRST, HISTORY, NUM_KINDS, NUM_LENGTHS, NUM_SOURCES, OTHERS
-from treering.history.match.sources import SourceGate, count_known
+from treering.history.features import FIRST, NUM_KINDS, NUM_LENGTHS, NUM_SOURCES, OTHERS
+from treering.history.match.sources import SourceGate
 
 ALL = np.ones(NUM_SOURCES, np.bool_)
 TOKEN_S = 75e-6
@@ -56,33 +55,6 @@ def test_what_brings_more_again_is_asked_in_every_step() -> None:
     assert asks(gate, 100, num_accepted=22) == "-" * 15 + "a" * 85
 
 
-def test_steps_that_did_not_ask_say_nothing() -> None:
-    gate = gate_of()
-    asks(gate, 8, num_accepted=0)
-    assert not gate.due()[OTHERS]
-    note(gate, 10_000, 10_000, 1.0)
-    assert asks(gate, 15, num_accepted=0) == "-" * 14 + "a"
-
-
-@pytest.mark.parametrize("unused", [(), (OTHERS,), (HISTORY, OTHERS)])
-def test_only_other_prompts_are_ever_skipped_and_no_source_is_searched_that_is_not_enabled(
-    unused: tuple[int, ...],
-) -> None:
-    enabled = ALL & ~np.isin(np.arange(NUM_SOURCES), unused)
-    gate = gate_of(enabled)
-    for step in range(100):
-        due = gate.due()
-        assert (np.delete(due, OTHERS) == np.delete(enabled, OTHERS)).all()
-        # 8 steps of 64 rows are the 512 that tell.
-        assert due[OTHERS] == (enabled[OTHERS] and (step < 8 or (step - 8) % 16 == 15))
-        note(gate, 64, 0)
-
-
-def test_rows_count_whose_outcome_is_known() -> None:
-    # Without a draft; with one that was tried; with one of which nothing is known; the last with both.
-    assert count_known(np.array([0, 0, 1, 3, 5]), np.array([0, -1, -1, 1, -1], np.int8)) == 3
-
-
 def drafter_of(others: list[int]) -> Drafter:
     """With a history of another prompt alone; drafts whatever it finds."""
     return Drafter(store_of({"p": {0: [others]}}), min_acceptance=1e-6)
@@ -119,13 +91,3 @@ def test_what_a_token_takes_is_known_from_costs(row_s: float, num_asked: int) ->
         walked = [walk(drafts, b, (10, 11, 12) if b > 0 else (23,)) for b in range(64)]
         drafter.observe(rows, np.array([count for count, _ in walked]), leaves=np.array([leaf for _, leaf in walked]))
     assert sum(size > 0 for size in sizes) == num_asked
-
-
-def test_a_state_knows_what_others_brought() -> None:
-    drafter, resumed = drafter_of([7, 8, 9, 10]), drafter_of([7, 8, 9, 10])
-    for _ in range(12):
-        step(drafter, (50,))
-    resumed.load_state(drafter.state())
-    sizes = [(step(drafter, (50,)), step(resumed, (50,))) for _ in range(30)]
-    assert sizes == [(64, 64) if k in (11, 27) else (0, 0) for k in range(30)]
-    assert Acceptance().state()["asked"].tolist() == [0.0, 0.0, 0.0]

@@ -10,13 +10,11 @@ from treering.history.match.matches import MAX_LENGTH, measure
 from treering.history.match.published import Arena, Histories, Others, Recent, add_history_query
 from treering.history.match.suffix_search import (
     BATCHED_SEARCH,
-    KEY_BITS,
     MAX_QUERIES,
     BatchedSearch,
     add_query,
     last_with_key,
     run_queries,
-    write_keys,
 )
 from treering.history.store.prompt_index import PromptIndex, as_text
 
@@ -53,12 +51,6 @@ def measured(text: np.ndarray, at: int, context: np.ndarray, begin: int) -> tupl
     """The compiled measure, likewise."""
     length, edit = measure(text, at, context, begin)
     return length, edit
-
-
-def keys_of(text: np.ndarray, order: np.ndarray) -> np.ndarray:
-    keys = np.zeros(-(-order.size >> KEY_BITS), np.int64)
-    write_keys(text, order, keys)
-    return keys
 
 
 def read_backwards(text: np.ndarray, at: int) -> list[int]:
@@ -120,15 +112,6 @@ def test_keys_equal_to_a_key_are_counted(num_equal: int) -> None:
     assert last_with_key(keys, 0, 2, 2 + num_equal, 5) == 2 + num_equal
     assert last_with_key(keys, 1, 1, keys.size - 1, 5) == 1 + num_equal
     assert last_with_key(keys, 0, 2, keys.size, 4) == 2
-
-
-def test_keys_are_the_last_two_entries_of_every_sixteenth_place() -> None:
-    text = as_text([np.array([5, 6] * 20, np.int32)])
-    index = PromptIndex.build({0: text})
-    keys = keys_of(index.text, index.order)
-    assert keys.size == 3
-    # 41 matches: the marker; the 5 behind it, then 19 fives behind a 6; 20 sixes behind a 5.
-    assert keys.tolist() == [-(1 << 32), (5 << 32) + 7, (6 << 32) + 6]
 
 
 def test_a_match_is_measured_back_to_the_beginning_and_behind_one_edit() -> None:

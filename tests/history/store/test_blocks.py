@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.errors import InputError
 from treering.history.store import blocks
 from treering.history.store.prompt_index import PromptIndex, as_text
 
@@ -31,8 +30,8 @@ def index_of(versions: dict[int, list[list[int]]]) -> PromptIndex:
     return PromptIndex.build(texts)
 
 
-def file_of(*indexes: PromptIndex, pending: Any = None) -> bytes:
-    parts, _ = blocks.encode(3, [(f"q{i}", 10 + i, index) for i, index in enumerate(indexes)], pending)
+def file_of(*indexes: PromptIndex) -> bytes:
+    parts, _ = blocks.encode(3, [(f"q{i}", 10 + i, index) for i, index in enumerate(indexes)])
     return b"".join(bytes(part) for part in parts)
 
 
@@ -86,27 +85,6 @@ def test_a_block_that_nobody_asks_for_is_not_looked_at(tmp_path: Path) -> None:
     assert contents.blocks[0].index is damaged
 
 
-@settings(max_examples=40)
-@given(st.data())
-def test_any_damage_leaves_indexes_that_were_written_or_none(data: st.DataObject) -> None:
-    indexes = [index_of({0: [[1, 2, 3]]}), index_of({1: [[4] * 20], 0: [[5]]}), index_of({0: [[6]]})]
-    whole = file_of(*indexes, pending={("p", 1): as_text([np.array([9])])})
-    damaged = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 3))):
-        damaged[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
-    cut = bytes(damaged[: data.draw(st.integers(0, len(whole)))])
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        try:
-            contents = blocks.decode(cut, Path("file"))
-        except InputError:
-            return
-        for block, index in zip(contents.blocks, indexes, strict=True):
-            if block.index.text.size:
-                assert_equal(block.index, index)
-        assert [text.tolist() for text in contents.pending.values()] in ([], [[-1, 9]])
-
-
 def test_a_file_that_is_cut_after_it_was_mapped_loses_the_blocks_behind_the_cut(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(file_of(*(index_of({0: [[i] * 2000]}) for i in range(4))))
@@ -117,16 +95,3 @@ def test_a_file_that_is_cut_after_it_was_mapped_loses_the_blocks_behind_the_cut(
     for block in contents.blocks[1:]:
         with pytest.warns(UserWarning, match="cut off"):
             assert block.index.num_tokens == 0
-
-
-def test_a_file_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(file_of(index_of({0: [[1]]})))
-    digest = blocks.map_file(file, 3, None).digest
-    assert blocks.map_file(file, 3, digest).digest == digest
-    for number, expected in ((4, None), (4, digest), (3, digest[:-1] + "x")):
-        with pytest.raises(InputError, match="another file stands in its place"):
-            blocks.map_file(file, number, expected)
-    file.write_bytes(b"")
-    with pytest.raises(InputError, match="cut off"):
-        blocks.map_file(file, 3, None)

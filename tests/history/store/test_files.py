@@ -1,8 +1,7 @@
-"""Sealed headers are read as written or refused with the reason, and files appear whole or not at all."""
+"""Damaged headers are refused, and files appear whole or not at all."""
 
 import os
 import resource
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +15,6 @@ from treering.history.store.manifest import Listed, Manifest
 MAGIC = b"RINGTEST"
 
 
-def test_a_header_comes_back_with_its_digest_whatever_stands_behind_it() -> None:
-    header = {"a": [1, "ü\n"], "b": {}}
-    data, digest = seal(MAGIC, header)
-    for behind in (b"", b"more"):
-        assert unseal(MAGIC, data + behind) == (header, digest, len(data))
-    assert digest != seal(MAGIC, {"a": [2, "ü\n"], "b": {}})[1]
-
-
 def test_every_flipped_bit_and_every_cut_of_a_header_is_noticed() -> None:
     data, _ = seal(MAGIC, {"a": [1, 2]})
     for i in range(len(data)):
@@ -32,22 +23,6 @@ def test_every_flipped_bit_and_every_cut_of_a_header_is_noticed() -> None:
                 unseal(MAGIC, data[:i] + bytes([data[i] ^ 1 << bit]) + data[i + 1 :])
         with pytest.raises(InputError):
             unseal(MAGIC, data[:i])
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "cut off"),
-        (b"RING", "cut off"),
-        (b"PK\3\4" + bytes(90), "no file of a history"),
-        (MAGIC + bytes(20), "cut off"),
-        (MAGIC + struct.pack("<II", 1, 4) + bytes(90), "of format 1, and this Treering reads format 3"),
-        (MAGIC + struct.pack("<II", 3, 2**32 - 1) + bytes(90), "cut off or damaged in its header"),
-    ],
-)
-def test_other_bytes_are_refused_with_the_reason(data: bytes, reason: str) -> None:
-    with pytest.raises(InputError, match=reason):
-        unseal(MAGIC, data)
 
 
 def test_a_file_on_a_full_disk_does_not_appear_and_the_old_one_stays(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_opening_reads_no_rollout_and_builds_nothing(three: Path, monkeypatch: p
     monkeypatch.setattr(blocks.Block, "index", property(lambda _: pytest.fail("read")))
     monkeypatch.setattr(blocks.PromptIndex, "build", lambda *_: pytest.fail("built"))
     with HistoryStore(three) as store:
-        assert (store.num_prompts, store.num_tokens) == (4, 170_003)
+        assert (len(store.snapshot), store.num_tokens) == (4, 170_003)
         assert "b" in store.snapshot
         assert "e" not in store.snapshot
 
@@ -148,7 +148,7 @@ def test_a_store_that_is_collected_gives_its_folder_free(tmp_path: Path) -> None
     del store
     gc.collect()
     with HistoryStore(tmp_path) as another:
-        assert another.num_prompts == 0
+        assert len(another.snapshot) == 0
 
 
 def test_another_process_is_refused_until_the_holder_is_killed(tmp_path: Path) -> None:

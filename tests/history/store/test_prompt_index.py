@@ -81,9 +81,3 @@ def test_an_index_without_its_oldest_version_is_the_one_built_without_it(version
     assert rest.num_bytes == sum(getattr(rest, name).nbytes for name in ARRAYS)
     for name in ("text", "order"):
         assert getattr(rest, name).base is None, "a view would keep what was evicted in memory"
-
-
-@given(VERSIONS)
-def test_the_median_length_is_that_of_all_rollouts(versions: dict[int, list[list[int]]]) -> None:
-    lengths = [len(rollout) for rollouts in versions.values() for rollout in rollouts]
-    assert build(versions).median_tokens == np.median(lengths)

@@ -171,13 +171,3 @@ def test_a_publish_is_seen_without_a_call(tmp_path: Path) -> None:
         while "q" not in background.snapshot and time.monotonic() < ends:
             time.sleep(0.01)
         assert background.snapshot["q"].text.tolist() == [-1, 1, 2]
-
-
-def test_a_snapshot_stays_valid_after_close(tmp_path: Path) -> None:
-    with HistoryStore(tmp_path) as store:
-        store.add("q", [ids(1, 2)], version=0)
-        store.publish()
-        background = BackgroundReader(HistoryReader(tmp_path))
-        background.start(interval_s=0.01)
-        background.close()
-    assert background.snapshot["q"].text.tolist() == [-1, 1, 2]

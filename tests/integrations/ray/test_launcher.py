@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +11,22 @@ import torch
 
 from tests.integrations.ray.conftest import make_launcher
 from tests.killing import ROOT
+from tests.runtime import tasks
 from tests.runtime.kills import killing
 from tests.runtime.runs import TinyRecipe, pipeline
 from tests.runtime.test_deaths import is_complete, wait_for_the_end_of
+from tests.runtime.test_history import GREEDY, PER_EPOCH, drafting, drafts_of
+from tests.runtime.test_history import NUM_STEPS as DRAFTED_STEPS
+from tests.runtime.test_history import run as drafted
 from tests.runtime.test_pipeline import CLOSE, Result, assert_same, run
 from tests.runtime.test_resume import train
 from treering.engine.request import Sampling
 from treering.errors import ConfigError, InputError
 from treering.runtime.account import Account
 from treering.runtime.ipc.launcher import Launcher
+from treering.runtime.pipeline import PipelineLoop
 
 NUM_STEPS = 6
-KINDS = ("rollout worker 0", "rollout worker 1", "reward worker", "trainer")
 NUM_PROCESSES = 5
 """Two rollout workers, two reward workers, the trainer."""
 
@@ -65,50 +67,6 @@ def test_trainer_ranks_that_may_be_elsewhere_give_the_weights_of_one_trainer(
         assert_same(run(loop, NUM_STEPS), undisturbed)
         assert "trainer rank 1" in loop.pids
         assert is_complete(loop.account)
-
-
-@pytest.mark.parametrize(("num_kills", "num_trainer_ranks"), [(4, 1), pytest.param(20, 2, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_leave_the_same_weights_and_an_exact_account(
-    num_kills: int, num_trainer_ranks: int, launcher: Launcher
-) -> None:
-    num_steps = max(NUM_STEPS, num_kills)
-    generator = random.Random(num_kills)
-    moments = sorted(generator.sample(range(5, 10 * num_steps), num_kills))
-    names = [*KINDS, *(f"trainer rank {rank}" for rank in range(1, num_trainer_ranks))]
-    kinds = [generator.choice(names) for _ in moments]
-    with pipeline(num_steps=num_steps, staleness=1) as loop:
-        expected = run(loop, num_steps)
-    due = dict(zip(moments, kinds, strict=True))
-    ranks = pipeline(
-        num_steps=num_steps, staleness=1, launcher=launcher, num_trainer_ranks=num_trainer_ranks, ranks="gathered"
-    )
-    with killing(due) as dead, ranks as loop:
-        result = run(loop, num_steps)
-        account = loop.account
-    assert dead == kinds
-    assert_same(result, expected)
-    assert is_complete(account, account.scheduled)
-    assert account.worker_deaths == sum(kind.startswith("rollout") for kind in kinds)
-    assert account.reward_worker_deaths == kinds.count("reward worker")
-    num_trainer_kills = sum(kind.startswith("trainer") for kind in kinds)
-    # Ranks die together, so two kills of different ranks one right after the other are one death.
-    assert num_trainer_kills / num_trainer_ranks <= account.trainer_deaths <= num_trainer_kills
-
-
-@pytest.mark.slow
-def test_an_actor_that_hangs_with_work_is_replaced(undisturbed: Result, launcher: Launcher) -> None:
-    # Longer than an actor takes to start on a busy machine, as one that is on its way is silent too.
-    stopping = killing({9: "rollout worker 0"}, signal.SIGSTOP)
-    with (
-        stopping as hung,
-        pipeline(num_steps=NUM_STEPS, staleness=1, worker_time_limit_s=60.0, launcher=launcher) as loop,
-    ):
-        result = run(loop, NUM_STEPS)
-        account = loop.account
-    assert hung == ["rollout worker 0"]
-    assert_same(result, undisturbed)
-    assert is_complete(account)
-    assert account.worker_deaths >= 1
 
 
 @pytest.mark.slow
@@ -157,3 +115,17 @@ def test_a_node_may_die(ray_here: None) -> None:
     assert account.worker_deaths + account.reward_worker_deaths + account.trainer_deaths > 0
     assert is_complete(account, account.scheduled)
     assert found["rows"] == expected
+
+
+def test_actors_that_may_be_elsewhere_draft_what_local_processes_draft(ray_here: None, address: str) -> None:
+    def loop(launcher: Launcher | None) -> PipelineLoop:
+        recipe = TinyRecipe(task=tasks.Constant)
+        return pipeline(recipe, num_steps=DRAFTED_STEPS, drafting=drafting(), launcher=launcher, sampling=GREEDY)
+
+    remote = make_launcher(listen=address)
+    assert not remote.shares_host
+    local_engines, local_rows = drafted(loop(None))
+    engines, rows = drafted(loop(remote))
+    assert rows == local_rows
+    assert drafts_of(engines) == drafts_of(local_engines)
+    assert sum(engine.num_accepted for engine in engines[PER_EPOCH:]) > 0

@@ -10,8 +10,7 @@ from torch import nn
 from treering.errors import StateError
 from treering.integrations.ray.object_store import ObjectAccess, ObjectStore, Offers
 from treering.runtime.ipc.weight_layout import model_tensors
-from treering.runtime.ipc.weight_ring import WeightRing
-from treering.runtime.ipc.weight_store import BASE, PublishedWeights, WeightStore
+from treering.runtime.ipc.weight_store import BASE, PublishedWeights
 
 HOST = "127.0.0.1"
 
@@ -39,15 +38,12 @@ class Sent:
         self.messages.append(message)
 
 
-@pytest.fixture(params=["ring", "objects"])
-def store(request: pytest.FixtureRequest) -> WeightStore:
-    if request.param == "ring":
-        return WeightRing(model_of(0), 2)
-    request.getfixturevalue("ray_here")
+@pytest.fixture
+def store(ray_here: None) -> ObjectStore:
     return ObjectStore(model_of(0), 2)
 
 
-def test_a_version_is_read_as_it_was_written(store: WeightStore) -> None:
+def test_a_version_is_read_as_it_was_written(store: ObjectStore) -> None:
     for version in (4, 5):
         store.write(version, model_of(version))
     store.write(4, model_of(9), BASE)
@@ -61,7 +57,7 @@ def test_a_version_is_read_as_it_was_written(store: WeightStore) -> None:
     assert equal(base, model_of(9))
 
 
-def test_a_version_that_fell_out_is_refused(store: WeightStore) -> None:
+def test_a_version_that_fell_out_is_refused(store: ObjectStore) -> None:
     for version in (4, 5, 6):
         store.write(version, model_of(version))
     with pytest.raises(StateError, match="version 4"):
@@ -70,7 +66,7 @@ def test_a_version_that_fell_out_is_refused(store: WeightStore) -> None:
         store.tensors(7)
 
 
-def test_what_an_actor_publishes_the_controller_reads(store: WeightStore) -> None:
+def test_what_an_actor_publishes_the_controller_reads(store: ObjectStore) -> None:
     port = Sent()
     ObjectAccess(Offers(), HOST).open(model_of(0), port).put(3, model_tensors(model_of(7)))  # type: ignore[arg-type]
     (message,) = port.messages

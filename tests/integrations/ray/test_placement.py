@@ -1,6 +1,7 @@
 """What a Ray cluster cannot hold is refused before an actor waits for it."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -25,27 +26,28 @@ def test_a_cluster_with_room_for_all_is_accepted() -> None:
     check_resources([node(cpus=3.0)], resources_by_kind(), numbers(num_rollout_workers=2))
 
 
-def test_more_processes_than_cpus_are_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"ask for 4 CPUs where it has 3"):
-        check_resources([node(cpus=3.0), node(alive=False)], resources_by_kind(), numbers(num_rollout_workers=3))
+ONE_GPU, FOUR_GPUS = (resources_by_kind(trainer=Resources(num_gpus=num)) for num in (1.0, 4.0))
 
 
-def test_every_rank_of_a_trainer_needs_room() -> None:
-    with pytest.raises(ConfigError, match=r"4 trainer ranks ask for 5 CPUs where it has 4"):
-        check_resources([node()], resources_by_kind(), numbers(num_trainer_ranks=4))
-
-
-def test_gpus_that_no_node_has_are_refused() -> None:
-    resources = resources_by_kind(trainer=Resources(num_gpus=1.0))
-    with pytest.raises(ConfigError, match=r"ask for 1 GPUs where it has 0"):
-        check_resources([node()], resources, numbers())
-
-
-def test_a_process_larger_than_every_node_is_refused() -> None:
-    resources = resources_by_kind(trainer=Resources(num_gpus=4.0))
-    nodes = [node(gpus=2.0), node("10.0.0.2", gpus=2.0)]
-    with pytest.raises(ConfigError, match=r"runtime\.resources\.trainer\.num_gpus = 4 is more than any has \(2\)"):
-        check_resources(nodes, resources, numbers())
+@pytest.mark.parametrize(
+    ("nodes", "resources", "num", "text"),
+    [
+        ([node(cpus=3.0), node(alive=False)], None, {"num_rollout_workers": 3}, "ask for 4 CPUs where it has 3"),
+        ([node()], None, {"num_trainer_ranks": 4}, "4 trainer ranks ask for 5 CPUs where it has 4"),
+        ([node()], ONE_GPU, {}, "ask for 1 GPUs where it has 0"),
+        (
+            [node(gpus=2.0), node("10.0.0.2", gpus=2.0)],
+            FOUR_GPUS,
+            {},
+            r"runtime\.resources\.trainer\.num_gpus = 4 is more than any has \(2\)",
+        ),
+    ],
+)
+def test_what_a_cluster_or_a_node_has_no_room_for_is_refused_with_both_numbers(
+    nodes: list[dict], resources: Any, num: dict[str, int], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_resources(nodes, resources or resources_by_kind(), numbers(**num))
 
 
 def test_several_hosts_need_an_address_that_they_reach() -> None:

@@ -1,6 +1,7 @@
 """Short runs of TRL's trainers on tiny models that take pictures, with processors that need no torchvision."""
 
 import random
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -11,13 +12,13 @@ import pytest
 from PIL import Image
 
 from tests.integrations.trl import runs
+from tests.integrations.words import EOS, PAD, word_tokenizer
 from tests.picture_models import IMAGE, VIDEO, VOCAB, build
 
 pytest.importorskip("transformers.image_processing_backends")
 
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AddedToken, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import AddedToken, ProcessorMixin
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -25,7 +26,6 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 BEGIN, END = VIDEO + 1, VIDEO + 2
 _NAMES = {
@@ -51,11 +51,7 @@ def _kind(family: str) -> str:
 
 def _tokenizer(kind: str) -> Any:
     names = _NAMES[kind]
-    words = {"<pad>": runs.PAD, "<eos>": runs.EOS}
-    words |= {names.get(i, f"w{i}"): i for i in range(2, VOCAB)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    made = word_tokenizer(VOCAB, names)
     made.add_tokens([AddedToken(name, special=True, normalized=False) for name in names.values()], special_tokens=True)
     for role, token in _ROLES[kind].items():
         setattr(made, f"{role}_token", names[token])
@@ -115,7 +111,7 @@ def saved(family: str) -> str:
     """The folder of a tiny model, made once a process."""
     model = build(family)
     for config in (model.config, model.config.get_text_config(), model.generation_config):
-        config.pad_token_id, config.eos_token_id = runs.PAD, runs.EOS
+        config.pad_token_id, config.eos_token_id = PAD, EOS
     folder = mkdtemp(prefix="treering-trl-pictures-")
     model.save_pretrained(folder)
     return folder
@@ -151,16 +147,18 @@ def prompts() -> Dataset:
     return Dataset.from_list(_tasks() * 2)
 
 
-def _answer(rng: random.Random, count: int) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": words(rng, count)}]
+def _rows(num: int, make: Callable[[int, dict[str, Any], Callable[[int], Any]], dict[str, Any]]) -> Dataset:
+    """Rows of the tasks in turn; `make` gets a row's number, its task, and what makes answers of so many words."""
+    rng, tasks = random.Random(6), _tasks()
+
+    def answer(count: int) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": words(rng, count)}]
+
+    return Dataset.from_list([make(i, tasks[i % 4], answer) for i in range(num)])
 
 
 def conversations() -> Dataset:
-    rng = random.Random(6)
-    tasks = [_tasks()[i % 4] for i in range(16)]
-    return Dataset.from_list(
-        [{"messages": [*t["prompt"], *_answer(rng, 2 + i % 3)], "images": t["images"]} for i, t in enumerate(tasks)]
-    )
+    return _rows(16, lambda i, t, a: {"messages": [*t["prompt"], *a(2 + i % 3)], "images": t["images"]})
 
 
 def mixed() -> Dataset:
@@ -171,23 +169,12 @@ def mixed() -> Dataset:
     )
 
 
-def completed() -> Dataset:
-    rng = random.Random(7)
-    return Dataset.from_list([{**_tasks()[i % 4], "completion": _answer(rng, 2 + i % 3)} for i in range(16)])
-
-
 def preferences() -> Dataset:
-    rng = random.Random(8)
-    return Dataset.from_list(
-        [{**_tasks()[i % 4], "chosen": _answer(rng, 3), "rejected": _answer(rng, 1 + i % 3)} for i in range(12)]
-    )
+    return _rows(12, lambda i, t, a: {**t, "chosen": a(3), "rejected": a(1 + i % 3)})
 
 
 def unpaired() -> Dataset:
-    rng = random.Random(9)
-    return Dataset.from_list(
-        [{**_tasks()[i % 4], "completion": _answer(rng, 2 + i % 3), "label": bool(i % 2)} for i in range(12)]
-    )
+    return _rows(12, lambda i, t, a: {**t, "completion": a(2 + i % 3), "label": bool(i % 2)})
 
 
 def made_up(prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
@@ -195,31 +182,25 @@ def made_up(prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
     return [[token if token < IMAGE else 3 + token % 7 for token in ids] for ids in runs.completions(prompt_ids)]
 
 
+def _with_pictures(make: Any, data: Callable[[], Dataset], family: str, out: Path, **options: Any) -> Any:
+    extra = {"train_dataset": data(), "processing_class": processor(family), **options.pop("trainer_options", {})}
+    return make(saved(family), out, trainer_options=extra, **options)
+
+
 def grpo(family: str, out: Path, **options: Any) -> Any:
-    extra = {"train_dataset": prompts(), "processing_class": processor(family), **options.pop("trainer_options", {})}
-    made = runs.grpo(saved(family), out, trainer_options=extra, **options)
+    made = _with_pictures(runs.grpo, prompts, family, out, **options)
     made._generate_single_turn = lambda *given, **named: (made_up(*given, **named), None)
     return made
 
 
 def rloo(family: str, out: Path, **options: Any) -> Any:
-    extra = {"train_dataset": prompts(), "processing_class": processor(family), **options.pop("trainer_options", {})}
-    made = runs.grpo(
-        saved(family), out, RLOOTrainer, RLOOConfig, trainer_options=extra, **{"learning_rate": 1e-3, **options}
-    )
+    made = _with_pictures(runs.rloo, prompts, family, out, **options)
     made._generate_single_turn = made_up
     return made
 
 
-def _supervised(trainer: Any, config: Any, data: Any, family: str, out: Path, **options: Any) -> Any:
-    extra = {"train_dataset": data(), **options.pop("trainer_options", {})}
-    defaults = {"per_device_train_batch_size": 4, "max_length": None}
-    args = config(**{"output_dir": str(out), **runs.COMMON, **defaults, **options})
-    return trainer(saved(family), args=args, processing_class=processor(family), **extra)
-
-
-sft = partial(_supervised, SFTTrainer, SFTConfig, conversations)
-sft_completed = partial(_supervised, SFTTrainer, SFTConfig, completed)
-sft_mixed = partial(_supervised, SFTTrainer, SFTConfig, mixed)
-kto = partial(_supervised, KTOTrainer, KTOConfig, unpaired)
-dpo = partial(_supervised, DPOTrainer, DPOConfig, preferences)
+_sft = partial(runs.sft, max_length=None)
+sft = partial(_with_pictures, _sft, conversations)
+sft_mixed = partial(_with_pictures, _sft, mixed)
+kto = partial(_with_pictures, partial(runs.kto, max_length=None), unpaired)
+dpo = partial(_with_pictures, partial(runs.dpo, max_length=None), preferences)

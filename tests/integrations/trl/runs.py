@@ -6,7 +6,7 @@ Completions are made up, the same on both sides: a sampled token could flip at a
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -20,8 +20,7 @@ from tests.models import VOCAB, build
 pytest.importorskip("trl", reason="TRL is not installed: make trl-test")
 
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import TrainerCallback
 from trl import (
     DistillationConfig,
     DistillationTrainer,
@@ -37,10 +36,10 @@ from trl import (
     SFTTrainer,
 )
 
+from tests.integrations.words import EOS, PAD, word_tokenizer
 from treering.integrations.trl import share_prefixes
 from treering.ranks.state import as_whole
 
-PAD, EOS, START = 0, 1, 2
 _ASSISTANT = "{% generation %}{{ m['content'] }} <eos>{% endgeneration %}"
 _TEMPLATE = (
     "{% for m in messages %}w2 {% if m['role'] == 'assistant' %}"
@@ -72,26 +71,19 @@ ROLLOUTS = {
 
 
 def tokenizer() -> Any:
-    words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    made = word_tokenizer(VOCAB)
     made.chat_template = _TEMPLATE
     return made
 
 
-def save_model(folder: Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
-    """A tiny model and its tokenizer on disk, so that trainers can load their reference from there."""
+@cache
+def saved(family: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
+    """The folder of a tiny model and its tokenizer, made once a process: trainers load their reference from there."""
+    folder = mkdtemp(prefix="treering-trl-")
     model = build(family, seed, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None, **overrides)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@cache
-def saved(family: str = "qwen3", seed: int = 0, **overrides: Any) -> str:
-    """A folder with such a model, made once a process."""
-    return save_model(Path(mkdtemp(prefix="treering-trl-")), family, seed, **overrides)
+    return folder
 
 
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
@@ -130,12 +122,13 @@ def preferences(num: int = 12) -> Dataset:
 
 
 def unpaired(num: int = 12) -> Dataset:
-    rows = []
-    for i, row in enumerate(preferences(num)):
-        rows.append(
+    rows = enumerate(preferences(num))
+    return Dataset.from_list(
+        [
             {"prompt": row["prompt"], "completion": row["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
-        )
-    return Dataset.from_list(rows)
+            for i, row in rows
+        ]
+    )
 
 
 def conversations(num: int = 16) -> Dataset:
@@ -182,51 +175,42 @@ def made_up(prompt_ids: Any, *_: Any, **__: Any) -> tuple[Any, None]:
     return completions(prompt_ids), None
 
 
+def trainer_of(
+    trainer: Any, config: Any, defaults: dict[str, Any], data: Any, model: str, out: Path, **given: Any
+) -> Any:
+    """A trainer of TRL on the rows that `data()` gives, with other arguments of its own as `trainer_options`."""
+    extra = given.pop("trainer_options", {})
+    args = config(**{"output_dir": str(out), **COMMON, **defaults, **given})
+    return trainer(model, args=args, **{"train_dataset": data(), **extra})
+
+
 def grpo(model: str, out: Path, trainer: Any = GRPOTrainer, config: Any = GRPOConfig, **options: Any) -> Any:
-    extra = options.pop("trainer_options", {})
-    args = config(**{"output_dir": str(out), **COMMON, **ROLLOUTS, "generation_batch_size": None, **options})
-    made = trainer(model, args=args, **{"reward_funcs": reward, "train_dataset": prompts(), **extra})
-    made._generate_single_turn = made_up
+    extra = {"reward_funcs": reward, **options.pop("trainer_options", {})}
+    made = trainer_of(trainer, config, ROLLOUTS, prompts, model, out, trainer_options=extra, **options)
+    # RLOO asks for tokens alone.
+    made._generate_single_turn = made_up if trainer is not RLOOTrainer else lambda ids, *_, **__: completions(ids)
     return made
 
 
 def rloo(model: str, out: Path, **options: Any) -> Any:
     # Its loss is of whole sequences with one sign each: rounding moves its small gradient more than the others'.
-    options = {"learning_rate": 1e-3, **options}
-    made = grpo(model, out, RLOOTrainer, RLOOConfig, **options)
-    made._generate_single_turn = lambda prompt_ids, *_, **__: completions(prompt_ids)
-    return made
-
-
-def sft(model: str, out: Path, trainer: Any = SFTTrainer, **options: Any) -> Any:
-    extra = options.pop("trainer_options", {})
-    defaults = {"per_device_train_batch_size": 4, "max_length": 64}
-    args = SFTConfig(**{"output_dir": str(out), **COMMON, **defaults, **options})
-    return trainer(model, args=args, **{"train_dataset": conversations(), **extra})
-
-
-def dpo(model: str, out: Path, **options: Any) -> Any:
-    extra = options.pop("trainer_options", {})
-    args = DPOConfig(**{"output_dir": str(out), **COMMON, "per_device_train_batch_size": 4, **options})
-    return DPOTrainer(model, args=args, train_dataset=preferences(), **extra)
-
-
-def kto(model: str, out: Path, **options: Any) -> Any:
-    extra = options.pop("trainer_options", {})
-    args = KTOConfig(**{"output_dir": str(out), **COMMON, "per_device_train_batch_size": 4, **options})
-    return KTOTrainer(model, args=args, train_dataset=unpaired(), **extra)
+    return grpo(model, out, RLOOTrainer, RLOOConfig, **{"learning_rate": 1e-3, **options})
 
 
 def distillation(model: str, out: Path, **options: Any) -> Any:
-    extra = options.pop("trainer_options", {})
-    defaults = {**ROLLOUTS}
-    defaults.pop("num_generations")
-    if "teacher_model" not in extra:
-        extra = {"teacher_model": saved(seed=1)}
-    args = DistillationConfig(**{"output_dir": str(out), **COMMON, **defaults, **options})
-    made = DistillationTrainer(model, args=args, train_dataset=prompts(), **extra)
-    made._generate_single_turn = lambda prompt_ids, *_, **__: completions(prompt_ids)
+    extra = {"teacher_model": saved(seed=1), **options.pop("trainer_options", {})}
+    defaults = {name: value for name, value in ROLLOUTS.items() if name != "num_generations"}
+    made = trainer_of(
+        DistillationTrainer, DistillationConfig, defaults, prompts, model, out, trainer_options=extra, **options
+    )
+    made._generate_single_turn = lambda ids, *_, **__: completions(ids)
     return made
+
+
+FOUR_ROWS = {"per_device_train_batch_size": 4}
+sft = partial(trainer_of, SFTTrainer, SFTConfig, {**FOUR_ROWS, "max_length": 64}, conversations)
+dpo = partial(trainer_of, DPOTrainer, DPOConfig, FOUR_ROWS, preferences)
+kto = partial(trainer_of, KTOTrainer, KTOConfig, FOUR_ROWS, unpaired)
 
 
 @dataclass
@@ -251,9 +235,6 @@ class Run:
     logs: list[dict[str, float]]
     handle: Any
     trainer: Any
-
-    def last_log(self) -> dict[str, float]:
-        return self.logs[-2]
 
 
 def train(

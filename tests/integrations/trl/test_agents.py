@@ -1,4 +1,4 @@
-"""Agents of several turns: TRL's own loop of tools, its environments, and episodes that come as a row a turn.
+"""Agents of several turns: TRL's own loop of tools, and its environments.
 
 Answers are made up, and what they call is read off their place in the episode: only TRL's loop is its own.
 """
@@ -113,26 +113,3 @@ def test_episodes_of_eight_turns_have_the_gradients_of_the_stock_trainer(
         assert 6 <= log["tools/call_frequency"] <= 7
         assert log["tools/failure_frequency"] == 0
         assert log["tree/token_ratio"] > 1
-
-
-def test_an_episode_that_comes_as_a_row_a_turn_is_computed_once(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    rows = []
-    for _ in range(4):
-        turns = [runs.words(rng, 6) for _ in range(2 * NUM_TURNS)]
-        for turn in range(NUM_TURNS):
-            said = " ".join(turns[: 2 * turn + 1])
-            rows.append({"prompt": said, "completion": f" {turns[2 * turn + 1]}"})
-    options: dict[str, Any] = {
-        "per_device_train_batch_size": NUM_TURNS,
-        "max_length": None,
-        "trainer_options": {"train_dataset": runs.Dataset.from_list(rows)},
-        "train_sampling_strategy": "sequential",
-    }
-    stock, ours = (
-        runs.train(runs.sft, runs.saved(), tmp_path / str(shared), shared=shared, **options)
-        for shared in (None, {"group_batches": False})
-    )
-    assert runs.apart(ours.gradients, stock.gradients) <= GRADIENTS
-    # Turn t repeats t turns before it: 12, 24, ... 96 tokens and one EOS each, of which 96 and 8 are distinct.
-    assert ours.logs[0]["tree/token_ratio"] == pytest.approx((12 * 36 + NUM_TURNS) / (96 + NUM_TURNS), abs=1e-9)

@@ -1,6 +1,5 @@
 """`treering trl` is TRL's command line: its options, its scripts, with the tree in it."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -71,29 +70,14 @@ def test_active_dropout_ends_with_one_line_that_names_the_flag(
     assert "--lora_dropout 0" in [line for line in capsys.readouterr().err.splitlines() if "treering:" in line][-1]
 
 
-def test_help_is_ours_for_the_command_and_trls_for_a_script(
+def test_help_is_ours_for_the_command_and_trls_for_a_script_that_there_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch) == call(monkeypatch, "--help") == 0
     assert "TRL's own command line" in capsys.readouterr().out
+    assert call(monkeypatch, "ppo") == 2
+    assert "runs dpo, grpo, sft, got 'ppo'" in capsys.readouterr().err
     assert call(monkeypatch, "sft", "--help") == 0
     printed = capsys.readouterr().out
     assert "--tree_backend" in printed
     assert "--assistant_only_loss" in printed
-
-
-def test_an_unknown_script_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, "ppo") == 2
-    assert "runs dpo, grpo, sft, got 'ppo'" in capsys.readouterr().err
-
-
-def test_the_tree_trainers_take_trls_configurations(tmp_path: Path) -> None:
-    from treering.integrations.trl import TreeGRPOTrainer, TreeSFTTrainer
-
-    for make, trainer in ((runs.sft, TreeSFTTrainer), (runs.grpo, TreeGRPOTrainer)):
-        made = make(runs.saved(), tmp_path, trainer=trainer, max_steps=1)
-        made.train()
-        assert made.shared_prefixes.difference is not None
-        assert json.dumps(made.state.log_history)

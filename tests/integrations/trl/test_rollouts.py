@@ -12,25 +12,61 @@ pytest.importorskip("trl", reason="TRL is not installed")
 
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import PreTrainedModel
+from trl import GRPOConfig, GRPOTrainer
 
-from tests.integrations.trl.rollout_runs import (
-    GROUP_SIZE,
-    NUM_PROMPTS,
-    PROMPTS,
-    dataset,
-    model,
-    tokenizer,
-    trainer_of,
-)
+from tests.engine.protocol_laws import request_of
+from tests.integrations.trl import runs
+from tests.integrations.words import word_tokenizer
+from tests.models import VOCAB, build
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.integrations.trl import HistoryRollouts
 from treering.integrations.trl import rollouts as rollouts_file
-from treering.integrations.trl.open_turns import OpenTurns
 from treering.integrations.trl.prompt_ids import PromptIds
+from treering.integrations.trl.rollout_settings import sampling_of
+from treering.integrations.trl.turns import OpenTurns
 from treering.types import hash_of_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_PROMPTS, GROUP_SIZE = 6, 4
+PROMPTS = [" ".join(f"w{2 + (i * 5 + k) % (VOCAB - 2)}" for k in range(3 + i)) for i in range(NUM_PROMPTS)]
+
+
+def dataset(**columns: list[Any]) -> Dataset:
+    return Dataset.from_dict({"prompt": PROMPTS, **columns})
+
+
+def model() -> PreTrainedModel:
+    """A model with a preference for some tokens, so that rollouts resemble one another."""
+    made = build("qwen3", 0)
+    made.lm_head.weight.data *= 3.0
+    return made
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def trainer_of(
+    folder: Path, rollouts: HistoryRollouts | None, *, policy: Any = None, data: Any = None, **options: Any
+) -> Any:
+    defaults = {
+        "per_device_train_batch_size": 2 * GROUP_SIZE,
+        "num_generations": GROUP_SIZE,
+        "max_completion_length": 12,
+        "temperature": 0.9,
+        "num_train_epochs": 3,
+        "max_steps": -1,
+    }
+    own = {"reward_funcs": reward, "processing_class": word_tokenizer(VOCAB), "rollout_func": rollouts}
+    own |= {"peft_config": options.pop("peft_config", None)}
+    data = data or dataset(id=[f"q{i}" for i in range(NUM_PROMPTS)])
+    given = {**defaults, **options}
+    return runs.trainer_of(
+        GRPOTrainer, GRPOConfig, {}, lambda: data, policy or model(), folder, trainer_options=own, **given
+    )
 
 
 class Recording(HistoryRollouts):
@@ -82,17 +118,12 @@ def train(folder: Path, rollouts: HistoryRollouts, **options: Any) -> Any:
     return trainer
 
 
-def test_logprobs_are_the_trainers_and_weights_are_those_of_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_adapted", [False, True], ids=["whole", "lora"])
+def test_logprobs_are_the_trainers_and_weights_are_those_of_the_step(is_adapted: bool, tmp_path: Path) -> None:
     rollouts = Recording()
-    train(tmp_path, rollouts)
-    assert len(rollouts.calls) == 3 * NUM_PROMPTS // 2
-    assert max(rollouts.errors) <= 2.5e-5
-
-
-def test_logprobs_of_a_lora_policy_are_the_trainers(tmp_path: Path) -> None:
-    rollouts = Recording()
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    train(tmp_path, rollouts, peft_config=config, num_train_epochs=1, beta=0.1)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    train(tmp_path, rollouts, num_train_epochs=1, peft_config=lora if is_adapted else None)
+    assert len(rollouts.calls) == NUM_PROMPTS // 2
     assert max(rollouts.errors) <= 2.5e-5
 
 
@@ -102,7 +133,8 @@ def test_drafts_change_no_token_and_no_weight(tmp_path: Path) -> None:
     expected = weights_of(train(tmp_path / "plain", plain, policy=model().double()))
     trainer = train(tmp_path / "drafted", drafted, policy=model().double())
     assert [call["completion_ids"] for call in drafted.calls] == [call["completion_ids"] for call in plain.calls]
-    assert drafted._engine._engine.stats.num_accepted > 0
+    logged = [row["rollout/tokens_per_forward"] for row in trainer.state.log_history if "loss" in row]
+    assert logged[0] == 1.0 < max(logged)
     for name, weight in weights_of(trainer).items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
 
@@ -147,25 +179,12 @@ def test_every_epoch_draws_each_prompt_afresh_by_its_id(tmp_path: Path) -> None:
         assert Counter(map(tuple, group)).most_common(1)[0][1] < 3
 
 
-def test_the_trainers_log_has_tokens_per_forward(tmp_path: Path) -> None:
-    trainer = train(tmp_path, eager(HistoryRollouts()))
-    logged = [row["rollout/tokens_per_forward"] for row in trainer.state.log_history if "loss" in row]
-    assert len(logged) == 9
-    assert logged[0] == 1.0
-    assert max(logged) > 1.0
-
-
 def test_trls_sampling_parameters_reach_the_engine(tmp_path: Path) -> None:
-    options = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "max_steps": 1}
-    rollouts = Recording()
-    trainer = train(tmp_path, rollouts, **options)
-    sampling = rollouts._engine._engine._table  # noqa: F841
-    for tokens, logprobs in zip(rollouts.calls[0]["completion_ids"], rollouts.calls[0]["logprobs"], strict=True):
-        # Of at most five tokens, none is likelier than 1.
-        assert len(tokens) == len(logprobs)
-    assert trainer.generation_config.top_k == 5
-    # The cut distribution is another one than the trainer's log-probs.
-    assert rollouts.errors[0] > 1e-2
+    options = {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2}
+    trainer = trainer_of(tmp_path, None, generation_kwargs={"max_new_tokens": 7}, **options)
+    sampling = sampling_of(trainer)
+    assert {name: getattr(sampling, name) for name in options} == options
+    assert (sampling.temperature, sampling.max_tokens, sampling.stop_tokens) == (0.9, 7, (1,))
 
 
 def greet(name: str) -> str:
@@ -200,14 +219,6 @@ def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
     assert "_generate_single_turn" not in vars(trainer)
 
 
-def test_attached_rollouts_train_like_those_of_a_rollout_func(tmp_path: Path) -> None:
-    expected = weights_of(train(tmp_path / "func", HistoryRollouts(), data=Dataset.from_dict({"prompt": PROMPTS})))
-    trainer = trainer_of(tmp_path / "attached", None, data=Dataset.from_dict({"prompt": PROMPTS}))
-    HistoryRollouts().attach(trainer)
-    trainer.train()
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(trainer).items())
-
-
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="drafts are one of auto, off"):
         HistoryRollouts(drafts="sometimes")
@@ -219,8 +230,6 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
     train(tmp_path, used, max_steps=1)
     with pytest.raises(StateError, match="for one trainer"):
         train(tmp_path, used, max_steps=1)
-    with pytest.raises(StateError, match="no trainer before"):
-        HistoryRollouts().save(tmp_path)
     trainer = trainer_of(tmp_path, HistoryRollouts())
     with pytest.raises(StateError, match="rollout_func"):
         HistoryRollouts().attach(trainer)
@@ -267,8 +276,6 @@ def test_a_prompt_without_an_id_is_known_by_its_tokens() -> None:
 
 
 def test_a_context_continues_the_longest_rollout_that_begins_it_once() -> None:
-    from tests.engine.protocol_laws import request_of
-
     turns, engine = OpenTurns(), TorchEngine(model())
     request = request_of(0)
     (rollout,) = engine.generate([request])
@@ -278,4 +285,3 @@ def test_a_context_continues_the_longest_rollout_that_begins_it_once() -> None:
     assert [turn is None for turn in found] == [False, True, True]
     assert found[0] is not None
     assert found[0].so_far.tokens.tolist() == [*rollout.tokens.tolist(), 9]
-    assert tokenizer().pad_token_id == 0

@@ -16,6 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.history.store.reader import HistoryReader
 from treering.integrations.trl import vllm_drafts
+from treering.integrations.trl.turns import Turns
 from treering.integrations.trl.vllm_batches import VLLMBatches
 from treering.integrations.trl.vllm_hosts import DraftCounts, Served, check_sampling
 from treering.integrations.vllm.engine.llm_requirements import EXTENSION
@@ -40,10 +41,6 @@ def generation(**changes: Any) -> Any:
 def test_what_drafts_do_not_go_with_is_refused_by_name(trainer: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         check_sampling(trainer.__new__(trainer), generation(**changes))
-
-
-def test_a_server_splits_its_ranks_as_it_likes() -> None:
-    check_sampling(GRPOTrainer.__new__(GRPOTrainer), generation(mode="server", tensor_parallel_size=2))
 
 
 class Client:
@@ -120,3 +117,25 @@ def test_a_batch_is_recorded_and_logged_and_a_resumed_run_s_is_newer(tmp_path: P
     index = HistoryReader(tmp_path).snapshot[hash_of_prompt([5, 6])]
     assert index.versions.tolist() == [2, 1]
     assert index.text.tolist() == [-1, 7, 8, -1, 7, 8, -1, 7, 8]
+
+
+def rollouts_of(turns: Turns) -> list[tuple[object, list[int]]]:
+    return [(prompt_id, tokens.tolist()) for prompt_id, tokens in turns.take()]
+
+
+def test_a_later_turn_replaces_the_one_that_it_continues() -> None:
+    turns, prompt = Turns(), [5, 6]
+    turns.add([prompt, prompt], [[7, 1], [7, 2]])
+    # The environment said 8 after the second rollout, and that rollout alone goes on.
+    turns.add([[*prompt, 7, 2, 8]], [[9]])
+    turns.add([[*prompt, 7, 2, 8, 9, 8]], [[3]])
+    assert rollouts_of(turns) == [(hash_of_prompt(prompt), [7, 1]), (hash_of_prompt(prompt), [7, 2, 8, 9, 8, 3])]
+    assert rollouts_of(turns) == []
+
+
+def test_equal_rollouts_are_kept_and_the_next_batch_begins_anew_under_the_same_ids() -> None:
+    turns = Turns()
+    turns.add([[5, 6], [5, 6], [4]], [[7], [7], [7]])
+    first = rollouts_of(turns)
+    turns.add([[5, 6], [5, 6], [4]], [[7], [7], [7]])
+    assert rollouts_of(turns) == first == [(hash_of_prompt([5, 6]), [7])] * 2 + [(hash_of_prompt([4]), [7])]

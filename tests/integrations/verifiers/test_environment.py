@@ -17,7 +17,7 @@ import pytest
 from tests.rl.environments.worlds import TURN_END, engine_of, model_of, task_of
 from treering.engine.request import Sampling
 from treering.engine.rollout import Rollout
-from treering.errors import ConfigError, StateError
+from treering.errors import ConfigError
 from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.collect import Collected
 from treering.rl.environments.collect import collect_episodes
@@ -80,18 +80,12 @@ def test_a_chat_that_goes_on_is_one_branch_with_both_turns() -> None:
     assert found.numbers["num_turns"] == [2.0] * 6
 
 
-def test_a_chat_rendered_anew_is_a_branch_for_each_turn() -> None:
-    with environment_of("rerendered") as environment:
-        found = collect(environment)
-    assert [len(group.rollouts) for group in found.groups] == [4, 4, 4]
-
-
-def test_seats_are_groups_of_their_own_and_an_untrained_one_is_none() -> None:
-    with environment_of("seats") as environment:
+@pytest.mark.parametrize(("mode", "sizes"), [("rerendered", [4] * 3), ("seats", [2] * 6)])
+def test_a_chat_rendered_anew_is_a_branch_a_turn_and_trained_seats_are_groups(mode: str, sizes: list[int]) -> None:
+    with environment_of(mode) as environment:
         found = collect(environment)
     assert not found.error_counts
-    assert len(found.groups) == 6
-    assert all(len(group.rollouts) == 2 for group in found.groups)
+    assert [len(group.rollouts) for group in found.groups] == sizes
 
 
 @pytest.mark.parametrize("mode", ["linear", "seats"])
@@ -164,11 +158,6 @@ def test_a_process_that_dies_fails_its_episodes_by_name_and_is_started_again() -
         again = collect(environment, draw=1)
         assert again.num_reward_errors >= 2
         assert environment.worker_pid != before
-
-
-def test_too_many_failures_end_the_run_with_the_commonest_cause() -> None:
-    with environment_of("raises") as environment, pytest.raises(StateError, match=r"2 of 6 did, 2 with .*planted"):
-        collect(environment, max_failed=0.2)
 
 
 def test_nothing_outlives_the_environment(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A CPU for verl, which knows CUDA, ROCm and NPU devices: with it verl's FSDP engine runs over gloo."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,56 +37,24 @@ class _NoMemory:
         return getattr(torch.cpu, name)
 
 
-class CpuPlatform(PlatformBase):
-    device_name = "cpu"
-    vendor_name = "none"
-    device_module = _NoMemory()
+def _answering(value: Any) -> Callable[..., Any]:
+    return lambda self, *_, **__: value
 
-    def is_available(self) -> bool:
-        return True
 
-    def current_device(self) -> Any:
-        return torch.device("cpu")
+_ANSWERS = {
+    "is_available": True,
+    "current_device": torch.device("cpu"),
+    "device_count": 1,
+    "get_device_capability": (None, None),
+    "communication_backend_name": "gloo",
+    "visible_devices_envvar": "NO_DEVICES",
+    "nvtx_range": nullcontext(),
+    "ray_resource_name": "GPU",
+    "ray_noset_envvars": [],
+    "is_ipc_supported": False,
+}
+_METHODS = {name: _answering(_ANSWERS.get(name)) for name in {*_ANSWERS, *PlatformBase.__abstractmethods__}}
+_SEEDS = dict.fromkeys(("manual_seed", "manual_seed_all"), lambda self, seed: torch.manual_seed(seed))
+_FIELDS = {"device_name": "cpu", "vendor_name": "none", "device_module": _NoMemory()}
 
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "NO_DEVICES"
-
-    def nvtx_range(self, msg: str) -> Any:
-        return nullcontext()
-
-    def cudart(self) -> None: ...
-
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
+CpuPlatform = type("CpuPlatform", (PlatformBase,), {**_METHODS, **_SEEDS, **_FIELDS})

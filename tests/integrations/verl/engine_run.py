@@ -38,6 +38,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # no
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker  # noqa: E402
 from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
+from tests.models import build  # noqa: E402
 from treering.integrations.verl import plugin  # noqa: E402
 
 VOCAB = 64
@@ -59,28 +60,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "tied and checkpointed": ("tied", "ppo", PPO, DYNAMIC),
     "lora": ("lora", "ppo", PPO, DYNAMIC),
 }
-
-
-def save_model(folder: Path, *, tied: bool) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(2.0)
-    model.save_pretrained(folder)
 
 
 def rows_of(rank: int) -> list[tuple[list[int], list[int]]]:
@@ -225,8 +204,8 @@ def main(folder: Path, rank: int, size: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
     if rank == 0:
-        save_model(folder / "plain", tied=False)
-        save_model(folder / "tied", tied=True)
+        for name, tied in (("plain", False), ("tied", True)):
+            build("qwen3", vocab_size=VOCAB, tie_word_embeddings=tied).save_pretrained(folder / name)
     dist.barrier()
     # verl registers its own engine for CUDA and NPU devices only.
     EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(FSDPEngineWithLMHead)

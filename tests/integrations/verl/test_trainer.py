@@ -16,6 +16,8 @@ if importlib.util.find_spec("verl") is None:
 
 from tests.integrations.verl.common import ROOT, environment, num_distinct
 from tests.integrations.verl.script import EOS, FIRST_WORD, VOCAB, response_of
+from tests.integrations.words import word_tokenizer
+from tests.models import build
 
 # Two runs of about ten processes each.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow, pytest.mark.timeout(2000)]
@@ -95,24 +97,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 def save_inputs(folder: Path) -> None:
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=EOS,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    words = {"<pad>": 0, "<eos>": EOS} | {f"w{token}": token for token in range(2, VOCAB)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    build("llama", vocab_size=VOCAB, eos_token_id=EOS).save_pretrained(folder / "model")
+    tokenizer = word_tokenizer(VOCAB)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     tokenizer.save_pretrained(folder / "model")
     rows = [

@@ -3,7 +3,7 @@
 An engine that is dropped ends what all engines of the process share, so each stays until the end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ def history_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def without_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings under which each step drafts whatever it gains, by no clock, and history is read when asked."""
+    """Settings under which each step drafts whatever it gains, and history is read when asked."""
     file = tmp_path_factory.mktemp("settings") / "drafts.toml"
-    file.write_text('costs = "none"\nmin_gain = 0\nrefresh_interval_s = 0\n')
+    file.write_text("min_gain = 0\nrefresh_interval_s = 0\n")
     return file
 
 
@@ -49,34 +49,39 @@ def plain_llm(model_folder: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def drafting_llm(model_folder: Path, history_folder: Path, without_clock: Path) -> Iterator[Any]:
-    """With drafts from `history_folder`, read when asked, and with request identity."""
-    from tests.integrations.vllm.in_process import DRAFTS, make_llm
-    from treering.integrations.vllm import register
+def draft_settings(history_folder: Path, without_clock: Path) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Gives what an LLM in this process is made with, once its environment names `history_folder`, read when asked."""
+    from tests.integrations.vllm.in_process import drafts
 
-    register()
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TREERING_HISTORY", str(history_folder))
         environment.setenv("TREERING_VLLM_CONFIG", str(without_clock))
-        yield make_llm(model_folder, speculative_config=dict(DRAFTS), max_num_seqs=32)
+        yield drafts
 
 
 @pytest.fixture(scope="session")
-def tight_llm(model_folder: Path, history_folder: Path, without_clock: Path) -> Any:
-    """With drafts, too little memory for its rows, and prompts that are computed in parts and kept."""
-    from tests.integrations.vllm.in_process import DRAFTS, K, make_llm
+def drafting_llm(model_folder: Path, draft_settings: Callable[[], dict[str, Any]]) -> Any:
+    """With drafts and request identity."""
+    from tests.integrations.vllm.in_process import make_llm
+    from treering.integrations.vllm import register
 
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TREERING_HISTORY", str(history_folder))
-        environment.setenv("TREERING_VLLM_CONFIG", str(without_clock))
-        return make_llm(
-            model_folder,
-            speculative_config=dict(DRAFTS),
-            max_num_seqs=16,
-            max_num_batched_tokens=64 + 16 * (K + 1),
-            enable_chunked_prefill=True,
-            enable_prefix_caching=True,
-            block_size=32,
-            num_gpu_blocks_override=20,
-            disable_log_stats=False,
-        )
+    register()
+    return make_llm(model_folder, **draft_settings(), max_num_seqs=32)
+
+
+@pytest.fixture(scope="session")
+def tight_llm(model_folder: Path, draft_settings: Callable[[], dict[str, Any]]) -> Any:
+    """With drafts, too little memory for its rows, and prompts that are computed in parts and kept."""
+    from tests.integrations.vllm.in_process import K, make_llm
+
+    return make_llm(
+        model_folder,
+        **draft_settings(),
+        max_num_seqs=16,
+        max_num_batched_tokens=64 + 16 * (K + 1),
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        block_size=32,
+        num_gpu_blocks_override=20,
+        disable_log_stats=False,
+    )

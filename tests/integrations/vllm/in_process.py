@@ -1,6 +1,5 @@
 """LLMs in the test's own process, so that tests can look at the drafter and correct the sampling."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,11 +8,11 @@ from unittest import mock
 
 import numpy as np
 
-from tests.integrations.vllm.llms import VOCAB
+from tests.integrations.vllm.llms import EXTENSION, PLAIN, VOCAB, K, drafts
+from treering.integrations.vllm.settings import environment_with
 
-K = 6
-PROPOSER = "treering.integrations.vllm.HistoryProposer"
-DRAFTS = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": K}
+__all__ = ["K", "drafts"]
+
 MAX_MODEL_LEN = 128
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -27,24 +26,15 @@ def make_llm(model: Path, **settings: Any) -> Any:
     import vllm
     import vllm.triton_utils.dispatcher as dispatcher
 
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
-    try:
-        plain: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 1 << 24,
-            "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": "treering.integrations.vllm.WorkerExtension",
-        }
-        with mock.patch.object(dispatcher, "_rebind_kernels", without_llvmlite(dispatcher._rebind_kernels)):
-            return vllm.LLM(str(model), **plain | settings)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    plain: dict[str, Any] = {
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1 << 24,
+        "worker_extension_cls": EXTENSION,
+    }
+    rebind = mock.patch.object(dispatcher, "_rebind_kernels", without_llvmlite(dispatcher._rebind_kernels))
+    with environment_with(_ENVIRONMENT), rebind:
+        return vllm.LLM(str(model), **PLAIN | plain | settings)
 
 
 def without_llvmlite(rebind: Callable[..., None]) -> Callable[..., None]:

@@ -9,11 +9,28 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from treering.integrations.vllm.requirements import speculative_config
+
+EXTENSION = "treering.integrations.vllm.WorkerExtension"
+
 Cut = Callable[[torch.Tensor], torch.Tensor]
 """Logits of what is sampled, from those of the model."""
 VOCAB = 64
 MAX_MODEL_LEN = 256
 MAX_BATCH = 8
+K = 6
+"""Tokens of a draft."""
+PLAIN = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "logprobs_mode": "processed_logprobs",
+}
+
+
+def drafts() -> dict[str, Any]:
+    """What an LLM with drafts is made with, which vLLM changes."""
+    return {"speculative_config": speculative_config(K), "worker_extension_cls": EXTENSION}
 
 
 def build(*, tied: bool, seed: int = 0, vocab_size: int = VOCAB) -> Qwen3ForCausalLM:
@@ -44,20 +61,27 @@ def make_llm(model: Qwen3ForCausalLM, folder: Path, **settings: Any) -> Any:
     # numba may be loaded here, and vLLM's CPU worker fails in a process that was forked from this one.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     plain: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_BATCH,
         "max_num_batched_tokens": 2 * MAX_MODEL_LEN,
         "enable_chunked_prefill": False,
         "kv_cache_memory_bytes": 64 << 20,
         "block_size": 32,
-        "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
         "use_tqdm_on_load": False,
     }
-    return vllm.LLM(str(folder), **plain | settings)
+    return vllm.LLM(str(folder), **PLAIN | plain | settings)
+
+
+def greedy(folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Hugging Face's greedy continuations of prompts of one size."""
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor(prompts)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    found: list[list[int]] = ids[:, len(prompts[0]) :].tolist()
+    return found
 
 
 def logprobs_of(model: torch.nn.Module, prompt: Any, tokens: Any, temperature: float = 1.0) -> Any:
@@ -93,3 +117,23 @@ def disturb(model: torch.nn.Module, size: float = 0.03, seed: int = 1) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight += size * torch.randn(weight.shape, generator=generator)
+
+
+class Host:
+    """A model and the LLM that samples for it; many engines of the tests take the two over, one after another."""
+
+    def __init__(self, model: Any, folder: Path, **settings: Any) -> None:
+        self.model, self.llm = model, make_llm(model, folder, **settings)
+        self._first = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    def engine(self, **settings: Any) -> Any:
+        """A new engine, with the weights as they are."""
+        from treering.integrations.vllm import VLLMEngine
+
+        states = self.llm.llm_engine.output_processor.request_states.values()
+        self.llm.llm_engine.abort_request([state.external_req_id for state in states])
+        return VLLMEngine(self.llm, self.model, **settings)
+
+    def reset(self) -> None:
+        """The first weights again."""
+        self.model.load_state_dict(self._first)

@@ -10,7 +10,7 @@ import torch
 from tests.history.stores import data_files
 from tests.integrations.vllm.llms import z_of
 from treering.history.store.store import HistoryStore
-from treering.integrations.vllm import record, request_args
+from treering.integrations.vllm import record
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,27 +78,6 @@ def test_greedy_tokens_are_the_same_without_request_identity(
     assert after["num_accepted"] > before["num_accepted"]
 
 
-def test_a_failing_drafter_warns_once_and_fails_no_request(
-    helpers: Any, drafting_llm: Any, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = helpers.runner_of(drafting_llm).drafter
-    drafter.num_failures = 0
-
-    def fail(*_: Any) -> Any:
-        raise ZeroDivisionError("planted")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(drafter.session.requests.drafter, "propose", fail)
-        with pytest.warns(UserWarning, match="ZeroDivisionError: planted") as caught:
-            found = greedy(helpers, drafting_llm)
-    assert found == expected
-    assert drafter.num_failures > 1
-    assert len([warning for warning in caught if "planted" in str(warning.message)]) == 1
-    drafter.num_failures = 0
-    assert greedy(helpers, drafting_llm) == expected
-    assert drafter.num_failures == 0
-
-
 def test_rows_near_the_longest_length_are_drafted_for_and_stop_no_other_row(
     helpers: Any, drafting_llm: Any, plain_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,18 +105,6 @@ def test_rows_near_the_longest_length_are_drafted_for_and_stop_no_other_row(
     assert helpers.stats_of(drafting_llm)["num_steps"] - before == num_steps[0]
     assert all(size + num < helpers.MAX_MODEL_LEN or num == 0 for size, num in limits)
     assert any(size > helpers.MAX_MODEL_LEN - helpers.K and num > 0 for size, num in limits)
-
-
-def test_requests_of_a_draw_are_one_group_and_forgotten_at_their_end(helpers: Any, drafting_llm: Any) -> None:
-    drafter = helpers.runner_of(drafting_llm).drafter
-    args = request_args("a prompt without history", draw=3)
-    params = [helpers.sampling(size, extra_args=args) for size in (50, 20)]
-    helpers.generate(drafting_llm, [helpers.prompts(2, seed=5)[0]] * 2, params)
-    # Ends arrive with the next step.
-    helpers.generate(drafting_llm, [[1, 2, 3]], helpers.sampling(1))
-    requests = drafter.session.requests
-    assert ("a prompt without history", 3) in requests._groups
-    assert len(requests._requests) <= 1
 
 
 def test_greedy_tokens_are_the_same_with_preemptions_chunked_prefill_and_prefix_hits(
@@ -224,11 +191,3 @@ def test_drafts_leave_the_sampled_distribution_as_it_is(
     assert sum(map(len, rollouts)) >= 20_000
     assert num_accepted > 100
     assert abs(z_of(hf_model, contexts, rollouts, cut)) < 4
-
-
-def test_the_check_of_the_distribution_fails_where_the_sampling_is_wrong(
-    helpers: Any, drafting_llm: Any, hf_model: torch.nn.Module
-) -> None:
-    # If this fails because vLLM's CPU build samples right, the shim has done its work: remove both.
-    contexts, rollouts, _ = sampled(helpers, drafting_llm, temperature=1.0)
-    assert abs(z_of(hf_model, contexts, rollouts)) > 50

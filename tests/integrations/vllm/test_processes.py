@@ -1,40 +1,29 @@
 """An engine in processes of its own, as vLLM starts it, gets the drafter through the package's entry point."""
 
-import tomllib
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.integrations.vllm.servers import ROOT, plugins
 from treering.history.store.store import HistoryStore
-from treering.integrations.vllm import record, request_args
+from treering.integrations.vllm import request_args
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROOT = Path(__file__).parents[3]
 
 
-def plugins(folder: Path) -> None:
-    """A distribution with the entry points of `pyproject.toml`, and one that corrects vLLM's sampling on CPU."""
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
-    points = {**points, "right_sampling": "tests.integrations.vllm.shim:register"}
-    info = folder / "plugins-0.1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugins\nVersion: 0.1\n")
-    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
-    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{lines}")
-
-
-def test_an_engine_in_its_own_processes_drafts_with_identity_and_hands_out_what_it_learnt(
-    plain_llm: Any, without_clock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_in_its_own_processes_drafts_with_identity(
+    model_folder: Path, without_clock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.integrations.vllm import in_process as helpers
-    from tests.integrations.vllm.llms import build, make_llm
+    from tests.integrations.vllm.llms import build, greedy, make_llm
 
-    contexts, greedy = helpers.prompts(8), helpers.sampling(60)
-    expected = helpers.generate(plain_llm, contexts, greedy)
+    contexts = helpers.prompts(8)
+    expected = greedy(model_folder, contexts, 60)
     names = [f"q{i % 4}" for i in range(8)]
     with HistoryStore(tmp_path / "history") as store:
-        record(store, expected, version=0, prompt_ids=names)
+        for name, tokens in zip(names, expected, strict=True):
+            store.add(name, [np.array(tokens, np.int32)], version=0)
         store.publish()
     plugins(tmp_path / "plugins")
     # A spawned process has the paths of this one.
@@ -44,18 +33,10 @@ def test_an_engine_in_its_own_processes_drafts_with_identity_and_hands_out_what_
     monkeypatch.setenv("TREERING_VLLM_CONFIG", str(without_clock))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    llm = make_llm(
-        build(tied=False),
-        tmp_path / "model",
-        speculative_config=dict(helpers.DRAFTS),
-        worker_extension_cls="treering.integrations.vllm.WorkerExtension",
-    )
+    llm = make_llm(build(tied=False), tmp_path / "model", **helpers.drafts())
     params = [helpers.sampling(60, extra_args=request_args(name, 1)) for name in names]
-    assert helpers.tokens_of(helpers.generate(llm, contexts, params)) == helpers.tokens_of(expected)
+    assert helpers.tokens_of(helpers.generate(llm, contexts, params)) == expected
     stats = helpers.stats_of(llm)
     assert stats["has_identity"]
     assert (stats["num_prompts"], stats["num_failures"]) == (4, 0)
     assert stats["num_accepted"] > 0.7 * 8 * 60
-    state = llm.collective_rpc("treering_state")[0]
-    llm.collective_rpc("treering_load_state", args=(state,))
-    assert llm.collective_rpc("treering_state")[0] == state

@@ -38,7 +38,6 @@ class Case:
 
 SEEDED = {"temperature": 1.0, "seed": 7}
 CASES = {
-    "greedy": Case(),
     "JSON schema": Case(params={"ignore_eos": False}, structure={"json": SCHEMA}),
     "choices": Case(params={"ignore_eos": False}, structure={"choice": CHOICES}),
     "min_tokens with stop tokens": Case(params={"min_tokens": 12, "stop_token_ids": list(range(1, VOCAB, 3))}),
@@ -74,15 +73,11 @@ def plain(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def drafting(plain: Any, folder: Path, history_folder: Path, without_clock: Path) -> Iterator[Any]:
-    from tests.integrations.vllm.in_process import DRAFTS
+def drafting(plain: Any, folder: Path, draft_settings: Any) -> Any:
     from treering.integrations.vllm import register
 
     register()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TREERING_HISTORY", str(history_folder))
-        environment.setenv("TREERING_VLLM_CONFIG", str(without_clock))
-        yield make(folder, speculative_config=dict(DRAFTS))
+    return make(folder, **draft_settings())
 
 
 @pytest.fixture
@@ -110,8 +105,9 @@ def params_of(case: Case, **more: Any) -> Any:
 
 
 def ask(llm: Any, prompts: list[list[int]], params: Any, **more: Any) -> list[Any]:
-    found: list[Any] = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False, **more)
-    return found
+    from tests.integrations.vllm.in_process import generate
+
+    return generate(llm, prompts, params, **more)
 
 
 def seen(outputs: list[Any]) -> list[Any]:
@@ -137,8 +133,9 @@ def learn(llm: Any, store: Any, outputs: list[Any]) -> None:
 
 
 def accepted(llm: Any) -> int:
-    count: int = llm.collective_rpc("treering_stats")[0]["num_accepted"]
-    return count
+    from tests.integrations.vllm.in_process import stats_of
+
+    return int(stats_of(llm)["num_accepted"])
 
 
 @pytest.fixture
@@ -244,9 +241,9 @@ def test_rollouts_that_sleep_go_on_with_the_same_tokens(plain: Any, drafting: An
 def test_asynchronous_scheduling_is_turned_off_beside_drafts_or_refused(folder: Path, is_asked: bool) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from tests.integrations.vllm.in_process import DRAFTS
+    from tests.integrations.vllm.in_process import drafts
 
-    args = EngineArgs(str(folder), dtype="float32", speculative_config=dict(DRAFTS))
+    args = EngineArgs(str(folder), dtype="float32", **drafts())
     if not is_asked:
         assert args.create_engine_config().scheduler_config.async_scheduling is False
         return
@@ -256,11 +253,10 @@ def test_asynchronous_scheduling_is_turned_off_beside_drafts_or_refused(folder: 
 
 
 def test_rows_of_several_lora_adapters_in_one_batch_keep_their_tokens(
-    folder: Path, history_folder: Path, without_clock: Path, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, draft_settings: Any, store: Any, tmp_path: Path
 ) -> None:
     from vllm.lora.request import LoRARequest
 
-    from tests.integrations.vllm.in_process import DRAFTS
     from tests.integrations.vllm.worded import save_lora
 
     for seed in (1, 2):
@@ -276,9 +272,7 @@ def test_rows_of_several_lora_adapters_in_one_batch_keep_their_tokens(
     expected = ask(make(folder, **settings), prompts, params, lora_request=adapters)
     tokens = [one[0] for one in seen(expected)]
     assert all(len({*map(tuple, tokens[i : i + 3])}) == 3 for i in range(0, len(tokens), 3))
-    monkeypatch.setenv("TREERING_HISTORY", str(history_folder))
-    monkeypatch.setenv("TREERING_VLLM_CONFIG", str(without_clock))
-    llm = make(folder, speculative_config=dict(DRAFTS), **settings)
+    llm = make(folder, **draft_settings(), **settings)
     assert first_difference(ask(llm, prompts, params, lora_request=adapters), expected) is None
     learn(llm, store, expected)
     before = accepted(llm)

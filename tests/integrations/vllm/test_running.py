@@ -79,16 +79,3 @@ def test_a_stop_string_never_spans_an_observation() -> None:
     after = running(request_of("cde", so_far=seen), seen)
     assert not after.cut_at_stop(after.extend(step(4, 0)), letters)
     assert running(request_of("cde", so_far=seen), seen).cut_at_stop(0, letters) is False
-
-
-def test_a_long_rollout_is_searched_at_its_end_alone() -> None:
-    after = running(request_of("bc"))
-    after.extend(step(*[1, 2] * 10))
-    seen: list[int] = []
-
-    def decode(tokens: Any) -> str:
-        seen.append(len(tokens))
-        return "zz"
-
-    after.cut_at_stop(1, decode)
-    assert max(seen) <= 1 + 8

@@ -1,120 +1,141 @@
-"""`vllm serve` with drafts gives 64 clients at once the tokens of greedy decoding."""
+"""A server that drafts: 64 clients at once get the tokens of greedy decoding, then TRL trains with it.
+
+Slow, as its start takes a minute.
+"""
 
 import json
 import os
 import re
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
+from tests.integrations.vllm.llms import EXTENSION, VOCAB, K, greedy
+from tests.integrations.vllm.servers import asked, plugins, served
 from treering.history.store.store import HistoryStore
 from treering.types import hash_of_prompt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
 
 NUM_CLIENTS, PROMPT_SIZE, NUM_TOKENS = 64, 20, 40
 
 
-@pytest.fixture
-def model_and_answers(tmp_path: Path) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """A saved model, a prompt for each client, and Hugging Face's greedy continuations."""
-    pytest.importorskip("vllm", reason="needs vLLM: make vllm-test")
-    from transformers import Qwen3ForCausalLM
-
-    from tests.integrations.vllm.worded import VOCAB, save_worded_model
-
-    folder = tmp_path / "model"
-    save_worded_model(folder)
-    prompts = np.random.default_rng(0).integers(1, VOCAB, (NUM_CLIENTS, PROMPT_SIZE)).tolist()
-    ids = torch.tensor(prompts)
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        for _ in range(NUM_TOKENS):
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    return folder, prompts, ids[:, PROMPT_SIZE:].tolist()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
 
 
-@pytest.fixture
-def server(model_and_answers: Any, tmp_path: Path) -> Iterator[str]:
-    """The address of a server whose history has every second client's answer."""
-    folder, prompts, answers = model_and_answers
-    with HistoryStore(tmp_path / "history") as store:
+@pytest.fixture(scope="module")
+def prompts_and_answers(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Of 64 clients; every second answer is in the history."""
+    from tests.integrations.vllm import trl_on_cpu as helpers
+
+    helpers.save_model(folder / "model")
+    prompts = np.random.default_rng(0).integers(2, VOCAB, (NUM_CLIENTS, PROMPT_SIZE)).tolist()
+    answers = greedy(folder / "model", prompts, NUM_TOKENS)
+    with HistoryStore(folder / "history") as store:
         for prompt, answer in list(zip(prompts, answers, strict=True))[::2]:
             store.add(hash_of_prompt(prompt), [np.array(answer, np.int32)], version=0)
         store.publish()
-    drafts = {
-        "method": "custom_class", "num_speculative_tokens": 8,
-        "model": "treering.integrations.vllm.HistoryProposer",
-    }  # fmt: skip
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [
-        # What `vllm serve` runs; the command itself asks for a package named vllm, and the CPU build has another name.
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port),
-        "--host", "127.0.0.1",
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--kv-cache-memory-bytes", str(1 << 25),
-        "--speculative-config", json.dumps(drafts),
-    ]  # fmt: skip
-    environment = {
-        **os.environ, "TREERING_HISTORY": str(tmp_path / "history"), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    address = f"http://127.0.0.1:{port}"
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            _wait(process, address, tmp_path / "log")
-            yield address
-        finally:
-            process.terminate()
-            process.wait(60)
+    return prompts, answers
 
 
-def _wait(process: Any, address: str, log: Path, most_s: float = 500.0) -> None:
-    end = time.monotonic() + most_s
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            _get(f"{address}/health")
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.5)
-        else:
-            return
-    raise AssertionError(log.read_text()[-3000:])
+@pytest.fixture(scope="module")
+def server(folder: Path, prompts_and_answers: Any) -> Iterator[str]:
+    """The address of a server that is started as the documentation says, but for what CPUs need."""
+    plugins(folder / "plugins")
+    # vLLM's `/server_info` fails in an environment that uv made where no uv is found.
+    uv = folder / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text("#!/bin/sh\n")
+    uv.chmod(0o755)
+    flags = [
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--worker-extension-cls", EXTENSION),
+        *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
+        *("--max-num-seqs", "64", "--max-num-batched-tokens", "1024"),
+    ]
+    place = os.pathsep.join((str(uv.parent), os.environ["PATH"]))
+    paths = (folder / "plugins",)
+    with (
+        mock.patch.dict(os.environ, {"PATH": place}),
+        served(folder / "model", folder / "history", K, *flags, paths=paths) as address,
+    ):
+        yield address
 
 
-def _get(address: str, body: Any = None) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        text: str = answer.read().decode()
-    return text
-
-
-def test_64_clients_at_once_get_the_tokens_of_greedy_decoding(server: str, model_and_answers: Any) -> None:
-    folder, prompts, answers = model_and_answers
+def test_64_clients_at_once_get_the_tokens_of_greedy_decoding(
+    server: str, folder: Path, prompts_and_answers: Any
+) -> None:
+    prompts, answers = prompts_and_answers
 
     def ask(prompt: list[int]) -> list[int]:
-        body = {
-            "model": str(folder), "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
-        }  # fmt: skip
-        found: list[int] = json.loads(_get(f"{server}/v1/completions", body))["choices"][0]["token_ids"]
+        body = {"model": str(folder / "model"), "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+        answer = asked(f"{server}/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True})
+        found: list[int] = json.loads(answer)["choices"][0]["token_ids"]
         return found
 
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:
         assert list(clients.map(ask, prompts)) == answers
-    counts = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)", _get(f"{server}/metrics"), re.M)
+    counts = re.findall(
+        r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)", asked(f"{server}/metrics"), re.MULTILINE
+    )
     # Half of the clients' answers were in the history.
     assert sum(map(float, counts)) > 0.7 * NUM_CLIENTS / 2 * NUM_TOKENS
+
+
+def update(client: Any, metadata: Any, named: Any) -> None:
+    """New weights by a file, in the place of NCCL."""
+    from safetensors.torch import save_file
+
+    folder = Path(os.environ["TREERING_TEST_WEIGHTS"])
+    folder.mkdir(exist_ok=True)
+    save_file({name: weight.detach().clone() for name, weight in named}, folder / "model.safetensors")
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    client.session.post(f"{client.base_url}/collective_rpc", json=body).raise_for_status()
+
+
+def test_a_served_policy_drafts_from_the_run_s_history_and_follows_its_weights(
+    server: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.generation.vllm_client import VLLMClient
+
+    from tests.integrations.vllm import trl_on_cpu as helpers
+    from tests.integrations.vllm.llms import build, logprobs_of, z_of
+    from treering.errors import ConfigError
+    from treering.integrations.trl import share_prefixes, vllm_drafts
+
+    monkeypatch.setenv("TREERING_TEST_WEIGHTS", str(folder / "weights"))
+    options = {"vllm_mode": "server", "vllm_server_base_url": server, "vllm_server_timeout": 500.0}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(VLLMClient, "init_communicator"))
+        stack.enter_context(mock.patch.object(VLLMClient, "update_named_params", update))
+        with (
+            pytest.raises(ConfigError, match=r"drafts from the history .*history, and this run records to .*other"),
+            vllm_drafts(folder / "other"),
+        ):
+            helpers.make_trainer(folder / "model", folder / "out", **options)
+        with vllm_drafts(folder / "history"):
+            trainer = helpers.make_trainer(folder / "model", folder / "out", **options)
+        calls = helpers.Calls(trainer)
+        share_prefixes(trainer)
+        trainer.train()
+    logs = trainer.state.log_history[:3]
+    gained = [log["rollout/tokens_per_forward"] for log in logs]
+    assert gained[0] > 1.0
+    assert min(gained[1:]) > gained[0]
+    for call, log in zip(calls.found, logs, strict=True):
+        policy = build(tied=False)
+        policy.load_state_dict(call.policy)
+        policy.double()
+        for row in range(0, len(call.prompts), 16):
+            expected = logprobs_of(policy, call.prompts[row], call.completions[row])
+            np.testing.assert_allclose(np.array(call.answer[2][row])[:, 0], expected, atol=1e-4)
+        assert abs(z_of(policy, call.prompts, call.completions)) < 4
+        assert log["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=1e-4)

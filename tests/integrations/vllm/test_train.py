@@ -1,24 +1,53 @@
 """`treering train` with engine.kind = "vllm", from the command line to the checkpoint, and in rollout workers."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.cli.train.test_command import prompts
+from tests.cli.train.test_processes import REWARD
 from tests.integrations.vllm.llms import logprobs_of
-from tests.integrations.vllm.runs import GROUP_SIZE, NUM_PROMPTS, PROMPTS_PER_STEP, train, write_run
+from tests.integrations.vllm.servers import ROOT
 from treering.data import read_trajectories
 from treering.train.loop.checkpoint import STATE_FILE
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make vllm-test")
 
+GROUP_SIZE, PROMPTS_PER_STEP, NUM_PROMPTS = 3, 2, 5
+SETTINGS = (
+    *("engine.kind=vllm", "engine.verification=exact", "engine.max_batch=8", "history.max_draft=8"),
+    *("model.hidden_size=64", "model.num_layers=2", "model.head_size=32", "model.intermediate_size=64"),
+    *("sampling.max_tokens=24", "rl.num_steps=3", "run.dir=out", "run.save_every=1"),
+)
+
+
+def train(path: Path, *overrides: str) -> dict[str, Any]:
+    """The JSON summary of `treering train` in a process of its own: it imports numba before it starts vLLM."""
+    command = "from treering.cli.start import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "train", str(path), *SETTINGS, *overrides, "--json"],
+        cwd=path.parents[1],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary
+
 
 def test_a_run_drafts_learns_and_resumes(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
+    path = prompts(tmp_path, REWARD)
     summary = train(path)
     assert summary["total"]["num_updates"] == 3
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -52,12 +81,12 @@ def test_a_killed_worker_costs_only_time(tmp_path: Path, monkeypatch: pytest.Mon
     from treering.config import RlConfig
     from treering.config.load import load
 
-    path = write_run(tmp_path)
+    path = prompts(tmp_path, REWARD)
     monkeypatch.chdir(tmp_path)
-    config = load(RlConfig, path, ["runtime.workers=1", "rl.staleness=1", "rl.num_steps=4"])
+    config = load(RlConfig, path, [*SETTINGS, "runtime.workers=1", "rl.staleness=1", "rl.num_steps=4"])
     before = vllm_processes()
     with killing({6: "rollout worker 0"}) as dead:
-        summary = run(config, config_dir=tmp_path, console=Console(quiet=True))
+        summary = run(config, config_dir=path.parent, console=Console(quiet=True))
     assert dead == ["rollout worker 0"]
     account = summary.account
     assert account is not None
@@ -82,8 +111,6 @@ def vllm_processes() -> set[int]:
 
 
 def wait_for_the_end_of(pids: set[int], timeout_s: float = 60.0) -> bool:
-    import time
-
     end_s = time.monotonic() + timeout_s
     while pids & vllm_processes() and time.monotonic() < end_s:
         time.sleep(0.1)

@@ -7,24 +7,17 @@ import numpy as np
 import pytest
 
 from tests.engine.protocol_laws import run
-from tests.integrations.vllm.hosts import Host
-from tests.integrations.vllm.llms import build, logprobs_of, make_llm
+from tests.integrations.vllm.llms import Host, K, build, drafts, logprobs_of
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.errors import ConfigError, UnsupportedError
 
-NUM_PROMPTS, GROUP_SIZE, NUM_DRAFTED = 8, 8, 6
-DRAFTS = {
-    "method": "custom_class",
-    "model": "treering.integrations.vllm.HistoryProposer",
-    "num_speculative_tokens": NUM_DRAFTED,
-}
+NUM_PROMPTS, GROUP_SIZE = 8, 8
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    model = build(tied=False)
-    return Host(model, make_llm(model, tmp_path_factory.mktemp("plain")), is_tied=False)
+    return Host(build(tied=False), tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +27,10 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafting(plain: Host, history: Path, tmp_path_factory: pytest.TempPathFactory) -> Host:
-    settings = {
-        "speculative_config": DRAFTS,
-        "worker_extension_cls": "treering.integrations.vllm.WorkerExtension",
-        "per_request_spec_decode_metrics": "summary",
-    }
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TREERING_HISTORY", str(history))
-        llm = make_llm(plain.model, tmp_path_factory.mktemp("drafting"), **settings)
-    return Host(plain.model, llm, is_tied=False)
+        settings = {**drafts(), "per_request_spec_decode_metrics": "summary"}
+        return Host(plain.model, tmp_path_factory.mktemp("drafting"), **settings)
 
 
 def requests(draw: int = 0, **sampling: Any) -> list[Request]:
@@ -60,12 +48,11 @@ def publish(history: Path, rollouts: dict[RolloutKey, Rollout], prompts: dict[An
     from treering.history.store.store import HistoryStore
     from treering.types import hash_of_prompt
 
-    with_store = HistoryStore(history)
-    for (prompt_id, _, _), rollout in rollouts.items():
-        with_store.add(prompt_id, [rollout.tokens], 0)
-        with_store.add(hash_of_prompt(prompts[prompt_id]), [rollout.tokens], 0)
-    with_store.publish()
-    with_store.close()
+    with HistoryStore(history) as store:
+        for (prompt_id, _, _), rollout in rollouts.items():
+            store.add(prompt_id, [rollout.tokens], 0)
+            store.add(hash_of_prompt(prompts[prompt_id]), [rollout.tokens], 0)
+        store.publish()
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}], ids=["plain", "cut"])
@@ -82,17 +69,12 @@ def test_64_of_64_rollouts_are_those_of_no_drafts(
     for key, rollout in found.items():
         np.testing.assert_allclose(rollout.logprobs, expected[key].logprobs, atol=2e-5)
         assert rollout.finish_reason == expected[key].finish_reason
+        if not sampling:
+            prompt = next(request.prompt for request in asked if request.key == key)
+            np.testing.assert_allclose(rollout.logprobs, logprobs_of(plain.model, prompt, rollout.tokens), atol=2e-5)
     # Drafts were verified, taken and refused.
     assert 100 < engine.stats.num_accepted < engine.stats.num_drafted
     assert engine.stats.tokens_per_forward > 1.2
-
-
-def test_exact_drafts_give_hugging_faces_logprobs(drafting: Host) -> None:
-    engine = drafting.engine(verification="exact")
-    asked = {request.key: request for request in requests(draw=1)[:16]}
-    for key, rollout in run(engine, list(asked.values())).items():
-        expected = logprobs_of(drafting.model, asked[key].prompt, rollout.tokens)
-        np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-5)
 
 
 def test_vllm_s_own_verification_is_refused_where_its_build_samples_wrongly(drafting: Host) -> None:
@@ -107,28 +89,19 @@ def test_exact_verification_needs_workers_that_answer(drafting: Host, monkeypatc
         drafting.engine(verification="exact")
 
 
-def test_what_the_drafter_learns_comes_back(drafting: Host) -> None:
-    class Carrier:
-        """What a loop saves: the state of its drafter."""
+def test_what_the_drafter_learns_comes_back_and_is_where_the_next_engine_begins(drafting: Host) -> None:
+    from treering.history.draft.drafter import Drafter
+    from treering.history.store.store import HistoryStore
 
-        def __init__(self) -> None:
-            self.arrays: dict[str, Any] = {}
+    def same(one: Any, other: Any) -> bool:
+        return all(np.array_equal(values, other[name]) for name, values in one.items())
 
-        def state(self) -> dict[str, Any]:
-            return self.arrays
-
-        def load_state(self, state: Any) -> None:
-            self.arrays = dict(state)
-
-    drafter = Carrier()
-    engine = drafting.engine(verification="exact")
+    drafter = Drafter(HistoryStore(), max_draft=K, shape="chain")
+    fresh = drafter.state()
+    engine = drafting.engine(verification="exact", drafter=drafter)
     run(engine, requests(draw=2)[:8])
-    learning = drafting.engine(verification="exact", drafter=None)
-    learning._draft_link._drafter = drafter
-    learning.refresh_history()
-    first = drafter.arrays
-    assert first
-    assert any(np.asarray(values).any() for values in first.values())
-    run(learning, requests(draw=3)[:8])
-    learning.refresh_history()
-    assert any(not np.array_equal(first[name], drafter.arrays[name]) for name in first)
+    engine.refresh_history()
+    learnt = drafter.state()
+    assert not same(learnt, fresh)
+    drafting.engine(verification="exact", drafter=drafter).refresh_history()
+    assert same(drafter.state(), learnt)

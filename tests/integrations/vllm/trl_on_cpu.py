@@ -20,15 +20,15 @@ pytest.importorskip("trl", reason="needs vLLM and TRL: make vllm-test")
 
 import vllm.triton_utils.dispatcher as dispatcher
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
+from tests.integrations.trl import runs
 from tests.integrations.vllm.in_process import without_llvmlite
 from tests.integrations.vllm.llms import VOCAB, build
 from tests.integrations.vllm.shim import right_sampling
+from tests.integrations.words import word_tokenizer
 
 NUM_PROMPTS, GROUP_SIZE, PROMPT_SIZE, SIZE = 8, 8, 5, 32
 _LLM = {
@@ -63,14 +63,11 @@ def _sync_weights(generation: Any) -> None:
 
 def save_model(folder: Path) -> Path:
     """A policy that prefers few tokens, so that it says some things again."""
-    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, VOCAB)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model = build(tied=False)
     with torch.no_grad():
         model.lm_head.weight *= 3.0
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    word_tokenizer(VOCAB).save_pretrained(folder)
     return folder
 
 
@@ -128,18 +125,6 @@ class Replayed:
         return call.answer
 
 
-def gradients_of(trainer: GRPOTrainer) -> list[dict[str, torch.Tensor]]:
-    """Gets the gradients of each optimizer step."""
-    found: list[dict[str, torch.Tensor]] = []
-
-    class Recorder(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            found.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
-
-    trainer.add_callback(Recorder())
-    return found
-
-
 def make_trainer(model: Path, out: Path, *, calls: list[Call] | None = None, **options: Any) -> GRPOTrainer:
     """A step an epoch: each prompt comes again in the next step.
 
@@ -150,23 +135,11 @@ def make_trainer(model: Path, out: Path, *, calls: list[Call] | None = None, **o
         "num_generations": GROUP_SIZE,
         "max_completion_length": SIZE,
         "generation_kwargs": {"ignore_eos": True},
-        "max_steps": 3,
         "learning_rate": 0.3,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "seed": 3,
-        "disable_tqdm": True,
         "use_vllm": True,
         "vllm_max_model_length": 128,
     }
-    args = GRPOConfig(output_dir=str(out), **plain | options)
+    args = GRPOConfig(output_dir=str(out), **runs.COMMON | plain | options)
     with ExitStack() as stack:
         if calls is not None:
             make = mock.patch.object(

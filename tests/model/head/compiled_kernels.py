@@ -5,15 +5,10 @@ python -m tests.model.head.compiled_kernels
 """
 
 import json
-from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from tests.compiling import compile_for_hopper
 from treering.model.head import kernels
 
-HOPPER = GPUTarget("cuda", 90, 32)
 KERNELS = {
     "statistics": kernels._statistics_kernel,
     "gradient": kernels._gradient_kernel,
@@ -23,34 +18,19 @@ NUMBERS = {"stride": "i32", "num_tokens": "i32", "scale": "fp32"}
 INDEXES = ("targets", "target_row", "first")
 
 
-def compile_kernel(kernel: Any, dtype: str, constants: dict[str, Any]) -> Any:
-    types = {name: _type_of(name, dtype, constants) for name in kernel.arg_names}
-    # As the launcher finds them: pointers are multiples of 16, a vocabulary need not be.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name][0] == "*"}
-    source = ASTSource(kernel, types, constants, aligned)
-    return triton.compile(source, target=HOPPER, options={"num_warps": kernels._WARPS if "BLOCK" in constants else 4})
-
-
-def _type_of(name: str, dtype: str, constants: dict[str, Any]) -> str:
-    if name in constants:
-        return "constexpr"
-    if name in NUMBERS:
-        return NUMBERS[name]
-    return f"*{dtype}" if name == "logits" else "*i64" if name in INDEXES else "*fp32"
-
-
 def report(name: str, dtype: str, *, with_entropy: bool) -> None:
+    def type_of(argument: str) -> str:
+        if argument in NUMBERS:
+            return NUMBERS[argument]
+        return f"*{dtype}" if argument == "logits" else "*i64" if argument in INDEXES else "*fp32"
+
     kernel = KERNELS[name]
-    block = {"BLOCK": kernels.BLOCK} if "BLOCK" in kernel.arg_names else {}
-    compiled = compile_kernel(kernel, dtype, {"WITH_ENTROPY": with_entropy, **block})
+    is_blocked = "BLOCK" in kernel.arg_names
+    constants = {"WITH_ENTROPY": with_entropy, **({"BLOCK": kernels.BLOCK} if is_blocked else {})}
+    compiled = compile_for_hopper(kernel, type_of, constants, {"num_warps": kernels._WARPS if is_blocked else 4})
     ptx = compiled.asm["ptx"]
-    found = {
-        "kernel": name,
-        "dtype": dtype,
-        "shared_bytes": compiled.metadata.shared,
-        "has_local_memory": ".local" in ptx,
-        "keeps_nan": "max.NaN.f32" in ptx,
-    }
+    found = {"kernel": name, "dtype": dtype, "shared_bytes": compiled.metadata.shared}
+    found |= {"has_local_memory": ".local" in ptx, "keeps_nan": "max.NaN.f32" in ptx}
     print(json.dumps(found), flush=True)
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from treering.model.head import three_pass
-from treering.model.head.linear import LinearScores, chunks
+from treering.model import scoring
+from treering.model.head.linear import BufferedHead, LinearRows, chunks
 from treering.model.head.three_pass import ThreePassLoss, ThreePassScores, has_kernels, rows_at_once
 
 pytest.importorskip("triton")
@@ -45,8 +45,11 @@ def spelled_out(tensors: list[Tensor], temperature: float) -> tuple[Tensor, Tens
 
 def scores(tensors: list[Tensor], kind: Any, *, temperature: float, max_rows: int, entropy_of: str) -> Any:
     pieces = chunks(NUM_ROWS, ROW_OF, max_rows)
-    bias = tensors[2] if len(tensors) > 2 else None
-    return kind.apply(*tensors[:2], bias, TARGETS, torch.from_numpy(ROW_OF), pieces, temperature, entropy_of)
+    weights = [*tensors[:2], tensors[2] if len(tensors) > 2 else None]
+    if kind is LinearRows:
+        of_logits = scoring._TargetScores(TARGETS, torch.from_numpy(ROW_OF), entropy_of)
+        return LinearRows.apply(*weights, pieces, temperature, of_logits)
+    return kind.apply(*weights, TARGETS, torch.from_numpy(ROW_OF), pieces, temperature, entropy_of)
 
 
 @pytest.mark.parametrize(("max_rows", "temperature", "with_bias"), [(1, 1.0, True), (3, 0.6, False), (100, 0.6, True)])
@@ -69,7 +72,7 @@ def test_scores_and_gradients_are_those_of_a_softmax(
 
     # What the head of other devices loses in float32, which also takes weights from logits and log-sum-exps.
     plain = inputs(with_bias=with_bias)
-    others = scores(plain, LinearScores, temperature=temperature, max_rows=max_rows, entropy_of="all")
+    others = scores(plain, LinearRows, temperature=temperature, max_rows=max_rows, entropy_of="all")
     sides = (got, tensors), (others, plain), (wanted, exact)
     for mine, theirs, right in zip(*(gradients(*side) for side in sides), strict=True):
         assert (mine - right).norm() <= 2 * (theirs - right).norm() + 1e-6 * right.norm()
@@ -101,9 +104,9 @@ def test_in_bfloat16_gradients_are_no_further_from_float32_than_those_of_widened
         logprobs, entropy = scores(exact, kind, temperature=0.8, max_rows=max_rows, entropy_of="all")
         return list(torch.autograd.grad(logprobs.sum() + 0.1 * entropy.sum(), exact))
 
-    wanted = gradients(LinearScores, torch.float32)
+    wanted = gradients(LinearRows, torch.float32)
     for mine, today, right in zip(
-        gradients(ThreePassScores, torch.bfloat16), gradients(LinearScores, torch.bfloat16), wanted, strict=True
+        gradients(ThreePassScores, torch.bfloat16), gradients(LinearRows, torch.bfloat16), wanted, strict=True
     ):
         assert (mine.float() - right).norm() <= 1.1 * (today.float() - right).norm()
 
@@ -122,8 +125,10 @@ def test_a_loss_and_its_gradients_are_those_of_a_softmax_and_logits_are_computed
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     wanted = loss_of(slice(0, ROW_OF.size), *spelled_out(exact, 0.6))
     products = []
-    compute = three_pass._logits
-    monkeypatch.setattr(three_pass, "_logits", lambda *inputs: products.append(inputs[0].shape[0]) or compute(*inputs))
+    compute = BufferedHead.product
+    monkeypatch.setattr(
+        BufferedHead, "product", lambda head, rows: products.append(rows.shape[0]) or compute(head, rows)
+    )
     pieces = chunks(NUM_ROWS, ROW_OF, max_rows)
     got = ThreePassLoss.apply(*tensors, TARGETS, torch.from_numpy(ROW_OF), pieces, 0.6, "all", loss_of)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -179,24 +184,6 @@ def test_a_row_without_a_distribution_has_no_number_and_changes_no_other(upstrea
     torch.testing.assert_close(own_entropy.double(), wanted[1], rtol=1e-5, atol=1e-5, equal_nan=True)
     rounding = 1e-5 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(logits.double(), gradient, rtol=rounding, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which the interpreter runs on, warns of each NaN
-@pytest.mark.parametrize("kind", [ThreePassScores, LinearScores])
-@pytest.mark.parametrize("fault", [torch.nan, float("inf")])
-def test_hidden_states_that_are_no_numbers_have_scores_and_gradients_that_are_none(kind: Any, fault: float) -> None:
-    tensors = inputs(with_bias=False)
-    with torch.no_grad():
-        tensors[0][3, 0] = fault
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    got = scores(tensors, kind, temperature=0.6, max_rows=3, entropy_of="all")
-    wanted = spelled_out(exact, 0.6)
-    assert torch.equal(got[0].isnan(), torch.from_numpy(ROW_OF == 3))
-    for mine, right in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4, equal_nan=True)
-    gradients = [torch.autograd.grad(side[0].sum(), leaves) for side, leaves in ((got, tensors), (wanted, exact))]
-    for mine, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_in_deterministic_mode_the_rows_of_a_chunk_do_not_depend_on_free_memory(

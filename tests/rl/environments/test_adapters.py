@@ -11,7 +11,7 @@ from treering.data.trajectory import ToolCall
 from treering.errors import ConfigError, InputError
 from treering.rl.environments.adapters import StepEnvironment, ToolEnvironment, tool_schema
 from treering.rl.environments.chat import split_calls
-from treering.rl.environments.environment import Environment, EnvTask, Outcome, as_outcome, find_environment
+from treering.rl.environments.environment import Environment, EnvTask, find_environment
 from treering.rl.environments.policy import ContextFullError, Reply
 
 
@@ -146,15 +146,6 @@ def test_steps_have_their_rewards_and_end_the_episode() -> None:
 )
 def test_tool_calls_are_read_and_other_text_stays(text: str, rest: str, calls: tuple[ToolCall, ...]) -> None:
     assert split_calls(text) == (rest, calls)
-
-
-def test_an_outcome_has_finite_numbers() -> None:
-    assert as_outcome(True) == Outcome(reward=1.0)
-    for value in (None, "1", float("nan")):
-        with pytest.raises(InputError, match="reward"):
-            as_outcome(value)
-    with pytest.raises(InputError, match="finite number"):
-        Outcome(reward=1.0, turn_rewards={0: float("inf")})
 
 
 SOURCE = """

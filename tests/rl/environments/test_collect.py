@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from tests.rl.environments.worlds import (
     task_of,
     user,
 )
-from treering.engine.request import Request, Sampling
+from treering.engine.request import Sampling
 from treering.errors import Interrupted, StateError
 from treering.rl.collect import Collected, Group
 from treering.rl.environments.collect import collect_episodes
@@ -131,16 +130,6 @@ def test_a_turn_computes_its_new_tokens_alone(model: PreTrainedModel, monkeypatc
     assert engine.stats.num_prefilled == sum(tails)
 
 
-def test_each_world_has_its_shape(model: PreTrainedModel) -> None:
-    """Branches of 8 runs, and trees: one per task."""
-    shapes = {"Linear": 1, "Tools": 1, "Rerendered": 4, "Compacting": 2, "SubAgents": 4, "TwoSeats": 2 + 2}
-    for name, num_branches in shapes.items():
-        collected = collect(engine_of(model), task_of(WORLDS[name]()))
-        assert sum(len(group.rollouts) for group in collected.groups) == 8 * num_branches
-        assert forest_of(collected.groups).sharing > 0
-        assert all(group.rewards.size == 8 for group in collected.groups)
-
-
 def test_two_seats_are_two_groups_and_an_untrained_agent_is_none(model: PreTrainedModel) -> None:
     collected = collect(engine_of(model), task_of(TwoSeats()), num_tasks=2)
     assert [group.prompt.prompt_id for group in collected.groups] == ["t0", "t0", "t1", "t1"]
@@ -165,31 +154,6 @@ def test_batches_and_episodes_in_flight_change_no_token(model: PreTrainedModel) 
     assert found(8, 16) == found(2, 3) == found(1, 1)
 
 
-def test_groups_are_in_the_order_of_tasks_and_samples_whoever_ends_first(model: PreTrainedModel) -> None:
-    class Uneven(World):
-        async def run(self, task: EnvTask, policy: Policy) -> float:
-            for _ in range(1 + 3 * policy._session.sample % 8):
-                reply = await policy.chat([user("hello")])
-            return self.reward([reply.text])
-
-    collected = collect(engine_of(model), task_of(Uneven()), num_tasks=2)
-    assert [group.prompt.prompt_id for group in collected.groups] == ["t0", "t1"]
-    for group in collected.groups:
-        samples = [rollout.sample for rollout in group.rollouts]
-        assert samples == sorted(samples)
-        assert group.runs is not None
-        assert list(group.runs.of) == samples
-
-
-def test_a_context_that_is_sampled_again_gets_other_answers_and_a_run_repeats_them(model: PreTrainedModel) -> None:
-    runs = [tokens_by_sample(collect(engine_of(model), task_of(Resampling()), group_size=2)) for _ in range(2)]
-    assert runs[0] == runs[1]
-    for paths in runs[0].values():
-        assert len({tuple(path) for path in paths}) > 1
-    first, second = list(runs[0].values())
-    assert first != second
-
-
 def test_deterministic_episodes_give_the_same_batches_so_that_a_run_repeats_bitwise(model: PreTrainedModel) -> None:
     found = []
     for _ in range(4):
@@ -198,21 +162,6 @@ def test_deterministic_episodes_give_the_same_batches_so_that_a_run_repeats_bitw
         logprobs = [rollout.logprobs.tobytes() for group in collected.groups for rollout in group.rollouts]
         found.append((logprobs, engine.stats))
     assert found[1:] == found[:-1]
-
-
-HANGING = """
-import asyncio, threading
-from tests.rl.environments.worlds import Linear, collect, engine_of, model_of, task_of
-
-class Hanging(Linear):
-    async def run(self, task, policy):
-        if policy._session.sample == 1:
-            await asyncio.to_thread(threading.Event().wait)
-        return await super().run(task, policy)
-
-found = collect(engine_of(model_of()), task_of(Hanging(), episode_timeout_s=1.0), group_size=2)
-print(f"{found.num_reward_errors} of 2: {next(iter(found.error_counts))}")
-"""
 
 
 class Failing(Linear):
@@ -279,17 +228,6 @@ def test_an_episode_that_blocks_the_others_ends_the_run_with_its_place(model: Pr
             collect(engine_of(model), task_of(Blocking(), episode_timeout_s=0.3))
     finally:
         release.set()
-
-
-def test_a_tool_that_hangs_in_a_thread_leaves_its_episode_out_and_lets_the_program_end(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(HANGING)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    ended = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
-    assert ended.stdout == "1 of 2: no end within 1 s (task.episode_timeout)\n", ended.stderr
-    assert ended.returncode == 0
 
 
 def test_an_interrupt_between_episodes_leaves_an_idle_engine(model: PreTrainedModel) -> None:
@@ -369,17 +307,6 @@ def test_a_call_has_the_reward_that_its_number_names(model: PreTrainedModel) -> 
     assert group.runs.turn_rewards == ((1.0, 0.5), (1.0, 0.5))
 
 
-def test_an_engines_error_ends_the_step(model: PreTrainedModel) -> None:
-    engine = engine_of(model)
-
-    def broken() -> list[Any]:
-        raise StateError("logits hold NaN")
-
-    engine.step = broken  # type: ignore[method-assign]
-    with pytest.raises(StateError, match="logits hold NaN"):
-        collect(engine, task_of(Linear(), max_failed=0.0))
-
-
 def test_a_full_context_is_an_error_that_the_episode_may_catch(model: PreTrainedModel) -> None:
     class Endless(World):
         async def run(self, task: EnvTask, policy: Policy) -> float:
@@ -393,6 +320,52 @@ def test_a_full_context_is_an_error_that_the_episode_may_catch(model: PreTrained
     collected = collect(engine_of(model), task_of(Endless()), group_size=2)
     assert [rollout.reward for group in collected.groups for rollout in group.rollouts] == [0.5, 0.5]
     assert all(rollout.num_tokens <= 500 for group in collected.groups for rollout in group.rollouts)
+
+
+def test_a_context_that_is_sampled_again_gets_other_answers_and_a_run_repeats_them(model: PreTrainedModel) -> None:
+    runs = [tokens_by_sample(collect(engine_of(model), task_of(Resampling()), group_size=2)) for _ in range(2)]
+    assert runs[0] == runs[1]
+    for paths in runs[0].values():
+        assert len({tuple(path) for path in paths}) > 1
+    first, second = list(runs[0].values())
+    assert first != second
+
+
+HANGING = """
+import asyncio, threading
+from tests.rl.environments.worlds import Linear, collect, engine_of, model_of, task_of
+
+class Hanging(Linear):
+    async def run(self, task, policy):
+        if policy._session.sample == 1:
+            await asyncio.to_thread(threading.Event().wait)
+        return await super().run(task, policy)
+
+found = collect(engine_of(model_of()), task_of(Hanging(), episode_timeout_s=1.0), group_size=2)
+print(f"{found.num_reward_errors} of 2: {next(iter(found.error_counts))}")
+"""
+
+
+def test_a_tool_that_hangs_in_a_thread_leaves_its_episode_out_and_lets_the_program_end(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(HANGING)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    ended = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert ended.stdout == "1 of 2: no end within 1 s (task.episode_timeout)\n", ended.stderr
+    assert ended.returncode == 0
+
+
+def test_an_engines_error_ends_the_step(model: PreTrainedModel) -> None:
+    engine = engine_of(model)
+
+    def broken() -> list[Any]:
+        raise StateError("logits hold NaN")
+
+    engine.step = broken  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="logits hold NaN"):
+        collect(engine, task_of(Linear(), max_failed=0.0))
 
 
 def test_waiting_episodes_hold_no_row(model: PreTrainedModel) -> None:
@@ -413,11 +386,3 @@ def test_waiting_episodes_hold_no_row(model: PreTrainedModel) -> None:
 
     collected = collect(engine_of(model, max_batch=1), task_of(Meeting()))
     assert collected.num_rollouts == 8
-
-
-def test_calls_of_one_key_are_told_apart_by_their_noise(model: PreTrainedModel) -> None:
-    engine = engine_of(model)
-    request = Request(prompt_id="q", prompt=[5, 6], sampling=Sampling(max_tokens=12), call=1)
-    found = {rollout.call: rollout.tokens.tolist() for rollout in engine.generate([request, replace(request, call=2)])}
-    assert found[1] != found[2]
-    assert next(iter(engine.generate([request]))).tokens.tolist() == found[1]

@@ -10,19 +10,16 @@ import treering
 from tests.models import build_float64
 from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, collect, engine_of, task_of
 from tests.rl.rollouts import rollout_of
-from tests.rl.runs import PLAIN, eager, store
+from tests.rl.runs import PLAIN, eager, steps_in
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
 from treering.history.draft.drafter import Drafter
-from treering.metrics import JsonlSink, Metrics
 from treering.rl.advantages import branch_advantages, branch_weights
 from treering.rl.batch import make_rl_batch
 from treering.rl.collect import Group, Runs
 from treering.rl.loop import RlLoop
 from treering.rl.options import RlOptions
-from treering.rl.rollout_log import RolloutLog
 from treering.rl.tasks.task import Prompt
-from treering.train.loop.run import open_run, run_steps
 from treering.train.loss_weights import Weighting, entry_counts, entry_weights
 from treering.tree.forest import Forest
 
@@ -44,19 +41,8 @@ def train(folder: Path, name: str, num_steps: int) -> tuple[dict[str, torch.Tens
         options=RlOptions(prompts_per_step=2, group_size=3, sampling=Sampling(max_tokens=500, stop_tokens=(TURN_END,))),
         drafting=eager(),
     )
-    checkpoints = store(folder, keep=9)
-    opened = open_run(folder, loop, checkpoints)
-    log = RolloutLog(folder / "rollouts", resume_step=opened.resume_step)
-    with Metrics([JsonlSink(folder / "metrics.jsonl", resume_step=opened.resume_step)]) as metrics:
-        steps = run_steps(
-            loop,
-            num_steps=num_steps,
-            save_every=1,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            on_step=lambda report: log.write(report.epoch, loop.latest),
-        )
-        assert len(list(steps)) == num_steps - (opened.resume_step or 0)
+    steps = [report.step for report in steps_in(folder, loop, num_steps)]
+    assert steps == list(range(num_steps + 1))[-len(steps) :]
     rollouts = "".join(file.read_text() for file in sorted((folder / "rollouts").iterdir()))
     return dict(model.state_dict()), rollouts
 

@@ -10,7 +10,7 @@ from tests.rl.rollouts import prompt_of
 from treering.data.formats import files
 from treering.errors import ConfigError, InputError, MissingExtraError
 from treering.rl.tasks.rewards import named
-from treering.rl.tasks.rewards.named import check_answer, contains_answer, exact_answer, find_reward, math_verify
+from treering.rl.tasks.rewards.named import check_answer, contains_answer, exact_answer, find_reward
 
 
 @pytest.mark.parametrize(
@@ -75,17 +75,11 @@ def test_a_contained_answer_stands_as_whole_words(answer: str, text: str, expect
     assert contains_answer(prompt_of(answer=answer), text) == expected
 
 
-def test_a_missing_answer_is_refused() -> None:
-    for reward in (exact_answer, contains_answer, math_verify):
-        with pytest.raises(InputError, match="prompt 'p' has none; add one"):
-            reward(prompt_of(), "1")
-
-
 def test_a_reward_is_found_by_name_or_by_path() -> None:
     assert find_reward("exact_answer") is exact_answer
     assert find_reward("contains_answer") is contains_answer
     assert find_reward("treering.rl.tasks.rewards.named:exact_answer") is named.exact_answer
-    assert find_reward("treering.data.formats.files:read_whole") is files.read_whole
+    assert find_reward("treering.data.formats.files:first_bytes") is files.first_bytes
 
 
 @pytest.mark.parametrize(
@@ -142,12 +136,6 @@ def test_math_verify_compares_formulas(answer: str, text: str, expected: float) 
     pytest.importorskip("math_verify", reason="needs treering[math]")
     check_answer("math_verify", answer)
     assert find_reward("math_verify")(prompt_of(answer=answer), text) == expected
-
-
-def test_math_verify_refuses_an_answer_that_it_cannot_read() -> None:
-    pytest.importorskip("math_verify", reason="needs treering[math]")
-    with pytest.raises(InputError, match="math_verify needs a number or LaTeX as answer, got '#### ≈≈'; correct it"):
-        check_answer("math_verify", "#### ≈≈")
 
 
 def test_the_answers_of_gsm8k_are_right_by_their_own_measure(real_data: Path) -> None:

@@ -88,12 +88,6 @@ def test_a_model_may_name_one_end_several_or_none(tmp_path: Path, llama: Path, v
     assert [stop.token_id for stop in stops] == expected
 
 
-def test_an_end_that_the_tokenizer_does_not_know_still_stops(tmp_path: Path, llama: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 100000}')
-    (_, stop) = find_stop_tokens(TextTokens(llama), model=tmp_path)
-    assert str(stop) == "a token without text (100000, generation_config.json)"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -133,12 +127,6 @@ def test_the_end_of_a_turn_is_what_the_template_writes_after_an_answer(tmp_path:
 
 def test_a_turn_without_an_end_of_its_own_ends_where_the_next_message_begins(tmp_path: Path) -> None:
     assert end_of_turn(ChatTemplate(write_tokenizer(tmp_path / "open", end=""))) == "<|start_header_id|>"
-
-
-def test_an_end_of_several_tokens_is_no_stop_token(file: Path, tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "two", end="<|eom_id|><|eot_id|>")
-    task = PromptsFile(file, tokenizer=folder, reward="exact_answer", template="hf")
-    assert task.stop_tokens == (0,)
 
 
 def test_the_stop_token_is_no_part_of_the_rewarded_text(file: Path, llama: Path) -> None:

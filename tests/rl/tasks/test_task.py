@@ -48,11 +48,3 @@ def test_a_prompt_without_tokens_or_name_is_refused() -> None:
             prompt_of(prompt_id=name)
     with pytest.raises(InputError, match=r"integer array.*float64"):
         Prompt(prompt_id="p", tokens=np.array([1.0]))
-
-
-def test_a_task_has_no_stop_strings_unless_it_says_so() -> None:
-    assert Silent().stop_strings == ()
-
-
-def test_a_reward_is_named_by_its_task() -> None:
-    assert Silent().reward_name == "tests.rl.tasks.test_task.Silent.reward"

@@ -5,14 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rl.runs import SAMPLING, TinyTask
-from tests.runtime.runs import TinyRecipe
+from tests.rl.rollouts import rollout_of
+from tests.runtime.runs import TinyRecipe, open_step
 from treering.engine.protocol import EngineStats
 from treering.engine.request import Request
 from treering.engine.rollout import Rollout
 from treering.history.features import SOURCES, Source
 from treering.history.store.store import HistoryStore
-from treering.rl.collect import Collection
 from treering.rl.drafting import DraftOptions
 from treering.runtime.account import Account
 from treering.runtime.ipc.messages import (
@@ -28,12 +27,8 @@ from treering.runtime.pools import rollout_pool as module
 from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.step.migration import Move
 from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import RolloutPlan
 from treering.schedule.measured_latency import PassTimes
-from treering.schedule.policy import Assignment
-from treering.schedule.simulator.migration import Prices
 
-PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 POLICY_VERSIONS = {0: 0, 1: 1}
 
 
@@ -100,25 +95,10 @@ def children(rollout_pool: RolloutPool) -> list[QuietChild]:
     return rollout_pool.children  # type: ignore[return-value]
 
 
-def step_run(
-    step: int = 1,
-    *,
-    moving: str = "faster",
-    stealing: str = "off",
-    size: int = 4,
-    prompt: int = 0,
-) -> OpenStep:
+def step_run(step: int = 1, *, moving: str = "drain", stealing: str = "off", size: int = 4) -> OpenStep:
     """A step of four or more rollouts, the first half for worker 0."""
-    assignment = Assignment(
-        workers=np.arange(size) * 2 // size,
-        order=np.arange(size),
-        stealing=stealing,  # type: ignore[arg-type]
-        moving=moving,  # type: ignore[arg-type]
-    )
-    prompts = [TinyTask().prompts[prompt]]
-    collection = Collection(prompts, {}, group_size=size, sampling=SAMPLING)
-    plan = RolloutPlan(step=step, assignment=assignment, predicted=np.ones(size))
-    return OpenStep(plan, collection, version=step - 1, num_workers=2, ratios=np.ones(1), prices=PRICES)
+    workers = [number * 2 // size for number in range(size)]
+    return open_step(workers, step=step, group_size=size, moving=moving, stealing=stealing)
 
 
 def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, progress: Any = None) -> EndedWork:
@@ -134,17 +114,8 @@ def says(step: int, *rollouts: Rollout, given: list[Rollout] | None = None, prog
 
 
 def written(request: Request, num_tokens: int, finish_reason: Any) -> Rollout:
-    return Rollout(
-        prompt_id=request.prompt_id,
-        draw=request.draw,
-        sample=request.sample,
-        tokens=np.full(num_tokens, 3, np.int32),
-        logprobs=np.zeros(num_tokens),
-        policy_logprobs=np.zeros(num_tokens),
-        loss_mask=np.ones(num_tokens, bool),
-        versions=np.zeros(num_tokens, np.int32),
-        finish_reason=finish_reason,
-    )
+    named = {"prompt_id": request.prompt_id, "sample": request.sample, "draw": request.draw}
+    return rollout_of([3] * num_tokens, finish_reason=finish_reason, **named)
 
 
 def requests_of(child: QuietChild) -> list[Request]:
@@ -162,18 +133,6 @@ def asked_to_give(rollout_pool: RolloutPool, run: OpenStep, monkeypatch: pytest.
     monkeypatch.setattr(module, "choose_move", lambda *_: None)
     assert [message.keys for message in children(rollout_pool)[0].of(GiveUp)] == [(first.key,)]
     return first
-
-
-def test_a_given_up_rollout_continues_on_the_target_with_its_tokens(rollout_pool, monkeypatch) -> None:
-    run = step_run()
-    first = asked_to_give(rollout_pool, run, monkeypatch)
-    given = written(first, 2, "abort")
-    children(rollout_pool)[0].says.append(says(1, given=[given]))
-    assert rollout_pool.receive({1: run}) == []
-    rollout_pool.dispatch({1: run}, POLICY_VERSIONS)
-    handed_on = requests_of(children(rollout_pool)[1])[-1]
-    assert (handed_on.key, handed_on.so_far) == (first.key, given)
-    assert run.account.moved == 1
 
 
 def test_a_rollout_goes_back_if_the_target_has_left_the_step_and_is_not_counted_as_moved(

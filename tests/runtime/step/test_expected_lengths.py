@@ -27,24 +27,6 @@ def test_the_example() -> None:
     assert group.lengths.tolist() == [300, 320, 0, 0]
 
 
-@given(
-    st.lists(st.integers(1, 400), min_size=8, max_size=8),
-    st.permutations(range(8)),
-    st.lists(st.floats(0.1, 8), min_size=1, max_size=5),
-)
-def test_expectations_lie_beyond_what_there_is_and_below_the_limit(lengths, order, ratios) -> None:
-    group = expectations([50] * 4 + [200] * 4, ratios=ratios, max_tokens=400)
-    for place, number in enumerate(order):
-        group.note_finished(number, lengths[number])
-        for other in order[place + 1 :]:
-            so_far = (lengths[other] - 1) * place // 8
-            group.note_progress(other, so_far)
-        touched = [other for other in order[place + 1 :] if other // 4 == number // 4]
-        assert (group.expected[touched] <= 400).all()
-        assert (group.expected[touched] >= 1).all()
-    assert group.lengths.tolist() == lengths
-
-
 @given(st.permutations(range(4)))
 def test_groups_know_nothing_of_each_other(order) -> None:
     alone, beside = expectations([100] * 4), expectations([100] * 8)

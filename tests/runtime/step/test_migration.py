@@ -9,29 +9,24 @@ import numpy as np
 import pytest
 from torch import nn
 
-from tests.rl.runs import SAMPLING, TinyTask
 from tests.runtime.kills import killing
-from tests.runtime.runs import Dealt, TinyRecipe, pipeline
+from tests.runtime.runs import PRICES, Dealt, TinyRecipe, open_step, pipeline
 from tests.runtime.test_deaths import is_complete
 from tests.runtime.test_pipeline import Result, assert_same, rows_of, run
 from treering.engine.rollout import Rollout, RolloutKey
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
-from treering.rl.collect import Collection
 from treering.runtime.pipeline import PipelineLoop
 from treering.runtime.step.migration import Held, choose_move
 from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import RolloutPlan
-from treering.schedule.cluster import Rebalancing
 from treering.schedule.policy import Assignment, Moving, PlanRequest
-from treering.schedule.simulator.migration import MAX_MOVES, Prices
+from treering.schedule.simulator.migration import MAX_MOVES
 
 NUM_STEPS = 4
 NUM_SLOTS = 16
 GROUP_SIZE = 8
 HALFWAY = 6
 PATIENCE_S = 60
-PRICES = Prices(20 + 0.05 * np.arange(5), 0.0, 12.0)
 KEYS: list[RolloutKey] = [(f"p{number // 4}", 0, number % 4) for number in range(8)]
 
 
@@ -91,14 +86,14 @@ class SlowRecipe(TinyRecipe):
         return engine
 
 
-def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running", meeting: Path | None = None) -> PipelineLoop:
+def slow_pipeline(moving: Moving, meeting: Path | None = None) -> PipelineLoop:
     return pipeline(
         SlowRecipe(meeting=meeting),
         num_steps=NUM_STEPS,
         num_workers=3,
         staleness=1,
         policy=Moves(moving),
-        rebalancing=rebalancing,
+        rebalancing="running",
         num_slots=NUM_SLOTS,
         group_size=GROUP_SIZE,
     )
@@ -107,16 +102,7 @@ def slow_pipeline(moving: Moving, *, rebalancing: Rebalancing = "running", meeti
 def step_run(moving: Moving, *, stealing: str = "off", workers: tuple[int, ...] = (0, 0, 0, 0, 1, 1, 1, 1)) -> OpenStep:
     """A step of two groups of four; expected lengths are 4 on the first worker and 8 on the second."""
     predicted = np.where(np.array(workers) == 0, 4.0, 8.0)
-    assignment = Assignment(
-        workers=np.array(workers),
-        order=np.arange(8),
-        moving=moving,
-        predicted_lengths=predicted,
-        stealing=stealing,  # type: ignore[arg-type]
-    )
-    collection = Collection(TinyTask(2).prompts, {}, group_size=4, sampling=SAMPLING)
-    plan = RolloutPlan(step=1, assignment=assignment, predicted=predicted)
-    return OpenStep(plan, collection, version=0, num_workers=2, ratios=np.ones(1), prices=PRICES)
+    return open_step(workers, predicted=predicted, predicted_lengths=predicted, moving=moving, stealing=stealing)
 
 
 def under_way(run: OpenStep, so_far: dict[int, int]) -> list[Held]:
@@ -165,19 +151,19 @@ def test_a_worker_that_can_steal_has_no_tail() -> None:
 
 
 def test_an_outlier_moves_to_an_emptier_worker_with_longer_rollouts() -> None:
-    run = step_run("faster")
+    run = step_run("drain")
     move = choose_move(run, PRICES, under_way(run, {0: 5, 1: 6, 2: 3, 5: 1}), 0)
     assert move is not None
     # The longest of those that have.
     assert (move.target, move.keys) == (1, (KEYS[1],))
     # As full, nothing ends sooner there.
-    run = step_run("faster")
+    run = step_run("drain")
     assert choose_move(run, PRICES, under_way(run, {0: 4, 1: 5, 5: 1, 6: 1}), 0) is None
 
 
 def test_an_outlier_stays_if_its_prompt_costs_more_than_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     prices = PRICES._replace(prefill_s=0.001)
-    run = step_run("faster")
+    run = step_run("drain")
     held = under_way(run, {0: 5, 1: 6, 2: 3, 5: 1})
     assert choose_move(run, prices, held, 0) is not None
     monkeypatch.setattr(OpenStep, "num_prompt_tokens", lambda *_: 10_000)
@@ -185,7 +171,7 @@ def test_an_outlier_stays_if_its_prompt_costs_more_than_it_saves(monkeypatch: py
 
 
 def test_rows_never_exceed_the_slots() -> None:
-    run = step_run("faster", workers=(0,) * 7 + (1,))
+    run = step_run("drain", workers=(0,) * 7 + (1,))
     held = under_way(run, dict.fromkeys(range(8), 6))
     many = with_more(held[0], *range(7))
     few = {KEYS[7]: held[1][KEYS[7]]}
@@ -196,7 +182,7 @@ def test_rows_never_exceed_the_slots() -> None:
 
 
 def test_a_rollout_moves_a_few_times_at_most() -> None:
-    run = step_run("faster")
+    run = step_run("drain")
     requests = {request.key: request for request in run.collection.requests()}
     held = under_way(run, {0: 4, 1: 5, 2: 3, 5: 1})
     for _ in range(MAX_MOVES):
@@ -215,7 +201,7 @@ def unmoved() -> Result:
         return run(loop, NUM_STEPS)
 
 
-@pytest.mark.parametrize("moving", ["faster", "drain", "consolidate"])
+@pytest.mark.parametrize("moving", ["drain", "consolidate"])
 def test_moves_change_no_result(unmoved: Result, moving: Moving, tmp_path: Path) -> None:
     rows, num_moved = [], []
     with slow_pipeline(moving, meeting=tmp_path / "meeting") as loop:
@@ -228,15 +214,9 @@ def test_moves_change_no_result(unmoved: Result, moving: Moving, tmp_path: Path)
         assert loop.account.moved == sum(num_moved) > 0
 
 
-def test_a_cluster_that_moves_nothing_running_has_no_moves() -> None:
-    with slow_pipeline("faster", rebalancing="queued") as loop:
-        loop.step()
-        assert loop.account.moved == 0
-
-
 def test_workers_that_give_or_take_may_die(unmoved: Result) -> None:
     moments = {6: "rollout worker 0", 19: "rollout worker 1"}
-    with killing(moments) as dead, slow_pipeline("faster") as loop:
+    with killing(moments) as dead, slow_pipeline("drain") as loop:
         assert_same(run(loop, NUM_STEPS), unmoved)
         account = loop.account
     assert len(dead) == len(moments)

@@ -6,7 +6,6 @@ import pytest
 
 from tests.schedule.clusters import cluster, plan_request, trace
 from treering.schedule.compare import compare, policy_setups, with_decode_scaled
-from treering.schedule.latency import linear_latency
 from treering.schedule.plan.histopipe import HistoPipe
 from treering.schedule.plan.plans import PlacementPlan
 from treering.schedule.policy import PlanRequest
@@ -86,35 +85,6 @@ def test_it_plans_when_a_step_first_comes_out_and_less_often_while_the_plan_stay
     # 6 and 12 later. That of step 24 finds another.
     assert planned == [1, 3, 6, 12, 24]
     assert policy.choices == ("other",) * 2 + ("same",) * 21 + ("other",) * 2
-
-
-def test_it_plans_anew_where_times_are_others(monkeypatch):
-    run, where, _ = case(64, 8, 0, num_workers=4, num_steps=3)
-    asked = []
-
-    def search(problem, present=None):
-        asked.append(problem.cluster.latency.training_s)
-        return PlacementPlan(name="any")
-
-    monkeypatch.setattr("treering.schedule.plan.histopipe.search", search)
-    policy = HistoPipe(replan_every=100)
-
-    def assign(step, latency):
-        forecasts = (run.steps[0].forecast,)
-        policy.assign(PlanRequest(step=step, cluster=replace(where, latency=latency), forecasts=forecasts))
-
-    seconds = where.latency.training_s
-    for step, factor in enumerate((1.0, 1.1, 2.0, 2.0, 2.1), 1):
-        assign(step, replace(where.latency, training_s=factor * seconds))
-    assert asked == [seconds, 2.0 * seconds]
-    # The same in another unit.
-    assign(6, with_decode_scaled(replace(where, latency=replace(where.latency, training_s=seconds)), 0.5).latency)
-    assert len(asked) == 2
-    # Between those that the plan was found for, then with passes that grow with their rows.
-    assign(7, replace(where.latency, training_s=1.4 * seconds))
-    assert len(asked) == 2
-    assign(8, linear_latency(step_s=1.0, row_s=1.0, training_s=2 * seconds / 20))
-    assert len(asked) == 3
 
 
 def test_another_plan_is_known_for_its_own_times_only(monkeypatch):

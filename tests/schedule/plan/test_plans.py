@@ -1,5 +1,4 @@
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -7,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.clusters import cluster
-from treering.errors import ConfigError
 from treering.schedule.plan.plans import PlacementPlan, balanced, equal_counts, equal_sums, longest_first, place
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda values: np.array(values, np.float64))
@@ -49,16 +47,6 @@ def test_balanced_is_the_greedy_rule(lengths, num_workers):
     assert balanced(order, lengths, num_workers).tolist() == expected
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
-def test_the_longest_first_are_balanced_within_graham_s_bound(values, num_workers):
-    lengths = np.array(values, np.float64)
-    order = longest_first(lengths)
-    found = np.bincount(balanced(order, lengths, num_workers), weights=lengths[order]).max()
-    best = min(np.bincount(split, weights=lengths).max() for split in product(range(num_workers), repeat=lengths.size))
-    assert found <= (4 / 3 - 1 / (3 * num_workers)) * best + 1e-9
-
-
 PLACINGS = ["balanced", "equal_counts", "equal_sums", "two_tier"]
 
 
@@ -89,15 +77,6 @@ def test_every_rollout_has_a_worker_of_the_steps_turn(data):
     ordered = np.array(lengths)[assignment.order]
     assert (np.diff(ordered) <= 0).all()
     assert assignment.predicted_lengths.tolist() == lengths
-
-
-def test_workers_take_turns():
-    lengths = np.arange(1, 30)
-    shares = [
-        set(placed(PlacementPlan(name="any", num_turns=3), lengths, step=step, num_workers=7).workers)
-        for step in range(5)
-    ]
-    assert shares == [{0, 3, 6}, {1, 4}, {2, 5}, {0, 3, 6}, {1, 4}]
 
 
 @pytest.mark.parametrize("placing", ["equal_counts", "equal_sums", "two_tier"])
@@ -134,21 +113,6 @@ def test_long_workers_leave_the_other_rollouts_a_worker(num_workers):
     assert set(workers) == set(range(num_workers))
     if num_workers > 1:
         assert sorted(lengths[workers < num_workers - 1]) == [8, 9, 10]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_turns": 0},
-        {"long_share": 0.5},
-        {"num_long_workers": 1},
-        {"long_share": 1.0, "num_long_workers": 1},
-        {"long_share": -0.1, "num_long_workers": 1},
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(wrong):
-    with pytest.raises(ConfigError, match="a plan takes turns"):
-        PlacementPlan(name="wrong", **wrong)
 
 
 @pytest.mark.parametrize(("rebalancing", "expected"), [("none", "off"), ("queued", "off"), ("running", "consolidate")])

@@ -79,7 +79,7 @@ def test_the_plan_is_as_good_as_any_plain_one_on_draws_that_it_was_not_chosen_by
     assert total(found) <= min(total(plan) for plan in plain_plans(problem.cluster)) * (1 + 1e-9)
     # What is there already stays where it is as good, whatever it is called.
     assert search(problem, found) == found
-    bad = PlacementPlan(name="bad", placing="equal_sums", num_turns=2, moving="faster")
+    bad = PlacementPlan(name="bad", placing="equal_sums", num_turns=2, moving="drain")
     assert total(bad) > 1.01 * total(found)
     assert search(problem, bad) == search(problem)
 

@@ -2,11 +2,9 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from treering.errors import ConfigError, InputError
-from treering.schedule.predict.lengths import LengthPredictor, SeenLengths, make_predictor
+from treering.schedule.predict.lengths import LengthPredictor, make_predictor
 
 KINDS = ("median", "ema", "quantile")
 
@@ -41,22 +39,14 @@ def test_a_prompt_is_predicted_from_its_latest_epochs(kind, epochs, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_without_history_get_the_median_of_all_that_was_seen(kind):
+def test_prompts_without_history_get_the_median_of_all_others(kind):
     lengths = predictor_of(kind)
     assert lengths.predict(["a", "b"], 2).tolist() == [500.0] * 4
-    lengths.observe("a", [10, 20])
-    lengths.observe("a", [40, 80])
-    assert lengths.predict(["b"], 1).tolist() == [30.0]
-
-
-@given(st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=5), max_size=6))
-def test_the_median_of_what_was_seen_is_exact(parts):
-    seen = SeenLengths()
-    for part in parts:
-        seen.add(np.array(part))
-        seen.median(default=-1.0)
-    everything = [length for part in parts for length in part]
-    assert seen.median(default=-1.0) == (np.median(everything) if everything else -1.0)
+    for prompt, length in (("a", 10), ("b", 90), ("c", 40)):
+        lengths.observe(prompt, [length])
+    assert lengths.predict(["d", "c"], 1).tolist() == [40.0, 40.0]
+    lengths.observe("d", [80])
+    assert lengths.predict(["e"], 1).tolist() == [60.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,39 +71,16 @@ def test_a_predictor_goes_on_from_its_state(kind):
     assert resumed.state() == whole.state()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_is_not_changed_by_what_is_seen_later(kind):
-    lengths = predictor_of(kind)
-    lengths.observe("a", [10, 20])
-    state = lengths.state()
-    text = json.dumps(state)
-    lengths.observe("a", [30])
-    lengths.observe("b", [30])
-    assert json.dumps(state) == text
-
-
-def test_the_state_of_another_predictor_is_refused():
-    with pytest.raises(InputError, match="ema resumes from its own state, got 'median''s"):
-        predictor_of("ema").load_state(predictor_of("median").state())
-
-
-def test_predictors_go_by_their_names():
-    for name in KINDS:
-        predictor = make_predictor(name, max_tokens=1000)
-        assert predictor.name == name
-        assert predictor.predict(["a"], 1).tolist() == [500.0]
-        assert make_predictor(name, max_tokens=1000, guess=70.0).predict(["a"], 1).tolist() == [70.0]
-    with pytest.raises(ConfigError, match="median, ema, quantile, got 'mean'"):
-        make_predictor("mean", max_tokens=1000)
-
-
 @pytest.mark.parametrize("lengths", [[], [0], [-3, 4], [1.5], [[1]]])
 def test_lengths_that_are_none_are_refused(lengths):
     with pytest.raises(InputError, match="whole numbers from 1 on"):
         predictor_of("median").observe("a", lengths)
 
 
-@pytest.mark.parametrize("guess", [0.0, float("nan")])
-def test_a_guess_that_is_no_length_is_refused(guess):
-    with pytest.raises(ConfigError, match="guessed above 0"):
-        LengthPredictor("median", guess=guess)
+def test_what_is_no_predictor_no_guess_or_the_state_of_another_is_refused():
+    for name, guess, rule in (("mean", 1.0, "median, ema, quantile, got 'mean'"), ("ema", 0.0, "guessed above 0")):
+        with pytest.raises(ConfigError, match=rule):
+            LengthPredictor(name, guess=guess)
+    with pytest.raises(InputError, match="ema resumes from its own state, got 'median''s"):
+        predictor_of("ema").load_state(predictor_of("median").state())
+    assert make_predictor("ema", max_tokens=1000).predict(["a"], 1).tolist() == [500.0]

@@ -56,7 +56,7 @@ def random_run(seed, *, num_steps=6, num_rollouts=40):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_holds_for_every_run(name, seed):
     run, where = random_run(seed)
     timeline = simulate(make_policy(name), run, workers=where)
@@ -82,13 +82,6 @@ def test_what_holds_for_every_run(name, seed):
         assert (np.diff(timeline.steps[mine]) > 0).all()
         assert (timeline.started_s[mine][1:] >= timeline.ended_s[mine][:-1]).all()
         assert (timeline.ended_s[mine] >= timeline.started_s[mine]).all()
-
-
-def test_staleness_0_is_a_barrier():
-    run, where = random_run(0)
-    timeline = simulate(make_policy("work_stealing"), run, workers=replace(where, staleness=0))
-    for step in range(2, len(run.steps) + 1):
-        assert timeline.started_s[timeline.steps == step].min() == timeline.trained_s[step - 2] + 10
 
 
 def test_a_run_by_hand():
@@ -131,14 +124,6 @@ def test_a_policy_learns_each_step_once_in_order_and_none_that_is_not_done(stale
     assert [told[:3] if told[0] == "assign" else told for told in policy.told] == expected
 
 
-def test_a_policy_is_told_what_is_believed_and_the_run_takes_what_is_true():
-    run, truth = trace([4], [4]), cluster(1, 1, step_s=3.0)
-    believed = cluster(1, 1, step_s=99.0)
-    policy = Fixed(alone(1), alone(1))
-    assert simulate(policy, run, workers=truth, believed=believed).makespan_s == 24
-    assert [told[3] for told in policy.told] == [believed, believed]
-
-
 @pytest.mark.parametrize(
     ("assignment", "got"),
     [
@@ -176,24 +161,6 @@ def test_no_baseline_beats_the_exact_optimum_and_that_not_the_bound(steps, num_s
         assert timeline.bound_s <= best + 1e-9
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_histopipe_is_within_graham_s_bound_of_the_exact_optimum_of_a_step(seed, num_slots):
-    steps = [np.random.default_rng(seed).integers(1, 10, 5).tolist()]
-    run, where, best = small_case(steps, num_slots, 0)
-    found = simulate(HistoPipe(sigma=0.01), run, workers=where).makespan_s
-    assert best - 1e-9 <= found <= 7 / 6 * best
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("seed", range(3))
-def test_histopipe_is_near_the_exact_optimum_of_two_steps(seed, staleness):
-    rng = np.random.default_rng(seed)
-    run, where, best = small_case([rng.integers(1, 10, 4).tolist() for _ in range(2)], 1, staleness)
-    found = simulate(HistoPipe(sigma=0.01), run, workers=where).makespan_s
-    assert best - 1e-9 <= found <= 4 / 3 * best
-
-
 def test_a_number_of_workers_stands_for_so_many_standard_ones():
     run = trace([400] * 512, [400] * 512, max_tokens=400)
     latency = linear_latency(step_s=20.0, row_s=0.05)
@@ -210,3 +177,14 @@ def test_a_number_of_workers_stands_for_so_many_standard_ones():
     assert one.makespan_s == pytest.approx(other.makespan_s, rel=1e-12)
     # Each worker runs 256 rollouts a step in two waves, both steps one after another, and trains the second alone.
     assert one.makespan_s == pytest.approx(4 * 400 * 26.4 + training_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(("num_steps", "num_slots", "staleness"), [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 1, 1)])
+def test_histopipe_is_near_the_exact_optimum(num_steps, num_slots, staleness):
+    """Of a step within Graham's bound of two workers."""
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        steps = [rng.integers(1, 10, 6 - num_steps).tolist() for _ in range(num_steps)]
+        run, where, best = small_case(steps, num_slots, staleness)
+        found = simulate(HistoPipe(sigma=0.01), run, workers=where).makespan_s
+        assert best - 1e-9 <= found <= (7 / 6 if num_steps == 1 else 4 / 3) * best

@@ -60,8 +60,7 @@ def runs_out(monkeypatch: pytest.MonkeyPatch, *, above: int, after: int) -> list
     return largest
 
 
-@pytest.mark.parametrize("objective", ["entries", "branches"])
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize(("objective", "after"), [("entries", 0), ("entries", 1), ("branches", 1)])
 def test_a_step_that_ran_out_of_memory_leaves_the_gradients_of_one_that_did_not(
     objective: str, after: int, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,22 +79,7 @@ def test_a_step_that_ran_out_of_memory_leaves_the_gradients_of_one_that_did_not(
     assert result.loss == pytest.approx(wanted_result.loss, rel=1e-12)
     for name, gradient in take_gradients(model).items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12)
-
-
-def test_later_steps_begin_with_what_fitted(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"tokens": FOREST.num_tokens}
-    monkeypatch.setattr(auto_tokens, "_measured", lambda parts: found["tokens"])
-    monkeypatch.setattr("treering.train.gradient.backward.tokens_that_fit", lambda parts: by_budget(parts))
-
-    def by_budget(parts: Any) -> int:
-        return auto_tokens._BUDGETS.setdefault(parts.decoder, {"stock": found["tokens"]})["stock"]
-
-    with monkeypatch.context() as inner:
-        runs_out(inner, above=FOREST.num_tokens // 2, after=0)
-        with pytest.warns(RuntimeWarning, match="as will later ones"):
-            backward(model, FOREST, sft(MASKS), "auto")
-    model.zero_grad()
-    assert backward(model, FOREST, sft(MASKS), "auto").plan.max_tokens == FOREST.num_tokens // 2
+    assert auto_tokens._BUDGETS[find_parts(model).decoder]["stock"] == result.plan.max_tokens, "later steps begin there"
 
 
 def test_gradients_of_an_earlier_step_are_never_dropped(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +114,7 @@ def test_the_measured_number_fits_into_free_memory(
         each = bytes_per_token(parts)
         # Gradients in float64, and 8 bytes of AdamW's.
         free = free_tokens * each * 4 / 3 + trained * 16 * 4 / 3
-        monkeypatch.setattr(auto_tokens, "free_memory", lambda device, max_bytes: (free, None))
+        monkeypatch.setattr(auto_tokens, "free_memory", lambda device: (free, None))
         found = auto_tokens._measured(parts)
     assert abs(found - free_tokens) <= 1
     assert tokens_that_fit(parts) == DEFAULT_TOKENS, "on a CPU it is a fixed number"

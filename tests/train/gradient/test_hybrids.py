@@ -40,8 +40,7 @@ def test_gradients_equal_those_of_flat_sequences(batch: Batch, shared: str, plan
         assert_step_is_exact(MODELS[family], batch, "dapo", "sequence_mean", shared)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), [(family, bool(i % 2)) for i, family in enumerate(HYBRIDS)])
 def test_every_family_is_exact_with_tied_and_untied_heads(family: str, tied: bool) -> None:
     model = build_wide(family, tie_word_embeddings=tied)
     assert_step_is_exact(model, batch_of([LONG, SHAPES["prefixes of each other"]]), "grpo", "token_mean")
@@ -57,7 +56,7 @@ def test_shapes_are_exact_whatever_the_plan(sequences: list[list[int]], planning
 
 @pytest.mark.parametrize("family", DENSE)
 @given(batch=batches(), seed=st.integers(0, 10**6), size=st.integers(1, 12))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_any_partition_gives_the_gradients_of_flat_sequences(batch: Batch, seed: int, size: int, family: str) -> None:
     with cut_by(lambda tree: random_partitions(tree, seed, size)):
         assert_step_is_exact(MODELS[family], batch, "dapo", "sequence_mean")
@@ -89,8 +88,7 @@ def test_keeping_and_recomputing_parents_agree_bit_for_bit(batch: Batch, seed: i
 
 
 @pytest.mark.parametrize("family", DENSE)
-@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
-@pytest.mark.parametrize("parents", MODES)
+@pytest.mark.parametrize(("checkpointing", "parents"), [("reentrant", "keep"), ("non_reentrant", "recompute")])
 def test_activation_checkpointing_in_partitions_changes_nothing(
     parents: str, checkpointing: GradientCheckpointing, family: str
 ) -> None:

@@ -19,12 +19,11 @@ from tests.picture_models import (
     sequence,
     sequences_of,
 )
-from treering.data.picture import Picture
 from treering.errors import InputError
 from treering.model.forward import forward
 from treering.objectives import sft
 from treering.train.gradient.backward import BackwardResult, backward
-from treering.tree.pictures import PictureTable, picture_spans
+from treering.tree.pictures import picture_spans
 
 
 def count_calls(model: nn.Module) -> list[int]:
@@ -63,23 +62,6 @@ def test_gradients_equal_those_of_flat_sequences(family: str) -> None:
     assert_equal(build(family), sequences_of(family))
 
 
-def test_merging_by_token_ids_alone_breaks_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequences = sequences_of("qwen2_5_vl")
-    honest = forest_of(sequences).num_tokens
-    monkeypatch.setattr(PictureTable, "add", by_number_of_tokens)
-    assert forest_of(sequences).num_tokens < honest
-    with pytest.raises(AssertionError):
-        assert_equal(build("qwen2_5_vl"), sequences)
-
-
-def by_number_of_tokens(table: PictureTable, one: Picture) -> int:
-    """The fault: pictures whose placeholders are equal are taken for one."""
-    known = [other.num_tokens for other in table._pictures]
-    if one.num_tokens not in known:
-        table._pictures.append(one)
-    return [*known, one.num_tokens].index(one.num_tokens)
-
-
 def test_only_the_loss_of_text_is_trained() -> None:
     sequences = sequences_of("qwen2_5_vl")
     masks = [[True] * len(one.tokens) for one in sequences]
@@ -111,7 +93,7 @@ def test_a_model_of_text_refuses_pictures() -> None:
         backward(build_text(), forest_of([one]), sft([one.mask]))
 
 
-@pytest.mark.parametrize("max_tokens", [9, 16, 17, 21, 40])
+@pytest.mark.parametrize("max_tokens", [9, 17, 40])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_partitions_cut_between_and_beside_pictures(family: str, max_tokens: int) -> None:
     sequences = sequences_of(family)
@@ -151,18 +133,16 @@ def test_frozen_parts_leave_the_gradients_of_the_others(family: str, frozen: str
     assert_equal(model, sequences_of(family))
 
 
-@pytest.mark.parametrize("mode", ["adapters", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize(("family", "mode"), [("qwen2_5_vl", "reentrant"), ("gemma3", "not reentrant")])
 def test_adapters_and_checkpointing_are_exact(family: str, mode: str) -> None:
     model = build(family)
     config = LoraConfig(r=4, target_modules=r".*(q_proj|v_proj|qkv|down_proj|fc1)", init_lora_weights=False)
     # In float32 the flat gradients of random adapters are 1.0e-6 from those in float64, and the tree's 0.8e-6.
     model = get_peft_model(model, config).double()
-    if mode != "adapters":
-        model.enable_input_require_grads()
-        base = model.get_base_model()
-        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-        enable({"use_reentrant": mode == "reentrant"})
+    model.enable_input_require_grads()
+    base = model.get_base_model()
+    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+    enable({"use_reentrant": mode == "reentrant"})
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert any("visi" in name or "visual" in name for name in names)
     assert_equal(model, sequences_of(family), max_tokens=40)

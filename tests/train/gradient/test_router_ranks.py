@@ -2,102 +2,85 @@
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.models import assert_gradients_equal, take_gradients
 from tests.train.flat import Batch, flat_loss
 from tests.train.gradient.flat_routers import flat_router_terms
-from tests.train.gradient.test_router_losses import BATCH, EXACT, LOSSES, MODEL
-from treering.train.gradient.backward import backward
+from tests.train.gradient.test_router_losses import BATCH, EXACT, LARGEST, LOSSES, MODEL
+from treering.ranks.group import RankGroup
+from treering.ranks.setup import RanksMode, StepRanks
+from treering.train.gradient import backward as module
+from treering.train.gradient.backward import BackwardResult, backward
 from treering.train.gradient.router_losses import RouterLosses
-from treering.train.loss_weights import SumOverRanks
 from treering.train.objectives import sft
 from treering.tree.forest import Forest
 
 
-class Ranks:
-    """Ranks as threads, with a sum that all of them must call."""
+class ThreadGroup(RankGroup):
+    """A rank that is a thread; its `process_group` is a barrier and the facts of all ranks."""
 
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=500)
-        self._own: list[Any] = [None] * count
+    __slots__ = ()
 
-    def sum_of(self, rank: int) -> SumOverRanks:
-        def summed(values: np.ndarray) -> np.ndarray:
-            self._own[rank] = values.copy()
-            self._barrier.wait()
-            total: np.ndarray = np.sum(self._own, 0)
-            self._barrier.wait()
-            return total
+    def gather(self, fact: Any) -> list[Any]:
+        barrier, facts = self.process_group
+        facts[self.rank] = fact
+        barrier.wait()
+        everything = list(facts)
+        barrier.wait()
+        return everything
 
-        return summed
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        total: np.ndarray = np.sum(self.gather(values.copy()), 0)
+        return total
 
-    def run(self, step: Callable[[int], None]) -> None:
-        errors: list[BaseException] = []
-
-        def guarded(rank: int) -> None:
-            try:
-                step(rank)
-            except BaseException as error:
-                errors.append(error)
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(len(self._own))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.copy_(sum(self.gather(tensor.clone())))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("losses", [LOSSES, RouterLosses(z=0.4)], ids=["balance and z", "z"])
-@pytest.mark.parametrize(("max_tokens", "min_micro_batches"), [(None, 0), (12, 0), (60, 9)])
+@pytest.mark.parametrize(("max_tokens", "mode"), [(None, "gathered"), (12, "gathered"), (LARGEST, "sharded")])
 def test_ranks_add_up_to_one_flat_batch_and_keep_step(
-    max_tokens: int | None, min_micro_batches: int, losses: RouterLosses
+    max_tokens: int | None, mode: RanksMode, losses: RouterLosses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One rank has several trees, one has a single forward, one has nothing to do.
-    groups = [[BATCH.groups[0], BATCH.groups[1]], [BATCH.groups[2]], []]
+    groups = [BATCH.groups[:2], [BATCH.groups[2]], []]
     masks = [BATCH.masks[:10], BATCH.masks[10:13], []]
-    whole = Batch(groups=BATCH.groups[:3], masks=BATCH.masks[:13], advantages=[0.0] * 13, old_logprobs=[])
+    whole = Batch(groups=BATCH.groups[:3], masks=BATCH.masks[:13], advantages=[0.0] * 13, old_logprobs=BATCH.masks[:13])
     balance, z = flat_router_terms(MODEL, whole.sequences)
-    whole = Batch(groups=whole.groups, masks=whole.masks, advantages=whole.advantages, old_logprobs=whole.masks)
     expected = flat_loss(MODEL, whole, kind="sft", normalizer="token_mean") + losses.balance * balance + losses.z * z
     expected.backward()  # type: ignore[no-untyped-call]
     gradients = take_gradients(MODEL)
-    models, ranks = [copy.deepcopy(MODEL) for _ in groups], Ranks(3)
-    results: list[Any] = [None] * 3
-    passes = [[0, 0] for _ in groups]
+    models, shared = [copy.deepcopy(MODEL) for _ in groups], (threading.Barrier(3, timeout=500), [None] * 3)
+    passes: list[list[bool]] = [[] for _ in groups]
 
-    def step(rank: int) -> None:
-        models[rank].model.register_forward_pre_hook(lambda *_: count(passes[rank]))
-        results[rank] = backward(
-            models[rank],
-            [Forest.from_sequences(group) for group in groups[rank]],
-            sft(masks[rank]),
-            max_tokens,
-            # "auto" would run extra forwards to measure memory.
-            parents="keep",
-            min_micro_batches=min_micro_batches,
-            sum_over_ranks=ranks.sum_of(rank),
-            router_losses=losses,
-        )
+    def ranks_of(model: object, requested: object) -> StepRanks:
+        rank = next(i for i, own in enumerate(models) if own is model)
+        return StepRanks(group=ThreadGroup(rank=rank, size=3, process_group=shared), mode=mode)
 
-    ranks.run(step)
+    def step(rank: int) -> BackwardResult:
+        models[rank].model.register_forward_pre_hook(lambda *_: passes[rank].append(torch.is_grad_enabled()))
+        forests = [Forest.from_sequences(group) for group in groups[rank]]
+        # "auto" would run extra forwards to measure memory.
+        return backward(models[rank], forests, sft(masks[rank]), max_tokens, parents="keep", router_losses=losses)
+
+    monkeypatch.setattr(module, "ranks_of", ranks_of)
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(step, range(3)))
     assert sum(result.loss for result in results) == pytest.approx(expected.item(), rel=EXACT)
-    for result in results:
+    for result, model in zip(results, models, strict=True):
         assert result.metrics["router_balance"] == pytest.approx(balance.item(), rel=EXACT)
         assert result.metrics["router_z"] == pytest.approx(z.item(), rel=EXACT)
-    each = [take_gradients(model) for model in models]
-    assert_gradients_equal({name: sum(g[name] for g in each) for name in gradients}, gradients, EXACT)  # type: ignore[misc]
-    if min_micro_batches:
-        assert passes[0] == passes[1] == passes[2] == [9 if losses.balance else 0, 9]
-
-
-def count(passes: list[int]) -> None:
-    passes[int(torch.is_grad_enabled())] += 1
+        assert_gradients_equal(take_gradients(model), gradients, EXACT)
+    if mode == "sharded":
+        assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
+        assert passes[0].count(False) == (passes[0].count(True) if losses.balance else 0)
+        assert passes[0].count(True) > 1

@@ -46,35 +46,31 @@ def call_uncompiled(module: nn.Module, **options: object) -> None:
     module._compiled_call_impl = module._call_impl
 
 
-def decided(device: torch.device = CUDA, **options: object) -> module.LayersChoice | None:
-    given = {"num_steps": 1000, "device": device, **options}
-    return auto_layers(build(num_hidden_layers=1), FORESTS, ComputeOptions(), **given)
+def decided(device: torch.device = CUDA, *, model: nn.Module, **options: object) -> module.LayersChoice | None:
+    return auto_layers(model, FORESTS, ComputeOptions(), **{"num_steps": 1000, "device": device, **options})
 
 
 def test_a_cpu_has_stock_layers_and_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measured_layers", no_measurement)
-    assert decided(CPU) is None
+    assert decided(CPU, model=build(num_hidden_layers=1)) is None
     assert tiny_loop(layers="auto", num_steps=3).step().update.notes == ()
 
 
-@pytest.mark.parametrize("options", [{"num_ranks": 2}, {"num_steps": None}, {"is_deterministic": True}])
-def test_what_cannot_be_measured_stays_stock(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{"num_ranks": 2}, {"num_steps": None}, {"is_deterministic": True}, {"is_compiled": True}]
+)
+def test_what_cannot_be_measured_stays_as_it_is(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measured_layers", no_measurement)
+    is_compiled, model = bool(options.pop("is_compiled", False)), build(num_hidden_layers=1)
+    if is_compiled:
+        call_uncompiled(model.model.layers[0])
     torch.use_deterministic_algorithms(bool(options.pop("is_deterministic", False)))
     try:
-        choice = decided(**options)
+        choice = decided(model=model, **options)
     finally:
         torch.use_deterministic_algorithms(False)
     assert choice is not None
-    assert choice.layers == "stock"
-
-
-def test_layers_that_a_user_has_compiled_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "measured_layers", no_measurement)
-    model = build(num_hidden_layers=1)
-    call_uncompiled(model.model.layers[0])
-    choice = auto_layers(model, FORESTS, ComputeOptions(), num_steps=1000, device=CUDA)
-    assert choice == module.LayersChoice(layers="compiled", reason="auto: as the model came")
+    assert choice.layers == ("compiled" if is_compiled else "stock")
 
 
 def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +82,7 @@ def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     grads = [weight.grad for weight in model.parameters()]
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     random = torch.get_rng_state()
-    choice = measured_layers(model, FORESTS, ComputeOptions(), num_steps=10**9, device=CPU)
+    choice = measured_layers(model, FORESTS, ComputeOptions(), 10**9)
     assert choice.reason.startswith("auto: 1000000000 steps take stock ")
     assert ", compiled " in choice.reason
     assert "fails" not in choice.reason
@@ -99,7 +95,7 @@ def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_short_run_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "set_layers", no_measurement)
-    choice = measured_layers(build(num_hidden_layers=1), FORESTS, ComputeOptions(), num_steps=1, device=CPU)
+    choice = measured_layers(build(num_hidden_layers=1), FORESTS, ComputeOptions(), 1)
     assert choice.layers == "stock"
     assert "too few to compile for" in choice.reason
 
@@ -126,7 +122,7 @@ def test_a_way_that_fails_or_computes_something_else_is_left_out_and_named(
     monkeypatch.setattr(module, "set_layers", set_layers)
     monkeypatch.setattr(module, "is_installed", lambda package: False)
     model = build(num_hidden_layers=1)
-    choice = measured_layers(model, FORESTS, ComputeOptions(), num_steps=10**9, device=CPU)
+    choice = measured_layers(model, FORESTS, ComputeOptions(), 10**9)
     assert choice.layers == "stock"
     assert failure in choice.reason
     assert not model.model.layers[0]._forward_hooks

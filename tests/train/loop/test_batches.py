@@ -56,11 +56,9 @@ def test_an_epochs_order_is_a_permutation_and_depends_on_nothing_else(num_tasks:
 
 
 def test_orders_of_other_epochs_and_seeds_are_unrelated() -> None:
-    orders = {tuple(task_order(30, seed=seed, epoch=epoch).tolist()) for seed in range(20) for epoch in range(20)}
-    assert len(orders) == 400
+    first, *others = (task_order(2000, seed=seed, epoch=epoch) for seed in range(2) for epoch in range(2))
     # A tenth of the positions would agree if one order were a shift of another.
-    first, second = task_order(2000, seed=0, epoch=0), task_order(2000, seed=0, epoch=1)
-    assert (first == second).sum() < 20
+    assert all((first == other).sum() < 20 for other in others)
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
@@ -115,6 +113,7 @@ def test_frequent_ids_come_first_and_rare_ones_share() -> None:
     [folded] = fold_ids(arrays([[i for i in range(1, 21) for _ in range(i)]]), 16)
     assert folded[-20:].tolist() == [0] * 20
     assert folded[:21].tolist() == [15] + [14] * 2 + [15] * 3 + [14] * 4 + [15] * 5 + [14] * 6
+    assert folded.dtype == np.int32
 
 
 @given(SETS)
@@ -125,13 +124,6 @@ def test_without_a_limit_folding_is_one_to_one_and_keeps_frequencies_in_order(se
     counts = Counter(chain(*folded))
     assert sorted(counts) == list(range(len(counts)))
     assert [counts[i] for i in range(len(counts))] == sorted(counts.values(), reverse=True)
-
-
-@given(SETS, st.integers(1, 10))
-def test_with_a_limit_every_id_fits_and_lengths_stay(sequences: list[list[int]], vocab_size: int) -> None:
-    folded = fold_ids(arrays(sequences), vocab_size)
-    assert [part.size for part in folded] == [len(sequence) for sequence in sequences]
-    assert all(part.dtype == np.int32 and part.min() >= 0 and part.max() < vocab_size for part in folded)
 
 
 def test_an_empty_vocabulary_is_refused() -> None:

@@ -28,7 +28,7 @@ def test_a_run_killed_at_any_file_operation_ends_bitwise_as_one_that_was_not(tmp
     assert {tuple(report["checkpoints"]) for report in reports} == {("step-000004", "step-000005")}
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, 2])
 def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not(tmp_path: Path, stop: int) -> None:
     losses = train(tmp_path / "whole", num_steps=5)
     train(tmp_path / "stopped", num_steps=5, stop_after=stop)

@@ -60,16 +60,12 @@ def test_steps_are_those_of_plain_flat_training() -> None:
         torch.testing.assert_close(loop.model.get_parameter(name), weight, rtol=0, atol=EXACT)
 
 
-def test_both_layouts_give_the_same_gradients() -> None:
-    assert_gradients_equal(gradients_after_a_step(layout="packed"), gradients_after_a_step(layout="tree"), EXACT)
-
-
 @pytest.mark.parametrize(("layout", "max_tokens"), [("tree", 110), ("packed", 90)])
-def test_micro_batches_change_no_gradient(layout: str, max_tokens: int) -> None:
+def test_layouts_and_micro_batches_change_no_gradient(layout: str, max_tokens: int) -> None:
     loop = tiny_loop(build_float64(), layout=layout, max_tokens=max_tokens)
     assert loop.step().update.num_micro_batches > 1
     small = gradients_after_a_step(layout=layout, max_tokens=max_tokens)
-    assert_gradients_equal(small, gradients_after_a_step(layout=layout), EXACT)
+    assert_gradients_equal(small, gradients_after_a_step(), EXACT)
 
 
 @pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
@@ -130,16 +126,6 @@ def test_a_report_is_logged_under_the_names_of_metrics() -> None:
     names = {getattr(metrics, name) for name in dir(metrics) if name.isupper()}
     assert values.keys() <= names
     assert metrics.PEAK_MEMORY_BYTES not in values
-
-
-def test_the_warm_up_reaches_the_update() -> None:
-    loop = tiny_loop(optim=OptimOptions(learning_rate=1e-2, warmup_steps=4))
-    before = {name: weight.detach().clone() for name, weight in loop.model.named_parameters()}
-    rates = [loop.step().update.learning_rate for _ in range(2)]
-    assert rates == [0.0025, 0.005]
-    moved = max(float((w.detach() - before[name]).abs().max()) for name, w in loop.model.named_parameters())
-    # AdamW moves a weight by at most about its rate.
-    assert 0 < moved < 1.2 * sum(rates)
 
 
 def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_alone() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.train.flat import surrogate
 from tests.train.objectives.flat_objectives import (
     Data,
     Flat,
@@ -16,7 +17,6 @@ from tests.train.objectives.flat_objectives import (
     over_tokens,
     sequence_log_ratio,
     sum_of,
-    surrogate,
 )
 from treering.train.objectives import Objective, cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, rloo, sft
 
@@ -81,7 +81,7 @@ class Policy:
             options |= {"old_values": d.old_values, "value_clip": self.value_clip}
         given = {name: value for name, value in options.items() if value is not None}
         advantages = d.token_advantages if self.is_per_token else d.advantages
-        return BASES[self.name][0](advantages, d.masks, None if self.is_on_policy else d.old, **given)
+        return BASES[self.name][0](advantages, d.masks, None if self.is_on_policy else d.old_logprobs, **given)
 
     def loss(self, d: Data, f: Flat) -> Tensor:
         def term(i: int, t: int) -> Tensor:
@@ -99,7 +99,7 @@ class Policy:
         advantage = d.token_advantages[i][t] if self.is_per_token else d.advantages[i]
         low, high = clip = self.clip or BASES[self.name][2]
         own = logprob - logprob.item()
-        total = 0.0 if self.is_on_policy else sum(f.logprobs[i][u - 1].item() - d.old[i][u] for u in places)
+        total = 0.0 if self.is_on_policy else sum(f.logprobs[i][u - 1].item() - d.old_logprobs[i][u] for u in places)
         if self.name == "cispo":
             return -min(max(math.exp(total), 1 - low), 1 + high) * advantage * logprob
         if self.name == "rloo":
@@ -112,7 +112,7 @@ class Policy:
         if self.importance is None:
             return 1.0
         places = d.trained(i) if self.importance.startswith("sequence") else [t]
-        target = [f.logprobs[i][u - 1].item() if self.is_on_policy else d.old[i][u] for u in places]
+        target = [f.logprobs[i][u - 1].item() if self.is_on_policy else d.old_logprobs[i][u] for u in places]
         ratio = math.exp(sum(target) - sum(d.behaviour[i][u] for u in places))
         if self.importance.endswith("truncate"):
             return min(ratio, BOUNDS[1])
@@ -141,18 +141,14 @@ def _policy_cases() -> dict[str, Case]:
         for shared in ("sum", "once") if is_of_tokens else ("sum",):
             one = functools.partial(Policy, name=name, shared=shared)
             found[f"{name} {shared}"] = one()
-            found[f"{name} {shared}, wide clip, advantages per token"] = one(clip=WIDE, is_per_token=True)
-            found[f"{name} {shared}, on policy"] = one(is_on_policy=True)
-            found[f"{name} {shared}, kl and entropy"] = one(kl=0.3, entropy=0.1, clip=WIDE)
-            found[f"{name} {shared}, token_mask and kl"] = one(importance="token_mask", kl=0.3, clip=WIDE)
-    for name in ("grpo", "gspo", "rloo"):
-        for mode in ("token_truncate", "sequence_truncate", "sequence_mask"):
-            found[f"{name}, {mode}"] = Policy(name=name, importance=mode, clip=WIDE)
-    for name in ("grpo", "rloo"):
-        for mode in ("token_truncate", "sequence_mask"):
-            found[f"{name} on policy, {mode}"] = Policy(name=name, importance=mode, is_on_policy=True)
+            found[f"{name} {shared}, on policy, per token"] = one(is_on_policy=True, is_per_token=True)
+            options = {"kl": 0.3, "entropy": 0.1, "importance": "token_mask"}
+            found[f"{name} {shared}, all options"] = one(clip=WIDE, is_per_token=True, **options)
+    for name, mode in (("grpo", "token_truncate"), ("gspo", "sequence_truncate"), ("grpo", "sequence_mask")):
+        found[f"{name}, {mode}"] = Policy(name=name, importance=mode, clip=WIDE)
+    found["rloo on policy, sequence_mask"] = Policy(name="rloo", importance="sequence_mask", is_on_policy=True)
     found["rloo once, on policy"] = Policy(name="rloo", shared="once", is_on_policy=True, is_per_token=True)
-    for estimator in ("k1", "k2", "k3"):
+    for estimator in ("k1", "k2"):
         found[f"grpo, {estimator}"] = Policy(name="grpo", kl=0.7, kl_estimator=estimator)
     for normalizer in ("token_mean", "sequence_mean", "tree_mean", "sum"):
         found[f"dr_grpo by {normalizer}"] = Policy(name="dr_grpo", normalizer=normalizer)
@@ -180,7 +176,7 @@ def _of_ratios(make: Callable[..., Objective], *, is_mean: bool) -> Case:
         return surrogate(torch.exp(total / len(d.trained(i)) if is_mean else total), d.advantages[i], WIDE)
 
     return Case(
-        make=lambda d: make(d.advantages, d.masks, d.old, WIDE),
+        make=lambda d: make(d.advantages, d.masks, d.old_logprobs, WIDE),
         loss=lambda d, f: over_sequences(d, lambda i: term(d, f, i)),
     )
 

@@ -68,4 +68,4 @@ def flat_loss(student: nn.Module, teacher: nn.Module, data: Data, setting: Setti
 
 def _probabilities(model: nn.Module, sequence: list[int], temperature: float | None) -> Tensor:
     logits: Tensor = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0, :-1]
-    return (logits / (temperature or 1.0)).softmax(-1)
+    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / (temperature or 1.0)).softmax(-1)

@@ -21,25 +21,16 @@ PerToken = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
+class Data(Batch):
     """An optimizer batch; lists follow forests, then sequences, and hold one value per token where they are nested."""
 
-    groups: Groups
-    masks: list[list[int]]
-    advantages: list[float]
     token_advantages: PerToken
-    old: PerToken
     behaviour: PerToken
     ref: PerToken
     ref_sums: list[float]
     returns: PerToken
     old_values: PerToken
     pairs: list[tuple[int, int]]
-
-    @property
-    def sequences(self) -> list[list[int]]:
-        """All sequences in order."""
-        return [sequence for group in self.groups for sequence in group]
 
     @property
     def mixed_ref(self) -> list[float | list[float]]:
@@ -49,19 +40,6 @@ class Data:
     def trained(self, branch: int) -> list[int]:
         """Places of the trained tokens of a branch."""
         return [t for t in range(1, len(self.sequences[branch])) if self.masks[branch][t]]
-
-    def shares(self, shared: str) -> list[list[float]]:
-        """What each token after the first counts for."""
-        return entry_shares(self._batch, shared)
-
-    @property
-    def _batch(self) -> Batch:
-        return Batch(groups=self.groups, masks=self.masks, advantages=self.advantages, old_logprobs=self.old)
-
-    @property
-    def trees(self) -> list[tuple[int, int]]:
-        """The tree of each branch: forest number and first token."""
-        return self._batch.trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +92,7 @@ def data_of(groups: Groups, model: nn.Module, seed: int = 0, noise: float = 0.3)
         masks=masks,
         advantages=torch.randn(len(sequences), generator=generator, dtype=torch.float64).tolist(),
         token_advantages=noisy(1.0),
-        old=noisy(noise, own),
+        old_logprobs=noisy(noise, own),
         behaviour=noisy(noise, own),
         ref=ref,
         ref_sums=[sum(v for v in row if not math.isnan(v)) - 0.5 for row in ref],
@@ -160,7 +138,7 @@ def over_tokens(data: Data, term: TokenLoss, *, normalizer: str, shared: str = "
         [term(i, t) if data.masks[i][t] else zero for t in range(1, len(sequence))]
         for i, sequence in enumerate(data.sequences)
     ]
-    shares = data.shares(shared)
+    shares = entry_shares(data, shared)
     if normalizer == "sequence_sum":
         return sum_of(s * x for row in zip(shares, terms, strict=True) for s, x in zip(*row, strict=True)) / len(terms)
     return normalize(terms, shares, data.trees, normalizer, divisor)
@@ -175,19 +153,6 @@ def sum_of(terms: Any) -> Tensor:
     return sum(terms, torch.zeros((), dtype=torch.float64))
 
 
-def constant(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def surrogate(ratio: Tensor, advantage: float, clip: tuple[float, float]) -> Tensor:
-    bounded = torch.clamp(ratio, 1 - clip[0], 1 + clip[1])
-    return -torch.min(ratio * advantage, bounded * advantage)
-
-
-def token_ratio(data: Data, flat: Flat, i: int, t: int) -> Tensor:
-    return torch.exp(flat.logprobs[i][t - 1] - constant(data.old[i][t]))
-
-
 def sequence_log_ratio(data: Data, flat: Flat, i: int) -> Tensor:
     """Sum over trained tokens."""
-    return sum_of(flat.logprobs[i][t - 1] - data.old[i][t] for t in data.trained(i))
+    return sum_of(flat.logprobs[i][t - 1] - data.old_logprobs[i][t] for t in data.trained(i))

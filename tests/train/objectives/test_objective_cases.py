@@ -10,7 +10,7 @@ from torch import nn
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build_float64, flat_logprobs, take_gradients
 from tests.train.objectives.cases import CASES, Case
-from tests.train.objectives.flat_objectives import Data, data_of, datas, run_flat
+from tests.train.objectives.flat_objectives import Data, data_of, datas, grown, run_flat
 from treering.train.gradient.backward import BackwardResult, backward
 from treering.train.objectives import dpo
 from treering.tree.forest import Forest
@@ -58,10 +58,10 @@ def test_it_does_so_in_micro_batches(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_does_so_in_partitions(name: str) -> None:
-    result = assert_case_is_exact(CASES[name], data_of(SHAPED, MODEL, seed=8), max_tokens=12)
+    data = data_of([grown(2), SHAPES["prefixes of each other"], [[3]]], MODEL, seed=8)
+    result = assert_case_is_exact(CASES[name], data, max_tokens=4)
     assert result.plan.partitioned
-    is_of_sequences = CASES[name].make(data_of(SHAPED, MODEL, seed=8)).scope != "entry"
-    assert (result.num_scoring_tokens > 0) == is_of_sequences
+    assert (result.num_scoring_tokens > 0) == (CASES[name].make(data).scope != "entry")
 
 
 @pytest.mark.parametrize("max_tokens", [None, 9, 4])

@@ -1,7 +1,8 @@
-"""Objectives by hand: worked numbers and errors."""
+"""Objectives by hand: worked numbers, defaults, ratios, options, and values that do not fit."""
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,45 +11,40 @@ import torch
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.errors import InputError
 from treering.train.gradient.backward import backward
-from treering.train.objectives import Objective, clipped_surrogate, grpo, sft
+from treering.train.objectives import Entries, Objective, cispo, dapo, dr_grpo, grpo, gspo, ppo, rloo, sft
+from treering.train.objectives.importance import Importance
+from treering.train.objectives.policy import surrogate_of_ratio
+from treering.train.objectives.regularizers import estimate_kl
 from treering.tree.forest import Forest
 
 MODEL = build_float64()
 FOREST = Forest.from_sequences([[5, 6, 7], [5, 6, 8], [5]])
+MASKS = [[0, 1, 1], [0, 0, 1], [0]]
+OLD = [[0.0, -2.0, -3.5], [0.0, math.nan, -2.5], [0.0]]
+REF = [[math.nan, -3.0, -3.2], [0.0, math.nan, -6.0], [math.nan]]
+ADVANTAGES = [2.0, -1.0, 1.0]
 
 
-def surrogate(logprob: float, old: float, advantage: float, clip: tuple[float, float]) -> float:
-    one = [torch.tensor([x], dtype=torch.float64) for x in (logprob, old, advantage)]
-    return float(clipped_surrogate(*one, clip=clip).loss)
-
-
-@pytest.mark.parametrize(
-    ("logprob", "old", "advantage", "clip", "expected"),
-    [
-        (-1.0, -1.5, 2.0, (0.2, 0.2), -2.4),
-        (-1.0, -1.5, 2.0, (0.2, 0.28), -2.56),
-        (-1.0, -1.5, -2.0, (0.2, 0.2), 2.0 * math.exp(0.5)),
-        (-1.5, -1.0, 2.0, (0.2, 0.2), -2.0 * math.exp(-0.5)),
-        (-1.5, -1.0, -2.0, (0.2, 0.2), 1.6),
-        (-1.0, -1.0, 3.0, (0.2, 0.2), -3.0),
-    ],
-)
-def test_the_clipped_surrogate_by_hand(
-    logprob: float, old: float, advantage: float, clip: tuple[float, float], expected: float
-) -> None:
-    assert surrogate(logprob, old, advantage, clip) == pytest.approx(expected)
+def test_the_clipped_surrogate_by_hand() -> None:
+    log_ratio, advantages = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.0]), torch.tensor([2.0, -2.0, 2.0, -2.0, 3.0])
+    expected = [-2.56, 2.0 * math.exp(0.5), -2.0 * math.exp(-0.5), 1.6, -3.0]
+    assert surrogate_of_ratio(log_ratio, advantages, clip=(0.2, 0.28)).loss.tolist() == pytest.approx(expected)
 
 
 def test_clip_metrics_count_entries_whose_gradient_is_cut() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.5, -1.5], requires_grad=True)
     old = torch.tensor([-1.5, -1.5, -1.0, -1.0])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    terms = clipped_surrogate(logprobs, old, advantages, clip=(0.2, 0.2))
+    terms = surrogate_of_ratio(logprobs - old, advantages, clip=(0.2, 0.2))
     (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
     cut = (terms.metrics["clip_low"] + terms.metrics["clip_high"]).bool()
     assert torch.equal(cut, gradient == 0)
     assert terms.metrics["clip_high"].tolist() == [1, 0, 0, 0]
     assert terms.metrics["clip_low"].tolist() == [0, 0, 0, 1]
+    # An estimate of KL(old, new): r - 1 - log r.
+    up, down = math.exp(0.5), math.exp(-0.5)
+    assert terms.metrics["ratio"].tolist() == pytest.approx([up, up, down, down])
+    assert terms.metrics["approx_kl"].tolist() == pytest.approx([up - 1.5, up - 1.5, down - 0.5, down - 0.5])
 
 
 def test_per_branch_values_may_be_lists_arrays_or_tensors() -> None:
@@ -63,30 +59,6 @@ def test_per_branch_values_may_be_lists_arrays_or_tensors() -> None:
     MODEL.zero_grad(set_to_none=True)
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-12)
     assert losses[0] != 0
-
-
-def test_the_first_entry_of_a_sequence_is_ignored() -> None:
-    old = [[math.nan, -1.0, -1.0], [math.inf, -1.0, -1.0], [math.nan]]
-    loss = backward(MODEL, FOREST, grpo([1, 1, 1], [[1, 1, 1], [0, 1, 1], [1]], old)).loss
-    same = backward(MODEL, FOREST, grpo([1, 1, 1], [[0, 1, 1], [1, 1, 1], [0]], [[0, -1, -1], [7, -1, -1], [0]])).loss
-    MODEL.zero_grad(set_to_none=True)
-    assert loss == same
-
-
-def test_untrained_values_may_be_anything() -> None:
-    masks = [[0, 0, 1], [0, 1, 0], [0]]
-    loss = backward(MODEL, FOREST, grpo([1, 1, 1], masks, [[0, math.nan, -2], [0, -2, math.inf], [math.nan]])).loss
-    same = backward(MODEL, FOREST, grpo([1, 1, 1], masks, [[0, -1, -2], [0, -2, -9], [0]])).loss
-    MODEL.zero_grad(set_to_none=True)
-    assert loss == same
-
-
-def test_approx_kl_estimates_the_divergence_from_the_old_policy() -> None:
-    logprobs, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
-    terms = clipped_surrogate(logprobs, old, torch.ones(2), clip=(0.2, 0.2))
-    expected = [math.exp(0.5) - 1 - 0.5, math.exp(-1.0) - 1 + 1.0]
-    assert terms.metrics["approx_kl"].tolist() == pytest.approx(expected)
-    assert terms.metrics["ratio"].tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0)])
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -124,14 +96,155 @@ def test_values_that_do_not_fit_the_branches_are_refused(objective: Callable[[],
         backward(MODEL, FOREST, objective())
 
 
-MASKS = [[0, 1, 1], [0, 0, 1], [0]]
-OLD = [[0.0, -2.0, -3.5], [0.0, math.nan, -2.5], [0.0]]
-ADVANTAGES = [2.0, -1.0, 1.0]
+def entries_of(
+    logprobs: list[float],
+    branch: list[int],
+    *,
+    num_branches: int,
+    advantages: list[float],
+    old: list[float] | None = None,
+) -> Entries:
+    values = {"advantages": advantages} if old is None else {"advantages": advantages, "old_logprobs": old}
+    return Entries(
+        logprobs=torch.tensor(logprobs, dtype=torch.float64),
+        values={name: torch.tensor(items, dtype=torch.float64) for name, items in values.items()},
+        branch=torch.tensor(branch),
+        num_branches=num_branches,
+    )
 
 
-def test_sampling_from_the_trained_distribution_is_no_correction() -> None:
-    plain = backward(MODEL, FOREST, grpo(ADVANTAGES, MASKS, OLD))
+def loss_of(objective: Objective, logprobs: list[float], **more: Any) -> list[float]:
+    return objective.terms(entries_of(logprobs, **more)).loss.tolist()
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    makers = (grpo, dapo, dr_grpo, gspo, cispo, rloo, ppo)
+    objectives = [make([1.0], [[1]]) for make in makers]
+    assert [objective.name for objective in objectives] == [make.__name__ for make in makers]
+    assert [objective.weighting.normalizer for objective in objectives] == [
+        "sequence_mean",
+        "token_mean",
+        "sequence_sum",
+        "sequence_mean",
+        "token_mean",
+        "sequence_sum",
+        "token_mean",
+    ]
+    assert all(objective.weighting.shared == "sum" for objective in [sft(), *objectives])
+
+
+def test_terms_see_whole_sequences_only_where_they_must() -> None:
+    old = [[0.0, -1.0]]
+    for make in (grpo, dapo, dr_grpo, cispo, ppo):
+        assert make([1.0], [[0, 1]], old).scope == "entry"
+    for make in (gspo, rloo):
+        assert (make([1.0], [[0, 1]]).scope, make([1.0], [[0, 1]], old).scope) == ("entry", "branch")
+    for mode, scope in (("token_mask", "entry"), ("sequence_mask", "branch"), ("sequence_truncate", "branch")):
+        assert grpo([1], [[0, 1]], old, behaviour_logprobs=old, max_importance=2.0, importance=mode).scope == scope  # type: ignore[arg-type]
+
+
+def test_a_ratio_of_a_sequence_has_its_value_at_every_token() -> None:
+    entries = entries_of(
+        [-1.0, -2.0, -3.0], [0, 0, 2], num_branches=3, advantages=[2.0, 2.0, -1.0], old=[-1.0, -2.2, -2.5]
+    )
+    (mean, summed) = (
+        make([0] * 3, [[1]] * 3, [[0]] * 3).terms(entries).metrics["ratio"].tolist() for make in (gspo, rloo)
+    )
+    assert mean == pytest.approx([math.exp(0.1), math.exp(0.1), math.exp(-0.5)])
+    assert summed == pytest.approx([math.exp(0.2), math.exp(0.2), math.exp(-0.5)])
+
+
+def test_the_worked_examples_of_the_docstrings() -> None:
+    one = {"branch": [0], "num_branches": 1}
+    assert loss_of(cispo([2], [[1]], [[0]]), [-1.0], advantages=[2], old=[-3.0], **one) == pytest.approx([10.0])
+    pair = {"branch": [0, 0], "num_branches": 1, "advantages": [2, 2]}
+    assert loss_of(gspo([2], [[1]], [[0]]), [-1.0, -1.0], old=[-1.0, -1.2], **pair) == pytest.approx([-2.0008] * 2)
+    assert sum(loss_of(rloo([2], [[1]]), [-1.0, -2.0], **pair)) == pytest.approx(6.0)
+    unclipped = rloo([2], [[1]], [[0]])
+    assert sum(loss_of(unclipped, [-1.0, -2.0], old=[-1.1, -2.0], **pair)) == pytest.approx(-2.2103, abs=1e-4)
+
+
+def test_cispo_s_metrics_count_the_weights_that_it_bounds() -> None:
+    entries = entries_of([-1.0] * 3, [0] * 3, num_branches=1, advantages=[1.0, -1.0, 1.0], old=[-3.0, -1.0, -0.1])
+    terms = cispo([1.0], [[1]], [[0]], (0.2, 0.2)).terms(entries)
+    assert terms.metrics["clip_high"].tolist() == [1, 0, 0]
+    assert terms.metrics["clip_low"].tolist() == [0, 0, 1]
+    assert terms.metrics["ratio"].tolist() == pytest.approx([math.exp(2), 1, math.exp(-0.9)])
+
+
+@pytest.mark.parametrize("make", [gspo, rloo, cispo])
+def test_extreme_ratios_of_sequences_leave_gradients_finite(make: Callable[..., Objective]) -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    values = {"advantages": torch.tensor([1.0, 0.0, -1.0]), "old_logprobs": torch.tensor([-1e30, -300.0, -200.0])}
+    entries = Entries(logprobs=logprobs, values=values, branch=torch.tensor([0, 1, 2]), num_branches=3)
+    loss = make([0] * 3, [[1]] * 3, [[0]] * 3).terms(entries).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert bool(loss.isfinite().all())
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("make", [grpo, gspo])
+def test_options_that_are_none_change_nothing(make: Callable[..., Objective]) -> None:
+    names = ("behaviour_logprobs", "max_importance", "importance", "ref_logprobs", "kl_coefficient", "kl_estimator")
+    plain = backward(MODEL, FOREST, make(ADVANTAGES, MASKS, OLD))
     expected = take_gradients(MODEL)
-    same = backward(MODEL, FOREST, grpo(ADVANTAGES, MASKS, OLD, behaviour_logprobs=OLD, max_importance=2.0))
-    assert (same.loss, same.metrics["importance"]) == (plain.loss, 1.0)
+    same = backward(MODEL, FOREST, make(ADVANTAGES, MASKS, OLD, **dict.fromkeys(names), entropy_coefficient=None))
+    assert (same.loss, same.averages) == (plain.loss, plain.averages)
     assert_gradients_equal(take_gradients(MODEL), expected, 0.0)
+
+
+@pytest.mark.parametrize("make", [grpo, gspo])
+def test_coefficients_of_zero_measure_and_change_nothing(make: Callable[..., Objective]) -> None:
+    plain = backward(MODEL, FOREST, make(ADVANTAGES, MASKS, OLD))
+    expected = take_gradients(MODEL)
+    measured = backward(
+        MODEL, FOREST, make(ADVANTAGES, MASKS, OLD, entropy_coefficient=0.0, ref_logprobs=REF, kl_coefficient=0.0)
+    )
+    assert measured.loss == pytest.approx(plain.loss, rel=1e-14)
+    assert measured.averages.keys() - plain.averages.keys() == {"entropy", "kl"}
+    assert 0 < measured.averages["entropy"] < math.log(32)
+    assert measured.averages["kl"] > 0
+    assert_gradients_equal(take_gradients(MODEL), expected, 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("target", "behaviour", "cap", "expected"),
+    [
+        (-1.0, -3.0, 2.0, 2.0),
+        (-1.0, -1e30, 3.0, 3.0),
+        (-1e30, -1.0, 3.0, math.exp(-20.0)),
+    ],
+)
+def test_a_ratio_above_the_cap_becomes_the_cap_and_is_a_constant(
+    target: float, behaviour: float, cap: float, expected: float
+) -> None:
+    log_probs = [torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (target, behaviour)]
+    weights = Importance(max_importance=cap).weights(*log_probs, branch=torch.tensor([0]), num_branches=1)
+    assert not weights.requires_grad
+    assert weights.tolist() == pytest.approx([expected], rel=1e-12)
+
+
+def test_an_extreme_reference_leaves_the_estimate_finite() -> None:
+    logprobs = torch.tensor([-1e4, -1.0], requires_grad=True)
+    kl = estimate_kl(logprobs, torch.tensor([-1.0, -1e4]), estimator="k3")
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert bool(kl.isfinite().all() and gradient.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("old_logprobs", lambda numbers, masks: grpo([1.0, 1.0], masks, numbers)),
+        ("ref_logprobs", lambda numbers, masks: gspo([1.0, 1.0], masks, ref_logprobs=numbers, kl_coefficient=1.0)),
+        (
+            "behaviour_logprobs",
+            lambda numbers, masks: cispo([1.0, 1.0], masks, behaviour_logprobs=numbers, max_importance=2.0),
+        ),
+    ],
+)
+def test_one_log_probability_for_a_whole_sequence_is_refused(name: str, make: Callable[..., Objective]) -> None:
+    objective = make([-6.0, -6.0], [[0, 1, 1], [0, 1, 1]])
+    with pytest.raises(
+        InputError, match=rf"{name}\[0\] needs a list with one number per token \(3\), got the number -6.0"
+    ):
+        objective.flat_values(np.array([3, 3]), trained=np.ones(6, bool))

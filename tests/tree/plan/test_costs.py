@@ -25,22 +25,14 @@ def test_a_forest_costs_its_tokens_pairs_and_segments() -> None:
     assert costs.of(Forest.from_sequences([])) == 0.0
 
 
-def test_json_brings_the_same_numbers_back() -> None:
-    assert CostModel.from_json(COSTS.to_json()) == COSTS
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "",
-        "{",
         "[1, 2, 3]",
-        '"token_s"',
-        "{}",
         '{"token_s": 1.0, "pair_s": 1.0}',
         '{"token_s": 1.0, "pair_s": 1.0, "segment_s": -1.0}',
         '{"token_s": 1.0, "pair_s": "fast", "segment_s": 1.0}',
-        '{"token_s": Infinity, "pair_s": 1.0, "segment_s": 1.0}',
         '{"token_s": NaN, "pair_s": 1.0, "segment_s": 1.0}',
         '{"token_s": 1.0, "pair_s": 1.0, "segment_s": 1.0, "bias_s": 1.0}',
     ],
@@ -56,9 +48,9 @@ def test_costs_are_finite_and_not_negative() -> None:
     with pytest.raises(ConfigError, match="three zeros"):
         CostModel(token_s=0.0, pair_s=0.0, segment_s=0.0)
     assert json.loads(COSTS.to_json()) == {"token_s": 1e-3, "pair_s": 1.7e-7, "segment_s": 0.1}
+    assert CostModel.from_json(COSTS.to_json()) == COSTS
 
 
-BY_TOKEN = CostModel(token_s=1.0, pair_s=0.0, segment_s=0.0)
 BY_SEGMENT = CostModel(token_s=0.001, pair_s=0.0, segment_s=1.0)
 
 
@@ -86,21 +78,6 @@ def test_a_tie_is_shared() -> None:
     # 4 x 1 + 9 x 0 + 3 x 2 = 10 as a tree, 6 x 1 + 2 x 2 = 10 as chains.
     costs = CostModel(token_s=1.0, pair_s=0.0, segment_s=2.0)
     assert plan_batch([Forest.from_sequences([[5, 6, 7], [5, 6, 8]])], costs=costs).unshared == ()
-
-
-@given(st.lists(sequence_sets(), max_size=3), st.integers(1, 20), st.sampled_from([BY_TOKEN, BY_SEGMENT]))
-def test_a_gated_plan_holds_every_branch_once(sets: list[list[list[int]]], budget: int, costs: CostModel) -> None:
-    plan = plan_batch([Forest.from_sequences(sequences) for sequences in sets], budget, costs=costs)
-    flat = [sequence for sequences in sets for sequence in sequences]
-    seen = {}
-    for part in (*plan.micro_batches, *plan.partitioned):
-        for branch, tokens in zip(part.branches.tolist(), branches_of(part.forest), strict=True):
-            assert branch not in seen
-            seen[branch] = tokens
-    assert [seen[i] for i in range(len(flat))] == flat
-    assert all(batch.forest.num_tokens <= budget for batch in plan.micro_batches)
-    if costs is BY_TOKEN:
-        assert plan.unshared == ()
 
 
 @given(st.lists(sequence_sets(), max_size=3), st.floats(0, 1), st.floats(0, 1))

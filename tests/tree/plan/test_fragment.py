@@ -3,11 +3,10 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.forests import SHAPES, sequence_sets
+from tests.forests import sequence_sets
 from treering.tree.forest import Forest
 from treering.tree.plan.fragment import sight_of, take_fragment
 
@@ -63,12 +62,3 @@ def test_sight_is_descent(sequences: list[list[int]], seed: int) -> None:
     for at, key in enumerate(keys):
         seen = [i for i, query in enumerate(queries) if int(key) in ancestors_of(tree, int(query))]
         assert list(range(int(sight.first[at]), int(sight.stop[at]))) == seen
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_fragment_of_all_tokens_is_the_tree(shape: str) -> None:
-    tree = Forest.from_sequences(SHAPES[shape])
-    fragment = take_fragment(tree, np.arange(tree.num_tokens, dtype=np.int32))
-    for name in ("tokens", "parent", "position", "subtree_end"):
-        assert getattr(fragment, name).tolist() == getattr(tree, name).tolist()
-    assert set(fragment.segment_start.tolist()) <= set(tree.segment_start.tolist())

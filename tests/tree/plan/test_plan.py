@@ -1,4 +1,4 @@
-"""Packing keeps every branch and the budget, and takes the fewest micro-batches for a few trees."""
+"""Packing keeps every branch and the budget, by first fit."""
 
 from typing import Any
 
@@ -10,14 +10,23 @@ from hypothesis import strategies as st
 from tests.forests import sequence_sets
 from treering.errors import InputError
 from treering.tree.forest import Forest
+from treering.tree.plan.costs import CostModel
 from treering.tree.plan.plan import Plan, plan_batch
 
+BY_TOKEN, BY_SEGMENT = (CostModel(token_s=each, pair_s=0.0, segment_s=1 - each) for each in (1.0, 0.01))
 
-@given(st.lists(sequence_sets(min_sequences=0), max_size=4), st.integers(0, 40))
-def test_a_plan_holds_every_branch_once_within_the_budget(sets: list[list[list[int]]], spare: int) -> None:
+
+@given(
+    st.lists(sequence_sets(min_sequences=0), max_size=4),
+    st.integers(0, 40),
+    st.sampled_from([None, BY_TOKEN, BY_SEGMENT]),
+)
+def test_a_plan_holds_every_branch_once_within_the_budget(
+    sets: list[list[list[int]]], spare: int, costs: CostModel | None
+) -> None:
     forests = [Forest.from_sequences(sequences) for sequences in sets]
     largest = max((tree.num_tokens for forest in forests for tree in forest.trees()), default=1)
-    plan = plan_batch(forests, largest + spare)
+    plan = plan_batch(forests, largest + spare, costs=costs)
     flat = [sequence for sequences in sets for sequence in sequences]
     seen = {}
     for batch in plan.micro_batches:
@@ -26,7 +35,9 @@ def test_a_plan_holds_every_branch_once_within_the_budget(sets: list[list[list[i
             assert branch not in seen
             seen[branch] = batch.forest.tokens[batch.forest.path(local)].tolist()
     assert [seen[i] for i in range(len(flat))] == flat
-    assert plan.num_tokens == sum(forest.num_tokens for forest in forests)
+    if costs is not BY_SEGMENT:
+        assert plan.unshared == ()
+        assert plan.num_tokens == sum(forest.num_tokens for forest in forests)
     assert plan.num_branch_tokens == sum(map(len, flat))
 
 
@@ -53,8 +64,8 @@ def sizes_by_bin(sizes: list[int], plan: Plan) -> list[list[int]]:
     return [sorted(sizes[i] for i in batch.branches.tolist()) for batch in plan.micro_batches]
 
 
-@given(st.lists(st.integers(1, 9), min_size=13, max_size=30), st.integers(9, 20))
-def test_many_trees_are_packed_by_first_fit_by_falling_size(sizes: list[int], capacity: int) -> None:
+@given(st.lists(st.integers(1, 9), max_size=30), st.integers(9, 20))
+def test_trees_are_packed_by_first_fit_by_falling_size(sizes: list[int], capacity: int) -> None:
     bins: list[list[int]] = []
     for tree in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         fitting = [members for members in bins if sum(sizes[i] for i in members) + sizes[tree] <= capacity]
@@ -64,33 +75,6 @@ def test_many_trees_are_packed_by_first_fit_by_falling_size(sizes: list[int], ca
             bins.append([tree])
     plan = plan_batch([Forest.from_sequences([[1] * size]) for size in sizes], capacity)
     assert [batch.branches.tolist() for batch in plan.micro_batches] == sorted(sorted(members) for members in bins)
-
-
-def fewest_bins(sizes: list[int], capacity: int) -> int:
-    """Fewest bins by trying each size in every open bin and in a new one."""
-    best = len(sizes)
-
-    def put(at: int, rooms: list[int]) -> None:
-        nonlocal best
-        if len(rooms) >= best and at < len(sizes):
-            return
-        if at == len(sizes):
-            best = min(best, len(rooms))
-            return
-        for i, room in enumerate(rooms):
-            if room >= sizes[at]:
-                put(at + 1, [*rooms[:i], room - sizes[at], *rooms[i + 1 :]])
-        put(at + 1, [*rooms, capacity - sizes[at]])
-
-    put(0, [])
-    return best
-
-
-@given(st.lists(st.integers(1, 9), max_size=8), st.integers(9, 20))
-def test_few_trees_take_the_fewest_micro_batches_there_can_be(sizes: list[int], capacity: int) -> None:
-    plan = plan_batch([Forest.from_sequences([[1] * size]) for size in sizes], capacity)
-    assert len(plan.micro_batches) == fewest_bins(sizes, capacity)
-    assert all(sum(members) <= capacity for members in sizes_by_bin(sizes, plan))
 
 
 def test_no_budget_means_one_micro_batch_and_nothing_means_none() -> None:
@@ -116,7 +100,6 @@ def test_a_tree_over_the_budget_is_partitioned_and_the_others_are_not() -> None:
     ("options", "message"),
     [
         ({"max_tokens": 0}, "at least 1, or None, got 0"),
-        ({"min_micro_batches": -1}, "min_micro_batches must be an integer of at least 0, got -1"),
         ({"costs": 0.5}, r"costs must be a CostModel, such as train.fit_costs gives, or None, got 0\.5"),
         ({"max_tokens": 8, "cut_tokens": 0}, "cut_tokens must be an integer of at least 1"),
         ({"max_tokens": 8, "fill_tokens": 0}, "fill_tokens must be an integer of at least 1"),
@@ -125,23 +108,6 @@ def test_a_tree_over_the_budget_is_partitioned_and_the_others_are_not() -> None:
 def test_options_of_no_plan_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_batch([Forest.from_sequences([[1]])], **options)
-
-
-def test_micro_batches_of_several_trees_are_split_before_empty_ones_are_added() -> None:
-    sizes = [5, 4, 3, 3]
-    forests = [Forest.from_sequences([[1] * size]) for size in sizes]
-    assert sizes_by_bin(sizes, plan_batch(forests, 8, min_micro_batches=2)) == [[3, 5], [3, 4]]
-    assert sizes_by_bin(sizes, plan_batch(forests, 8, min_micro_batches=3)) == [[5], [3, 4], [3]]
-    padded = plan_batch(forests, 8, min_micro_batches=6)
-    assert sizes_by_bin(sizes, padded) == [[5], [4], [3], [3], [], []]
-    assert padded.num_micro_batches == 6
-    assert (padded.num_tokens, padded.num_branches) == (15, 4)
-
-
-def test_partitions_count_as_micro_batches_where_some_are_wanted() -> None:
-    forests = [Forest.from_sequences([[1] * 10]), Forest.from_sequences([[1, 1]])]
-    assert [batch.forest.num_tokens for batch in plan_batch(forests, 4, min_micro_batches=5).micro_batches] == [2, 0]
-    assert len(plan_batch(forests, 4, min_micro_batches=4).micro_batches) == 1
 
 
 def test_trees_are_put_together_up_to_a_fill_and_larger_ones_stand_alone() -> None:

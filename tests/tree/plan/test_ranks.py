@@ -1,4 +1,4 @@
-"""Data-parallel shares: every forest once, balanced by cost, equally many forward passes."""
+"""Data-parallel shares: every forest once, balanced by cost."""
 
 import itertools
 
@@ -10,7 +10,6 @@ from tests.forests import sequence_sets
 from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
-from treering.tree.plan.plan import plan_batch
 from treering.tree.plan.ranks import share_among_ranks
 
 COSTS = CostModel(token_s=1.0, pair_s=0.5, segment_s=3.0)
@@ -20,21 +19,12 @@ def chains(*lengths: int) -> list[Forest]:
     return [Forest.from_sequences([[1] * length]) for length in lengths]
 
 
-@given(st.lists(sequence_sets(), max_size=6), st.integers(1, 4), st.integers(3, 30), st.sampled_from([None, COSTS]))
-def test_every_rank_runs_equally_many_passes_over_its_own_forests(
-    sets: list[list[list[int]]], num_ranks: int, budget: int, costs: CostModel | None
-) -> None:
+@given(st.lists(sequence_sets(), max_size=6), st.integers(1, 4), st.sampled_from([None, COSTS]))
+def test_every_forest_is_of_one_rank(sets: list[list[list[int]]], num_ranks: int, costs: CostModel | None) -> None:
     forests = [Forest.from_sequences(sequences) for sequences in sets]
-    shares = share_among_ranks(forests, num_ranks, budget, costs)
+    shares = share_among_ranks(forests, num_ranks, costs)
     assert len(shares) == num_ranks
     assert sorted(number for share in shares for number in share.forests.tolist()) == list(range(len(forests)))
-    plans = [
-        plan_batch([forests[i] for i in s.forests], budget, costs=costs, min_micro_batches=s.num_micro_batches)
-        for s in shares
-    ]
-    assert len({plan.num_micro_batches for plan in plans}) == 1
-    unpadded = [plan_batch([forests[i] for i in s.forests], budget, costs=costs) for s in shares]
-    assert plans[0].num_micro_batches == max(plan.num_micro_batches for plan in unpadded)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
@@ -63,11 +53,6 @@ def test_costs_decide_and_not_tokens() -> None:
     lossy = CostModel(token_s=0.0, pair_s=0.0, segment_s=1.0)
     [share] = share_among_ranks([Forest.from_sequences([[5, 6, 7], [5, 6, 8]])], 1, costs=lossy)
     assert share.cost == 2.0
-
-
-def test_more_ranks_than_forests_leave_ranks_that_only_keep_step() -> None:
-    shares = share_among_ranks(chains(9), 3, max_tokens=3)
-    assert [(share.forests.tolist(), share.num_micro_batches) for share in shares] == [([0], 3), ([], 3), ([], 3)]
 
 
 def test_no_rank_is_refused() -> None:

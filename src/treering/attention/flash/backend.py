@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from treering.attention.flash.ops import flash_forward
-from treering.attention.flash.tables import FlatTables
+from treering.attention.flash.tables import FlashTables
 from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
 from treering.attention.joined import join_differentiably
@@ -56,7 +56,7 @@ def attend_by_tables(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    tables: FlatTables,
+    tables: FlashTables,
     *,
     scale: float,
     softcap: float | None,
@@ -79,11 +79,11 @@ def prepare_flash(layout: TreeLayout, window: int | None, dtype: torch.dtype, he
         layout.prepared[window] = _tables(layout, window, dtype, head_size)
 
 
-def _tables(layout: TreeLayout, window: int | None, dtype: torch.dtype, head_size: int) -> FlatTables:
+def _tables(layout: TreeLayout, window: int | None, dtype: torch.dtype, head_size: int) -> FlashTables:
     device = layout.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     check_flash(capability, dtype, head_size)
-    return FlatTables.of(layout, window, blocks_of(HOPPER if capability is None else capability[0], head_size))
+    return FlashTables.of(layout, window, blocks_of(HOPPER if capability is None else capability[0], head_size))
 
 
 def blocks_of(generation: int, head_size: int) -> tuple[int, int]:

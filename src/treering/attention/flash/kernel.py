@@ -42,30 +42,19 @@ def run_forward(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
-    *,
     ranges: Sequence[Tensor],
-    lists: Sequence[Tensor],
-    block_size: tuple[int, int],
+    by_query: Sequence[Tensor],
+    by_key: Sequence[Tensor],
+    block_size: Sequence[int],
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [1, N, H, D] and log-sum-exp [1, H, N], in which a sink counts.
-
-    Args:
-        query: [1, N, H, D].
-        key: [1, K, G, D].
-        value: [1, K, G, D].
-        sinks: [H], None for none.
-        ranges: see `FlatTables`.
-        lists: blocks of keys of each block of queries.
-        block_size: rows and keys of a block.
-        scale: of the scores.
-        softcap: 0 for none.
-    """
+    """Output [1, N, H, D] and log-sum-exp [1, H, N], in which a sink counts; arguments as of `flash_forward`."""
     with torch.no_grad():
         out, lse, *_ = flash_attn_func(
             query, key, value, softmax_scale=scale, softcap=softcap, learnable_sink=sinks, mask_mod=_mask(ranges),
-            aux_tensors=list(ranges), block_sparse_tensors=_named(lists, block_size), pack_gqa=False, return_lse=True,
+            aux_tensors=list(ranges), block_sparse_tensors=_named(by_query, block_size), pack_gqa=False,
+            return_lse=True,
         )  # fmt: skip
     return out, lse
 
@@ -78,20 +67,17 @@ def run_backward(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None,
-    *,
     ranges: Sequence[Tensor],
-    lists: Sequence[Tensor],
-    block_size: tuple[int, int],
+    by_query: Sequence[Tensor],
+    by_key: Sequence[Tensor],
+    block_size: Sequence[int],
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, ...]:
-    """Gradients of queries, keys, values, and of sinks if there are any, in the layout and dtype of each.
-
-    Arguments are those of `run_forward` and what it returned; `lists` has the blocks of queries of each block of keys.
-    """
+    """Gradients of queries, keys, values, and of sinks if there are any, in the layout and dtype of each."""
     gradients: tuple[Tensor, ...] = _flash_attn_bwd(
         query, key, value, out, grad_out, lse, softmax_scale=scale, softcap=softcap, learnable_sink=sinks,
-        mask_mod=_mask(ranges), aux_tensors=list(ranges), block_sparse_tensors=_named(lists, block_size),
+        mask_mod=_mask(ranges), aux_tensors=list(ranges), block_sparse_tensors=_named(by_key, block_size),
     )  # fmt: skip
     return gradients
 
@@ -100,6 +86,6 @@ def _mask(ranges: Sequence[Tensor]) -> Any:
     return on_path if len(ranges) == 2 else on_path_within_window
 
 
-def _named(lists: Sequence[Tensor], block_size: tuple[int, int]) -> Any:
+def _named(lists: Sequence[Tensor], block_size: Sequence[int]) -> Any:
     # Without its name the size of a block is guessed from lengths, which fails on short ends.
-    return BlockSparseTensorsTorch(*lists, block_size=block_size)
+    return BlockSparseTensorsTorch(*lists, block_size=tuple(block_size))

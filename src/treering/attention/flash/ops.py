@@ -3,7 +3,6 @@
 N query rows   K keys   H query heads   G key heads   D head size
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,49 +11,17 @@ from torch import Tensor
 _OPTIONS = "Tensor[] ranges, Tensor[] by_query, Tensor[] by_key, int[] block_size, float scale, float softcap"
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    ranges: Sequence[Tensor],
-    by_query: Sequence[Tensor],
-    by_key: Sequence[Tensor],
-    block_size: Sequence[int],
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     from treering.attention.flash.kernel import run_forward
 
-    return run_forward(
-        query, key, value, sinks, ranges=ranges, lists=by_query, block_size=(block_size[0], block_size[1]),
-        scale=scale, softcap=softcap,
-    )  # fmt: skip
+    return run_forward(*inputs)
 
 
-def _backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    ranges: Sequence[Tensor],
-    by_query: Sequence[Tensor],
-    by_key: Sequence[Tensor],
-    block_size: Sequence[int],
-    scale: float,
-    softcap: float,
-) -> list[Tensor]:
+def _backward(*inputs: Any) -> list[Tensor]:
     from treering.attention.flash.kernel import run_backward
 
-    gradients = run_backward(
-        grad_out, query, key, value, out, lse, sinks, ranges=ranges, lists=by_key,
-        block_size=(block_size[0], block_size[1]), scale=scale, softcap=softcap,
-    )  # fmt: skip
     # Compiled code relies on the strides that the fake announces, and the package takes over those of the inputs.
-    return [gradient.contiguous() for gradient in gradients]
+    return [gradient.contiguous() for gradient in run_backward(*inputs)]
 
 
 flash_forward = torch.library.custom_op(
@@ -65,7 +32,7 @@ flash_forward = torch.library.custom_op(
 )
 """Output [1, N, H, D] and log-sum-exp [1, H, N] of queries [1, N, H, D], keys and values [1, K, G, D] and sinks [H].
 
-Differentiable in these four. `ranges`, the lists and the block size are those of `FlatTables`; a softcap of 0 is none.
+Differentiable in these four. `ranges`, the lists and the block size are those of `FlashTables`; a softcap of 0 is none.
 """
 
 flash_backward = torch.library.custom_op(
@@ -86,17 +53,9 @@ def _fake_forward(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 @flash_backward.register_fake
-def _fake_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    *options: Any,
-) -> list[Tensor]:
-    likes = [tensor for tensor in (query, key, value, sinks) if tensor is not None]
+def _fake_backward(grad_out: Tensor, *inputs: Any) -> list[Tensor]:
+    query, key, value, _, _, sinks, *_ = inputs
+    likes = [query, key, value] if sinks is None else [query, key, value, sinks]
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in likes]
 
 

@@ -11,6 +11,7 @@ between them.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,7 +67,9 @@ def build_schedule(sight: Sight, segment_start: Int32Array, window: int | None =
         if start in wholes and visibility is Visibility.CAUSAL:
             is_near = window is None or stop - start <= window
             visibility = Visibility.FULL if is_near else Visibility.MASKED
-        within.append(_own_call(start, stop, visibility, window))
+        # A causal or full block is shorter than the window, so it needs none.
+        own_window = window if visibility is Visibility.MASKED else None
+        within.append(Call.of(start, stop, np.arange(start, stop), visibility, own_window))
         for call in _later_calls(start, stop, subtree_end):
             across.extend([call] if window is None else narrowed(call, sight, sight.position, window))
     return CallSchedule(within=tuple(within), across=tuple(across))
@@ -83,18 +86,6 @@ def _apart(segment_start: Int32Array, sight: Sight) -> tuple[Int32Array, frozens
     is_inside = (before >= 0) & (segment_start > starts[before]) & (segment_start < stops[before])
     bounds = np.concatenate([segment_start[~is_inside].astype(np.int64), starts, stops[stops < sight.first.size]])
     return np.unique(bounds).astype(np.int32), frozenset(starts.tolist())
-
-
-def _own_call(start: int, stop: int, visibility: Visibility, window: int | None) -> Call:
-    """A block against itself. A causal or full block is shorter than the window, so it needs none."""
-    return Call(
-        query_start=start,
-        query_stop=stop,
-        key_start=start,
-        key_stop=stop,
-        visibility=visibility,
-        window=window if visibility is Visibility.MASKED else None,
-    )
 
 
 def _blocks(segment_start: Int32Array, subtree_end: Int64Array) -> list[tuple[int, int, Visibility]]:
@@ -126,8 +117,7 @@ def _later_calls(start: int, stop: int, subtree_end: Int64Array) -> list[Call]:
     """Calls in which tokens after a block see keys of the block."""
     ends = subtree_end[start:stop]
     if ends.min() == ends.max() > stop:
-        visibility = Visibility.FULL
-        return [Call(query_start=stop, query_stop=int(ends[0]), key_start=start, key_stop=stop, visibility=visibility)]
+        return [Call.of(stop, int(ends[0]), np.arange(start, stop), Visibility.FULL)]
     open_keys = start + np.flatnonzero(ends > stop)
     if open_keys.size == 0:
         return []
@@ -135,8 +125,7 @@ def _later_calls(start: int, stop: int, subtree_end: Int64Array) -> list[Call]:
     return [_step_call(step, open_keys) for step in steps]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StaircaseStep:
+class _Step(NamedTuple):
     """Rows [row_start, row_stop) see the first open keys: some rows `num_seen` of them, all `num_seen_by_all`."""
 
     row_start: int
@@ -145,40 +134,25 @@ class _StaircaseStep:
     num_seen_by_all: int
 
 
-def _staircase(first_row: int, ends: Int64Array) -> list[_StaircaseStep]:
-    """Rows that see the same number of open keys, merged while little is wasted; `ends` never increases."""
+def _staircase(row: int, ends: Int64Array) -> list[_Step]:
+    """Rows from `row` on by how many open keys they see, merged while little is wasted; `ends` never rises."""
     tread_ends = np.unique(ends)
     num_seen = np.searchsorted(-ends, -tread_ends, side="right").tolist()
-    steps: list[_StaircaseStep] = []
-    row = first_row
+    steps: list[_Step] = []
     wasted = 0
     for end, seen in zip(tread_ends.tolist(), num_seen, strict=True):
-        tread = _StaircaseStep(row_start=row, row_stop=end, num_seen=seen, num_seen_by_all=seen)
+        last = steps[-1] if steps else _Step(row, row, 0, 0)
+        wasted += (end - row) * (last.num_seen - seen)
+        num_entries = (end - last.row_start) * last.num_seen
+        if steps and wasted <= MAX_WASTED_PAIRS and num_entries <= MAX_STEP_ENTRIES:
+            steps[-1] = last._replace(row_stop=end, num_seen_by_all=seen)
+        else:
+            steps.append(_Step(row, end, seen, seen))
+            wasted = 0
         row = end
-        more = (tread.row_stop - tread.row_start) * (steps[-1].num_seen - seen) if steps else 0
-        if steps and wasted + more <= MAX_WASTED_PAIRS and _entries(steps[-1], end) <= MAX_STEP_ENTRIES:
-            wasted += more
-            steps[-1] = _StaircaseStep(
-                row_start=steps[-1].row_start, row_stop=end, num_seen=steps[-1].num_seen, num_seen_by_all=seen
-            )
-            continue
-        wasted = 0
-        steps.append(tread)
     return steps
 
 
-def _entries(step: _StaircaseStep, row_stop: int) -> int:
-    return (row_stop - step.row_start) * step.num_seen
-
-
-def _step_call(step: _StaircaseStep, open_keys: Int64Array) -> Call:
-    keys = open_keys[: step.num_seen]
-    contiguous = int(keys[-1] - keys[0]) == keys.size - 1
-    return Call(
-        query_start=step.row_start,
-        query_stop=step.row_stop,
-        key_start=int(keys[0]),
-        key_stop=int(keys[-1]) + 1,
-        visibility=Visibility.FULL if step.num_seen == step.num_seen_by_all else Visibility.MASKED,
-        keys=None if contiguous else keys,
-    )
+def _step_call(step: _Step, open_keys: Int64Array) -> Call:
+    visibility = Visibility.FULL if step.num_seen == step.num_seen_by_all else Visibility.MASKED
+    return Call.of(step.row_start, step.row_stop, open_keys[: step.num_seen], visibility)

@@ -36,6 +36,22 @@ class Call:
     keys: Int64Array | None = None
     window: int | None = None
 
+    @classmethod
+    def of(
+        cls, query_start: int, query_stop: int, keys: Int64Array, visibility: Visibility, window: int | None = None
+    ) -> "Call":
+        """A call of some keys, ascending packed indices, which become a range if they are one."""
+        is_range = int(keys[-1] - keys[0]) == keys.size - 1
+        return cls(
+            query_start=query_start,
+            query_stop=query_stop,
+            key_start=int(keys[0]),
+            key_stop=int(keys[-1]) + 1,
+            visibility=visibility,
+            keys=None if is_range else keys,
+            window=window,
+        )
+
     def key_indices(self) -> Int64Array:
         """Packed indices of the keys: int64 [num_keys]."""
         return self.keys if self.keys is not None else np.arange(self.key_start, self.key_stop)

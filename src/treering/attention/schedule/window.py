@@ -59,12 +59,9 @@ def narrowed(call: Call, sight: Sight, position: Int64Array, window: int) -> Ite
     for start, stop in _runs(seen.num_keys > 0):
         for begin, end, full in _pieces(sees_all[start:stop], start):
             low, high = (0, keys.size) if full else (int(seen.low[begin:end].min()), int(seen.high[begin:end].max()))
-            part = _part(call, call.query_start + begin, call.query_start + end, keys[low:high])
-            yield (
-                replace(part, visibility=Visibility.FULL)
-                if full
-                else replace(part, visibility=Visibility.MASKED, window=window)
-            )
+            rows = call.query_start + begin, call.query_start + end
+            visibility = Visibility.FULL if full else Visibility.MASKED
+            yield Call.of(*rows, keys[low:high], visibility, None if full else window)
 
 
 class _Seen(NamedTuple):
@@ -103,15 +100,3 @@ def _pieces(sees_all: BoolArray, offset: int) -> Iterator[tuple[int, int, bool]]
         if start < stop:
             yield offset + start, offset + stop, True
         at = stop
-
-
-def _part(call: Call, query_start: int, query_stop: int, keys: Int64Array) -> Call:
-    contiguous = int(keys[-1] - keys[0]) == keys.size - 1
-    return replace(
-        call,
-        query_start=query_start,
-        query_stop=query_stop,
-        key_start=int(keys[0]),
-        key_stop=int(keys[-1]) + 1,
-        keys=None if contiguous else keys,
-    )

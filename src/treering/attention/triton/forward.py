@@ -5,73 +5,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from treering.attention.triton.ops import capped, load_rows, rows_to_keys, store_rows
-
-
-@triton.jit
-@no_type_check
-def _visit(
-    out,
-    total,
-    peak,
-    query,
-    rows,
-    positions,
-    key_base,
-    value_base,
-    key_stride,
-    value_stride,
-    first_ptr,
-    stop_ptr,
-    limit_ptr,
-    visits_ptr,
-    start,
-    stop,
-    num_keys,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    FACTOR: tl.constexpr,
-    TANH: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The running softmax after some blocks of keys. Scores are in units of log 2 once multiplied by FACTOR."""
-    keys = tl.arange(0, KEY_TILE)
-    following = tl.load(visits_ptr + start)
-    for visit in tl.range(start, stop):
-        # The block number is read one visit ahead, so that key loads do not wait for it.
-        block = following
-        following = tl.load(visits_ptr + visit + 1)
-        begin = block * KEY_TILE
-        left = num_keys - begin
-        key = load_rows(key_base + begin.to(tl.int64) * key_stride, keys, key_stride, left, MASKED, HEAD_SIZE, PADDED)
-        scores = capped(tl.dot(query, tl.trans(key), input_precision="tf32x3", out_dtype=WIDE), TANH)
-        if MASKED:
-            in_range = keys < left
-            first = tl.load(first_ptr + begin + keys, mask=in_range, other=0)
-            last = tl.load(stop_ptr + begin + keys, mask=in_range, other=0)
-            limit = keys
-            if HAS_WINDOW:
-                limit = tl.load(limit_ptr + begin + keys, mask=in_range, other=0)
-            visible = rows_to_keys(
-                rows[:, None], positions[:, None], first[None, :], last[None, :], limit[None, :], HAS_WINDOW
-            )
-            scores = tl.where(visible, scores, float("-inf"))
-        highest = tl.maximum(peak, tl.max(scores, 1) * FACTOR)
-        # A row without a visible key so far has a peak of -inf, and -inf - -inf is NaN.
-        shift = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
-        weights = tl.exp2(scores * FACTOR - shift[:, None])
-        shrink = tl.exp2(peak - shift)
-        total = total * shrink + tl.sum(weights, 1)
-        value = load_rows(
-            value_base + begin.to(tl.int64) * value_stride, keys, value_stride, left, MASKED, HEAD_SIZE, PADDED
-        )
-        out = out * shrink[:, None]
-        out = tl.dot(weights.to(value.dtype), value, out, input_precision="tf32x3", out_dtype=WIDE)
-        peak = highest
-    return out, total, peak
+from treering.attention.triton.ops import capped, load_rows, rows_to_tile, store_rows
 
 
 @triton.jit
@@ -130,34 +64,35 @@ def forward_kernel(
     out = tl.zeros([QUERY_TILE, PADDED], WIDE)
     total = tl.zeros([QUERY_TILE], WIDE)
     peak = tl.full([QUERY_TILE], float("-inf"), WIDE)
+    keys = tl.arange(0, KEY_TILE)
     for MASKED in tl.static_range(2):
-        out, total, peak = _visit(
-            out,
-            total,
-            peak,
-            query,
-            rows,
-            positions,
-            key_base,
-            value_base,
-            key_stride,
-            value_stride,
-            first_ptr,
-            stop_ptr,
-            limit_ptr,
-            visits_ptr,
-            tl.load(item + 1 + 2 * MASKED),
-            tl.load(item + 2 + 2 * MASKED),
-            num_keys,
-            MASKED,
-            HAS_WINDOW,
-            FACTOR,
-            TANH,
-            HEAD_SIZE,
-            PADDED,
-            KEY_TILE,
-            WIDE,
-        )
+        start = tl.load(item + 1 + 2 * MASKED)
+        stop = tl.load(item + 2 + 2 * MASKED)
+        following = tl.load(visits_ptr + start)
+        for visit in tl.range(start, stop):
+            # The block number is read one visit ahead, so that key loads do not wait for it.
+            block = following
+            following = tl.load(visits_ptr + visit + 1)
+            at = block * KEY_TILE
+            far = at.to(tl.int64)
+            num_left = num_keys - at
+            key = load_rows(key_base + far * key_stride, keys, key_stride, num_left, MASKED, HEAD_SIZE, PADDED)
+            # In units of log 2 once multiplied by FACTOR.
+            scores = capped(tl.dot(query, tl.trans(key), input_precision="tf32x3", out_dtype=WIDE), TANH)
+            if MASKED:
+                ranges = first_ptr + at, stop_ptr + at, limit_ptr + at
+                visible = rows_to_tile(rows, positions, keys, num_left, *ranges, HAS_WINDOW)
+                scores = tl.where(visible, scores, float("-inf"))
+            highest = tl.maximum(peak, tl.max(scores, 1) * FACTOR)
+            # A row without a visible key so far has a peak of -inf, and -inf - -inf is NaN.
+            shift = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+            weights = tl.exp2(scores * FACTOR - shift[:, None])
+            shrink = tl.exp2(peak - shift)
+            total = total * shrink + tl.sum(weights, 1)
+            value = load_rows(value_base + far * value_stride, keys, value_stride, num_left, MASKED, HEAD_SIZE, PADDED)
+            out = out * shrink[:, None]
+            out = tl.dot(weights.to(value.dtype), value, out, input_precision="tf32x3", out_dtype=WIDE)
+            peak = highest
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
         highest = tl.maximum(peak, sink)

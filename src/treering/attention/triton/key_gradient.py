@@ -14,83 +14,6 @@ from treering.attention.triton.ops import capped, load_rows, rows_to_keys, store
 
 @triton.jit
 @no_type_check
-def _visit(
-    total_key,
-    total_value,
-    key,
-    value,
-    first,
-    last,
-    limit,
-    first_head,
-    query_ptr,
-    grad_ptr,
-    lse_ptr,
-    delta_ptr,
-    position_ptr,
-    query_head_stride,
-    query_stride,
-    grad_head_stride,
-    grad_stride,
-    visits_ptr,
-    start,
-    stop,
-    num_queries,
-    MASKED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    FACTOR: tl.constexpr,
-    TANH: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Both sums after some blocks of queries, in all heads of the group: one loop, so that its pipeline fills once."""
-    local = tl.arange(0, QUERY_TILE)
-    count = stop - start
-    following = tl.load(visits_ptr + start)
-    for step in tl.range(0, GROUPS * count):
-        head = first_head + step // count
-        block = following
-        following = tl.load(visits_ptr + start + (step + 1) % count)
-        begin = block * QUERY_TILE
-        left = num_queries - begin
-        rows = begin + local
-        far = begin.to(tl.int64)
-        query_base = query_ptr + head * query_head_stride + far * query_stride
-        query = load_rows(query_base, local, query_stride, left, MASKED, HEAD_SIZE, PADDED)
-        statistics = head * num_queries + rows
-        if MASKED:
-            lse = tl.load(lse_ptr + statistics, mask=local < left, other=0.0)
-            delta = tl.load(delta_ptr + statistics, mask=local < left, other=0.0)
-        else:
-            lse = tl.load(lse_ptr + statistics)
-            delta = tl.load(delta_ptr + statistics)
-        scores = capped(tl.dot(key, tl.trans(query), input_precision="tf32x3", out_dtype=WIDE), TANH)
-        exponents = scores * FACTOR - lse[None, :]
-        if MASKED:
-            positions = rows
-            if HAS_WINDOW:
-                positions = tl.load(position_ptr + rows, mask=local < left, other=0)
-            visible = rows_to_keys(
-                rows[None, :], positions[None, :], first[:, None], last[:, None], limit[:, None], HAS_WINDOW
-            )
-            exponents = tl.where(visible, exponents, float("-inf"))
-        weights = tl.exp2(exponents)
-        grad_base = grad_ptr + head * grad_head_stride + far * grad_stride
-        grad = load_rows(grad_base, local, grad_stride, left, MASKED, HEAD_SIZE, PADDED)
-        total_value = tl.dot(weights.to(grad.dtype), grad, total_value, input_precision="tf32x3", out_dtype=WIDE)
-        grad_weights = tl.dot(value, tl.trans(grad), input_precision="tf32x3", out_dtype=WIDE)
-        grad_scores = weights * (grad_weights - delta[None, :])
-        if TANH != 0.0:
-            grad_scores = grad_scores * (1.0 - scores * scores)
-        total_key = tl.dot(grad_scores.to(query.dtype), query, total_key, input_precision="tf32x3", out_dtype=WIDE)
-    return total_key, total_value
-
-
-@triton.jit
-@no_type_check
 def key_gradient_kernel(
     query_ptr,
     key_ptr,
@@ -147,39 +70,48 @@ def key_gradient_kernel(
     limit = tl.load(limit_ptr + begin + local, mask=local < left, other=0)
     total_key = tl.zeros([KEY_TILE, PADDED], WIDE)
     total_value = tl.zeros([KEY_TILE, PADDED], WIDE)
+    queries = tl.arange(0, QUERY_TILE)
     for MASKED in tl.static_range(2):
-        total_key, total_value = _visit(
-            total_key,
-            total_value,
-            key,
-            value,
-            first,
-            last,
-            limit,
-            key_head * GROUPS,
-            query_ptr,
-            grad_ptr,
-            lse_ptr,
-            delta_ptr,
-            position_ptr,
-            query_head_stride,
-            query_stride,
-            grad_head_stride,
-            grad_stride,
-            visits_ptr,
-            tl.load(item + 1 + 2 * MASKED),
-            tl.load(item + 2 + 2 * MASKED),
-            num_queries,
-            MASKED,
-            GROUPS,
-            HAS_WINDOW,
-            FACTOR,
-            TANH,
-            HEAD_SIZE,
-            PADDED,
-            QUERY_TILE,
-            WIDE,
-        )
+        start = tl.load(item + 1 + 2 * MASKED)
+        count = tl.load(item + 2 + 2 * MASKED) - start
+        following = tl.load(visits_ptr + start)
+        # All heads of the group in one loop, so that its pipeline fills once.
+        for step in tl.range(0, GROUPS * count):
+            head = key_head * GROUPS + step // count
+            block = following
+            following = tl.load(visits_ptr + start + (step + 1) % count)
+            at = block * QUERY_TILE
+            away = at.to(tl.int64)
+            num_left = num_queries - at
+            rows = at + queries
+            query_base = query_ptr + head * query_head_stride + away * query_stride
+            query = load_rows(query_base, queries, query_stride, num_left, MASKED, HEAD_SIZE, PADDED)
+            statistics = head * num_queries + rows
+            if MASKED:
+                lse = tl.load(lse_ptr + statistics, mask=queries < num_left, other=0.0)
+                delta = tl.load(delta_ptr + statistics, mask=queries < num_left, other=0.0)
+            else:
+                lse = tl.load(lse_ptr + statistics)
+                delta = tl.load(delta_ptr + statistics)
+            scores = capped(tl.dot(key, tl.trans(query), input_precision="tf32x3", out_dtype=WIDE), TANH)
+            exponents = scores * FACTOR - lse[None, :]
+            if MASKED:
+                positions = rows
+                if HAS_WINDOW:
+                    positions = tl.load(position_ptr + rows, mask=queries < num_left, other=0)
+                visible = rows_to_keys(
+                    rows[None, :], positions[None, :], first[:, None], last[:, None], limit[:, None], HAS_WINDOW
+                )
+                exponents = tl.where(visible, exponents, float("-inf"))
+            weights = tl.exp2(exponents)
+            grad_base = grad_ptr + head * grad_head_stride + away * grad_stride
+            grad = load_rows(grad_base, queries, grad_stride, num_left, MASKED, HEAD_SIZE, PADDED)
+            total_value = tl.dot(weights.to(grad.dtype), grad, total_value, input_precision="tf32x3", out_dtype=WIDE)
+            grad_weights = tl.dot(value, tl.trans(grad), input_precision="tf32x3", out_dtype=WIDE)
+            grad_scores = weights * (grad_weights - delta[None, :])
+            if TANH != 0.0:
+                grad_scores = grad_scores * (1.0 - scores * scores)
+            total_key = tl.dot(grad_scores.to(query.dtype), query, total_key, input_precision="tf32x3", out_dtype=WIDE)
     total_key = total_key * SCALE
     if slot < 0:
         base = key_head * grad_key_head_stride + far * grad_key_stride

@@ -89,7 +89,7 @@ def run_backward(
     num_key_heads = keys.key.shape[1]
     grads = KeysValues(*(token_major(tensor, grad_dtype) for tensor in keys))
     tile = tiles.key_gradient
-    shared = tables.by_key(tile, num_heads=query.shape[1], num_key_heads=num_key_heads, max_visits=tiles.max_visits)
+    shared = tables.by_key(tile, num_heads=query.shape[1], num_key_heads=num_key_heads)
     slot_shape = (shared.num_slots, num_key_heads, 2, tile.keys, query.shape[3])
     slots = torch.empty(slot_shape, dtype=_wide(query), device=query.device)
     _launch("key_gradient", key_gradient_kernel, query)[(num_key_heads, shared.items.shape[0])](

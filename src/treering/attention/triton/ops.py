@@ -52,3 +52,16 @@ def rows_to_keys(rows, positions, first, stop, limit, HAS_WINDOW: tl.constexpr):
     if HAS_WINDOW:
         visible = visible & (positions < limit)
     return visible
+
+
+@triton.jit
+@no_type_check
+def rows_to_tile(rows, positions, keys, num_keys, first_ptr, stop_ptr, limit_ptr, HAS_WINDOW: tl.constexpr):
+    """Which pairs of rows and keys of a tile are visible, [rows, keys]; from pointers of its first key."""
+    in_range = keys < num_keys
+    first = tl.load(first_ptr + keys, mask=in_range, other=0)
+    stop = tl.load(stop_ptr + keys, mask=in_range, other=0)
+    limit = keys
+    if HAS_WINDOW:
+        limit = tl.load(limit_ptr + keys, mask=in_range, other=0)
+    return rows_to_keys(rows[:, None], positions[:, None], first[None, :], stop[None, :], limit[None, :], HAS_WINDOW)

@@ -5,7 +5,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from treering.attention.triton.ops import capped, load_rows, rows_to_keys, store_rows
+from treering.attention.triton.ops import capped, load_rows, rows_to_tile, store_rows
 
 
 @triton.jit
@@ -34,69 +34,6 @@ def delta_kernel(
     out = load_rows(out_base, local, out_stride, left, True, HEAD_SIZE, PADDED).to(WIDE)
     grad = load_rows(grad_base, local, grad_stride, left, True, HEAD_SIZE, PADDED).to(WIDE)
     tl.store(delta_ptr + head * num_queries + begin + local, tl.sum(out * grad, 1), mask=local < left)
-
-
-@triton.jit
-@no_type_check
-def _visit(
-    total,
-    query,
-    grad,
-    lse,
-    delta,
-    rows,
-    positions,
-    key_base,
-    value_base,
-    key_stride,
-    value_stride,
-    first_ptr,
-    stop_ptr,
-    limit_ptr,
-    visits_ptr,
-    start,
-    stop,
-    num_keys,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    FACTOR: tl.constexpr,
-    TANH: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The sum after some blocks of keys."""
-    keys = tl.arange(0, KEY_TILE)
-    following = tl.load(visits_ptr + start)
-    for visit in tl.range(start, stop):
-        block = following
-        following = tl.load(visits_ptr + visit + 1)
-        begin = block * KEY_TILE
-        left = num_keys - begin
-        key = load_rows(key_base + begin.to(tl.int64) * key_stride, keys, key_stride, left, MASKED, HEAD_SIZE, PADDED)
-        value = load_rows(
-            value_base + begin.to(tl.int64) * value_stride, keys, value_stride, left, MASKED, HEAD_SIZE, PADDED
-        )
-        scores = capped(tl.dot(query, tl.trans(key), input_precision="tf32x3", out_dtype=WIDE), TANH)
-        exponents = scores * FACTOR - lse[:, None]
-        if MASKED:
-            in_range = keys < left
-            first = tl.load(first_ptr + begin + keys, mask=in_range, other=0)
-            last = tl.load(stop_ptr + begin + keys, mask=in_range, other=0)
-            limit = keys
-            if HAS_WINDOW:
-                limit = tl.load(limit_ptr + begin + keys, mask=in_range, other=0)
-            visible = rows_to_keys(
-                rows[:, None], positions[:, None], first[None, :], last[None, :], limit[None, :], HAS_WINDOW
-            )
-            exponents = tl.where(visible, exponents, float("-inf"))
-        grad_weights = tl.dot(grad, tl.trans(value), input_precision="tf32x3", out_dtype=WIDE)
-        grad_scores = tl.exp2(exponents) * (grad_weights - delta[:, None])
-        if TANH != 0.0:
-            grad_scores = grad_scores * (1.0 - scores * scores)
-        total = tl.dot(grad_scores.to(key.dtype), key, total, input_precision="tf32x3", out_dtype=WIDE)
-    return total
 
 
 @triton.jit
@@ -158,34 +95,29 @@ def query_gradient_kernel(
     key_base = key_ptr + head // GROUPS * key_head_stride
     value_base = value_ptr + head // GROUPS * value_head_stride
     total = tl.zeros([QUERY_TILE, PADDED], WIDE)
+    keys = tl.arange(0, KEY_TILE)
     for MASKED in tl.static_range(2):
-        total = _visit(
-            total,
-            query,
-            grad,
-            lse,
-            delta,
-            rows,
-            positions,
-            key_base,
-            value_base,
-            key_stride,
-            value_stride,
-            first_ptr,
-            stop_ptr,
-            limit_ptr,
-            visits_ptr,
-            tl.load(item + 1 + 2 * MASKED),
-            tl.load(item + 2 + 2 * MASKED),
-            num_keys,
-            MASKED,
-            HAS_WINDOW,
-            FACTOR,
-            TANH,
-            HEAD_SIZE,
-            PADDED,
-            KEY_TILE,
-            WIDE,
-        )
+        start = tl.load(item + 1 + 2 * MASKED)
+        stop = tl.load(item + 2 + 2 * MASKED)
+        following = tl.load(visits_ptr + start)
+        for visit in tl.range(start, stop):
+            block = following
+            following = tl.load(visits_ptr + visit + 1)
+            at = block * KEY_TILE
+            away = at.to(tl.int64)
+            num_left = num_keys - at
+            key = load_rows(key_base + away * key_stride, keys, key_stride, num_left, MASKED, HEAD_SIZE, PADDED)
+            value = load_rows(value_base + away * value_stride, keys, value_stride, num_left, MASKED, HEAD_SIZE, PADDED)
+            scores = capped(tl.dot(query, tl.trans(key), input_precision="tf32x3", out_dtype=WIDE), TANH)
+            exponents = scores * FACTOR - lse[:, None]
+            if MASKED:
+                ranges = first_ptr + at, stop_ptr + at, limit_ptr + at
+                visible = rows_to_tile(rows, positions, keys, num_left, *ranges, HAS_WINDOW)
+                exponents = tl.where(visible, exponents, float("-inf"))
+            grad_weights = tl.dot(grad, tl.trans(value), input_precision="tf32x3", out_dtype=WIDE)
+            grad_scores = tl.exp2(exponents) * (grad_weights - delta[:, None])
+            if TANH != 0.0:
+                grad_scores = grad_scores * (1.0 - scores * scores)
+            total = tl.dot(grad_scores.to(key.dtype), key, total, input_precision="tf32x3", out_dtype=WIDE)
     out_base = grad_query_ptr + head * grad_query_head_stride + far * grad_query_stride
     store_rows(out_base, total * SCALE, local, grad_query_stride, left, HEAD_SIZE, PADDED)

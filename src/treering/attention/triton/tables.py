@@ -4,16 +4,14 @@ N query rows   K keys
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from torch import Tensor
 
-from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.arrays import BoolArray, Int64Array
 from treering.attention.blocks import BlockPairs, find_block_pairs
-from treering.attention.joined import joined_sight
 from treering.attention.layout import TreeLayout
 from treering.attention.to_device import to_device
 from treering.attention.triton.tiles import TileSize
@@ -22,8 +20,7 @@ DIRECT = -1
 """The slot of an item that writes its result directly to the output."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WorkList:
+class WorkList(NamedTuple):
     """Items that together visit every pair once.
 
     Attributes:
@@ -34,23 +31,23 @@ class WorkList:
         num_slots: S.
     """
 
-    items: Int32Array
-    visits: Int32Array
-    splits: Int32Array
+    items: Tensor
+    visits: Tensor
+    splits: Tensor
     num_slots: int
 
 
-def work_by_query(pairs: BlockPairs) -> WorkList:
+def work_by_query(pairs: BlockPairs, device: torch.device) -> WorkList:
     """One item per query block, which visits key blocks.
 
     Example: a prompt and two responses of one block each are the items of blocks 1, 2 and 0, with two visits, two and
     one.
     """
     own, other = pairs.query_block, pairs.key_block
-    return _listed(own, other, pairs.is_full, pairs.num_query_blocks, max_visits=None)
+    return _listed(own, other, pairs.is_full, np.ones(pairs.num_query_blocks, np.int64), device)
 
 
-def work_by_key(pairs: BlockPairs, max_visits: int) -> WorkList:
+def work_by_key(pairs: BlockPairs, max_visits: int, device: torch.device) -> WorkList:
     """Items of key blocks, which visit query blocks, at most `max_visits` each.
 
     All queries see a prompt's keys, so with one program per key block most of a device would wait for a few programs.
@@ -59,29 +56,19 @@ def work_by_key(pairs: BlockPairs, max_visits: int) -> WorkList:
     Example: a key block with 10 visits and at most 4 is three items, of 3, 3 and 4 visits.
     """
     own, other = pairs.key_block, pairs.query_block
-    return _listed(own, other, pairs.is_full, pairs.num_key_blocks, max_visits=max_visits)
-
-
-def without_short_blocks(
-    pairs: BlockPairs, *, num_queries: int, num_keys: int, query_size: int, key_size: int
-) -> BlockPairs:
-    """The same pairs, in which a short last block of queries or keys does not count as full.
-
-    Kernels read full blocks without a bounds check.
-    """
-    is_whole = ((pairs.query_block + 1) * query_size <= num_queries) & ((pairs.key_block + 1) * key_size <= num_keys)
-    return replace(pairs, is_full=pairs.is_full & is_whole)
+    num_visits = np.bincount(own, minlength=pairs.num_key_blocks)
+    return _listed(own, other, pairs.is_full, np.maximum(1, -(-num_visits // max_visits)), device)
 
 
 def _listed(
-    own: Int64Array, other: Int64Array, is_full: BoolArray, num_blocks: int, *, max_visits: int | None
+    own: Int64Array, other: Int64Array, is_full: BoolArray, num_items: Int64Array, device: torch.device
 ) -> WorkList:
+    """The visits of each own block, in so many items."""
     order = np.lexsort((other, ~is_full, own))
     visits = np.append(other[order], 0)
-    count = np.bincount(own, minlength=num_blocks)
-    middle = np.cumsum(count) - count + np.bincount(own[is_full], minlength=num_blocks)
-    num_items = np.ones(num_blocks, np.int64) if max_visits is None else np.maximum(1, -(-count // max_visits))
-    block = np.repeat(np.arange(num_blocks), num_items)
+    count = np.bincount(own, minlength=num_items.size)
+    middle = np.cumsum(count) - count + np.bincount(own[is_full], minlength=num_items.size)
+    block = np.repeat(np.arange(num_items.size), num_items)
     place = np.arange(block.size) - np.repeat(np.cumsum(num_items) - num_items, num_items)
     base = (np.cumsum(count) - count)[block]
     start, stop = (base + (place + more) * count[block] // num_items[block] for more in (0, 1))
@@ -92,12 +79,9 @@ def _listed(
     heaviest_first = np.argsort(start - stop, kind="stable")
     shared = np.flatnonzero(num_items > 1)
     last_slot = np.cumsum(num_items[shared])
-    return WorkList(
-        items=items[heaviest_first].astype(np.int32),
-        visits=visits.astype(np.int32),
-        splits=np.stack([shared, last_slot - num_items[shared], last_slot], 1).astype(np.int32),
-        num_slots=int(is_split.sum()),
-    )
+    splits = np.stack([shared, last_slot - num_items[shared], last_slot], 1)
+    tensors = [to_device(array.astype(np.int32), device) for array in (items[heaviest_first], visits, splits)]
+    return WorkList(tensors[0], tensors[1], tensors[2], int(is_split.sum()))
 
 
 NUM_PROGRAMS = 512
@@ -105,15 +89,6 @@ NUM_PROGRAMS = 512
 
 MIN_TILES = 64
 """Fewest tile products per partial sum: writing and adding one takes as long as two or three products."""
-
-
-class WorkTables(NamedTuple):
-    """`WorkList` on a device."""
-
-    items: Tensor
-    visits: Tensor
-    splits: Tensor
-    num_slots: int
 
 
 class Tables:
@@ -128,14 +103,14 @@ class Tables:
     """
 
     def __init__(self, layout: TreeLayout, window: int | None) -> None:
-        self._sight = joined_sight(layout)
+        self._sight = layout.joined_sight()
         self._position = layout.sight.position
         self._window = layout.effective_window(window)
         self._device = layout.device
-        self._works: dict[tuple[object, ...], WorkTables] = {}
+        self._works: dict[tuple[object, ...], WorkList] = {}
         self.has_window = self._window is not None
         self.first, self.stop, self.limit, self.position = (
-            self._on_device(array)
+            to_device(array.astype(np.int32), self._device)
             for array in (*self._sight[:2], self._sight.position + (self._window or 0), self._position)
         )
 
@@ -145,44 +120,29 @@ class Tables:
         window = layout.effective_window(window)
         return layout.once(f"triton tables, window {window}", lambda: cls(layout, window))
 
-    def by_query(self, tile: TileSize) -> WorkTables:
+    def by_query(self, tile: TileSize) -> WorkList:
         """Work list whose programs each own a block of queries."""
-        return self._once((tile,), lambda: work_by_query(self._pairs(tile)))
+        return self._once((tile,), lambda: work_by_query(self._pairs(tile), self._device))
 
-    def by_key(
-        self, tile: TileSize, *, num_heads: int, num_key_heads: int, max_visits: int | None = None
-    ) -> WorkTables:
+    def by_key(self, tile: TileSize, *, num_heads: int, num_key_heads: int) -> WorkList:
         """Work list whose programs each own a block of keys, or share one; see `work_by_key`.
 
-        With `max_visits` None, the work of all key heads is split into about `NUM_PROGRAMS` equal programs.
+        The work of all key heads is split into about `NUM_PROGRAMS` equal programs.
         """
 
         def cut() -> WorkList:
             pairs = self._pairs(tile)
             least = -(-MIN_TILES * num_key_heads // num_heads)
             even = -(-pairs.key_block.size * num_key_heads // NUM_PROGRAMS)
-            return work_by_key(pairs, max_visits or max(least, even))
+            return work_by_key(pairs, max(least, even), self._device)
 
-        return self._once((tile, num_heads, num_key_heads, max_visits), cut)
+        return self._once((tile, num_heads, num_key_heads), cut)
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], WorkList]) -> WorkTables:
+    def _once(self, key: tuple[object, ...], make: Callable[[], WorkList]) -> WorkList:
         if key not in self._works:
-            work = make()
-            items, visits, splits = (self._on_device(array) for array in (work.items, work.visits, work.splits))
-            self._works[key] = WorkTables(items=items, visits=visits, splits=splits, num_slots=work.num_slots)
+            self._works[key] = make()
         return self._works[key]
 
     def _pairs(self, tile: TileSize) -> BlockPairs:
-        pairs = find_block_pairs(
-            self._sight, self._position, query_size=tile.queries, key_size=tile.keys, window=self._window
-        )
-        return without_short_blocks(
-            pairs,
-            num_queries=self._position.size,
-            num_keys=self._sight.first.size,
-            query_size=tile.queries,
-            key_size=tile.keys,
-        )
-
-    def _on_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return to_device(array.astype(np.int32), self._device)
+        sizes = {"query_size": tile.queries, "key_size": tile.keys}
+        return find_block_pairs(self._sight, self._position, **sizes, window=self._window)

@@ -3,7 +3,6 @@
 Sizes follow from what fits: accumulators in registers, tiles in shared memory.
 """
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,21 +22,18 @@ class TileSize(NamedTuple):
     keys: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The tiles of the three kernels.
 
     Attributes:
         forward: of the kernel that computes outputs.
         query_gradient: of the one that sums over keys.
         key_gradient: of the one that sums over queries.
-        max_visits: most query blocks per head that one key gradient program visits; None for the default.
     """
 
     forward: TileSize
     query_gradient: TileSize
     key_gradient: TileSize
-    max_visits: int | None = None
 
 
 class LaunchConfig(NamedTuple):

@@ -8,15 +8,14 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
+from treering.cli.demo.policy import ENOUGH, WarmStart, demo_task, warm_start
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, best_threads, compare
 from treering.cli.display.log_console import LogConsole, note_doing
-from treering.cli.display.progress import StepProgress, note_compiling, warnings_as_lines
+from treering.cli.display.progress import WorkProgress, note_compiling, warnings_as_lines
 from treering.cli.display.run_display import RunDisplay
 from treering.cli.run_folder import locked
 from treering.cli.signals import advising
-from treering.cli.train.summary import totals
 from treering.errors import InputError
 from treering.files.atomic import write_text
 from treering.files.writing import writing
@@ -85,13 +84,12 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
     note_doing(console, "warm start")
     note_compiling(console, fill_forest, propose)
     console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
-    with StepProgress(num_steps=MAX_STEPS, first_step=0, console=console, title="warm start") as progress:
-        start = warm_start(
-            task,
-            seed=seed,
-            enough=enough,
-            on_step=lambda step, accuracy: progress.show_text(step, f"right {accuracy:.2f} of {enough} wanted"),
-        )
+    with WorkProgress(console) as progress:
+
+        def show(step: int, accuracy: float) -> None:
+            progress.show(f"warm start: step {step}, right {accuracy:.2f} of {enough} wanted")
+
+        start = warm_start(task, seed=seed, enough=enough, on_step=show)
     num_bytes = num_tensor_bytes(start.model.state_dict())
     with writing(out / START_FOLDER, num_bytes), told_why(out / "start.unfinished", num_bytes):
         start.model.save_pretrained(out / START_FOLDER)
@@ -107,17 +105,7 @@ def _show(display: RunDisplay, compared: Comparison) -> None:
     plain, ours = compared.reports["plain"], compared.reports["treering"]
     ratio = sum(each.phases.step_s for each in plain) / sum(each.phases.step_s for each in ours)
     note = f"{ratio:.2f}x as fast as the plain loop, which takes its turn after each step"
-    display.show({"step": ours[-1].step, **ours[-1].values()}, _standing(compared), note=note)
-
-
-def _standing(compared: Comparison) -> str:
-    """The state after a step: reward, rates, and what drafts and trees have saved so far."""
-    plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
-    reward = compared.reports["treering"][-1].rollouts.reward_mean or 0.0
-    return (
-        f"reward {reward:.2f} tokens/s {plain.sampled_per_s:,.0f} and {ours.sampled_per_s:,.0f} tokens/forward "
-        f"{ours.tokens_per_forward:.2f} sharing {ours.sharing:.2f} step {plain.seconds / ours.seconds:.2f}x"
-    )
+    display.show({"step": ours[-1].step, **ours[-1].values()}, note=note)
 
 
 def _check_empty(out: Path) -> None:

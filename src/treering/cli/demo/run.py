@@ -4,7 +4,6 @@ Because they take turns, other load on the machine slows both alike. The plain l
 the same engine and shared prompts, sequences packed without padding.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from treering.cli.demo.policy import MAX_NUMBER, MAX_ROLLOUT_TOKENS
+from treering.cli.toml import pair, section
 from treering.cli.train.run import OpenRun, open_training
 from treering.config import RlConfig, load
 from treering.data import Trajectory
@@ -68,11 +68,6 @@ class Comparison:
     first_difference: int | None = None
     """First step at which any token of the two runs differs; None if none does."""
 
-    @property
-    def num_steps(self) -> int:
-        """Steps that both have done."""
-        return len(self.reports["treering"])
-
 
 def compare(
     out: Path, size: DemoSize, threads: Mapping[Side, int], *, seed: int, on_step: Callable[[Comparison], None]
@@ -123,13 +118,9 @@ def write_config(out: Path, size: DemoSize, *, side: Side, num_threads: int, see
     }
     file = out / f"{side}.toml"
     with writing(file):
-        file.write_text("\n".join(_toml(name, section) for name, section in sections.items()), encoding="utf-8")
+        text = [section(name, [pair(*each) for each in settings.items()]) for name, settings in sections.items()]
+        file.write_text("".join(text), encoding="utf-8")
     return file
-
-
-def _toml(name: str, section: Mapping[str, Any]) -> str:
-    # JSON writes these strings, numbers and lists as TOML does.
-    return "".join([f"[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in section.items())])
 
 
 def _forests(trajectories: list[Trajectory]) -> list[Forest]:

@@ -104,14 +104,17 @@ class PanelState:
         return max(0, self.num_steps - self.step) * sum(self._step_s) / len(self._step_s)
 
     @property
-    def scores(self) -> str:
-        """The newest reward or loss with a sparkline of those before."""
-        if not self._scores:
-            return f"{self._score_name} -"
-        return f"{self._score_name} {self._scores[-1]:.3f}  {sparkline(list(self._scores))}"
+    def score(self) -> str:
+        """The newest reward or loss."""
+        return f"{self._score_name} {self._scores[-1]:.3f}" if self._scores else f"{self._score_name} -"
 
     @property
-    def figures(self) -> str:
+    def past_scores(self) -> list[float]:
+        """The newest rewards or losses."""
+        return list(self._scores)
+
+    @property
+    def figures(self) -> list[str]:
         """Speeds, drafts and sharing of the newest step; those that the run has."""
         speed = self._last.get(metrics.SAMPLED_PER_S, self._last.get(metrics.TOKENS_PER_S))
         accepted = self._last.get(metrics.ACCEPTANCE) if self._last.get(metrics.NUM_DRAFTED) else None
@@ -121,7 +124,7 @@ class PanelState:
             "drafts accepted {:.0%}": accepted,
             "sharing {:.2f}": self._last.get(metrics.SHARING),
         }
-        return "   ".join(words.format(value) for words, value in parts.items() if value is not None)
+        return [words.format(value) for words, value in parts.items() if value is not None]
 
     @property
     def totals(self) -> str:
@@ -145,7 +148,9 @@ def as_panel(state: PanelState) -> Panel:
         # Its symbol turns between two calls, so that a long forward is no standstill.
         lines.append(Spinner("dots", Text(state.running)))
     if state.has_rows or not state.running:
-        lines += [Text(state.scores), Text(state.figures), Text(state.totals)]
+        # With a sparkline of the scores so far.
+        scores = f"{state.score}  {sparkline(state.past_scores)}" if state.past_scores else state.score
+        lines += [Text(scores), Text("   ".join(state.figures)), Text(state.totals)]
     if state.evaluation:
         lines.append(Text(state.evaluation))
     if state.phases:
@@ -163,8 +168,7 @@ def as_line(state: PanelState) -> str:
     """
     total = "" if state.num_steps is None else f"/{state.num_steps}"
     left = "" if state.seconds_left is None else f", {in_words(state.seconds_left)} left"
-    score = state.scores.partition("  ")[0]
-    return f"step {state.step}{total} {score} {state.figures.replace('   ', ' ')}, {state.totals}{left}"
+    return f"step {state.step}{total} {' '.join([state.score, *state.figures])}, {state.totals}{left}"
 
 
 def sparkline(values: list[float]) -> str:

@@ -1,26 +1,15 @@
-"""Progress on stderr: a line that is redrawn on a terminal, a few plain lines elsewhere."""
+"""Progress on stderr: of steps, and of other work."""
 
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from treering.cli.display.log_console import PART_EVERY_S, note_doing
 from treering.compiling.cached import is_compiled
@@ -58,70 +47,31 @@ def warnings_as_lines(console: Console) -> Iterator[None]:
         yield
 
 
-class LiveLine:
-    """A line that is redrawn until the `with` statement ends, then erased."""
+class StepLines:
+    """The steps of a run in a log: a line for each tenth of them, and more often where they take long.
 
-    def __init__(self, console: Console, *columns: ProgressColumn, is_live: bool) -> None:
-        """`console` writes to stderr."""
-        self._console, self._is_live = console, is_live
-        self._live = Progress(*columns, console=console, transient=True, disable=not is_live)
-
-    @property
-    def console(self) -> Console:
-        """Where other lines go, so that they do not break the live one."""
-        return self._console
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # A display that never began is left alone: earlier versions of rich end it with an empty line.
-        if self._is_live:
-            self._live.stop()
-
-
-class StepProgress(LiveLine):
-    """The steps of a run; use it in a `with` statement.
-
-    Example: `with StepProgress(num_steps=60, first_step=0, console=console) as progress: progress.show_text(6, "right
-    0.5")` prints `step 6/60 right 0.5` into a log, once per tenth of the run.
+    Example: `StepLines(num_steps=60, first_step=0, console=console, title="step").show(6, "loss 0.5")` prints `step
+    6/60 loss 0.5`.
     """
 
-    def __init__(self, *, num_steps: int, first_step: int, console: Console, title: str = "step") -> None:
+    def __init__(self, *, num_steps: int, first_step: int, console: Console, title: str) -> None:
         """`first_step` of `num_steps` steps are already done; `title` precedes the count."""
-        self._num_steps = num_steps
-        self._title = title
-        self._num_done = first_step
+        self._num_steps, self._num_done = num_steps, first_step
+        self._title, self._console = title, console
         self._last_line = time.monotonic()
         self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        super().__init__(console, *columns, is_live=console.is_terminal)
-        self._job = self._live.add_task(title, total=num_steps, completed=first_step, text="")
         self._note()
 
-    def show_text(self, step: int, text: str) -> None:
+    def show(self, step: int, text: str) -> None:
         """Shows that `step` is done, with the caller's text."""
         self._num_done = step
         self._note()
-        self._live.update(self._job, completed=step, text=text)
-        if not self._console.is_terminal and self._is_due(step):
+        if step % self._every == 0 or step == self._num_steps:
             self._print(f"{self._title} {step}/{self._num_steps} {text}")
 
     def show_part(self, text: str) -> None:
-        """Shows how far the next step is; without a terminal only if no line has come for `PART_EVERY_S`."""
-        self._live.update(self._job, text=text)
-        if not self._console.is_terminal and time.monotonic() - self._last_line >= PART_EVERY_S:
+        """Shows how far the next step is, if no line has come for `PART_EVERY_S`."""
+        if time.monotonic() - self._last_line >= PART_EVERY_S:
             self._print(f"{self._title} {self._num_done + 1}/{self._num_steps}: {text}")
 
     def print_now(self, step: int, text: str) -> None:
@@ -135,12 +85,11 @@ class StepProgress(LiveLine):
         self._last_line = time.monotonic()
         self._console.print(line, soft_wrap=True)
 
-    def _is_due(self, step: int) -> bool:
-        return step % self._every == 0 or step == self._num_steps
 
+class WorkProgress:
+    """What is being computed, and how long the rest may take if the finished share is known; use it in `with`.
 
-class WorkProgress(LiveLine):
-    """What is being computed, and how long the rest may take if the finished share is known.
+    It is a line that is redrawn and then erased on a terminal, and a few plain lines elsewhere.
 
     Example: `with WorkProgress(console) as progress: progress.show("math: tree done", 0.25)`, a minute after the
     start, shows `math: tree done, 25 %, about 3 min left`.
@@ -148,12 +97,24 @@ class WorkProgress(LiveLine):
 
     def __init__(self, console: Console) -> None:
         """`console` writes to stderr."""
+        self.console, self._is_live = console, sys.stderr.isatty()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        super().__init__(console, *columns, is_live=sys.stderr.isatty())
+        self._live = Progress(*columns, console=console, transient=True, disable=not self._is_live)
         self._job = self._live.add_task("preparing", total=None)
         self._first: tuple[float, float] | None = None
         self._reading: tuple[str, int, float] | None = None
         self._last_line = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A display that never began is left alone: earlier versions of rich end it with an empty line.
+        if self._is_live:
+            self._live.stop()
 
     def show(self, words: str, done: float | None = None) -> None:
         """Shows the words; `done` is the finished share between 0 and 1, None if unknown."""
@@ -162,7 +123,22 @@ class WorkProgress(LiveLine):
         self._live.update(self._job, description=text)
         if not self._is_live and done is not None and now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
-            self._console.print(text, soft_wrap=True)
+            self.console.print(text, soft_wrap=True)
+
+    def counting(self, words: str, total: int) -> Callable[[int], None]:
+        """A function that counts further parts of `total` as done, and shows the words with the share.
+
+        Example: after `count = progress.counting("drafting", 400)` and `count(100)` it shows `drafting, 25 %`.
+        """
+        self._first, num_done = None, 0
+
+        def count(number: int) -> None:
+            nonlocal num_done
+            num_done += number
+            self.show(words, num_done / max(total, 1))
+
+        self.show(words)
+        return count
 
     def show_reading(self, name: str, num_records: int, num_read: int, num_bytes: int) -> None:
         """Shows how much of a file has been read and tokenized, and how fast; `show` adds the time left."""
@@ -181,38 +157,3 @@ class WorkProgress(LiveLine):
             return ""
         seconds = (now - since) / (done - first_done) * (1.0 - done)
         return f", about {seconds / 60:.0f} min left" if seconds >= 60 else ", less than a minute left"
-
-
-class StageProgress(LiveLine):
-    """A bar that starts over with each stage; shown on a terminal only.
-
-    Example: `progress.begin("drafting", 4_000_000, "tokens")` and half a minute later `progress.advance(3_000_000)`
-    show `drafting`, a bar three quarters full, `100,000 tokens/s` and ten seconds left.
-    """
-
-    def __init__(self) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:.0f} %"),
-            _Rate(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        super().__init__(Console(stderr=True), *columns, is_live=sys.stderr.isatty())
-        self._job = self._live.add_task("preparing", total=None, unit="")
-
-    def begin(self, stage: str, total: int, unit: str) -> None:
-        """Starts a stage of `total` units."""
-        self._live.remove_task(self._job)
-        self._job = self._live.add_task(stage, total=total, unit=unit)
-
-    def advance(self, count: int) -> None:
-        """Counts `count` more units as done."""
-        self._live.advance(self._job, count)
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:,.0f} {task.fields['unit']}/s")

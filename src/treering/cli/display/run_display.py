@@ -9,12 +9,10 @@ from rich.console import Console
 from rich.live import Live
 
 from treering.cli.display.panel import PanelState, as_panel, in_words
-from treering.cli.display.progress import StepProgress
+from treering.cli.display.progress import StepLines
 
 if TYPE_CHECKING:
     # They import torch, which `treering watch` does not need.
-    from treering.rl.step_report import RlStepReport
-    from treering.train.loop.resumable import StepReport
     from treering.train.loop.saving import Saved
     from treering.train.progress import Phase
 
@@ -28,29 +26,30 @@ class RunDisplay:
     """The steps of a run; use it in a `with` statement.
 
     Example: `with RunDisplay(title="runs/a", num_steps=60, first_step=0, console=console) as display:
-    display.show({"step": 1, **report.values()}, "loss 4.211")` draws the panel, or prints `step 1/60 loss 4.211`.
+    display.show({"step": 1, **report.values()})` draws the panel, or prints `step 1/60 loss 4.211 tokens/s 7,910
+    sharing 0.26`.
     """
 
     def __init__(self, *, title: str, num_steps: int, first_step: int, console: Console, unit: str = "step") -> None:
         """`first_step` of `num_steps` steps are done; `unit` begins a plain line; `console` writes to stderr."""
         self._state = PanelState(title=title, num_steps=num_steps, step=first_step)
         self._live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
-        self._lines = StepProgress(num_steps=num_steps, first_step=first_step, console=console, title=unit)
+        self._lines = StepLines(num_steps=num_steps, first_step=first_step, console=console, title=unit)
         self._phase: tuple[str, int] = "", 0
         self._phase_started = self._drawn_s = time.monotonic()
 
-    def show(self, row: Mapping[str, Any], text: str, *, note: str = "") -> None:
+    def show(self, row: Mapping[str, Any], *, note: str = "") -> None:
         """Shows one more step.
 
         Args:
             row: its metrics, with "step".
-            text: of the plain line.
-            note: of the panel's last line.
+            note: the panel's last line, and the end of a plain one.
         """
         self._state.add(row)
         self._state.note, self._state.running = note, ""
         if self._live is None:
-            self._lines.show_text(row["step"], text)
+            figures = [self._state.score, *self._state.figures, *([note] if note else [])]
+            self._lines.show(row["step"], " ".join(figures))
         else:
             self._live.update(as_panel(self._state))
 
@@ -98,61 +97,6 @@ class RunDisplay:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-
-
-class SftProgress:
-    """Shows the steps of supervised training.
-
-    Example: off a terminal it prints `step 6/60 loss 4.211 tokens/s 7,910 flat 5,830 unique sharing 0.26`.
-    """
-
-    def __init__(self, display: RunDisplay) -> None:
-        self._display = display
-        self._started = time.perf_counter()
-        self._num_flat = self._num_unique = 0
-
-    def show(self, report: "StepReport") -> None:
-        """Shows one more step; rates of the plain line are averages since this object was made."""
-        self._num_flat += report.update.num_branch_tokens
-        self._num_unique += report.update.num_tokens
-        self._display.show({"step": report.step, **report.values()}, self._text(report))
-
-    def _text(self, report: "StepReport") -> str:
-        seconds = time.perf_counter() - self._started
-        sharing = 1.0 - self._num_unique / self._num_flat
-        rates = f"{self._num_flat / seconds:,.0f} flat {self._num_unique / seconds:,.0f} unique"
-        return f"loss {report.update.loss:.3f} tokens/s {rates} sharing {sharing:.2f}"
-
-
-class RlProgress:
-    """Shows the steps of reinforcement learning.
-
-    Example: off a terminal it prints `step 6/60 reward 0.516 tokens/s 8,120 tokens/forward 1.84 sharing 0.37`.
-    """
-
-    def __init__(self, display: RunDisplay) -> None:
-        self._display = display
-        self._num_sampled = self._num_rows = 0
-        self._rollout_s = 0.0
-        self._num_flat = self._num_unique = 0
-
-    def show(self, report: "RlStepReport") -> None:
-        """Shows one more step; the reward is the step's, the rest of the plain line covers all steps so far."""
-        self._num_sampled += report.engine.num_sampled
-        self._num_rows += report.engine.num_rows
-        self._rollout_s += report.phases.rollout_s
-        if report.update is not None:
-            self._num_flat += report.update.num_branch_tokens
-            self._num_unique += report.update.num_tokens
-        self._display.show({"step": report.step, **report.values()}, self._text(report))
-
-    def _text(self, report: "RlStepReport") -> str:
-        mean = report.rollouts.reward_mean
-        reward = "-" if mean is None else f"{mean:.3f}"
-        rate = self._num_sampled / self._rollout_s
-        sharing = 1.0 - self._num_unique / self._num_flat if self._num_flat else 0.0
-        per_forward = self._num_sampled / self._num_rows if self._num_rows else 0.0
-        return f"reward {reward} tokens/s {rate:,.0f} tokens/forward {per_forward:.2f} sharing {sharing:.2f}"
 
 
 _BYTES = ("kB", "MB", "GB", "TB")

@@ -31,7 +31,7 @@ def run(folder: Path | None, json_output: bool) -> int:
     if all(map(is_installed, TRAIN)):
         report |= _backends()
         report |= {} if folder is None else _run(folder)
-    print(json.dumps(_as_json(report), indent=2)) if json_output else _print(report, Console())
+    print(json.dumps(report, indent=2, default=_plain)) if json_output else _print(report, Console())
     return EXIT_FAULT if _has_fault(report) else 0
 
 
@@ -57,17 +57,13 @@ def _has_fault(report: dict[str, Any]) -> bool:
     return has_wrong_backend or ("run" in report and not report["run"].is_whole)
 
 
-def _as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _as_json(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(entry) for entry in value]
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: the name of a path, the fields of a record, a mapping that is no dict."""
     if isinstance(value, Path):
         return value.name
     if hasattr(value, "__dataclass_fields__"):
-        # Mappings of a frozen record need not be dicts, which asdict would deep-copy.
-        return {name: _as_json(getattr(value, name)) for name in value.__dataclass_fields__}
-    return dict(value) if hasattr(value, "items") else value
+        return {name: getattr(value, name) for name in value.__dataclass_fields__}
+    return dict(value)
 
 
 def _print(report: dict[str, Any], console: Console) -> None:

@@ -103,7 +103,7 @@ def _checkpoint(folder: Path, path: Path) -> str:
 def _history(file: Path) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        prompts, _ = read_saved(file)
+        prompts = read_saved(file)
     if caught:
         raise ValueError(f"{caught[0].message}; it costs speed alone")
     return f"{len(prompts)} prompts"

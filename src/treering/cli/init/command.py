@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from treering.cli.options import Format, JsonOutput
-from treering.data import FormatName
 from treering.errors import InputError
 from treering.extras import require
 
@@ -43,20 +42,10 @@ def init(
     Example: treering init prompts.jsonl --model Qwen/Qwen3-0.6B --rl --reward my_rewards:brevity
     """
     require("treering init")
-    _write(file=file, model=model, rl=rl, reward=reward, out=out, format=format, json_output=json_output)
-
-
-def _write(
-    *, file: Path, model: str, rl: bool, reward: str, out: Path | None, format: FormatName, json_output: bool
-) -> None:
-    """Writes a configuration for `file` and `model`, and prints the command that runs it.
-
-    Raises:
-        InputError: the configuration exists, or its folder does not; a bad file or model.
-    """
     from treering.cli.hub import is_hub_id
     from treering.cli.init.model import read_model
-    from treering.cli.init.texts import comments, rl_text, sft_text
+    from treering.cli.init.texts import rl_text, sft_text
+    from treering.cli.toml import comments
 
     command = "train" if rl else "sft"
     path = out or Path(f"{command}.toml")

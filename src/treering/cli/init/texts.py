@@ -1,48 +1,20 @@
 """The configurations that `treering init` writes: what was found in a file, and sizes by that."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from textwrap import wrap
 
 from treering.cli.init.model import ModelFacts
 from treering.cli.inspect.command import inspect_files
 from treering.cli.inspect.file_report import FileReport
+from treering.cli.inspect.options import InspectOptions
 from treering.cli.inspect.verdict import verdict
+from treering.cli.toml import comments, pair, section
 from treering.data import FormatName
+from treering.data.cache.folder import cache_folder
 from treering.data.formats.containers import read_records
 from treering.data.formats.detect import detect
 from treering.errors import InputError
 from treering.rl.tasks.prompts_file import PromptsFile
 from treering.types import DEFAULT_SHAPE
-
-_WIDTH = 100
-
-
-def pair(key: str, value: object, comment: str = "") -> str:
-    """A key with its value, under a comment.
-
-    Example: `pair("seed", 3, "any number")` is the two lines "# any number" and "seed = 3".
-    """
-    # Of strings, numbers, booleans and arrays TOML and JSON have the same form; DEL alone must be escaped too.
-    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return comments(comment) + f"{key} = {text}\n"
-
-
-def comments(text: str) -> str:
-    """A comment of as many lines as it takes; empty for no text."""
-    # Line breaks of any kind become spaces, so that no text of a file ends its comment.
-    words = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    return "".join(f"# {line}\n" for line in wrap(words, _WIDTH, break_long_words=False, break_on_hyphens=False))
-
-
-def section(name: str, lines: Sequence[str]) -> str:
-    r"""A section after an empty line.
-
-    Example: `section("run", ["dir = 1\n"])` is an empty line, "[run]" and "dir = 1".
-    """
-    return f"\n[{name}]\n{''.join(lines)}"
-
 
 _MAX_TREES = 8
 """Tasks of a step, as by default; fewer where there are not enough for ten steps an epoch."""
@@ -56,7 +28,8 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
     Raises:
         InputError: a bad file, one without a trained token, or with token ids that the model does not know.
     """
-    [report] = inspect_files([file], model.tokenizer, model.shape, format=format)
+    tokenizer = None if model.tokenizer is None else str(model.tokenizer.absolute())
+    [report] = inspect_files(InspectOptions(files=[file], tokenizer=tokenizer, model_shape=model.shape, format=format))
     if not report.turns.samples:
         raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
     if model.vocab_size is not None and report.largest_id >= model.vocab_size:
@@ -147,7 +120,7 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
     """
     if model.tokenizer is None:
         raise InputError(f"prompts need a tokenizer, and {model.name} has no tokenizer.json; name a model that has one")
-    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer)
+    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer, cache=cache_folder())
     lengths = [prompt.tokens.size for prompt in task.prompts]
     response = _response(max(lengths), model)
     num_answers = sum(prompt.answer is not None for prompt in task.prompts)

@@ -3,95 +3,67 @@
 It says how much faster drafts from earlier rollouts would make decoding. No clock is read and no torch is loaded.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import numpy as np
 from rich.console import Console
 
-from treering.analysis.recording import Recorded, some_prompts
+from treering.analysis.recording import Outline, Recorded, some_prompts
 from treering.analysis.replay import replay
-from treering.cli.display.progress import StageProgress, note_compiling
-from treering.cli.inspect.drafts_report import LOOKS, DraftsReport, EpochDrafts, as_json, show
-from treering.cli.inspect.rollouts import drafter_settings, read_figures, read_rollouts
-from treering.data import FormatName, Renderer, Template
+from treering.cli.display.progress import WorkProgress, note_compiling
+from treering.cli.inspect.drafts_report import LOOKS, DraftsReport, EpochDrafts, LoggedDrafts, as_json, show
+from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.rollouts import read_rollouts
 from treering.history.draft.kernel import propose
 from treering.history.draft.settings import MIN_ACCEPTANCE
+from treering.report.epochs import by_epoch
+from treering.report.origins import drafter_settings, num_history_epochs
+from treering.report.run import CONFIG_FILE, RunData, read_run
 
 REPLAY_TOKENS = 1 << 18
 """About how many sampled tokens are replayed without `--max-rollouts`; at worst some 30,000 per second."""
-MAX_EPOCHS = 2
-"""Epochs that the store keeps, as runs do by default; in file order it keeps all rollouts."""
 
 
-def run(
-    paths: list[Path],
-    tokenizer: Path | None,
-    template: Template,
-    max_rollouts: int | None,
-    verify_cost: float | None,
-    json_output: bool,
-    format: FormatName = "auto",
-    keeps_cache: bool = True,
-) -> None:
+def run(options: InspectOptions) -> None:
     """Prints the report to stdout, as JSON or as tables and sentences."""
-    report = inspect_drafts(paths, tokenizer, template, max_rollouts, verify_cost, format, keeps_cache)
-    if json_output:
+    report = inspect_drafts(options)
+    if options.json_output:
         print(as_json(report))
     else:
         show(report, Console())
 
 
-def inspect_drafts(
-    paths: Sequence[Path],
-    tokenizer: Path | None,
-    template: Template = "auto",
-    max_rollouts: int | None = None,
-    verify_cost: float | None = None,
-    format: FormatName = "auto",
-    keeps_cache: bool = True,
-) -> DraftsReport:
+def inspect_drafts(options: InspectOptions) -> DraftsReport:
     """Reads the rollouts of run folders or trajectory files as one recording and replays them.
 
-    Args:
-        paths: folders of `treering train`, or files. Without an epoch on every line, file order counts.
-        tokenizer: folder of the tokenizer for messages.
-        template: how messages become text.
-        max_rollouts: about how many to replay, whole prompts; None replays about `REPLAY_TOKENS` tokens.
-        verify_cost: in (0, 1], also the drafter's `min_acceptance`; None takes the run's, or the drafter's default.
-        format: of the records.
-        keeps_cache: whether tokens of files are kept for the next start.
+    Without an epoch on every line, file order counts. The drafter has the settings of a run, else its defaults; a
+    `verify_cost` is also its `min_acceptance`.
 
     Raises:
         InputError: a folder without rollouts, a bad file, or no sampled token.
 
     Example: two equal rollouts of 41 tokens of one prompt, with drafts of at most 64 tokens, take 41 steps and a few.
     """
-    with StageProgress() as progress:
-        renderer = Renderer(tokenizer=tokenizer, template=template)
-        rollouts = read_rollouts(
-            paths, renderer, progress, allow_file_order=True, format=format, keeps_cache=keeps_cache
-        )
+    folder = options.files[0]
+    run = read_run(folder) if (folder / CONFIG_FILE).is_file() else None
+    with WorkProgress(Console(stderr=True)) as progress:
+        rollouts = read_rollouts(options, progress, allow_file_order=True)
         recorded, order = rollouts.outline, rollouts.order
-        if max_rollouts is None:
-            chosen = some_prompts(recorded, weights=recorded.lengths, limit=REPLAY_TOKENS)
-        else:
-            chosen = some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)
-        replayed = rollouts.record(chosen)
-        max_epochs, settings = drafter_settings(paths[0]) or (MAX_EPOCHS, {})
-        if verify_cost is not None:
-            settings = settings | {"min_acceptance": verify_cost}
+        replayed = rollouts.record(_chosen(recorded, options.max_rollouts))
+        for note in () if run is None else run.notes:
+            progress.console.print(note, soft_wrap=True, markup=False)
+        config = {} if run is None else run.config
+        settings = {} if run is None else drafter_settings(config)
+        if options.verify_cost is not None:
+            settings = settings | {"min_acceptance": options.verify_cost}
         note_compiling(progress.console, propose)
-        progress.begin("drafting", len(LOOKS) * int(replayed.lengths.sum()), "tokens")
-        if order == "file":
-            max_epochs = int(replayed.epochs.max()) + 1
+        on_tokens = progress.counting("drafting", len(LOOKS) * int(replayed.lengths.sum()))
+        max_epochs = int(replayed.epochs.max()) + 1 if order == "file" else num_history_epochs(config)
         drafted = {
-            look: replay(replayed, look, max_epochs=max_epochs, settings=settings, on_tokens=progress.advance)
+            look: replay(replayed, look, max_epochs=max_epochs, settings=settings, on_tokens=on_tokens)
             for look in LOOKS
         }
-    figures = read_figures(paths[0]) if len(paths) == 1 else {}
+    logged = _logged(run) if len(options.files) == 1 else {}
     return DraftsReport(
-        source=", ".join(str(path) for path in paths),
+        source=", ".join(str(path) for path in options.files),
         order=order,
         num_rollouts=replayed.num_rollouts,
         num_recorded=recorded.num_rollouts,
@@ -103,11 +75,27 @@ def inspect_drafts(
                 epoch=epoch,
                 num_rollouts=int((replayed.epochs == epoch).sum()),
                 drafted={look: found[epoch] for look, found in drafted.items()},
-                run=figures.get(epoch),
+                run=logged.get(epoch),
             )
             for epoch in drafted["all"]
         ),
     )
+
+
+def _chosen(recorded: Outline, max_rollouts: int | None) -> Outline:
+    if max_rollouts is None:
+        return some_prompts(recorded, weights=recorded.lengths, limit=REPLAY_TOKENS)
+    return some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)
+
+
+def _logged(run: RunData | None) -> dict[int, LoggedDrafts]:
+    """What a run has logged of its own drafts, by epoch."""
+    rows = [] if run is None else by_epoch(run.rows)
+    return {
+        int(row["epoch"]): LoggedDrafts(tokens_per_forward=row["tokens_per_forward"], acceptance=row["acceptance"])
+        for row in rows
+        if row["epoch"] is not None and row["tokens_per_forward"] is not None
+    }
 
 
 def _num_with_history(recorded: Recorded) -> int:

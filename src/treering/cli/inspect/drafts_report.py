@@ -13,7 +13,6 @@ from rich.table import Table
 
 from treering.analysis.replay import Drafted, Look
 from treering.cli.display.tables import figures_table
-from treering.cli.inspect.rollouts import RunFigures
 
 LOOKS: tuple[Look, ...] = get_args(Look)
 NAMES: dict[Look, str] = {
@@ -25,6 +24,15 @@ NAMES: dict[Look, str] = {
 """Another prompt's history, with the own text, is the control."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedDrafts:
+    """What a run logged about the drafts of an epoch, summed over its steps."""
+
+    tokens_per_forward: float
+    acceptance: float | None
+    """None if nothing was drafted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochDrafts:
     """One epoch; in file order, the rollouts with this many earlier ones of their prompt."""
@@ -32,7 +40,7 @@ class EpochDrafts:
     epoch: int
     num_rollouts: int
     drafted: dict[Look, Drafted]
-    run: RunFigures | None
+    run: LoggedDrafts | None
     """What the run itself logged; None if it did not."""
 
 

@@ -27,22 +27,13 @@ from treering.types import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeSetReport:
-    """All trajectories of a file in one forest, across tasks."""
-
-    unique_tokens: int
-    sharing: float
-    token_bound: float
-    flop_bound: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnsReport:
-    """Each assistant turn as a sample: the tokens from the start of its trajectory to the end of the turn."""
+class CutReport:
+    """Another cut of a file into samples; figures are sums over its trees, bounds are best possible speedups."""
 
     samples: int
     flat_tokens: int
     unique_tokens: int
+    sharing: float
     token_bound: float
     flop_bound: float
 
@@ -93,8 +84,10 @@ class FileReport:
     flop_bound: float
     prompt_only_bound: float
     """Token bound if only prompts, the tokens before the first trained one, are merged."""
-    whole_set: WholeSetReport
-    turns: TurnsReport
+    whole_set: CutReport
+    """All trajectories in one forest, across tasks."""
+    turns: CutReport
+    """Each assistant turn as a sample: the tokens from the start of its trajectory to the end of the turn."""
     branching: Branching
     longest: int
     """Tokens of the longest sequence."""
@@ -138,7 +131,7 @@ def measure(
         token_bound=bounds.token_bound,
         flop_bound=bounds.flop_bound,
         prompt_only_bound=flat.num_tokens / counts.num_prompt_shared,
-        whole_set=_whole_set(dataset, flat, shape),
+        whole_set=_cut(dataset.num_rows, flat, merged_work(*dataset.flat_keys, after_part=dataset.release), shape),
         turns=counts.turns(shape),
         branching=counts.branching.total(),
         longest=int(dataset.lengths.max()),
@@ -211,25 +204,18 @@ class _Counts:
             else (text[0] + self._flat_tower_flops) / (text[1] + self._tower_flops),
         )
 
-    def turns(self, shape: ModelShape) -> TurnsReport:
+    def turns(self, shape: ModelShape) -> CutReport:
         ends = self._dataset.turn_ends
-        flat = flat_work(ends)
-        bounds = work_bounds(flat, self._turns_tree, shape)
-        return TurnsReport(
-            samples=ends.size,
-            flat_tokens=flat.num_tokens,
-            unique_tokens=self._turns_tree.num_tokens,
-            token_bound=bounds.token_bound,
-            flop_bound=bounds.flop_bound,
-        )
+        return _cut(ends.size, flat_work(ends), self._turns_tree, shape)
 
 
-def _whole_set(dataset: TokenDataset, flat: Work, shape: ModelShape) -> WholeSetReport:
-    tree = merged_work(*dataset.flat_keys, after_part=dataset.release)
+def _cut(num_samples: int, flat: Work, tree: Work, shape: ModelShape) -> CutReport:
     bounds = work_bounds(flat, tree, shape)
-    return WholeSetReport(
+    return CutReport(
+        samples=num_samples,
+        flat_tokens=flat.num_tokens,
         unique_tokens=tree.num_tokens,
-        sharing=1.0 - tree.num_tokens / flat.num_tokens,
+        sharing=1.0 - tree.num_tokens / flat.num_tokens if flat.num_tokens else 0.0,
         token_bound=bounds.token_bound,
         flop_bound=bounds.flop_bound,
     )

@@ -3,58 +3,32 @@
 Reads rollouts and takes the measures; `analysis.reuse` and `schedule.predict.calibration` compute them. Loads no torch.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import numpy as np
 from rich.console import Console
 
 from treering.analysis.recording import Recorded, lengths_before, other_prompts, some_prompts
 from treering.analysis.reuse import Reuse, ReuseMeter, Source, copy_all
-from treering.cli.display.progress import StageProgress, note_compiling
+from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.inspect.history_report import SOURCES, EpochReport, HistoryReport, RankReport, as_json, show
+from treering.cli.inspect.options import InspectOptions
 from treering.cli.inspect.rollouts import read_rollouts
-from treering.data import FormatName, Renderer, Template
 from treering.schedule.predict.calibration import calibrate, group_ranks
 
+_NUM_GROUPS = 8
+"""Rank groups of lengths, unless another number is asked for."""
 
-def run(
-    paths: list[Path],
-    tokenizer: Path | None,
-    template: Template,
-    num_groups: int,
-    max_rollouts: int | None,
-    json_output: bool,
-    format: FormatName = "auto",
-    keeps_cache: bool = True,
-) -> None:
+
+def run(options: InspectOptions) -> None:
     """Prints the report to stdout, as JSON or as tables and sentences."""
-    report = inspect_history(paths, tokenizer, template, num_groups, max_rollouts, format, keeps_cache)
-    if json_output:
+    report = inspect_history(options)
+    if options.json_output:
         print(as_json(report))
     else:
         show(report, Console())
 
 
-def inspect_history(
-    paths: Sequence[Path],
-    tokenizer: Path | None,
-    template: Template = "auto",
-    num_groups: int = 8,
-    max_rollouts: int | None = None,
-    format: FormatName = "auto",
-    keeps_cache: bool = True,
-) -> HistoryReport:
+def inspect_history(options: InspectOptions) -> HistoryReport:
     """Reads and measures the rollouts of run folders or trajectory files as one recording.
-
-    Args:
-        paths: folders of `treering train`, or files.
-        tokenizer: folder of the tokenizer for messages.
-        template: how messages become text.
-        num_groups: rank groups of lengths.
-        max_rollouts: about how many to measure, whole prompts in all epochs; None measures all.
-        format: of the records.
-        keeps_cache: whether tokens of files are kept for the next start.
 
     Raises:
         InputError: a folder without rollouts, a bad file, or rollouts without an epoch.
@@ -62,24 +36,23 @@ def inspect_history(
     Example: two epochs in which each prompt gets the same answer, each of 103 tokens unlike any other prompt's, have a
     reuse of 100 / 103 from history.
     """
-    with StageProgress() as progress:
-        renderer = Renderer(tokenizer=tokenizer, template=template)
-        rollouts = read_rollouts(paths, renderer, progress, format=format, keeps_cache=keeps_cache)
+    with WorkProgress(Console(stderr=True)) as progress:
+        rollouts = read_rollouts(options, progress)
         part = recorded = rollouts.outline
-        if max_rollouts is not None:
-            part = some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=max_rollouts)
+        if options.max_rollouts is not None:
+            part = some_prompts(recorded, weights=np.ones_like(recorded.lengths), limit=options.max_rollouts)
         chosen = rollouts.record(part)
         note_compiling(progress.console, copy_all)
         reuse = _measure_reuse(chosen, progress)
     epochs = list(reuse)
     return HistoryReport(
-        source=", ".join(str(path) for path in paths),
+        source=", ".join(str(path) for path in options.files),
         num_rollouts=chosen.num_rollouts,
         num_recorded=recorded.num_rollouts,
         num_prompts=np.unique(chosen.prompts).size,
         num_tokens=int(chosen.lengths.sum()),
         epochs=tuple(
-            _epoch(chosen, epoch, before, num_groups, reuse[epoch])
+            _epoch(chosen, epoch, before, options.groups or _NUM_GROUPS, reuse[epoch])
             for before, epoch in zip([None, *epochs[:-1]], epochs, strict=True)
         ),
     )
@@ -107,15 +80,15 @@ def rank_lengths(recorded: Recorded, epoch: int, before: int, num_groups: int) -
     )
 
 
-def _measure_reuse(recorded: Recorded, progress: StageProgress) -> dict[int, dict[Source, Reuse | None]]:
-    progress.begin("reuse", len(SOURCES) * recorded.num_rollouts, "rollouts")
+def _measure_reuse(recorded: Recorded, progress: WorkProgress) -> dict[int, dict[Source, Reuse | None]]:
+    count = progress.counting("reuse", len(SOURCES) * recorded.num_rollouts)
     meter = ReuseMeter(recorded)
     found: dict[int, dict[Source, Reuse | None]] = {}
     for epoch in meter.epochs():
         rollouts, found[epoch] = meter.rollouts_of(epoch), {}
         for source in SOURCES:
             found[epoch][source] = meter.measure(rollouts, source)
-            progress.advance(int((recorded.epochs == epoch).sum()))
+            count(int((recorded.epochs == epoch).sum()))
     return found
 
 

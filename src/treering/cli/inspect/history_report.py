@@ -106,7 +106,7 @@ def show(report: HistoryReport, console: Console) -> None:
     console.print(_reuse_table(report.epochs), _hit_table(report.epochs))
     console.print(_reuse_sentence(report.epochs), soft_wrap=True, highlight=False)
     if ranked:
-        console.print(_rank_table(ranked), _matrix_table(ranked))
+        console.print(_rank_table(ranked))
         console.print(_rank_sentence(ranked), soft_wrap=True, highlight=False)
 
 
@@ -179,16 +179,6 @@ def _rank_table(epochs: Sequence[EpochReport]) -> Table:
         errors = (epoch.ranks.calibration.sigma, epoch.ranks.calibration.spearman)
         cells = [*(_percent(share) for share in shares), _percent(other.accurate if other else None)]
         table.add_row(str(epoch.epoch), *cells, *(f"{error:.2f}" for error in errors))
-    return table
-
-
-def _matrix_table(epochs: Sequence[EpochReport]) -> Table:
-    matrix = np.mean([epoch.ranks.groups.matrix for epoch in epochs if epoch.ranks], axis=0)
-    names = [str(group) for group in range(1, len(matrix) + 1)]
-    title = "Migration: where those predicted in a row's group were, 1 is shortest"
-    table = figures_table(title, ("predicted", *names))
-    for name, row in zip(names, matrix, strict=True):
-        table.add_row(name, *(_percent(share) if row.any() else _NOTHING for share in row))
     return table
 
 

@@ -1,45 +1,24 @@
-"""Reads recorded rollouts from trajectory files or the run folder of `treering train`, with its drafter settings.
+"""Reads recorded rollouts from trajectory files or the run folder of `treering train`. Loads no torch."""
 
-The names of files and keys repeat those of modules that load torch, which this one does not; a test compares them.
-"""
-
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from treering import metrics
 from treering.analysis.recording import Outline, Recorded, Sampled, outline
 from treering.cli.data_files import expanded, read_file
-from treering.cli.display.progress import StageProgress
-from treering.data import FormatName, RenderedTrajectory, Renderer
+from treering.cli.display.progress import WorkProgress
+from treering.cli.inspect.options import InspectOptions
+from treering.data import RenderedTrajectory
 from treering.data.cache.build import ReadOptions
 from treering.data.cache.dataset import TokenDataset
 from treering.data.formats.containers import record_files
-from treering.data.formats.files import whole_lines
 from treering.data.formats.tables import is_dataset_folder
 from treering.errors import InputError
-
-ROLLOUTS_FOLDER = "rollouts"
-CONFIG_FILE = "config.json"
-METRICS_FILE = "metrics.jsonl"
-
-_SETTINGS = ("max_draft", "min_acceptance", "policy", "shape", "sources")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFigures:
-    """What a run logged about the drafts of an epoch, summed over its steps.
-
-    Example: steps with 300 tokens in 100 row-steps and 100 tokens in 100 have 2.0 tokens per forward together.
-    """
-
-    tokens_per_forward: float
-    acceptance: float | None
-    """None if nothing was drafted."""
+from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.report.run import METRICS_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,16 +41,8 @@ class Rollouts:
         return chosen.record(tokens_of)
 
 
-def read_rollouts(
-    paths: Sequence[Path],
-    renderer: Renderer,
-    progress: StageProgress,
-    *,
-    allow_file_order: bool = False,
-    format: FormatName = "auto",
-    keeps_cache: bool = True,
-) -> Rollouts:
-    """The rollouts of all paths as one outline.
+def read_rollouts(options: InspectOptions, progress: WorkProgress, *, allow_file_order: bool = False) -> Rollouts:
+    """The rollouts of all files as one outline.
 
     With `allow_file_order`, the n-th rollout of a prompt counts as epoch n if any rollout has no epoch.
 
@@ -79,14 +50,14 @@ def read_rollouts(
         InputError: a folder without rollouts, a bad file, no sampled token, or rollouts without an epoch. A torn last
             line of a folder's file is left out with a warning.
     """
-    files = [(file, file != path) for path in expanded(paths) for file in _files_of(path)]
-    progress.begin("reading", len(files), "files")
+    files = [(file, file != path) for path in expanded(options.files) for file in _files_of(path)]
+    renderer, count = options.renderer(), progress.counting("reading files", len(files))
     datasets: list[TokenDataset] = []
     for file, is_own in files:
-        options = ReadOptions(format=format, may_be_torn=is_own)
+        read = ReadOptions(format=options.format, may_be_torn=is_own)
         # A run's own files grow, and a cache for each of their states would be no help.
-        datasets.append(read_file(file, renderer, options, keeps_cache=keeps_cache and not is_own))
-        progress.advance(1)
+        datasets.append(read_file(file, renderer, read, keeps_cache=not options.no_cache and not is_own))
+        count(1)
     if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
         progress.console.print(form, soft_wrap=True, markup=False)
     rows = [row for dataset in datasets for row in _sampled(dataset)]
@@ -118,70 +89,6 @@ def trajectory_files(paths: Sequence[Path]) -> list[Path]:
         InputError: a folder without such files.
     """
     return [file for path in paths for file in _files_of(path)]
-
-
-def drafter_settings(path: Path) -> tuple[int, dict[str, Any]] | None:
-    """Epochs that the store of a run keeps, and the settings of its drafter; None if `path` is not a run's folder.
-
-    Raises:
-        InputError: the run's configuration cannot be read.
-    """
-    file = path / CONFIG_FILE
-    if not file.is_file():
-        return None
-    try:
-        history = json.loads(file.read_text(encoding="utf-8"))["history"]
-        settings = {name: history[name] for name in _SETTINGS} | {"sources": tuple(history["sources"])}
-        # A run without drafts may have no source; the replay says what drafts would have done.
-        return history["max_epochs"], settings if settings["sources"] else settings | {"sources": ("history", "own")}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(
-            f"{file}: a run's configuration says in [history] what is drafted, and it cannot be read ({error!r}); "
-            "inspect the files of its rollouts folder instead"
-        ) from error
-
-
-def read_figures(path: Path) -> dict[int, RunFigures]:
-    """What a run logged about its own drafts, by epoch; empty if `path` is not a run's folder.
-
-    A torn last line is left out with a warning.
-
-    Raises:
-        InputError: a damaged line.
-    """
-    file = path / METRICS_FILE
-    if not file.is_file():
-        return {}
-    totals: dict[int, list[float]] = {}
-    for epoch, counts in _counts(file):
-        have = totals.setdefault(epoch, [0.0] * 4)
-        totals[epoch] = [a + b for a, b in zip(have, counts, strict=True)]
-    return {
-        epoch: RunFigures(
-            tokens_per_forward=tokens / num_steps if num_steps else 0.0,
-            acceptance=accepted / drafted if drafted else None,
-        )
-        for epoch, (tokens, num_steps, drafted, accepted) in totals.items()
-    }
-
-
-def _counts(file: Path) -> Iterator[tuple[int, tuple[float, float, float, float]]]:
-    """The epoch of each step, with its tokens, row-steps, drafted and accepted tokens."""
-    for number, line in whole_lines(file):
-        try:
-            row = json.loads(line)
-            tokens, gain = row[metrics.NUM_SAMPLED], row[metrics.TOKENS_PER_FORWARD]
-            drafted = row[metrics.NUM_DRAFTED]
-            counts = tokens, tokens / gain if gain else 0.0, drafted, drafted * row[metrics.ACCEPTANCE]
-            epoch = row[metrics.EPOCH]
-            if not 0 <= epoch < 2**63 or int(epoch) != epoch:
-                raise ValueError(f"{metrics.EPOCH} is {epoch!r}")
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise InputError(
-                f"{file}:{number}: a line of a run's metrics has {metrics.TOKENS_PER_FORWARD} and others, and this one "
-                f"cannot be read ({error!r}); inspect the files of the rollouts folder instead"
-            ) from error
-        yield int(epoch), counts
 
 
 def _files_of(path: Path) -> list[Path]:

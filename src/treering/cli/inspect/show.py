@@ -1,18 +1,16 @@
 """Prints trajectories as they will be trained: on a terminal in colours, elsewhere with marks; or as a page."""
 
-import sys
+import json
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
 
-from treering.cli.data_files import expanded, read_file, show_build
 from treering.cli.display.progress import WorkProgress
-from treering.cli.inspect.trained import ShownTrajectory, Span, as_json, shown_trajectories
-from treering.data import FormatName, Renderer, Template
-from treering.data.cache.build import ReadOptions
+from treering.cli.inspect.files import open_files
+from treering.cli.inspect.options import InspectOptions
+from treering.cli.inspect.trained import ShownTrajectory, Span, shown_trajectories
 from treering.errors import InputError
 from treering.report.trained_page import PageSpan, as_html
 
@@ -26,43 +24,29 @@ _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 _PICTURES |= dict.fromkeys(range(128, 160), "�") | {0x7F: "\u2421"}
 
 
-def run(
-    files: Sequence[Path],
-    tokenizer: Path | None,
-    template: Template,
-    num_shown: int | None,
-    task: str | None,
-    page: Path | None,
-    json_output: bool,
-    format: FormatName = "auto",
-    keeps_cache: bool = True,
-) -> None:
-    """Prints the first trajectories of each file to stdout, as text or JSON, and writes them to `page` if it is given.
+def run(options: InspectOptions) -> None:
+    """Prints the first trajectories of each file to stdout, as text or JSON, and writes them to a page if it is named.
 
     Raises:
         InputError: see `shown_trajectories`; a page whose folder does not exist.
     """
+    page = options.html
     if page is not None and not page.absolute().parent.is_dir():
         raise InputError(f"--html needs an existing folder, got {page}: create {page.parent} first")
-    renderer = Renderer(tokenizer=tokenizer, template=template)
     shown: list[ShownTrajectory] = []
-    form: str | None = None
     with WorkProgress(Console(stderr=True)) as progress:
-        for file in expanded(files):
-            on_progress = partial(show_build, progress, file.name)
-            options = ReadOptions(format=format)
-            dataset = read_file(file, renderer, options, keeps_cache=keeps_cache, on_progress=on_progress)
-            form = form or dataset.facts.form
-            max_thumbnails = 0 if page is None else MAX_THUMBNAILS
+        for dataset in open_files(options, progress):
             shown += shown_trajectories(
-                dataset, tokenizer, num_shown=num_shown, task=task, max_thumbnails=max_thumbnails
+                dataset,
+                options.tokenizer_dir,
+                num_shown=options.show,
+                task=options.task,
+                max_thumbnails=0 if page is None else MAX_THUMBNAILS,
             )
-    if form:
-        print(form, file=sys.stderr)
     if page is not None:
         page.write_text(as_html([(heading(one), _facts(one)) for one in shown]), encoding="utf-8")
-    if json_output:
-        print(as_json(shown))
+    if options.json_output:
+        print(json.dumps({"trajectories": [asdict(one) for one in shown]}, indent=2, allow_nan=False))
     elif page is not None:
         print(page)
     else:

@@ -1,8 +1,7 @@
 """`treering inspect --show`: trajectories as they will be trained, cut into spans of text with one fate each."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import numpy.typing as npt
 
 from treering.data import RenderedTrajectory, TaskId
 from treering.data.cache.dataset import TokenDataset
+from treering.data.pictures.decode import thumbnail_uri
 from treering.data.pictures.stored import StoredPicture
-from treering.data.pictures.thumbnail import thumbnail_uri
 from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import InputError
 from treering.tree.pictures import PictureTable
@@ -115,11 +114,6 @@ def shown_trajectories(
         one = groups[number][place]
         shown.append(_shown(one, groups[number], texts, thumbnails, file=file, row=one.index + 1))
     return shown
-
-
-def as_json(shown: Sequence[ShownTrajectory]) -> str:
-    """One JSON object `{"trajectories": [...]}`."""
-    return json.dumps({"trajectories": [asdict(one) for one in shown]}, indent=2, allow_nan=False)
 
 
 class _Texts:

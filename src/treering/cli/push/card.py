@@ -1,6 +1,5 @@
 """The model card of a checkpoint: what was trained on what, with which settings, and what was measured. No torch."""
 
-import json
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treering import metrics
+from treering.cli.toml import pair, section
 from treering.errors import TreeringError
 from treering.report.epochs import figures, total
 from treering.report.run import Row, RunData, number, read_run
@@ -154,10 +154,9 @@ def _settings(config: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for name in _SECTIONS:
         values = {} if not is_used.get(name, True) else _section(config, name)
-        # JSON writes these numbers, texts and lists as TOML does.
-        own = [f"{key} = {json.dumps(value)}" for key, value in values.items() if _is_shown(key, value)]
-        lines += ["", f"[{name}]", *own] if own else []
-    return "\n".join(["```toml", *lines[1:], "```"])
+        own = [pair(key, value) for key, value in values.items() if _is_shown(key, value)]
+        lines += [section(name, own)] if own else []
+    return f"```toml{''.join(lines).rstrip()}\n```"
 
 
 def _is_shown(key: str, value: object) -> bool:

@@ -8,44 +8,28 @@ from rich.console import Console
 
 from treering.cli.display.tables import figures_table
 from treering.cli.hub import bars_for_people_only, is_hub_id
+from treering.cli.push.options import PushOptions
 from treering.cli.push.staging import find_checkpoint, stage
 from treering.errors import InputError
 
 
-def run(
-    *,
-    folder: Path,
-    repo_id: str,
-    step: int | None,
-    base_model: str | None,
-    private: bool,
-    dry_run: bool,
-    json_output: bool,
-) -> None:
-    """Uploads a checkpoint and its card to a repository, which is made if it is not there.
-
-    Args:
-        folder: of a run.
-        repo_id: ORGANISATION/NAME.
-        step: of the checkpoint; None is the newest.
-        base_model: hub id of the base model, for a run that began from a folder.
-        private: whether a new repository is private.
-        dry_run: list the files, and upload none.
-        json_output: JSON instead of the table.
+def run(options: PushOptions) -> None:
+    """Uploads a checkpoint and its card, and prints the files as JSON or as a table.
 
     Raises:
         InputError: bad arguments, or the hub refuses.
         StateError: the checkpoint is damaged.
     """
-    for option, name in (("REPO_ID", repo_id), ("--base-model", base_model)):
+    for option, name in (("REPO_ID", options.repo_id), ("--base-model", options.base_model)):
         if name is not None and not is_hub_id(name, []):
             raise InputError(f"{option} reads ORGANISATION/NAME or USER/NAME, and it is {name!r}; correct it")
-    checkpoint = find_checkpoint(folder, step)
+    checkpoint, repo_id, url = find_checkpoint(options.folder, options.step), options.repo_id, None
     with TemporaryDirectory(prefix="treering-push-") as name:
-        files = stage(checkpoint, Path(name), repo_id=repo_id, base_model=base_model)
+        files = stage(checkpoint, Path(name), repo_id=repo_id, base_model=options.base_model)
         sizes = {file.name: file.stat().st_size for file in files}
-        url = None if dry_run else upload(Path(name), repo_id, private=private, message=f"Upload {checkpoint.name}")
-    if json_output:
+        if not options.dry_run:
+            url = upload(Path(name), repo_id, private=options.private, message=f"Upload {checkpoint.name}")
+    if options.json_output:
         print(json.dumps({"repo_id": repo_id, "checkpoint": str(checkpoint), "url": url, "files": sizes}, indent=2))
         return
     title = f"{checkpoint} {'would go' if url is None else 'is now'} at {repo_id if url is None else url}"

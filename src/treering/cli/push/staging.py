@@ -4,7 +4,7 @@ import json
 from fnmatch import fnmatch
 from pathlib import Path
 
-from treering.cli.push.card import CARD_FILE, hub_base, model_card, published
+from treering.cli.push.card import CARD_FILE, hub_base, published
 from treering.errors import InputError, StateError
 from treering.files.atomic import read_facts
 from treering.report.run import read_run
@@ -66,16 +66,9 @@ def stage(checkpoint: Path, target: Path, *, repo_id: str, base_model: str | Non
             (target / file.name).symlink_to(file.resolve())
     if (target / ADAPTER_CONFIG_FILE).exists():
         _name_base(target / ADAPTER_CONFIG_FILE, base, base_model)
-    own = checkpoint / CARD_FILE
-    card = own.read_text(encoding="utf-8") if own.is_file() else _card_of(checkpoint)
+    card = (checkpoint / CARD_FILE).read_text(encoding="utf-8")
     (target / CARD_FILE).write_text(published(card, repo_id, base_model), encoding="utf-8")
     return sorted(target.iterdir())
-
-
-def _card_of(checkpoint: Path) -> str:
-    """The card of a checkpoint of a release that wrote none."""
-    has_tokenizer = (checkpoint / "tokenizer.json").is_file()
-    return model_card(checkpoint.parents[1], _step_of(checkpoint), has_tokenizer=has_tokenizer)
 
 
 def _step_of(checkpoint: Path) -> int:

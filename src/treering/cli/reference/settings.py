@@ -1,11 +1,10 @@
-"""Every setting of a configuration with its type, default, description and an example, read from its JSON schema."""
+"""Every setting of a configuration with its type, default and description, read from its JSON schema."""
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from treering.cli.reference.examples import EXAMPLES
 from treering.config import Config
 
 _BOUNDS = {
@@ -33,8 +32,6 @@ class Setting:
     """As TOML; None if it is unset."""
     description: str
     """What it sets."""
-    example: str
-    """A value that it takes, as TOML."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,24 +118,7 @@ def _setting(key: str, field: Mapping[str, Any]) -> Setting:
         kind=kind_in_words(field),
         default=None if default is None else _toml(default),
         description=_one_line(field["description"]),
-        example=_toml(_example(key, field)),
     )
-
-
-def _example(key: str, field: Mapping[str, Any]) -> Any:
-    """The example of a key's name, else another choice than the default, else the default or the least value."""
-    name = key.rpartition(".")[2]
-    if name in EXAMPLES:
-        return EXAMPLES[name]
-    default = field.get("default")
-    kinds = field.get("anyOf", [field])
-    choices = [choice for one in kinds for choice in one.get("enum", [False, True] if _is_flag(one) else ())]
-    others = [choice for choice in choices if choice != default]
-    return next(value for value in [*others, default, kinds[0].get("minimum", 1)] if value is not None)
-
-
-def _is_flag(schema: Mapping[str, Any]) -> bool:
-    return bool(schema.get("type") == "boolean")
 
 
 def _toml(value: Any) -> str:

@@ -22,9 +22,7 @@ def find_text(run: RunData) -> Callable[[int], str] | None:
     """
     task = run.config.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
-    data = run.config.get("data")
-    is_folded = isinstance(data, dict) and data.get("vocab") == "folded"
-    folder = None if is_folded else _tokenizer_folder(run)
+    folder = _tokenizer_folder(run)
     try:
         if kind == "sums":
             return _text_of_symbols()
@@ -36,7 +34,7 @@ def find_text(run: RunData) -> Callable[[int], str] | None:
 def _text_of_symbols() -> Callable[[int], str]:
     from treering.rl.tasks.sums import ChainedSums
 
-    symbols = ChainedSums.characters.symbols
+    symbols = ChainedSums.symbols
     return lambda token: symbols[token] if token < len(symbols) else f"[{token}]"
 
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from treering.cli.corpus import Corpus, load_corpus
 from treering.config import SftConfig
-from treering.data.held_out import is_held_out
-from treering.errors import InputError
 from treering.train.loop.batches import TrainingTask
 
 
@@ -45,20 +43,13 @@ def split_corpus(
 def read_files(config: SftConfig, *, config_dir: Path, model: Path | None) -> Corpus:
     """The tasks of `eval.files`; arguments as above."""
     data = config.data.model_copy(update={"files": config.eval.files, "max_tasks": None})
-    held = load_corpus(data, config_dir=config_dir, vocab_size=None, model=model)
+    held = load_corpus(data, config_dir=config_dir, model=model)
     return replace(held, tasks=held.tasks[: config.eval.max_tasks])
 
 
 def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
     section = config.eval
-    assert section.share is not None, "the section is set"
-    flags = [is_held_out(task.task_id, section.share, seed=section.seed) for task in corpus.tasks]
-    if all(flags) or not any(flags):
-        raise InputError(
-            f"eval.share = {section.share} holds out {sum(flags)} of {len(flags)} tasks, and both sides need some; set "
-            "another share, another eval.seed, or eval.files"
-        )
-    both = list(zip(corpus.tasks, flags, strict=True))
+    both = list(zip(corpus.tasks, section.held_out([task.task_id for task in corpus.tasks], "tasks"), strict=True))
     trained = replace(corpus, tasks=tuple(task for task, is_held in both if not is_held))
     held = tuple(task for task, is_held in both if is_held)
     return trained, replace(corpus, tasks=held[: section.max_tasks], notes=())

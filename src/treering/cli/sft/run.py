@@ -1,209 +1,115 @@
-"""Runs `treering sft`: builds data, model, loop, run folder and metric sinks from a configuration, and trains."""
+"""Runs `treering sft`: builds data, model and loop from a configuration, and trains."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.data_files import show_build
 from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import WorkProgress, note_compiling
-from treering.cli.display.run_display import RunDisplay, SavingNote, SftProgress
-from treering.cli.hub import find_model, with_commits
+from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher
-from treering.cli.push.card import model_card
-from treering.cli.ranks import is_first, joined
-from treering.cli.run_folder import locked, open_sinks, printed_warnings, write_settings
-from treering.cli.run_notes import RunLength, budget_note
-from treering.cli.settings import (
-    attention_in_words,
-    compute_options,
-    optim_options,
-    parameters_in_words,
-    with_costs,
-)
+from treering.cli.run_notes import budget_note, run_length
+from treering.cli.session import Session, agreed, agreed_compute, checkpoint_store, owning
+from treering.cli.settings import optim_options
 from treering.cli.sft.held_out import split_corpus
 from treering.cli.sft.samples import write_samples
-from treering.cli.sft.settings import as_begun, identity, loop_options, run_length, with_step_size
-from treering.cli.sft.summary import SftSummary, totals
-from treering.cli.signals import deferred_to
-from treering.cli.starts import log_start
+from treering.cli.sft.settings import identity, loop_options, with_step_size
+from treering.cli.sft.summary import SftSummary, summary_of
 from treering.config import SftConfig
-from treering.metrics import Metrics, Sink
-from treering.ranks.group import all_ranks
-from treering.train.loop.checkpoint import CheckpointStore, checkpoint_path
-from treering.train.loop.held_out import Evaluation, HeldOutLoss
+from treering.ranks.group import RankGroup
+from treering.train.loop.compute import ComputeOptions
+from treering.train.loop.held_out import HeldOutLoss
 from treering.train.loop.interruption import Interruption
 from treering.train.loop.ranks import shard_model
 from treering.train.loop.resumable import StepReport
-from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 from treering.tree.build import fill_forest
 
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
     """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
-    with joined(), locked(config.run.dir) if is_first() else nullcontext():
-        return _train(config, config_dir=config_dir, console=console)
+    with owning(config.run.dir) as group:
+        return _train(agreed(config, config_dir, group), config_dir, console, group)
 
 
-def _train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
-    group = all_ranks()
-    # Its own progress bars would flicker through ours.
-    transformers_logging.disable_progress_bar()
-    if group.rank == 0:
-        config = with_commits(as_begun(config), config_dir)
-    config = group.gather(config)[0]
+def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGroup) -> SftSummary:
     note_doing(console, "reading the data")
     folder = find_model(config.model, config_dir)
     with WorkProgress(console) as reading:
-        corpus = load_corpus(
-            config.data,
-            config_dir=config_dir,
-            vocab_size=config.model.vocab_size,
-            model=folder,
-            on_build=partial(show_build, reading),
-        )
+        corpus = load_corpus(config.data, config_dir=config_dir, model=folder, on_build=partial(show_build, reading))
     corpus, held = split_corpus(config, corpus, config_dir=config_dir, model=folder)
     config = with_step_size(config, len(corpus.tasks), group.size)
     length = run_length(config, len(corpus.tasks))
-    num_steps = length.total
-    seed = config.train.seed
     note_doing(console, "loading the model")
     model = build_model(
         config.model,
         num_ids=corpus.num_ids,
-        seed=seed,
+        seed=config.train.seed,
         folder=folder,
         lora=config.lora,
         takes_pictures=corpus.has_pictures or (held is not None and held.has_pictures),
     )
     note_doing(console, "preparing the first step")
     note_compiling(console, fill_forest)
-    compute = compute_options(config.model, config.train, num_steps)
-    if group.rank == 0:
-        compute = with_costs(compute, config.train.sharing, model, config.run.dir)
-    # Costs that one rank has measured, so that all share trees alike.
-    compute = group.gather(compute)[0]
-    options = loop_options(config, compute)
-    teacher = None
-    if teacher_folder := find_model(config.teacher, config_dir, setting="teacher.path"):
-        teacher = load_teacher(teacher_folder, config.model, tokenizer=corpus.tokenizer)
-    optim = optim_options(config.train, num_steps)
-    # Before its weights are sharded.
-    run_identity = identity(config, corpus, model)
-    if group.size > 1:
-        shard_model(model)
-    loop = SftLoop(model, corpus.tasks, optim=optim, options=options, teacher=teacher, group=group)
-    checkpoints = CheckpointStore(
-        folder=config.run.dir / CHECKPOINTS_FOLDER,
-        identity=run_identity,
-        keep=config.run.keep,
-        card=partial(model_card, config.run.dir, has_tokenizer=corpus.tokenizer is not None),
-        tokenizer=corpus.tokenizer,
-        group=group,
+    compute = agreed_compute(config, config.train, model, group, length.total)
+    # The identity is that of weights before they are sharded.
+    checkpoints = checkpoint_store(config, identity(config, corpus, model), corpus.tokenizer, group)
+    session = Session(
+        config=config,
+        loop=_make_loop(config, config_dir, corpus, model, compute, length.total, group),
+        checkpoints=checkpoints,
+        num_steps=length.total,
+        console=console,
+        interruption=Interruption(group),
     )
-    with printed_warnings(console):
-        opened = open_run(config.run.dir, loop, checkpoints)
-    sinks: list[Sink] = []
+    opened = session.open()
     if group.rank == 0:
-        write_settings(config, config.run, num_steps)
-        log_start(config.run.dir, opened, model, group.size)
+        lengths = [sequence.size for task in corpus.tasks for sequence in task.sequences]
+        budget = budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths))
+        session.say(*corpus.notes, budget)
+        what = f"{len(corpus.tasks)} tasks, {sum(lengths):,} flat tokens; {{}}; {length.in_words}"
+        session.announce(opened, length, model, what, group.size)
         if opened.is_new:
             write_samples(config.run.dir, corpus.tasks)
-        _announce(console, config, corpus, model, opened, length)
-        with printed_warnings(console):
-            sinks = open_sinks(config.metrics, config.run.dir, opened, config.model_dump(mode="json"))
-    evaluation = None
+    measure = None
     if held is not None:
-        evaluation = Evaluation(
-            measure=HeldOutLoss(model, held.tasks, compute=compute, layout=config.train.layout, group=group),
-            every=config.eval.every,
-            knows_first=group.gather(knows_first(config.run.dir))[0],
-        )
-    interruption = Interruption(group)
-    with Metrics(sinks) as metrics:
-        steps = run_steps(
-            loop,
-            num_steps=num_steps,
-            save_every=config.run.save_interval,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            evaluation=evaluation,
-            interruption=interruption,
-            on_saved=SavingNote(console),
-        )
-        title = str(config.run.dir)
-        with (
-            RunDisplay(title=title, num_steps=num_steps, first_step=opened.step, console=console) as display,
-            deferred_to(interruption, console.print),
-        ):
-            loop.on_progress = interruption.checked(display.show_phase)
-            if evaluation is not None:
-                evaluation.on_measured = display.show_evaluation
-            reports = _show_each(steps, SftProgress(display), console, corpus)
-    return _summary(config, corpus, model, opened, reports)
+        measure = HeldOutLoss(model, held.tasks, compute=compute, layout=config.train.layout, group=group)
+    evaluation = session.evaluation(measure)
 
-
-def _show_each(
-    steps: Iterator[StepReport], progress: SftProgress, console: Console, corpus: Corpus
-) -> list[StepReport]:
-    reports = []
-    for report in steps:
+    def notes_of(report: StepReport) -> Sequence[str]:
         # What a step has read of the data is not needed before the next epoch.
         corpus.release()
-        for note in report.update.notes:
-            console.print(note, soft_wrap=True)
-        progress.show(report)
-        reports.append(report)
-    return reports
+        return report.update.notes
+
+    with session.metrics(opened) as metrics:
+        steps = session.steps(metrics, evaluation)
+        reports = session.show(
+            steps,
+            first_step=opened.step,
+            evaluation=evaluation,
+            notes_of=notes_of,
+        )
+    return summary_of(config, corpus, model, opened, reports)
 
 
-def _announce(
-    console: Console, config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, length: RunLength
-) -> None:
-    lengths = [sequence.size for task in corpus.tasks for sequence in task.sequences]
-    budget = budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths))
-    for note in (*corpus.notes, budget, length.short_note() if opened.is_new else None):
-        if note is not None:
-            console.print(note, soft_wrap=True)
-    device = next(model.parameters()).device
-    console.print(
-        f"{len(corpus.tasks)} tasks, {sum(lengths):,} flat tokens; {parameters_in_words(model)} on {device} in "
-        f"{config.model.dtype}; {length.in_words} into {config.run.dir}",
-        soft_wrap=True,
-    )
-    autocast = compute_options(config.model, config.train).autocast
-    console.print(attention_in_words(model, autocast), soft_wrap=True)
-    if not opened.is_new:
-        console.print(length.resume_note(config.run.dir, opened.step), soft_wrap=True)
-
-
-def _summary(
-    config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, reports: Sequence[StepReport]
-) -> SftSummary:
-    total = totals(reports)
-    last_step = reports[-1].step if reports else opened.step
-    return SftSummary(
-        run_dir=str(config.run.dir),
-        data=corpus.source,
-        num_tasks=len(corpus.tasks),
-        num_parameters=model.num_parameters(),
-        resumed_from_step=opened.resume_step,
-        num_steps=last_step,
-        first_loss=total.first_loss,
-        last_loss=total.last_loss,
-        seconds=total.seconds,
-        flat_tokens=total.flat_tokens,
-        unique_tokens=total.unique_tokens,
-        sharing=total.sharing,
-        num_micro_batches=total.num_micro_batches,
-        flat_tokens_per_s=total.per_second(total.flat_tokens),
-        unique_tokens_per_s=total.per_second(total.unique_tokens),
-        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
-    )
+def _make_loop(
+    config: SftConfig,
+    config_dir: Path,
+    corpus: Corpus,
+    model: PreTrainedModel,
+    compute: ComputeOptions,
+    num_steps: int,
+    group: RankGroup,
+) -> SftLoop:
+    teacher = None
+    if folder := find_model(config.teacher, config_dir, setting="teacher.path"):
+        teacher = load_teacher(folder, config.model, tokenizer=corpus.tokenizer)
+    if group.size > 1:
+        shard_model(model)
+    optim, options = optim_options(config.train, num_steps), loop_options(config, compute)
+    return SftLoop(model, corpus.tasks, optim=optim, options=options, teacher=teacher, group=group)

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.table import Table
+from transformers import PreTrainedModel
 
+from treering.cli.corpus import Corpus
 from treering.cli.display.tables import facts_table
+from treering.config import SftConfig
+from treering.train.loop.checkpoint import checkpoint_path
 from treering.train.loop.resumable import StepReport
+from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,7 @@ class SftSummary:
     flat_tokens: int
     unique_tokens: int
     sharing: float
+    """1 - unique / flat tokens; 0.0 without a step."""
     num_micro_batches: int
     """Forward passes; more than steps if the trees of a step do not fit `max_batch_tokens` together."""
     flat_tokens_per_s: float
@@ -38,39 +44,31 @@ class SftSummary:
     """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftTotals:
-    """Sums over the steps of one call; zeros without losses if there was no step."""
-
-    first_loss: float | None
-    last_loss: float | None
-    seconds: float
-    flat_tokens: int
-    unique_tokens: int
-    num_micro_batches: int
-
-    @property
-    def sharing(self) -> float:
-        """1 - unique / flat tokens; 0.0 without a step."""
-        return 1.0 - self.unique_tokens / self.flat_tokens if self.flat_tokens else 0.0
-
-    def per_second(self, num_tokens: int) -> float:
-        """Tokens per second of training; 0.0 without a step."""
-        return num_tokens / self.seconds if self.seconds else 0.0
-
-
-def totals(reports: Sequence[StepReport]) -> SftTotals:
-    """Adds up step reports.
-
-    Example: steps of 10 and 20 flat and 5 and 10 computed tokens have 30 flat tokens and a sharing of 0.5.
-    """
-    return SftTotals(
+def summary_of(
+    config: SftConfig, corpus: Corpus, model: PreTrainedModel, opened: Opened, reports: Sequence[StepReport]
+) -> SftSummary:
+    """Adds up the steps of a call."""
+    flat = sum(report.update.num_branch_tokens for report in reports)
+    unique = sum(report.update.num_tokens for report in reports)
+    seconds = sum(report.seconds for report in reports)
+    last_step = reports[-1].step if reports else opened.step
+    return SftSummary(
+        run_dir=str(config.run.dir),
+        data=corpus.source,
+        num_tasks=len(corpus.tasks),
+        num_parameters=model.num_parameters(),
+        resumed_from_step=opened.resume_step,
+        num_steps=last_step,
         first_loss=reports[0].update.loss if reports else None,
         last_loss=reports[-1].update.loss if reports else None,
-        seconds=sum(report.seconds for report in reports),
-        flat_tokens=sum(report.update.num_branch_tokens for report in reports),
-        unique_tokens=sum(report.update.num_tokens for report in reports),
+        seconds=seconds,
+        flat_tokens=flat,
+        unique_tokens=unique,
+        sharing=1.0 - unique / flat if flat else 0.0,
         num_micro_batches=sum(report.update.num_micro_batches for report in reports),
+        flat_tokens_per_s=flat / seconds if seconds else 0.0,
+        unique_tokens_per_s=unique / seconds if seconds else 0.0,
+        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
     )
 
 

@@ -1,17 +1,15 @@
 """Turns the options of `treering simulate` into traces, from a log or from a length law, and workers."""
 
-from dataclasses import dataclass, fields
 from math import isfinite
-from pathlib import Path
 
-from treering.data import FormatName
+from treering.cli.simulate.options import SimulateOptions
 from treering.errors import ConfigError, InputError
 from treering.schedule.cluster import Cluster
 from treering.schedule.compare import with_decode_scaled
 from treering.schedule.latency import Latency, linear_latency
-from treering.schedule.predict.lengths import PredictorName, make_predictor
+from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.simulator.bounds import with_training
-from treering.schedule.traces.distort import Distortion, distort
+from treering.schedule.traces.distort import distort
 from treering.schedule.traces.replay import read_trace
 from treering.schedule.traces.stability import noise_for_stability, sigma_for_stability, stable_trace
 from treering.schedule.traces.synthetic import synthetic_trace
@@ -22,51 +20,15 @@ LENGTHS = "lognormal:8.2,0.8,16384"
 NOISE = 0.25
 ROLLOUTS = 4096
 STEPS = 12
+"""Defaults of options that are None unless given."""
 GROUP_SIZE = 16
-"""Defaults of options that are None unless given; groups exist only with a stability."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateOptions:
-    """The options of the subcommand that make cases; None for an option that was not given.
-
-    Example: `SimulateOptions(num_workers=4, lengths="constant:100")` leaves the rest at the defaults.
-    """
-
-    file: Path | None = None
-    format: FormatName = "auto"
-    num_workers: int = 32
-    num_slots: int = 128
-    num_rollouts: int | None = None
-    num_steps: int | None = None
-    staleness: int = 1
-    lengths: str | None = None
-    noise: float | None = None
-    stability: float | None = None
-    crossed: float | None = None
-    group_size: int | None = None
-    distort: Distortion | None = None
-    predictor: PredictorName | None = None
-    decode: str = "20,0.05"
-    training: float = 0.07
-    prefill_ms: float = 0.0
-    load_s: float = 0.0
-    believed_latency: float = 1.0
-    num_seeds: int = 1
-    waits: str | None = None
+"""Rollouts of a prompt, with a stability."""
 
 
 Case = tuple[Trace, Cluster, Cluster]
 """A trace, its workers, and the workers as the policies see them."""
 
-_OF_LAWS = {
-    "lengths": "--lengths",
-    "noise": "--noise",
-    "stability": "--stability",
-    "crossed": "--crossed",
-    "group_size": "--group-size",
-    "waits": "--waits",
-}
+_OF_LAWS = ("lengths", "noise", "stability", "crossed", "waits")
 
 
 def make_cases(options: SimulateOptions) -> list[Case]:
@@ -96,23 +58,15 @@ def make_cases(options: SimulateOptions) -> list[Case]:
 
 
 def _check(options: SimulateOptions) -> None:
-    given = {field.name for field in fields(options) if getattr(options, field.name) is not None}
-    if options.file is not None:
-        made_up = [flag for name, flag in _OF_LAWS.items() if name in given]
-        if made_up:
-            raise ConfigError(
-                f"FILE has its own rollouts, and {', '.join(made_up)} makes some up; leave one of them out"
-            )
-    elif options.format != "auto":
-        raise ConfigError("--format is that of a FILE, got none; name one, or leave it out")
-    elif "predictor" in given:
+    made_up = [f"--{name}" for name in _OF_LAWS if getattr(options, name) is not None]
+    if options.file is not None and made_up:
+        raise ConfigError(f"FILE has its own rollouts, and {', '.join(made_up)} makes some up; leave one of them out")
+    if options.file is None and options.predictor is not None:
         raise ConfigError("--predictor predicts the rollouts of a FILE, got none; name one, or see --noise")
-    if {"noise", "stability"} <= given:
+    if options.noise is not None and options.stability is not None:
         raise ConfigError("--noise and --stability are two ways to make predictions wrong; leave one of them out")
-    if "crossed" in given and "stability" not in given:
+    if options.crossed is not None and options.stability is None:
         raise ConfigError("--crossed says how much of --stability only crosses a boundary; add that, or drop this")
-    if "group_size" in given and "stability" not in given:
-        raise ConfigError("rollouts of a group share a prediction with --stability only; add it, or drop --group-size")
     for flag, value in (("--training", options.training), ("--believed-latency", options.believed_latency)):
         if not (isfinite(value) and value >= 0) or (flag == "--believed-latency" and value == 0):
             raise ConfigError(f"{flag} is a factor of a time, above 0, got {value!r}; correct it")
@@ -146,7 +100,6 @@ def _logged(options: SimulateOptions) -> Trace:
         lambda limit: make_predictor(name, max_tokens=limit),
         num_rollouts=options.num_rollouts,
         staleness=options.staleness,
-        format=options.format,
     )
     return Trace(steps=trace.steps[: options.num_steps], max_tokens=trace.max_tokens)
 
@@ -160,17 +113,16 @@ def _made_up(options: SimulateOptions) -> list[Trace]:
             synthetic_trace(law, num_steps=num_steps, num_rollouts=num_rollouts, noise=noise, seed=seed)
             for seed in range(options.num_seeds)
         ]
-    group_size = options.group_size or GROUP_SIZE
     if options.crossed is None:
-        spread, early = sigma_for_stability(law, options.stability, group_size=group_size), 0.0
+        spread, early = sigma_for_stability(law, options.stability, group_size=GROUP_SIZE), 0.0
     else:
-        spread, early = noise_for_stability(law, options.stability, options.crossed, group_size=group_size)
+        spread, early = noise_for_stability(law, options.stability, options.crossed, group_size=GROUP_SIZE)
     return [
         stable_trace(
             law,
             num_steps=num_steps,
             num_rollouts=num_rollouts,
-            group_size=group_size,
+            group_size=GROUP_SIZE,
             spread=spread,
             early=early,
             seed=seed,

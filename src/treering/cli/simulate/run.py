@@ -1,13 +1,13 @@
 """`treering simulate`: runs every policy on every case in virtual time, and prints or writes the results."""
 
 import sys
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 from treering.cli.display.progress import WorkProgress
-from treering.cli.simulate.cases import Case, SimulateOptions, make_cases
+from treering.cli.simulate.cases import Case, make_cases
+from treering.cli.simulate.options import SimulateOptions
 from treering.cli.simulate.report import about_predictions, answer, as_json, as_table, as_time
 from treering.errors import InputError
 from treering.schedule.compare import PolicySetup, Result, compare, policy_setups
@@ -16,44 +16,27 @@ from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.simulator.timeline_html import draw
 
 
-def run(
-    options: SimulateOptions,
-    *,
-    policies: str | None,
-    timeline: Path | None,
-    out: Path | None,
-    json_output: bool,
-) -> None:
-    """Simulates, prints the results as JSON or as a table, and writes the requested files.
-
-    Args:
-        options: what makes the cases.
-        policies: comma-separated names; None means all.
-        timeline: HTML file for a timeline of the first seed.
-        out: file for the JSON.
-        json_output: print one JSON object on stdout instead of the table.
+def run(options: SimulateOptions) -> None:
+    """Simulates, prints the results as JSON or as a table, and draws the timeline that was asked for.
 
     Raises:
         ConfigError: see `make_cases`; an unknown policy.
-        InputError: see `make_cases`; a file whose folder does not exist.
+        InputError: see `make_cases`; a page whose folder does not exist.
     """
-    for flag, file in (("--timeline", timeline), ("--out", out)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise InputError(f"{flag} needs an existing folder, got {file}: create {file.parent} first")
-    names = None if policies is None else [name.strip() for name in policies.split(",")]
+    page = options.timeline
+    if page is not None and not page.absolute().parent.is_dir():
+        raise InputError(f"--timeline needs an existing folder, got {page}: create {page.parent} first")
+    names = None if options.policies is None else [name.strip() for name in options.policies.split(",")]
     cases = make_cases(options)
     setups = policy_setups(options.staleness, names, has_waits=cases[0][0].has_waits)
     results, timelines = _compare(setups, cases)
     lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster, _ in cases]))
-    text = as_json(results, lower_bound_s)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
-    if timeline is not None:
-        timeline.write_text(_picture(timelines, cases[0]), encoding="utf-8")
-    if json_output:
-        print(text)
-        return
-    _show(results, cases, lower_bound_s)
+    if page is not None:
+        page.write_text(_picture(timelines, cases[0]), encoding="utf-8")
+    if options.json_output:
+        print(as_json(results, lower_bound_s))
+    else:
+        _show(results, cases, lower_bound_s)
 
 
 def _compare(setups: list[PolicySetup], cases: list[Case]) -> tuple[list[Result], list[Timeline]]:

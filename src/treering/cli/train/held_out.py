@@ -12,16 +12,13 @@ from treering.cli.train.settings import engine_factory
 from treering.cli.train.task import TaskSource, load_task
 from treering.config import RlConfig
 from treering.config.engine import SamplingConfig
-from treering.data.held_out import is_held_out
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
-from treering.errors import InputError
 from treering.ranks.group import RankGroup
 from treering.rl.checks import check_contexts
-from treering.rl.environments.task import EnvironmentTask
 from treering.rl.evaluation import EvalOptions, HeldOutRewards, eval_seed
 from treering.rl.tasks.stored_prompts import ChosenPrompts
-from treering.rl.tasks.task import TaskSubset, prompt_id_of
+from treering.rl.tasks.task import prompt_id_of
 from treering.train.loop.held_out import Measure
 from treering.train.progress import OnProgress
 
@@ -113,14 +110,7 @@ def measure_rewards(
 
 def _part(source: TaskSource, config: RlConfig, *, held_out: bool) -> TaskSource:
     section, prompts = config.eval, source.task.prompts
-    assert section.share is not None, "the caller checks it"
-    held = [is_held_out(prompt.prompt_id, section.share, seed=section.seed) for prompt in prompts]
-    if all(held) or not any(held):
-        raise InputError(
-            f"eval.share = {section.share} holds out {sum(held)} of {len(held)} prompts, and both sides need some; set "
-            "another share, another eval.seed, or eval.file"
-        )
+    held = section.held_out([prompt.prompt_id for prompt in prompts], "prompts")
     numbers = [number for number, is_held in enumerate(held) if is_held == held_out]
     chosen = ChosenPrompts(prompts, numbers[: section.max_prompts] if held_out else numbers)
-    task = source.task
-    return replace(source, task=task.subset(chosen) if isinstance(task, EnvironmentTask) else TaskSubset(task, chosen))
+    return replace(source, task=source.task.subset(chosen))

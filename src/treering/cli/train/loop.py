@@ -16,7 +16,7 @@ from treering.cli.train.held_out import load_trained
 from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
 from treering.cli.train.task import TaskSource, episode_options
 from treering.config import RlConfig
-from treering.config.runtime import ProcessConfig, RuntimeConfig
+from treering.config.runtime import RuntimeConfig
 from treering.engine.protocol import Engine
 from treering.history.draft.drafter import Drafter
 from treering.ranks.group import RankGroup
@@ -81,13 +81,11 @@ class TrainRecipe:
 
 def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
     """The configured model, with a vocabulary for the task's ids."""
-    folder = _model_folder(config, config_dir)
-    num_ids = source.task.vocab_size
     return build_model(
         config.model,
-        num_ids=num_ids,
+        num_ids=source.task.vocab_size,
         seed=config.rl.seed,
-        folder=folder,
+        folder=find_model(config.model, config_dir),
         lora=config.lora,
         takes_pictures=source.has_pictures,
     )
@@ -173,7 +171,7 @@ def make_reference(
         config.model,
         num_ids=num_ids,
         seed=config.rl.seed,
-        folder=_model_folder(config, config_dir),
+        folder=find_model(config.model, config_dir),
         takes_pictures=takes_pictures,
     )
     set_random_state(before)
@@ -189,29 +187,17 @@ def make_launcher(runtime: RuntimeConfig) -> Launcher:
         return LocalLauncher()
     from treering.integrations.ray import RayLauncher
 
-    needs = runtime.resources
+    needs = runtime.resources.model_dump()
     return RayLauncher(
         num_rollout_workers=runtime.workers,
         num_trainer_ranks=runtime.trainer_ranks,
-        resources={
-            "rollout_worker": _resources(needs.rollout_worker),
-            "reward_worker": _resources(needs.reward_worker),
-            "trainer": _resources(needs.trainer),
-        },
+        resources={role: Resources(**needs[role]) for role in ("rollout_worker", "reward_worker", "trainer")},
         listen=runtime.listen,
     )
-
-
-def _resources(process: ProcessConfig) -> Resources:
-    return Resources(num_cpus=process.num_cpus, num_gpus=process.num_gpus)
 
 
 def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:
     folder = find_model(config.teacher, config_dir, setting="teacher.path")
     if folder is None:
         return None
-    return load_teacher(folder, config.model, tokenizer=_model_folder(config, config_dir))
-
-
-def _model_folder(config: RlConfig, config_dir: Path) -> Path | None:
-    return find_model(config.model, config_dir)
+    return load_teacher(folder, config.model, tokenizer=find_model(config.model, config_dir))

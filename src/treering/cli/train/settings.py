@@ -2,6 +2,8 @@
 
 import json
 import os
+from functools import cache
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -10,16 +12,14 @@ from treering.cli.settings import (
     Scalar,
     compute_options,
     distill_options,
-    lora_identity,
     model_identity,
-    of_same_name,
-    router_identity,
     router_losses,
     section_identity,
-    teacher_identity,
+    training_identity,
 )
 from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
+from treering.config.load import of_same_name
 from treering.config.rl_task import RewardConfig, TaskConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
@@ -33,17 +33,11 @@ from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
 from treering.train.loop.sft import LoopOptions
 
-# Settings that change rounding at most, or only the length of a run. The same holds for [history] and for [engine]
-# except its seed: no rollout's tokens depend on them.
-_FREE_TO_CHANGE = frozenset(
-    {
-        *("max_batch_tokens", "parents", "max_bytes", "sharing", "gradient_checkpointing", "layers"),
-        *("num_train_threads", "ranks"),
-    }
-)
+if TYPE_CHECKING:
+    from treering.integrations.vllm.engine.launch import LLMSettings
+
 # Where the judge is, and how it is asked; its model and its question stay.
 _JUDGE_FREE = frozenset({"url", "max_concurrent", "time_limit_s", "num_retries", "cache"})
-_LENGTH = frozenset({"num_steps", "num_epochs"})
 
 
 def rl_options(config: RlConfig, source: TaskSource, compute: ComputeOptions) -> RlOptions:
@@ -122,21 +116,37 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
 def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
     """Makes engines that share one LLM, which drafts from the run's history if drafts are on."""
-    from treering.integrations.vllm.engine.factory import VLLMEngineFactory
+    from treering.integrations.vllm.engine.launch import make_llm
+    from treering.integrations.vllm.engine.vllm_engine import VLLMEngine
+
+    # An LLM takes half a minute to start, and an engine none.
+    llm = cache(lambda: make_llm(model, _llm_settings(config, source)))
+
+    def make_engine(drafter: Drafter | None, version: int) -> VLLMEngine:
+        return VLLMEngine(
+            llm(),
+            model,
+            version=version,
+            seed=config.engine.seed,
+            decode=source.decode,
+            truncated="recompute" if config.rl.old_logprobs == "recomputed" else "refuse",
+            verification=config.engine.verification,
+            drafter=drafter,
+        )
+
+    return make_engine
+
+
+def _llm_settings(config: RlConfig, source: TaskSource) -> "LLMSettings":
     from treering.integrations.vllm.engine.launch import DraftsInVLLM, LLMSettings
 
     engine, history = config.engine, config.history
     drafts = DraftsInVLLM(
         history=config.run.dir / SHARED_HISTORY_FOLDER,
         max_draft=history.max_draft,
-        settings={
-            "min_acceptance": history.min_acceptance,
-            "policy": history.policy,
-            "sources": history.sources,
-            "costs": "none" if history.verify_costs == "fixed" else "observed",
-        },
+        settings={name: getattr(history, name) for name in ("min_acceptance", "policy", "sources")},
     )
-    settings = LLMSettings(
+    return LLMSettings(
         max_batch=engine.max_batch,
         max_model_len=source.longest_prompt + config.sampling.max_tokens,
         num_slots=_num_slots(config, source),
@@ -144,14 +154,6 @@ def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) 
         max_prefill=engine.max_prefill,
         num_threads=_engine_threads(config),
         drafts=drafts if history.drafts == "on" else None,
-    )
-    return VLLMEngineFactory(
-        model,
-        settings,
-        seed=engine.seed,
-        decode=source.decode,
-        truncated="recompute" if config.rl.old_logprobs == "recomputed" else "refuse",
-        verification=engine.verification,
     )
 
 
@@ -207,40 +209,25 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, LoopOptions]:
 
 
 def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run must share with the original one.
-
-    With a constant learning rate, length is left out: a finished run may go on with a larger num_steps.
-    """
-    free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
-    # Runs from before these settings existed have no entry for them.
-    if config.rl.staleness == 0:
-        free |= {"staleness"}
-    if config.rl.old_logprobs == "sampled":
-        free |= {"old_logprobs"}
-    if config.rl.kl == 0:
-        free |= {"kl", "kl_in", "kl_estimator"}
+    """What a resumed run must share with the original one: of [history] and [engine] the seed of the noise alone."""
+    task = config.task
     # Checkpoints hold no weights of the reference: a resumed run reads it again.
     needs_reference = config.rl.kl > 0 and not config.lora.is_set
     return {
-        **model_identity(config.model, model),
-        **lora_identity(config.lora, model),
+        **training_identity(config, model),
         **({"rl.reference": weights_checksum(model)} if needs_reference else {}),
         "task": source.digest,
-        "task.kind": config.task.kind,
-        "task.reward": _reward_identity(config.task.reward),
-        **(_environment_identity(config.task) if config.task.runs_episodes else {}),
+        "task.kind": task.kind,
+        "task.reward": _reward_identity(task.reward),
+        "task.stop_tokens": str(task.stop_tokens),
+        **(_environment_identity(task) if task.runs_episodes else {}),
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
-        **(section_identity("task.judge", config.task.judge, free=_JUDGE_FREE) if config.task.uses_judge else {}),
-        # Runs from before this setting existed have no entry for it.
-        **({"task.stop_tokens": str(config.task.stop_tokens)} if config.task.stop_tokens else {}),
+        **(section_identity("task.judge", task.judge, free=_JUDGE_FREE) if task.uses_judge else {}),
         "engine.seed": config.engine.seed,
-        **({"engine.kind": config.engine.kind} if config.engine.kind != "torch" else {}),
+        "engine.kind": config.engine.kind,
         **section_identity("warmup", config.warmup),
         **section_identity("sampling", config.sampling),
-        **section_identity("rl", config.rl, free=free),
         **section_identity("optim", config.optim),
-        **teacher_identity(config.teacher),
-        **router_identity(config.router),
     }
 
 
@@ -260,11 +247,9 @@ def _reward_identity(reward: str | tuple[RewardConfig, ...]) -> str:
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
     """What a resumed warm-up must share with the original one."""
     return {
-        **model_identity(config.model, model),
-        **lora_identity(config.lora, model),
+        **model_identity(config, model),
         **section_identity("task", config.task, free=frozenset({"judge"})),
         **section_identity("warmup", config.warmup),
         "rl.seed": config.rl.seed,
         "rl.layout": config.rl.layout,
-        **router_identity(config.router),
     }

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from treering.cli.display.tables import facts_table
+from treering.cli.train.logs import Loop
+from treering.cli.train.task import TaskSource
+from treering.config import RlConfig
 from treering.rl.step_report import RlStepReport, total_stats
+from treering.runtime.pipeline import PipelineLoop
 from treering.schedule.latency import Latency
+from treering.train.loop.checkpoint import checkpoint_path
+from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,27 @@ class TrainSummary:
     """What became of every rollout of the run, see `treering.runtime.account`; None without processes."""
     latency: Mapping[str, float] | None = None
     """Measured times that the run plans with, see `times_of`; None if it has measured none."""
+
+
+def summary_of(
+    config: RlConfig, source: TaskSource, loop: Loop, opened: Opened, reports: Sequence[RlStepReport]
+) -> TrainSummary:
+    """Adds up the steps of a call."""
+    last_step = reports[-1].step if reports else opened.step
+    pipeline = loop if isinstance(loop, PipelineLoop) else None
+    measured = None if pipeline is None else pipeline.measured
+    return TrainSummary(
+        run_dir=str(config.run.dir),
+        task=source.kind,
+        num_prompts=len(source.task.prompts),
+        num_parameters=sum(weight.numel() for weight in loop.model.parameters()),
+        resumed_from_step=opened.resume_step,
+        num_steps=last_step,
+        total=totals(reports),
+        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
+        account=None if pipeline is None else pipeline.account.as_dict(),
+        latency=None if measured is None else times_of(measured),
+    )
 
 
 def totals(reports: Sequence[RlStepReport]) -> RlTotals:

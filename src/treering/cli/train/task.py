@@ -7,8 +7,9 @@ from pathlib import Path
 
 from treering.cli.hub import find_folder, locate, search_places
 from treering.config.judge import JudgeConfig
+from treering.config.load import of_same_name
 from treering.config.rl_task import TaskConfig
-from treering.data.formats.pictures import BEFORE_TEXT
+from treering.data.cache.folder import cache_folder
 from treering.engine.stop_strings import Decode
 from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
@@ -121,16 +122,8 @@ def load_task(
 
 def episode_options(config: TaskConfig, max_rows: int) -> EpisodeOptions:
     """How episodes run beside an engine of `max_rows` rows."""
-    return EpisodeOptions(
-        max_rows=max_rows,
-        episodes_in_flight=config.episodes_in_flight,
-        episode_order=config.episode_order,
-        episode_timeout_s=config.episode_timeout,
-        max_turn_tokens=config.max_turn_tokens,
-        max_failed=config.max_failed,
-        shared=config.shared,
-        weights=config.weights,
-    )
+    own = {"max_rows": max_rows, "episode_timeout_s": config.episode_timeout}
+    return EpisodeOptions(**of_same_name(EpisodeOptions, config) | own)
 
 
 def draw_sums(config: TaskConfig) -> ChainedSums:
@@ -163,6 +156,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
         date=config.date,
         model=model,
         stop_tokens=config.stop_tokens,
+        cache=cache_folder() if config.cache == "on" else None,
     )
     left_out = {
         f"more than {config.max_prompt_tokens} tokens": task.num_overlong,
@@ -170,14 +164,12 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
     }
     form = task.form_in_words
     notes = [f"{count} prompts have {why} and are left out" for why, count in left_out.items() if count]
-    if task.num_unplaced:
-        notes.append(f"{BEFORE_TEXT} ({task.num_unplaced} prompts)")
     return TaskSource(
         task=task,
         kind=config.kind,
         tokenizer=tokenizer,
         decode=TextTokens(tokenizer).decode,
-        notes=(*([form] if form else []), *notes, _stops_of(task)),
+        notes=(*([form] if form else []), *notes, *task.notes, _stops_of(task)),
         text_reward=task.text_reward,
     )
 

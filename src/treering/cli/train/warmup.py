@@ -5,57 +5,42 @@ from collections.abc import Sequence
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from treering.cli.display.run_display import RunDisplay, SftProgress
-from treering.cli.run_folder import WARMUP_FOLDER, open_sinks, printed_warnings
-from treering.cli.signals import deferred_to
+from treering.cli.run_folder import WARMUP_FOLDER
+from treering.cli.session import Session
 from treering.cli.train.settings import warmup_identity, warmup_options
 from treering.cli.train.task import draw_sums
 from treering.config import RlConfig
-from treering.config.metrics import MetricsConfig
-from treering.config.run import RunConfig
-from treering.metrics import Metrics
+from treering.config.metrics import RlMetricsConfig
+from treering.config.rl import RlRunConfig
 from treering.ranks.group import RankGroup
 from treering.train.loop.batches import TrainingTask
 from treering.train.loop.checkpoint import CheckpointStore
 from treering.train.loop.interruption import Interruption
-from treering.train.loop.run import CHECKPOINTS_FOLDER, open_run, run_steps
+from treering.train.loop.run import CHECKPOINTS_FOLDER
 from treering.train.loop.sft import SftLoop
 
 
 def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console: Console) -> None:
     """Trains the model on solved prompts outside the task, sharded if several ranks do; resumes a stopped warm-up."""
-    num_steps = config.warmup.num_steps
-    if num_steps == 0:
+    if config.warmup.num_steps == 0:
         return
-    run = RunConfig(dir=config.run.dir / WARMUP_FOLDER, save_every=config.run.save_every, keep=1)
+    run = RlRunConfig(dir=config.run.dir / WARMUP_FOLDER, save_every=config.run.save_every, keep=1)
     optim, options = warmup_options(config)
     solved = draw_sums(config.task).held_out(config.warmup.num_prompts).solutions()
-    loop = SftLoop(model, joined(solved, config.warmup.prompts_per_step), optim=optim, options=options, group=group)
-    checkpoints = CheckpointStore(
-        folder=run.dir / CHECKPOINTS_FOLDER, identity=warmup_identity(config, model), keep=run.keep, group=group
+    session = Session(
+        config=config.model_copy(update={"run": run, "metrics": RlMetricsConfig()}),
+        loop=SftLoop(model, joined(solved, config.warmup.prompts_per_step), optim=optim, options=options, group=group),
+        checkpoints=CheckpointStore(
+            folder=run.dir / CHECKPOINTS_FOLDER, identity=warmup_identity(config, model), keep=run.keep, group=group
+        ),
+        num_steps=config.warmup.num_steps,
+        console=console,
+        interruption=Interruption(group),
+        unit="warm-up",
     )
-    with printed_warnings(console):
-        opened = open_run(run.dir, loop, checkpoints)
-        sinks = open_sinks(MetricsConfig(), run.dir, opened, {}) if group.rank == 0 else []
-    interruption = Interruption(group)
-    with (
-        Metrics(sinks) as metrics,
-        RunDisplay(
-            title=str(run.dir), num_steps=num_steps, first_step=opened.step, console=console, unit="warm-up"
-        ) as display,
-        deferred_to(interruption, console.print),
-    ):
-        loop.on_progress = interruption.checked(display.show_phase)
-        progress = SftProgress(display)
-        for report in run_steps(
-            loop,
-            num_steps=num_steps,
-            save_every=run.save_interval,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            interruption=interruption,
-        ):
-            progress.show(report)
+    opened = session.open()
+    with session.metrics(opened) as metrics:
+        session.show(session.steps(metrics), first_step=opened.step)
 
 
 def joined(tasks: Sequence[TrainingTask], size: int) -> list[TrainingTask]:

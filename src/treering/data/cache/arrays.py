@@ -18,7 +18,7 @@ import numpy.typing as npt
 from treering.data.picture import DIGEST_BYTES, Picture
 from treering.data.pictures.stored import StoredPicture
 from treering.data.rendering.rendered_trajectory import RenderedTrajectory
-from treering.data.trajectory import TaskId, Trajectory
+from treering.data.trajectory import TaskId
 
 ROWS_FILE, TASKS_FILE = "rows.npy", "tasks.json"
 
@@ -63,7 +63,7 @@ PICTURE = np.dtype(
 class ArrayWriter:
     """Writes the files; use it in a `with` statement, at the end of which they are whole.
 
-    Example: `with ArrayWriter(folder) as writer: writer.add(trajectories, renderer.render_batch(trajectories))`.
+    Example: `with ArrayWriter(folder) as writer: writer.add(renderer.render_batch(trajectories))`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class ArrayWriter:
         self._streams: dict[str, BinaryIO] = {}
         self._open = ExitStack()
         self._sizes = dict.fromkeys((*FLAT, CONTENTS), 0)
-        self._rows: list[npt.NDArray[np.void]] = []
+        self._rows = bytearray()
         self._pictures = PictureWriter()
         self._tasks: dict[TaskId, int] = {}
 
@@ -91,17 +91,15 @@ class ArrayWriter:
             if kind is None:
                 self._finish()
 
-    def add(self, trajectories: Sequence[Trajectory], rendered: Sequence[RenderedTrajectory], first_index: int) -> None:
-        """Adds the rows of trajectories, of which the first one has the index `first_index`."""
-        rows = []
-        for one in rendered:
+    def add(self, rows: Sequence[RenderedTrajectory]) -> None:
+        """Adds rows."""
+        for one in rows:
             numbers = [self._pictures.number_of(placed.picture, self._add_content) for placed in one.pictures]
             starts = [placed.start for placed in one.pictures]
             values = {"picture_starts": np.array(starts), "picture_numbers": np.array(numbers)}
             for name in FLAT:
                 self._add(name, values[name] if name in values else getattr(one, name))
-            rows.append(self._row(trajectories[one.index - first_index], one))
-        self._rows.append(np.array(rows, ROW))
+        self._rows += np.array([self._row(one) for one in rows], ROW).tobytes()
 
     @property
     def picture_files(self) -> dict[str, str]:
@@ -117,9 +115,8 @@ class ArrayWriter:
             self._streams[name].write(np.ascontiguousarray(values, dtype).data)
             self._sizes[name] += values.size
 
-    def _row(self, trajectory: Trajectory, one: RenderedTrajectory) -> tuple[Any, ...]:
-        counts = (trajectory.epoch, trajectory.step)
-        known = (one.reward, one.advantage)
+    def _row(self, one: RenderedTrajectory) -> tuple[Any, ...]:
+        counts, known = (one.epoch, one.step), (one.reward, one.advantage)
         return (
             one.tokens.size,
             one.turn_ends.size,
@@ -140,7 +137,7 @@ class ArrayWriter:
             stream.seek(0)
             _write_header(stream, FLAT.get(name, np.dtype("u1")), self._sizes[name])
         np.save(self._folder / PICTURES_FILE, self._pictures.records)
-        np.save(self._folder / ROWS_FILE, np.concatenate([np.empty(0, ROW), *self._rows]))
+        np.save(self._folder / ROWS_FILE, np.frombuffer(self._rows, ROW))
         (self._folder / TASKS_FILE).write_text(json.dumps(list(self._tasks)), encoding="utf-8")
 
 

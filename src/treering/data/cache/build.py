@@ -73,11 +73,11 @@ def build(
     notes, num_trajectories, num_rejected, num_chats = DataNotes(), 0, 0, renderer.counts.num_chats
     parts = _numbered(_parts(path, reader, options, on_progress), path, options)
     workers = num_workers if _num_bytes(path) >= _LARGE else 0
-    with _kept_warnings() as kept:
+    with kept_warnings() as kept:
         try:
             with ArrayWriter(folder) as writer:
-                for first, part, rendered in render_parts(renderer, parts, workers):
-                    writer.add(part, rendered, first)
+                for part, rendered in render_parts(renderer, parts, workers):
+                    writer.add(rendered)
                     notes.add(part, rendered)
                     num_trajectories += len(part)
                     num_rejected += sum(one.preference == "rejected" for one in part)
@@ -113,7 +113,7 @@ def check_no_pairs(path: Path, num_rejected: int) -> None:
 
 
 @contextmanager
-def _kept_warnings() -> Iterator[list[str]]:
+def kept_warnings() -> Iterator[list[str]]:
     """Collects the warnings of the block; they are given at its end if it raises."""
     kept: list[str] = []
     with warnings.catch_warnings(record=True) as caught:

@@ -15,7 +15,6 @@ from treering.data.pictures.source import PictureSource
 from treering.data.pictures.stored import OpenPicture, StoredPicture
 from treering.data.rendering.rendered_trajectory import RenderedTrajectory
 from treering.data.trajectory import TaskId
-from treering.errors import InputError
 from treering.types import TokenIds
 
 _RELEASE_TOKENS = 1 << 24
@@ -51,17 +50,6 @@ class DatasetFacts:
         return replace(self, source=source, tokenizer=tokenizer, form=form, warnings=warnings, notes=notes)
 
 
-def no_processor(picture: StoredPicture) -> npt.NDArray[np.float32]:
-    """Refuses to make values.
-
-    Raises:
-        InputError: always.
-    """
-    raise InputError(
-        "the values of a picture are made by the model's processor, got no folder of one; pass tokenizer=DIR"
-    )
-
-
 class TokenDataset:
     """R rendered trajectories, the rows, in file order, and the tasks that they belong to.
 
@@ -70,10 +58,10 @@ class TokenDataset:
     Example: of rows of the tasks a, b, a there are two tasks, and `task(0)` is the first and the third row.
     """
 
-    def __init__(self, folder: Path, facts: DatasetFacts, open_picture: OpenPicture = no_processor) -> None:
+    def __init__(self, folder: Path, facts: DatasetFacts, open_picture: OpenPicture | None = None) -> None:
         """Maps the files of a folder that `ArrayWriter` has written; they may be deleted then.
 
-        `open_picture` makes the values of pictures, see `StoredPicture`.
+        `open_picture` makes the values of pictures, see `StoredPicture`; None where there are none.
         """
         self.facts = facts
         """What is known of the whole."""
@@ -175,6 +163,8 @@ class TokenDataset:
             index=int(record["index"]),
             reward=_known(record["reward"]),
             advantage=_known(record["advantage"]),
+            epoch=_counted(record["epoch"]),
+            step=_counted(record["step"]),
             advantages=self._part("advantages", row) if record["has_advantages"] else None,
             logprobs=self._part("logprobs", row) if record["has_logprobs"] else None,
             pictures=self.placed(row),
@@ -203,10 +193,11 @@ class TokenDataset:
         return self._arrays[name].values[offsets[row] : offsets[row + 1]]
 
 
-def _pictures(folder: Path, open_picture: OpenPicture) -> tuple[StoredPicture, ...]:
+def _pictures(folder: Path, open_picture: OpenPicture | None) -> tuple[StoredPicture, ...]:
     records = np.load(folder / PICTURES_FILE)
     if not records.size:
         return ()
+    assert open_picture is not None, "messages with pictures have a tokenizer, and its folder the processor"
     contents, ends = MappedArray(folder / f"{CONTENTS}.npy").values, np.cumsum(records["num_bytes"]).tolist()
     return tuple(
         StoredPicture(
@@ -238,3 +229,7 @@ def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def _known(value: np.float64) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+def _counted(value: np.int64) -> int | None:
+    return None if value < 0 else int(value)

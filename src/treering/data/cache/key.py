@@ -80,8 +80,14 @@ def _tokenizer(renderer: Renderer) -> dict[str, Any]:
 
 
 @cache
+def code_digest(folder: Path) -> str:
+    """SHA-256 over the code in a folder, which a cache that depends on it has among its options."""
+    return _digest_of(sorted(folder.rglob("*.py")))
+
+
+@cache
 def _code() -> list[str]:
-    return [_digest_of(sorted(_CODE.rglob("*.py"))), np.__version__, *map(_version, _PACKAGES)]
+    return [code_digest(_CODE), np.__version__, *map(_version, _PACKAGES)]
 
 
 def _version(package: str) -> str:

@@ -4,12 +4,14 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from treering.data.cache.build import OnBuild, ReadOptions, build, check_no_pairs
-from treering.data.cache.dataset import DatasetFacts, TokenDataset, no_processor
+from treering.data.cache.dataset import DatasetFacts, TokenDataset
 from treering.data.cache.folder import drafted, publish, remove
 from treering.data.cache.key import cache_key
 from treering.data.pictures.source import PictureSource
@@ -54,31 +56,72 @@ def open_dataset(
     """
     file, options = Path(path), options or ReadOptions()
 
-    before = _stamps(file, folder)
-
     def make(draft: Path) -> DatasetFacts:
-        facts = build(draft, file, renderer, options, on_progress, num_workers)
-        if not options.may_be_torn and _stamps(file, folder) != before:
-            raise InputError(f"{file}: it was changed while it was read; start again when nothing writes it")
-        return facts
+        return build(draft, file, renderer, options, on_progress, num_workers)
 
-    if folder is None or not (file.is_file() or file.is_dir()):
-        return _said(_in_passing(renderer, make), file, renderer)
-    try:
-        target = folder / cache_key(file, renderer, asdict(replace(options, refuses_pairs=False)))
-    except OSError:
-        # Reading says what is wrong with the file.
-        return _said(_in_passing(renderer, make), file, renderer)
-    dataset = _kept(target, file, renderer)
-    if dataset is not None and options.refuses_pairs:
+    key = asdict(replace(options, refuses_pairs=False))
+    dataset = open_built(file, renderer, key, make, folder=folder, may_grow=options.may_be_torn)
+    if options.refuses_pairs:
         check_no_pairs(file, dataset.facts.num_rejected)
+    return dataset
+
+
+def open_built(
+    file: Path,
+    renderer: Renderer,
+    options: Mapping[str, Any],
+    make: Callable[[Path], DatasetFacts],
+    *,
+    folder: Path | None,
+    may_grow: bool = False,
+) -> TokenDataset:
+    """As `open_dataset`, of arrays that `make` writes into a folder where they are not kept.
+
+    Args:
+        file: what they are made of.
+        renderer: whose tokenizer and template they depend on.
+        options: what else they depend on; JSON values.
+        make: writes them by an `ArrayWriter`; it may be called twice.
+        folder: of caches; None keeps nothing.
+        may_grow: the file may change meanwhile.
+
+    Example: `open_built(file, renderer, {"kind": "prompts"}, make, folder=cache_folder()).tokens(0)`.
+    """
+
+    def checked(draft: Path) -> DatasetFacts:
+        with nullcontext() if may_grow else unchanged(file, folder):
+            return make(draft)
+
+    target = None if folder is None else _target(folder, file, renderer, options)
+    dataset = None if target is None else _kept(target, file, renderer)
     if dataset is None:
-        dataset = _built(target, file, renderer, make)
+        dataset = _in_passing(renderer, checked) if target is None else _built(target, file, renderer, checked)
     return _said(dataset, file, renderer)
 
 
+@contextmanager
+def unchanged(file: Path, cache: Path | None) -> Iterator[None]:
+    """Refuses a file or folder that is written in the block; a cache inside of the folder is no part of it.
+
+    Raises:
+        InputError: it was changed.
+    """
+    before = _stamps(file, cache)
+    yield
+    if _stamps(file, cache) != before:
+        raise InputError(f"{file}: it was changed while it was read; start again when nothing writes it")
+
+
+def _target(folder: Path, file: Path, renderer: Renderer, options: Mapping[str, Any]) -> Path | None:
+    try:
+        return folder / cache_key(file, renderer, options) if file.is_file() or file.is_dir() else None
+    except OSError:
+        # Reading says what is wrong with the file.
+        return None
+
+
 def _stamps(path: Path, cache: Path | None) -> list[tuple[str, int, int, int]]:
-    """Of each file: name, number, size and time of the last change; a cache inside of a folder is no part of it."""
+    """Of each file: name, number, size and time of the last change."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [file for file in files if cache is None or not file.is_relative_to(cache)]
     found = [(str(file), file.stat()) for file in files if file.is_file()]
@@ -111,8 +154,8 @@ def _has_pictures(file: Path, digests: Mapping[str, str]) -> bool:
         return False
 
 
-def _opener(renderer: Renderer) -> OpenPicture:
-    return no_processor if renderer.tokenizer is None else renderer.processor.values
+def _opener(renderer: Renderer) -> OpenPicture | None:
+    return None if renderer.tokenizer is None else renderer.processor.values
 
 
 def _built(target: Path, file: Path, renderer: Renderer, make: Callable[[Path], DatasetFacts]) -> TokenDataset:

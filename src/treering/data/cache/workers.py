@@ -17,7 +17,7 @@ MAX_WORKERS = 4
 """Each holds a tokenizer and a part."""
 
 _Part: TypeAlias = tuple[int, list[Trajectory]]
-_Rendered: TypeAlias = tuple[int, list[Trajectory], list[RenderedTrajectory]]
+_Rendered: TypeAlias = tuple[list[Trajectory], list[RenderedTrajectory]]
 
 
 def num_workers_here() -> int:
@@ -39,7 +39,7 @@ def render_parts(renderer: Renderer, parts: Iterable[_Part], num_workers: int) -
     """
     if num_workers < 2:
         for first, part in parts:
-            yield first, part, renderer.render_batch(part, first)
+            yield part, renderer.render_batch(part, first)
         return
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(renderer)) for _ in range(num_workers)]
@@ -59,13 +59,13 @@ def _result(renderer: Renderer, workers: list[Connection], given: dict[int, _Par
     """What a worker has made of a part; nothing for a part that was not given."""
     if number not in given:
         return []
-    first, part = given.pop(number)
+    _, part = given.pop(number)
     with _killed():
         found, counts = workers[number % len(workers)].recv()
     if isinstance(found, Exception):
         raise found
     renderer.counts.add(counts)
-    return [(first, part, found)]
+    return [(part, found)]
 
 
 @contextmanager

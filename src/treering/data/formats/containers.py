@@ -10,8 +10,8 @@ from treering.data.formats.files import (
     ReadPosition,
     content_parts,
     first_bytes,
+    is_json,
     numbered_lines,
-    parse_line,
     whole_lines,
 )
 from treering.data.formats.json_document import document_records
@@ -108,7 +108,7 @@ def _file_records(
 
 def _check_no_csv(path: Path, line: bytes) -> None:
     is_likely = path.suffix.lower() in (".csv", ".tsv") or _HEADER.fullmatch(line.strip())
-    if not is_likely or _is_json(line.strip()):
+    if not is_likely or is_json(line.strip()):
         return
     raise InputError(
         f"{path}: this is a table as text, in which lists and numbers have no certain form; convert it to JSON "
@@ -120,18 +120,17 @@ def _line_records(
     path: Path, lines: Iterable[tuple[int, bytes]], parse_float: Callable[[str], float] | None
 ) -> Iterator[tuple[str, object]]:
     for number, line in lines:
-        yield f"{path}:{number}", parse_line(path, number, line, lambda value: value, parse_float)
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line, parse_float=parse_float)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: a line must be UTF-8, got {error}; convert the file") from error
+        except (ValueError, RecursionError, OverflowError) as error:
+            raise InputError(f"{where}: a line must be one JSON object ({error}); repair the line") from error
+        yield where, record
 
 
 def _is_object(text: bytes, path: Path) -> bool:
     """Whether a file with this first line is one JSON object, over several lines."""
     # Only an object that is written over several lines ends its first line so; a cut line of JSON Lines does not.
-    return text == b"{" or (path.suffix in (".json", ".traj") and not _is_json(text))
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    return text == b"{" or (path.suffix in (".json", ".traj") and not is_json(text))

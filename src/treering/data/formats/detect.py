@@ -1,7 +1,6 @@
 """Which format a record has, by its keys, and what is said of a record that has none."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -180,17 +179,12 @@ def _unknown(record: Mapping[str, Any]) -> str:
 
 
 def _nearest(keys: set[str], filled: set[str]) -> str | None:
-    """What the keys look like most: by a key that is nearly right, else by the share of keys that are there."""
+    """What the keys look like most, by the share of keys that are there."""
     shares = [(len(keys.intersection(groups[0])) / len(groups[0]), name) for name, groups in NEEDED.items()]
     share, name = max(shares, key=lambda pair: pair[0])
     if share:
         missing = [key for key in NEEDED[name][0] if key not in filled]
         return f"it looks most like {name}, and {' and '.join(missing)} is missing or empty; add it"
-    wanted = sorted({key for groups in NEEDED.values() for key in groups[0]})
-    for key in sorted(keys):
-        if close := get_close_matches(key, wanted, n=1, cutoff=0.75):
-            name = next(name for name, groups in NEEDED.items() if close[0] in groups[0])
-            return f"it looks most like {name}, which has {close[0]} instead of {key}; rename it"
     return None
 
 

@@ -1,6 +1,8 @@
 """Fields of JSON records: typed reads whose errors name the field, its value and the rule."""
 
-from collections.abc import Container, Mapping
+import json
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from treering.data.unicode import valid_text
@@ -49,6 +51,37 @@ def number_field(record: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{key} must be a number, got {show(value)}; correct it or drop it")
     return float(value)
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Begins what is refused in the block with its place, unless it names it itself as errors of pictures do.
+
+    Raises:
+        InputError: what is refused; also a value that is nested too deep or a number too large for Python.
+    """
+    try:
+        yield
+    except InputError as error:
+        if str(error).startswith(f"{where}: "):
+            raise
+        raise InputError(f"{where}: {error}") from error
+    except (RecursionError, OverflowError) as error:
+        raise InputError(f"{where}: a record that cannot be read ({error}); repair it") from error
+
+
+def parsed(value: object, where: str) -> Any:
+    """The value of a JSON text, as tables and some tools store lists and objects; any other value as it is.
+
+    Raises:
+        InputError: text that is no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} must be JSON where it is text, got {show(value)} ({error}); repair it") from error
 
 
 def array(name: str, value: object) -> list[Any]:

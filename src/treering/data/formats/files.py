@@ -8,9 +8,10 @@ import os
 import stat
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, cast
 
 from treering.data.formats.codec import encode
 from treering.data.trajectory import Trajectory
@@ -46,15 +47,8 @@ class _CountedFile(io.FileIO):
         self._position.num_read += num_bytes
         return num_bytes
 
-    def readall(self) -> bytes:
-        content = super().readall()
-        self._position.num_read += len(content)
-        return content
-
 
 _PART_BYTES = 1 << 16
-_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
-T = TypeVar("T")
 
 
 def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
@@ -126,17 +120,11 @@ def numbered_lines(file: Path, position: ReadPosition | None = None) -> Iterator
 
     Example: a file with the lines "a", "" and "b" gives (1, b"a\n") and (3, b"b\n").
     """
-    number = 0
-    try:
-        with open_file(file, position) as stream:
-            for number, line in enumerate(stream, start=1):
-                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if content.strip():
-                    yield number, content
-    except _DAMAGED as error:
-        raise InputError(f"{file}:{number + 1}: not a whole gzip file ({error}); fetch or compress it again") from error
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error}); check the path") from error
+    with _reading(file), open_file(file, position) as stream:
+        for number, line in enumerate(stream, start=1):
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if content.strip():
+                yield number, content
 
 
 def whole_lines(file: Path, position: ReadPosition | None = None) -> Iterator[tuple[int, bytes]]:
@@ -154,50 +142,35 @@ def whole_lines(file: Path, position: ReadPosition | None = None) -> Iterator[tu
     Example: of the lines `{"step": 1}` and `{"st`, the second without a line break, only the first is given.
     """
     for number, line in numbered_lines(file, position):
-        if not line.endswith(b"\n") and not _is_json(line):
+        if not line.endswith(b"\n") and not is_json(line):
             torn = f"{file}:{number}: the last line is torn, as by a kill while it was written, and is left out"
             warnings.warn(torn, DataWarning, stacklevel=2)
             return
         yield number, line
 
 
-def _is_json(line: bytes) -> bool:
+def is_json(text: bytes) -> bool:
+    """Whether bytes are a whole JSON value."""
     try:
-        json.loads(line)
+        json.loads(text)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def read_whole(file: Path, position: ReadPosition | None = None) -> bytes:
-    """The content of a file, decompressed, without a byte order mark.
-
-    Raises:
-        InputError: as `numbered_lines`.
-    """
-    return b"".join(content_parts(file, position))
-
-
 def content_parts(file: Path, position: ReadPosition | None = None) -> Iterator[bytes]:
-    """As `read_whole`, part by part; the first part is not shorter than a byte order mark, unless the file is.
+    """The content of a file part by part, decompressed, without a byte order mark.
+
+    The first part is not shorter than such a mark, unless the file is.
 
     Raises:
         InputError: as `numbered_lines`.
     """
-    num_lines = 0
-    try:
-        with open_file(file, position) as stream:
-            part = stream.read(_PART_BYTES).removeprefix(codecs.BOM_UTF8)
-            while part:
-                yield part
-                num_lines += part.count(b"\n")
-                part = stream.read(_PART_BYTES)
-    except _DAMAGED as error:
-        raise InputError(
-            f"{file}:{num_lines + 1}: not a whole gzip file ({error}); fetch or compress it again"
-        ) from error
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error}); check the path") from error
+    with _reading(file), open_file(file, position) as stream:
+        part = stream.read(_PART_BYTES).removeprefix(codecs.BOM_UTF8)
+        while part:
+            yield part
+            part = stream.read(_PART_BYTES)
 
 
 def first_bytes(file: Path, count: int) -> bytes:
@@ -206,12 +179,21 @@ def first_bytes(file: Path, count: int) -> bytes:
     Raises:
         InputError: the file cannot be read or is no regular file.
     """
-    try:
+    with _reading(file):
         # Opening a pipe would wait for its writer, so the kind is checked first.
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise InputError(f"{file}: only regular files are read, and this is a folder, pipe or device; name a file")
         with open(file, "rb") as stream:
             return stream.read(count)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Names the file in what goes wrong with it."""
+    try:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{file}: not a whole gzip file ({error}); fetch or compress it again") from error
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror or error}); check the path") from error
 
@@ -244,25 +226,3 @@ def _zstd_stream(file: Path, stored: BinaryIO) -> BinaryIO:
     import pyarrow
 
     return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), 1 << 16))
-
-
-def parse_line(
-    file: Path,
-    number: int,
-    line: bytes,
-    decode_value: Callable[[object], T],
-    parse_float: Callable[[str], float] | None = None,
-) -> T:
-    """What `decode_value` makes of the JSON value of a line.
-
-    Raises:
-        InputError: the line is not JSON, or `decode_value` refuses it; begins with file and line.
-    """
-    try:
-        return decode_value(json.loads(line, parse_float=parse_float))
-    except InputError as error:
-        raise InputError(f"{file}:{number}: {error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}:{number}: a line must be UTF-8, got {error}; convert the file") from error
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise InputError(f"{file}:{number}: a line must be one JSON object ({error}); repair the line") from error

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from treering.data.formats.files import ReadPosition, content_parts, read_whole
+from treering.data.formats.files import ReadPosition, content_parts
 from treering.errors import InputError
 
 _BLANK = " \t\n\r"
@@ -25,7 +25,7 @@ def document_records(
     """
     try:
         if next((part.lstrip()[:1] for part in content_parts(path) if part.strip()), b"") != b"[":
-            yield str(path), json.loads(read_whole(path, position), parse_float=parse_float)
+            yield str(path), json.loads(b"".join(content_parts(path, position)), parse_float=parse_float)
             return
         text = _Text(content_parts(path, position), json.JSONDecoder(parse_float=parse_float))
         for number, record in enumerate(_elements(text), start=1):

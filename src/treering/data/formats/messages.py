@@ -76,30 +76,20 @@ def is_trained(record: Mapping[str, Any], where: str, *, is_assistant: bool) -> 
 
     Example: {"content": "Wrong.", "skip_loss": True} is not trained.
     """
-    flags = {key: record[key] for key in TRAINED_KEYS if record.get(key) is not None}
-    for key, flag in flags.items():
-        if not isinstance(flag, bool | int | float) or flag not in (0, 1):
-            raise InputError(f"{where}.{key} says whether the message is trained, 0 or 1, got {show(flag)}; round it")
-        if flag and not is_assistant:
-            raise InputError(f"{where}.{key} trains a message that no policy wrote; drop it, or give tokens and a mask")
     if is_assistant:
         _check_flags_are_known(record, where)
-        flags |= _opposites(record, where)
-    if len({bool(flag) for flag in flags.values()}) > 1:
-        raise InputError(f"{where} is trained by one of {', '.join(flags)} and not by another; keep one of them")
-    return all(flags.values())
-
-
-def _opposites(record: Mapping[str, Any], where: str) -> dict[str, bool]:
-    found = {}
-    for key in CONTEXT_KEYS:
-        flag = record.get(key)
-        if flag is None:
+    flags = {}
+    for key in (*TRAINED_KEYS, *(CONTEXT_KEYS if is_assistant else ())):
+        if (flag := record.get(key)) is None:
             continue
         if not isinstance(flag, bool | int | float) or flag not in (0, 1):
-            raise InputError(f"{where}.{key} says whether the message is left out, 0 or 1, got {show(flag)}; round it")
-        found[key] = not flag
-    return found
+            raise InputError(f"{where}.{key} says whether the message is trained, 0 or 1, got {show(flag)}; round it")
+        flags[key] = bool(flag) != (key in CONTEXT_KEYS)
+        if flags[key] and not is_assistant:
+            raise InputError(f"{where}.{key} trains a message that no policy wrote; drop it, or give tokens and a mask")
+    if len(set(flags.values())) > 1:
+        raise InputError(f"{where} is trained by one of {', '.join(flags)} and not by another; keep one of them")
+    return all(flags.values())
 
 
 def _check_flags_are_known(record: Mapping[str, Any], where: str) -> None:

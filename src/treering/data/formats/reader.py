@@ -27,7 +27,7 @@ from treering.data.formats.adapters.verl import decode_verl
 from treering.data.formats.containers import read_records
 from treering.data.formats.detect import FormatName, check_format, detect
 from treering.data.formats.endings import CUT_TURN, FAILED_RUN, has_cut_turn, has_failed
-from treering.data.formats.fields import show
+from treering.data.formats.fields import placed, show
 from treering.data.formats.pictures import with_pictures
 from treering.data.formats.tasks import Note
 from treering.data.formats.traces import TraceTally, decode_traces, looks_like_trace
@@ -129,17 +129,10 @@ class RecordReader:
         def note(sentence: str) -> None:
             said[sentence] = None
 
-        try:
+        with placed(where):
             if not isinstance(record, dict):
                 raise InputError(f"a trajectory is a JSON object, got {show(record)}; write one object per line")
             found = self._decode(record, self._format_of(record), note, where)
-        except InputError as error:
-            # A picture names its place itself.
-            if str(error).startswith(f"{where}: "):
-                raise
-            raise InputError(f"{where}: {error}") from error
-        except (RecursionError, OverflowError) as error:
-            raise InputError(f"{where}: a record that cannot be read ({error}); repair it") from error
         self._notes.update(list(said))
         return found
 

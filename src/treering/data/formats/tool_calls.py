@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from treering.data.formats.fields import array, is_blank, show, text_field
+from treering.data.formats.fields import array, is_blank, parsed, show, text_field
 from treering.data.trajectory import ToolCall
 from treering.data.unicode import valid_text
 from treering.errors import InputError
@@ -75,17 +75,11 @@ def tool_name(tool: Mapping[str, Any]) -> str | None:
 def _schemas(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if is_blank(value):
         return ()
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise InputError(
-                f"{key} must be a list of objects or its JSON text, got {show(value)}; repair it"
-            ) from error
-    for i, tool in enumerate(array(key, value)):
+    found = array(key, parsed(value, key))
+    for i, tool in enumerate(found):
         if not isinstance(tool, dict):
             raise InputError(f"{key}[{i}] must be an object, the JSON schema of a tool, got {show(tool)}; repair it")
-    return tuple(value)  # type: ignore[arg-type]
+    return tuple(found)
 
 
 def _nested(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -10,6 +10,8 @@ from treering.extras import require
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+import base64
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Others are not opened: some start programs or fetch further files."""
 _WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
@@ -58,3 +60,22 @@ def _check(image: "Image", source: PictureSource) -> None:
             f"a picture has 8 bits a channel, and this one is of mode {image.mode}, which would be cut at 255; scale "
             "it to 8 bits"
         )
+
+
+MAX_SIDE = 160
+"""Pixels."""
+
+
+def thumbnail_uri(source: PictureSource) -> str:
+    """A data URI of the picture, at most `MAX_SIDE` pixels wide and high, a JPEG of some kilobytes.
+
+    Raises:
+        InputError: as `decoded`.
+
+    Example: `<img src="{thumbnail_uri(source)}">` loads nothing.
+    """
+    small = decoded(source).convert("RGB")
+    small.thumbnail((MAX_SIDE, MAX_SIDE))
+    stream = BytesIO()
+    small.save(stream, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"

@@ -1,6 +1,7 @@
 """A picture whose values are made when they are asked for, so that a set of pictures is never held decoded."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,9 +65,11 @@ class StoredPicture(Picture):
         return f"StoredPicture(size={self.size}, num_tokens={self.num_tokens}, digest={self.digest.hex()!r})"
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        # A view of mapped bytes cannot be sent.
+        content = self.source.content
         make = partial(
             StoredPicture,
-            source=self.source,
+            source=self.source if content is None else replace(self.source, content=bytes(content)),
             open_picture=self._open,
             size=self.size,
             grid=self.grid,

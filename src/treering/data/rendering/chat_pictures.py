@@ -1,5 +1,6 @@
 """Pictures in a rendered chat: their placeholders in the text, and the tokens that they take."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from treering.data.picture import Picture, PlacedPicture
 from treering.data.rendering.encoder import EncodedScript
-from treering.data.rendering.picture_families import Placeholder
+from treering.data.rendering.picture_processor import Placeholder
 from treering.data.rendering.rendered_chat import RenderedChat
 from treering.data.rendering.script import Script, Span
 from treering.data.trajectory import Message
@@ -45,7 +46,7 @@ def expanded_script(script: Script, placeholder: Placeholder | None) -> Script:
     """
     if placeholder is None or placeholder.written == placeholder.expanded:
         return script
-    ends = [i + len(placeholder.written) for i in _places(script.text, placeholder.written)]
+    ends = [found.end() for found in re.finditer(re.escape(placeholder.written), script.text)]
     growth = len(placeholder.expanded) - len(placeholder.written)
 
     def moved(at: int) -> int:
@@ -98,11 +99,3 @@ def _check_count(text: str, messages: Sequence[Message], written: str) -> None:
             f"messages[{len(messages) - 1}] has {wanted} pictures and {found} of them; use a template that keeps all "
             "pictures, and no text that holds this token"
         )
-
-
-def _places(text: str, written: str) -> list[int]:
-    found, at = [], text.find(written)
-    while at >= 0:
-        found.append(at)
-        at = text.find(written, at + len(written))
-    return found

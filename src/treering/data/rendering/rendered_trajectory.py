@@ -34,6 +34,10 @@ class RenderedTrajectory:
     """Reward of the whole rollout; None if unknown."""
     advantage: float | None = None
     """Advantage of the whole rollout; None if unknown."""
+    epoch: int | None = None
+    """Pass over the data in which it was sampled; None if unknown."""
+    step: int | None = None
+    """Optimizer step for which it was sampled; None if unknown."""
     advantages: npt.NDArray[np.float64] | None = None
     """float64 [T], the advantage of each token; None if unknown."""
     logprobs: npt.NDArray[np.float64] | None = None
@@ -102,6 +106,8 @@ def rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> Rend
         index=index,
         reward=trajectory.reward,
         advantage=trajectory.advantage,
+        epoch=trajectory.epoch,
+        step=trajectory.step,
         advantages=trajectory.advantages,
         logprobs=trajectory.logprobs,
         pictures=encoded.pictures,

@@ -16,16 +16,14 @@ from treering.data.rendering.chat_pictures import (
     num_pictures,
     with_picture_tokens,
 )
-from treering.data.rendering.continuation import chat_continuation, plain_continuation
 from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
-from treering.data.rendering.picture_families import Placeholder
-from treering.data.rendering.picture_processor import PictureProcessor
+from treering.data.rendering.picture_processor import PictureProcessor, Placeholder
 from treering.data.rendering.rendered_chat import RenderedChat, Tools
 from treering.data.rendering.rendered_trajectory import RenderedTrajectory, given, rendered
-from treering.data.rendering.script import Script, message_script, plain_scripts, raw_script, turn_opening
+from treering.data.rendering.script import Script, message_script, raw_script, turn_opening
 from treering.data.rendering.template import ChatTemplate
 from treering.data.rendering.template_files import chat_templates
-from treering.data.rendering.turns import chat_scripts, check_rendered
+from treering.data.rendering.turns import chat_continuation, chat_scripts, check_rendered, plain_continuation
 from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
 from treering.errors import ConfigError, DataWarning, InputError
 from treering.types import TokenIds
@@ -144,10 +142,12 @@ class Renderer:
         Example: in the plain form, user "Hi" is `<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n`.
         """
         _check_text_alone(messages)
-        return self.seen_prompt(messages, tools, is_raw=is_raw).tokens
+        found = self.seen_prompt(messages, tools, is_raw=is_raw).tokens
+        self.warn()
+        return found
 
     def seen_prompt(self, messages: Sequence[Message], tools: Tools = (), *, is_raw: bool = False) -> EncodedScript:
-        """As `prompt`, with its pictures at their placeholders.
+        """As `prompt`, with its pictures at their placeholders; it warns of nothing, `warn` follows the last prompt.
 
         Raises:
             InputError: as `prompt`; or a picture that the processor refuses, a template that drops one, or no template.
@@ -171,7 +171,6 @@ class Renderer:
         if template is None:
             self._check_template(messages)
         self._count_contents([trajectory])
-        self.warn()
         encoded = self._encoder.encode([scripts])[0]
         return self._with_pictures(trajectory, self._begun(encoded) if template is None else encoded)
 
@@ -265,7 +264,8 @@ class Renderer:
         template = self._template_of(trajectory)
         if template is None:
             self._check_template(trajectory.messages)
-            return [plain_scripts(trajectory)]
+            is_raw = trajectory.format == RAW_FORMAT
+            return [[raw_script(trajectory.messages)] if is_raw else list(map(message_script, trajectory.messages))]
         chat = RenderedChat(template, trajectory.messages, trajectory.tools)
         placeholder = self._placeholder(chat)
         return [[expanded_script(script, placeholder)] for script in chat_scripts(chat)]

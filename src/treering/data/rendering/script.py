@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
-from treering.data.trajectory import RAW_FORMAT, Message, ToolCall, Trajectory
+from treering.data.trajectory import Message, ToolCall
 
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
@@ -114,14 +114,6 @@ def join_scripts(scripts: Iterable[Script]) -> Script:
         markers=None if markers is None else tuple(markers),
         cuts=tuple(cuts),
     )
-
-
-def plain_scripts(trajectory: Trajectory) -> list[Script]:
-    """The plain form of a trajectory with messages: one script per message of a chat, one script for raw text."""
-    assert trajectory.messages is not None, "only messages have a script"
-    if trajectory.format == RAW_FORMAT:
-        return [raw_script(trajectory.messages)]
-    return [message_script(message) for message in trajectory.messages]
 
 
 def _marked(parts: Sequence[str], spans: tuple[Span, ...]) -> Script:

@@ -1,7 +1,6 @@
 """Measures the time of a forward pass by its number of tokens, on synthetic rows.
 
-The drafter uses the times to decide how many tokens to draft. Where passes turn out to take less than half of them,
-something slowed the measurement down, and it is made again.
+The drafter uses the times to decide how many tokens to draft.
 
     T tokens of a pass   B rows at most
 """
@@ -21,12 +20,11 @@ from treering.engine.decoder.protocol import Decoder
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.budget.pass_times import non_decreasing
-from treering.history.budget.selection import seconds_of
 
 Costs = Literal["measured", "none"] | VerifyCosts
 """Pass costs that an engine gives its drafter. measured: measured here before the first pass, unless the drafter has
-costs, and again when they no longer hold. none: no costs. A `VerifyCosts` is used as it is. With the last two no clock
-decides, for runs that must repeat bit for bit."""
+costs. none: no costs. A `VerifyCosts` is used as it is. With the last two no clock decides, for runs that must repeat
+bit for bit."""
 
 _MOST_TOKENS = 256
 _TOKENS_PER_ROW = 8
@@ -38,21 +36,6 @@ _BUDGET_S = 0.2
 _FEW_ROUNDS = 5
 _PATIENCE = 5
 """The first `_FEW_ROUNDS` rounds may take this many budgets."""
-
-
-_FIRST_WINDOW = 64
-
-
-_LONGER = 4
-"""Growth factor of the window after each new measurement, which costs time too."""
-
-
-_FAST = 0.5
-"""Fraction of the measured seconds below which a pass counts as fast."""
-
-
-_MOST_FAST = 0.5
-"""Fraction of a window's passes that may be fast: single passes are fast by accident."""
 
 
 def measure(
@@ -183,42 +166,3 @@ def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: i
         first_logits=np.arange(num_rows) + drafts.offsets[:-1],
         num_fed=np.ones(num_rows, np.int64),
     )
-
-
-class CostDrift:
-    """Counts, per window, the passes that are much faster than measured.
-
-    Example: passes over 8 tokens were measured at 220 ms, while another program used the processors, and take 0.4 ms.
-    After 64 of them the costs no longer hold. After the next measurement the window has 256 passes.
-    """
-
-    def __init__(self) -> None:
-        """Starts without costs; `note` returns False until `begin`."""
-        self._costs: VerifyCosts | None = None
-        self._window = _FIRST_WINDOW
-        self._num_passes = self._num_fast = 0
-
-    def begin(self, costs: VerifyCosts) -> None:
-        """Starts watching newly measured costs."""
-        self._costs = costs
-        self._num_passes = self._num_fast = 0
-
-    def note(self, num_tokens: int, seconds: float) -> bool:
-        """Records a pass; returns whether to measure the costs again. Then ignores passes until `begin`.
-
-        Args:
-            num_tokens: of the pass.
-            seconds: of the pass, sampling included, as in the costs.
-        """
-        if self._costs is None:
-            return False
-        self._num_passes += 1
-        self._num_fast += seconds < _FAST * seconds_of(num_tokens, self._costs.num_tokens, self._costs.seconds)
-        if self._num_passes < self._window:
-            return False
-        is_over = self._num_fast > _MOST_FAST * self._num_passes
-        self._num_passes = self._num_fast = 0
-        if is_over:
-            self._costs = None
-            self._window *= _LONGER
-        return is_over

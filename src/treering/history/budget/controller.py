@@ -60,7 +60,7 @@ class DraftController:
     def __init__(self, min_acceptance: float, rests: Int64Array | None = None) -> None:
         """Uses a minimum acceptance until costs are known; `rests` are the lengths of a `Backoff`."""
         self._min_acceptance, self._rests = min_acceptance, rests
-        self._num_rows, self._most_worth = 0, 1.0
+        self._num_rows = self._num_duplicates = 0
         self.use_costs(None)
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
@@ -69,11 +69,11 @@ class DraftController:
         self._rest = Backoff(None if costs is None else costs.prices, self._rests)
         self._cutoff, self._num_grown, self._grown = _FIRST_CUTOFF, 0, 0.0
         self._by_rows: dict[int, StepCosts] = {}
-        self.use_rows(self._num_rows, self._most_worth)
+        self.use_rows(self._num_rows, self._num_duplicates)
 
-    def use_rows(self, num_rows: int, most_worth: float) -> None:
-        """Sets the number of rows and their greatest `worth` for the steps from now on."""
-        self._num_rows, self._most_worth = num_rows, most_worth
+    def use_rows(self, num_rows: int, num_duplicates: int) -> None:
+        """Sets the rows that lead, and those that are verified with the draft of one, for the steps from now on."""
+        self._num_rows, self._num_duplicates = num_rows, num_duplicates
         self.curve: tuple[Int64Array, Float64Array] = _NO_CURVE
         self._floor = 0.0
         if self.costs is None or num_rows == 0:
@@ -85,7 +85,8 @@ class DraftController:
         seconds = seconds + prices.of_looking(num_rows, self._grown)
         self.curve = sizes, seconds
         # Drafting is never slower than not drafting, and at that speed a less likely token loses time (`choose_bins`).
-        self._floor = num_rows / seconds[0] * (per_token + prices.grown) / most_worth
+        # However duplicates are spread, a token of a draft counts for one row and all of them at most.
+        self._floor = num_rows / seconds[0] * (per_token + prices.grown) / (1 + num_duplicates)
 
     def is_due(self) -> bool:
         """Whether this step drafts; counts the step."""

@@ -1,6 +1,6 @@
 """Seconds that an engine's pass takes by its tokens, and seconds that drafting takes."""
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from treering.errors import InputError
 class DraftPrices:
     """Seconds that a step spends on drafts in addition to its pass, all finite and >= 0.
 
-    The defaults are those of a fast machine with little history, for costs that are given by hand.
+    The defaults were measured after passes of a small model, on slow cores: a pass fills their caches with weights.
 
     Attributes:
         look: per step that looks for drafts, whatever it finds.
@@ -25,36 +25,20 @@ class DraftPrices:
     Raises:
         InputError: a price is negative or not finite.
 
-    Example: by the defaults, 8 rows with 60 tokens grown, 40 of them drafted, take 52 us + 120 us to look and
+    Example: by the defaults, 8 rows with 60 tokens grown, 40 of them drafted, take 90 us + 60 us to look and
     40 us + 40 us to learn.
     """
 
-    look: float = 20e-6
-    row: float = 4e-6
-    grown: float = 2e-6
+    look: float = 50e-6
+    row: float = 5e-6
+    grown: float = 1e-6
     learn: float = 40e-6
     drafted: float = 1e-6
 
     def __post_init__(self) -> None:
         prices = astuple(self)
         if not all(0 <= price < np.inf for price in prices):
-            raise InputError(f"prices are seconds, finite and 0 or more, got {prices}; measure them, or leave them out")
-
-    @classmethod
-    def from_array(cls, values: NDArray[np.float64]) -> "DraftPrices":
-        """The inverse of `to_array`.
-
-        Raises:
-            InputError: another number of prices, or an invalid one.
-        """
-        names = [field.name for field in fields(cls)]
-        if np.shape(values) != (len(names),):
-            raise InputError(f"prices are {', '.join(names)}, {len(names)} numbers, got {values!r}; measure them anew")
-        return cls(**dict(zip(names, values.tolist(), strict=True)))
-
-    def to_array(self) -> NDArray[np.float64]:
-        """The prices in the order of the fields, float64 [5]."""
-        return np.array(astuple(self), np.float64)
+            raise InputError(f"prices are seconds, finite and 0 or more, got {prices}; correct them, or leave them out")
 
     def of_looking(self, num_rows: int, num_grown: float = 0.0) -> float:
         """Seconds of looking for drafts, with so many tokens grown."""
@@ -72,7 +56,7 @@ class VerifyCosts:
     Attributes:
         num_tokens: int64 [K], K >= 1, >= 1 and ascending; lists become arrays.
         seconds: float64 [K], > 0, finite and never falling.
-        prices: of drafting; the defaults of `DraftPrices` if they were not measured.
+        prices: of drafting.
 
     Raises:
         InputError: columns that break these rules.

@@ -22,10 +22,6 @@ _LONGEST = 256
 _LONGER = 4
 _LONGEST_BEFORE = 4
 """Cap on resumed rests: history may have grown since."""
-_LONG = 16
-_COLD = 0.8
-"""Share of its price that drafting takes longer after a long rest, as its code and tables have left the caches. With
-the demo's policy it was 0.06 after 4 steps, 0.6 after 16 and 0.85 after 64."""
 _MOST_LOST, _MOST_LOST_FOR_NEWS = 0.005, 0.02
 
 
@@ -88,11 +84,11 @@ class Backoff:
     the loss half a percent of them. A win only divides the next rest by 4, as losing drafts win some steps by chance.
     Looking for drafts costs time too: if it finds none that pay, the next 1, 4, 16, ... steps do not look, as many as
     make the cost half a percent of them; there is no rest if a step takes longer than 200 looks. Drafting is counted at
-    its prices, so no decision depends on a clock. It takes longer after a rest of 16 steps or more, which counts too.
+    its prices, so no decision depends on a clock.
 
     Example: a batch of 8 rows at 0.6 ms a step that takes 0.9 ms with drafts and accepts nothing rests for 1, 4, 16,
-    64, 169, 169, ... steps. If it finds nothing, it looks again after 1, 4, 16, 31, 31, ... steps by the default
-    prices: 52 us, plus 42 us after a long rest, are half a percent of 31 steps.
+    64, 148, 148, ... steps. If it finds nothing, it looks again after 1, 4, 16, 30, 30, ... steps by the default
+    prices: 90 us are half a percent of 30 steps.
     """
 
     def __init__(self, prices: DraftPrices | None = None, lengths: Int64Array | None = None) -> None:
@@ -113,14 +109,12 @@ class Backoff:
         self._num_drafted = 0.0
         self._num_left = 0
         self._num_spared = 0
-        self._num_rested = 0
 
     def is_due(self) -> bool:
         """Whether this step drafts; counts the step."""
         if self._num_left == 0:
             return True
         self._num_left -= 1
-        self._num_rested += 1
         return False
 
     def note_news(self) -> None:
@@ -160,29 +154,20 @@ class Backoff:
         self._seconds_drafted = keep * self._seconds_drafted + seconds_drafted + drafting
         lost = self._seconds_drafted / self._seconds_plain - self._num_drafted / self._num_plain
         if lost <= 0:
-            self._num_rested = 0
             self._lengths[:] = length // _LONGER, 0
             return
-        lost += self._cold_seconds(drafting) / seconds_plain
         self._begin(max(1, _next(length, lost)), lost)
         self._lengths[:] = self._num_left, 0
 
     def note_nothing(self, num_rows: int, seconds_plain: float, num_grown: int = 0) -> None:
         """Takes a step that found nothing that pays: its rows, seconds of its pass, and tokens considered."""
-        looking = self._prices.of_looking(num_rows, num_grown)
-        looking += self._cold_seconds(looking)
-        lost = looking / seconds_plain
+        lost = self._prices.of_looking(num_rows, num_grown) / seconds_plain
         self._begin(_next(int(self._lengths[1]), lost), lost)
         self._lengths[1] = self._num_left
 
     def _begin(self, length: int, lost: float) -> None:
         self._num_left = length
         self._num_spared = max(0, length - max(1, int(lost / _MOST_LOST_FOR_NEWS)))
-
-    def _cold_seconds(self, seconds: float) -> float:
-        """Seconds that drafting took beyond its price: 0 except in the first step after a long rest."""
-        num_rested, self._num_rested = self._num_rested, 0
-        return _COLD * seconds if num_rested >= _LONG else 0.0
 
 
 def _next(length: int, lost: float) -> int:

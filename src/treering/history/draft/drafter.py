@@ -14,8 +14,8 @@ from treering.errors import ConfigError, InputError, StateError
 from treering.history.budget.controller import DraftController
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.acceptance import Acceptance, ReliabilityBin, as_bins, learn
-from treering.history.draft.duplicate_rows import most_worth, read_leaders, repeat
-from treering.history.draft.feedback import as_counts, check_latest, mark
+from treering.history.draft.duplicate_rows import read_leaders, repeat
+from treering.history.draft.feedback import as_counts, check_fault, check_latest, mark
 from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
 from treering.history.draft.output import Output
 from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
@@ -25,7 +25,6 @@ from treering.history.match.sources import Rows, SearchState, SourceGate
 from treering.history.store.snapshot import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
-from treering.types import PromptId
 
 
 class Drafter:
@@ -210,14 +209,15 @@ class Drafter:
             drafts, origins = repeat(drafts, self._leaders)
             shares, features = shares[origins], features[origins]
         counts, was_cut, last = as_counts(drafts, accepted, ended, leaves)
+        was_accepted, searched, table = np.empty(drafts.tokens.size, np.int8), self._search_state, self._acceptance
+        fault = mark(
+            drafts.offsets, drafts.parents, counts, last, leaves is not None, was_cut, was_accepted,
+            searched.live.states, searched.live_slots,
+        )  # fmt: skip
+        check_fault(fault, drafts, counts, last)
         self._latest = None
         if drafts.tokens.size == 0:
             return
-        was_accepted, searched, table = np.empty(drafts.tokens.size, np.int8), self._search_state, self._acceptance
-        mark(
-            drafts.offsets, drafts.parents, counts, last, was_cut, was_accepted, searched.live.states,
-            searched.live_slots,
-        )  # fmt: skip
         learn(
             drafts.offsets, drafts.parents, drafts.acceptance, shares, features, was_accepted,
             table.weights, table.squares, table.reliability,
@@ -263,11 +263,6 @@ class Drafter:
         num_drafted = self._latest[1].tokens.size
         return sources_of(self._features[:num_drafted])
 
-    def median_tokens(self, prompt_id: PromptId) -> float | None:
-        """Tokens of a prompt's published rollouts in the median; None where there is none."""
-        index = self._store.snapshot.get(prompt_id)
-        return None if index is None or index.text.size == 0 else index.median_tokens
-
     def reliability(self) -> tuple[ReliabilityBin, ...]:
         """How often estimates came true, by their size, likeliest last."""
         return as_bins(self._acceptance.reliability)
@@ -290,15 +285,15 @@ class Drafter:
 
     def _prepare(self, rows: DraftRows) -> None:
         """Brings the search state and the budget up to the rows of this step."""
-        searched = self._search_state
+        searched, num_rows = self._search_state, len(rows.prompt_ids)
         is_same = rows is searched.rows
         searched.take(rows, self._store.snapshot)
         if not is_same or rows.leaders is not None:
             num_before = self._num_searched
             self._leaders, self._worth, self._num_searched = read_leaders(rows)
             if not is_same or self._num_searched != num_before:
-                self._controller.use_rows(self._num_searched, most_worth(rows, self._num_searched))
-        size = len(rows.prompt_ids) * self._max_draft
+                self._controller.use_rows(self._num_searched, num_rows - self._num_searched)
+        size = num_rows * self._max_draft
         if self._shares.shape[0] < size:
             self._shares, self._features = (
                 np.empty((size, NUM_VOTES), np.float32),

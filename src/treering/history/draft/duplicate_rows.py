@@ -10,30 +10,19 @@ from treering.history.types import DraftRows, Drafts
 
 
 def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
-    """The leader of each row, and what a token of each row's draft is worth to all rows that are verified with it.
+    """The leader of each row, and how many rows are verified with each row's draft, which is what its tokens are worth.
 
     Returns:
         int64 [B], read in place; float64 [B], 0 for duplicate rows; and how many rows are their own leaders.
 
-    Example: with leaders [0, 0, 2] and no worth given, the worth is [2, 0, 1] and two rows are their own leaders.
+    Example: with leaders [0, 0, 2] the worth is [2, 0, 1] and two rows are their own leaders.
     """
     num_rows = len(rows.prompt_ids)
-    worth = np.ones(num_rows) if rows.worth is None else rows.worth
     if rows.leaders is None:
-        return np.arange(num_rows), worth, num_rows
+        return np.arange(num_rows), np.ones(num_rows), num_rows
     # The compiled draft call reports a leader out of range.
-    shared = np.zeros(num_rows)
-    np.add.at(shared, rows.leaders % max(num_rows, 1), worth)
-    return rows.leaders, shared, int(np.count_nonzero(rows.leaders == np.arange(num_rows)))
-
-
-def most_worth(rows: DraftRows, num_leading: int) -> float:
-    """The greatest worth that `read_leaders` can give a row, however duplicates are spread over the leaders.
-
-    Example: of 8 rows of which 5 are leaders, none is worth more than 4.
-    """
-    own = 1.0 if rows.worth is None else max(rows.worth.tolist(), default=1.0)
-    return own * (1 + len(rows.prompt_ids) - num_leading)
+    worth = np.bincount(rows.leaders % max(num_rows, 1), minlength=num_rows).astype(np.float64)
+    return rows.leaders, worth, int(np.count_nonzero(worth))
 
 
 def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:

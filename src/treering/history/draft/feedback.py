@@ -36,7 +36,7 @@ def as_counts(
     """Accepted tokens, rows that were cut off, and last accepted tokens (-2 where none are given), one per row.
 
     Raises:
-        InputError: wrong shapes or types, more accepted than drafted ones, or a leaf that is not that deep.
+        InputError: wrong shapes or types.
     """
     counts = np.asarray(accepted)
     was_cut = np.zeros(counts.shape, np.bool_) if ended is None else np.asarray(ended)
@@ -50,10 +50,17 @@ def as_counts(
             f"{counts.shape}, {last.dtype} of shape {last.shape} and {was_cut.dtype} of shape {was_cut.shape}; pass "
             "one entry per row"
         )
-    counts, last = counts.astype(np.int64, copy=False), last.astype(np.int64, copy=False)
-    fault = find_fault(drafts.offsets, drafts.parents, counts, last, leaves is not None)
+    return counts.astype(np.int64, copy=False), was_cut, last.astype(np.int64, copy=False)
+
+
+def check_fault(fault: int, drafts: Drafts, counts: Int64Array, last: Int64Array) -> None:
+    """Raises what `mark` has found.
+
+    Raises:
+        InputError: more accepted than drafted tokens, or a leaf that is not that deep.
+    """
     if fault == 0:
-        return counts, was_cut, last
+        return
     num_drafted = drafts.offsets[1:] - drafts.offsets[:-1]
     if fault == _WRONG_COUNT:
         raise InputError(
@@ -70,8 +77,8 @@ def _is_integers(values: NDArray[Any], shape: tuple[int, ...]) -> bool:
     return values.shape == shape and values.dtype.kind in "iu"
 
 
-@kernel
-def find_fault(
+@lean
+def _find_fault(
     offsets: Int64Array, parents: Int32Array, counts: Int64Array, leaves: Int64Array, has_leaves: bool
 ) -> int:
     """What is wrong with an engine's answer: a count of accepted tokens, a leaf, or 0 for nothing."""
@@ -80,14 +87,14 @@ def find_fault(
         size = offsets[b + 1] - offsets[b]
         if not 0 <= counts[b] <= size:
             return _WRONG_COUNT
-        if has_leaves and (not -1 <= leaves[b] < size or depth_of(parents[offsets[b] :], leaves[b]) != counts[b]):
+        if has_leaves and (not -1 <= leaves[b] < size or _depth_of(parents[offsets[b] :], leaves[b]) != counts[b]):
             fault = _WRONG_LEAF
     return fault
 
 
 @lean
-def depth_of(parents: Int32Array, index: int) -> int:
-    """Tokens from the beginning of a row's draft down to a index, itself included."""
+def _depth_of(parents: Int32Array, index: int) -> int:
+    """Tokens from the beginning of a row's draft down to an index, itself included."""
     depth = 0
     while index >= 0:
         depth += 1
@@ -95,7 +102,7 @@ def depth_of(parents: Int32Array, index: int) -> int:
     return depth
 
 
-def _compile(stamp: int) -> Callable[..., None]:
+def _compile(stamp: int) -> Callable[..., int]:
     """`mark`, cached by its sources; see `stamp`."""
 
     @kernel
@@ -104,12 +111,15 @@ def _compile(stamp: int) -> Callable[..., None]:
         parents: Int32Array,
         accepted: Int64Array,
         leaves: Int64Array,
+        has_leaves: bool,
         was_cut: BoolArray,
         was_accepted: NDArray[np.int8],
         states: RowStates,
         slots: Int64Array,
-    ) -> None:
+    ) -> int:
         """Writes what became of every drafted token, 1, 0, or -1 where it is not known, and of every row's draft.
+
+        Returns 0; or what is wrong with the engine's answer, see `check_fault`, and then writes nothing.
 
         Args:
             offsets: int64 [B + 1], of the rows' drafts.
@@ -117,12 +127,16 @@ def _compile(stamp: int) -> Callable[..., None]:
             accepted: int64 [B], accepted tokens.
             leaves: int64 [B], number of the last accepted token, -1 for none; below -1 it is
                 derived from the count, up to where the draft branches.
+            has_leaves: whether the engine gave leaves, which are checked then.
             was_cut: bool [B], rows that were cut off there: later drafted tokens were not tried.
             was_accepted: int8 [D], written.
             states: written in the slots of rows with a draft.
             slots: int64 [B], of the rows.
         """
         assert stamp >= 0
+        fault: int = _find_fault(offsets, parents, accepted, leaves, has_leaves)
+        if fault != 0:
+            return fault
         for b in range(offsets.size - 1):
             begin, end = offsets[b], offsets[b + 1]
             if begin == end:
@@ -134,8 +148,9 @@ def _compile(stamp: int) -> Callable[..., None]:
                 states.state[slot] = NOT_TRIED
             else:
                 states.state[slot] = REFUSED if num_left > 0 else ACCEPTED
+        return 0
 
-    compiled: Callable[..., None] = mark
+    compiled: Callable[..., int] = mark
     return compiled
 
 

@@ -24,7 +24,6 @@ from treering.history.match.running import Running, note_rows
 from treering.history.match.running_rows import RowStates, copy_state
 from treering.history.match.sources import Rows, find_matches, is_due
 from treering.history.match.suffix_search import BATCHED_SEARCH, MAX_QUERIES
-from treering.history.types import fits_line
 
 ROWS_PER_PROBE = 64
 """Rows with matches but no draft until one of them is drafted one token all the same, as a probe."""
@@ -61,7 +60,7 @@ _workspace, _search, _found, _bins = WORKSPACE.arrays, BATCHED_SEARCH.arrays, FO
 @lean
 def _first_bad_row(rows: Rows) -> int:
     for b in range(rows.num_tokens.size):
-        leader, fits = rows.leaders[b], fits_line(rows.num_prompt[b], rows.num_tokens[b], rows.tokens.shape[1])
+        leader, fits = rows.leaders[b], 0 <= rows.num_prompt[b] <= rows.num_tokens[b] <= rows.tokens.shape[1]
         fits = fits and 0 <= leader <= b and rows.leaders[leader] == leader
         if not fits or rows.max_drafts[b] < 0 or rows.num_tokens[leader] != rows.num_tokens[b]:
             return b

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
-from treering.compiling.lean import kernel
 from treering.errors import ConfigError, InputError
 from treering.history.draft.drafter import Drafter
 from treering.history.types import DraftRows, Drafts
@@ -107,11 +106,6 @@ class RequestDrafter:
     def warm_up(self) -> None:
         """See `Drafter.warm_up`."""
         self.drafter.warm_up()
-        nothing, empty = np.zeros(0, np.int64), np.zeros((0, 0), np.int32)
-        _count_accepted(
-            np.zeros(1, np.int64), empty.ravel(), nothing, nothing, empty, nothing, nothing,
-            np.zeros(0, np.bool_),
-        )  # fmt: skip
 
     def propose(
         self,
@@ -156,9 +150,8 @@ class RequestDrafter:
         else:
             places = {request_id: line for line, request_id in enumerate(request_ids)}
             lines = np.array([places.get(request_id, -1) for request_id in self._ids], np.int64)
-        accepted, ended = np.empty(lines.size, np.int64), np.empty(lines.size, np.bool_)
         counts = np.asarray(num_tokens, np.int64)
-        _count_accepted(latest.offsets, latest.tokens, self._num_before, lines, tokens, counts, accepted, ended)
+        accepted, ended = _count_accepted(latest, self._num_before, lines, tokens, counts)
         self.drafter.observe(rows, accepted, ended)
         has_outcome = (accepted > 0) | ~ended
         self.num_drafted += int(np.diff(latest.offsets)[has_outcome].sum())
@@ -210,34 +203,31 @@ def _is_same(first: Int32Array, second: Int32Array) -> bool:
     return first.__array_interface__ == second.__array_interface__
 
 
-@kernel
 def _count_accepted(
-    offsets: Int64Array,
-    drafted: Int32Array,
-    num_before: Int64Array,
-    lines: Int64Array,
-    tokens: Int32Array,
-    num_tokens: Int64Array,
-    accepted: Int64Array,
-    ended: BoolArray,
-) -> None:
-    """Counts how many tokens of each draft the row went on with.
+    latest: Drafts, num_before: Int64Array, lines: Int64Array, tokens: Int32Array, num_tokens: Int64Array
+) -> tuple[Int64Array, BoolArray]:
+    """How many tokens of each draft the row went on with.
 
     Args:
-        offsets: int64 [B + 1], of the drafts.
-        drafted: int32 [D], chains.
+        latest: the drafts, chains.
         num_before: int64 [B], tokens of the contexts that were drafted for.
         lines: int64 [B], where each row is now; -1 for one that left.
         tokens: int32 [>= B', L], contexts now.
         num_tokens: int64 [>= B'], of each.
-        accepted: int64 [B], written.
-        ended: bool [B], written: all new tokens were drafted, so nothing is known of later ones.
+
+    Returns:
+        int64 [B]; and bool [B], where all new tokens were drafted, so that nothing is known of later ones.
     """
-    for b in range(lines.size):
-        line, begin = lines[b], offsets[b]
-        num_new = num_tokens[line] - num_before[b] if line >= 0 else 0
-        k, most = 0, min(num_new, offsets[b + 1] - begin)
-        while k < most and drafted[begin + k] == tokens[line, num_before[b] + k]:
-            k += 1
-        accepted[b] = max(k, 0)
-        ended[b] = k >= num_new
+    num_new = np.where(lines >= 0, num_tokens[lines] - num_before, 0) if num_tokens.size else np.zeros_like(lines)
+    offsets = latest.offsets
+    owner = np.repeat(np.arange(lines.size), np.diff(offsets))
+    depth = np.arange(owner.size) - offsets[owner]
+    wrong = depth >= num_new[owner]
+    is_new = np.flatnonzero(~wrong)
+    rows, at = owner[is_new], (num_before[owner] + depth)[is_new]
+    wrong[is_new] = tokens[lines[rows], at] != latest.tokens[is_new]
+    # A token counts if none of its row is wrong up to it.
+    num_wrong = np.concatenate([[0], np.cumsum(wrong)])
+    agrees = num_wrong[1:] == num_wrong[offsets[owner]]
+    accepted = np.bincount(owner[agrees], minlength=lines.size)
+    return accepted, accepted >= num_new

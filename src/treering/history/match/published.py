@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
-from treering.compiling.lean import kernel, lean
+from treering.compiling.lean import lean
 from treering.history.features import FAR, HISTORY, OTHERS, shift_bucket
 from treering.history.match.matches import IN_HISTORY, IN_OTHERS, LONG_ENOUGH, Matches, agree_after_edit, put, with_edit
-from treering.history.match.suffix_search import KEY_BITS, BatchedSearch, add_query, next_match, sides_of, write_keys
+from treering.history.match.suffix_search import KEY_BITS, BatchedSearch, add_query, keys_of, next_match, sides_of
 from treering.history.store.prompt_index import MARKER, PromptIndex, check_entries, sort_contexts
 from treering.history.store.snapshot import newest_first
 from treering.types import PromptId
@@ -41,7 +41,7 @@ class Arena:
     Attributes:
         text: int32, the texts; a marker follows the last one.
         order: int32, aligned with the texts; positions count from the start of the prompt's own text.
-        keys: int64, see `write_keys`; a slot's keys begin at start // 16 + slot.
+        keys: int64, see `keys_of`; a slot's keys begin at start // 16 + slot.
         positions: int32, aligned with the texts: entries since the marker of the rollout.
         spans: int64 [slots, 2], start and size of each slot; size 0 is a prompt without history.
 
@@ -108,8 +108,8 @@ class Arena:
             return
         part = slice(start, start + size)
         self.text[part], self.order[part] = index.text, index.order
-        write_keys(index.text, index.order, self.keys[_keys_at(start, size, slot)])
-        write_positions(index.text, self.positions[part])
+        self.keys[_keys_at(start, size, slot)] = keys_of(index.text, index.order)
+        self.positions[part] = positions_of(index.text)
         self._num_used += size
         self.text[self._num_used : self._num_used + _PADDING] = MARKER
 
@@ -139,18 +139,13 @@ def _keys_at(start: int, size: int, slot: int) -> slice:
     return slice(first, first + -(-size >> KEY_BITS))
 
 
-@kernel
-def write_positions(text: Int32Array, positions: Int32Array) -> None:
-    """Writes the position of each entry of a text in its rollout: entries since the rollout's marker.
+def positions_of(text: Int32Array) -> Int32Array:
+    """The position of each entry of a text in its rollout, int32: entries since the rollout's marker.
 
     Example: the text -1, 7, 5, -1, 7 has the positions 0, 1, 2, 0, 1.
     """
-    position = 0
-    for at in range(text.size):
-        if text[at] == MARKER:
-            position = 0
-        positions[at] = position
-        position += 1
+    at = np.arange(text.size, dtype=np.int32)
+    return at - np.maximum.accumulate(np.where(text == MARKER, at, 0))
 
 
 class Others(NamedTuple):
@@ -169,7 +164,7 @@ class Recent:
     Attributes:
         text: int32 [N + 1], the texts and a marker.
         order: int32 [N], positions sorted by their contexts; see `PromptIndex`.
-        keys: int64 [ceil(N / 16)], see `write_keys`.
+        keys: int64 [ceil(N / 16)], see `keys_of`.
 
     Example: prompts "a" with [5, 6] and "b" with [7] give the text -1, 7, -1, 5, 6, -1, where "b" has the span
     from 0 to 2 and "a" that from 2 to 5.
@@ -218,8 +213,7 @@ class Recent:
     def _fill(self, texts: list[Int32Array]) -> None:
         self.text = np.concatenate([*texts, np.array([MARKER], np.int32)])
         self.order = sort_contexts(self.text[:-1], np.argsort(self.text[:-1], kind="stable"))
-        self.keys = np.zeros(-(-self.order.size >> KEY_BITS), np.int64)
-        write_keys(self.text, self.order, self.keys)
+        self.keys = keys_of(self.text, self.order)
 
 
 _MAX_MATCHES = 12

@@ -45,6 +45,7 @@ def copy_state(states: RowStates, slot: int, source: int) -> None:
 
 
 _Prompt = tuple[int, int]
+"""Group and checksum of the tokens of a prompt."""
 
 _NO_LIMIT = 1 << 40
 _NOWHERE = 1 << 40
@@ -86,6 +87,7 @@ class RunningRows:
         self._max_size = max_tokens + 2
         self._rows: DraftRows | None = None
         self._identity: tuple[object, ...] = ()
+        # `_full` is the most tokens of a row, its prompt included, that its room holds.
         self._slots, self._prompt_slots, self.row_scopes, self._full = np.zeros((4, 0), np.int64)
         self._empty()
 
@@ -130,6 +132,7 @@ class RunningRows:
         self._num_scopes = 0
         # Apart, as the room of a rollout would seldom be large enough for a prompt.
         self._free, self._free_prompts = deque[int](), deque[int]()
+        # `_width` is the room of a rollout, in entries.
         self._num_slots = self._num_units = self._width = 0
         self._owners = np.zeros(0, np.int32)
         self._table = _NEW_SLOT[:, :0]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treering.arrays import Int32Array, Int64Array
-from treering.compiling.lean import kernel, lean
+from treering.compiling.lean import lean
 from treering.history.jit import Memory, prefetch
 from treering.history.match.matches import MAX_LENGTH, agree
 from treering.history.store.prompt_index import MARKER
@@ -25,22 +25,20 @@ def _key(last: int, before: int) -> int:
     return (last << 32) + (before + 1 if last != MARKER else 0)
 
 
-@kernel
-def write_keys(text: Int32Array, order: Int32Array, keys: Int64Array) -> None:
-    """Writes a key for every 16th position, from its last two entries and in their order, to narrow searches by.
+def keys_of(text: Int32Array, order: Int32Array) -> Int64Array:
+    """A key for every 16th position, from its last two entries and in their order, to narrow searches by: int64 [K].
 
     A key is the last entry times 2**32, plus the one before + 1, or plus 0 if the last is a marker.
 
     Args:
         text: int32 [N], begins with a marker.
         order: int32 [N].
-        keys: int64 [K], K = ceil(N / 16), written.
 
     Example: with a text of -1, 7, 5 and the order 0, 2, 1 there is one key, that of the marker: -2**32.
     """
-    for k in range(keys.size):
-        at = order[k << KEY_BITS]
-        keys[k] = _key(text[at], text[at - 1] if text[at] != MARKER else MARKER)
+    at = order[:: 1 << KEY_BITS]
+    last = text[at].astype(np.int64)
+    return (last << 32) + np.where(last != MARKER, text[at - 1].astype(np.int64) + 1, 0)
 
 
 @lean

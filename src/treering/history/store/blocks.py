@@ -2,10 +2,8 @@
 
 A block is checked when it is first used, so opening a large history costs only the prompts that are read.
 
-    header      number of the file; for each index its prompt, place, versions, entries, rollouts and checksum; for each
-                batch of unpublished rollouts its prompt, version, entries and checksum
-    blocks      from the next multiple of 64 bytes: text, order, versions, starts of each index; text of
-                unpublished rollouts
+    header      number of the file; for each index its prompt, place, versions, entries, rollouts and checksum
+    blocks      from the next multiple of 64 bytes: text, order, versions, starts of each index
 """
 
 import hashlib
@@ -21,11 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.arrays import Int32Array
 from treering.errors import InputError
 from treering.history.store.files import Buffer, open_file, seal, unseal
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.rollouts import RolloutKey
 from treering.types import PromptId
 
 ALIGNMENT = 64
@@ -194,40 +190,28 @@ class Contents:
         number: of the file, in the order of writing.
         digest: of its header, and so of all its checksums.
         blocks: the indexes.
-        pending: unpublished rollouts, without damaged batches.
     """
 
     number: int
     digest: str
     blocks: Sequence[Block]
-    pending: Mapping[RolloutKey, Int32Array]
 
 
-def encode(
-    number: int,
-    indexes: Iterable[tuple[PromptId, int, PromptIndex]],
-    pending: Mapping[RolloutKey, Int32Array] | None = None,
-) -> tuple[list[Buffer], str]:
+def encode(number: int, indexes: Iterable[tuple[PromptId, int, PromptIndex]]) -> tuple[list[Buffer], str]:
     """The bytes of a data file, in parts, and the digest of its header.
 
     Args:
         number: of the file.
         indexes: prompt_id, place and index each.
-        pending: unpublished rollouts.
     """
     arrays: list[Buffer] = []
     blocks: list[list[object]] = []
-    lots: list[list[object]] = []
     for prompt_id, place, index in indexes:
         parts = parts_of({name: getattr(index, name) for name in INDEX_ARRAYS})
         sizes = [index.text.size, index.text.size - index.num_tokens]
         blocks.append([prompt_id, place, index.versions.tolist(), *sizes, checksum_of(parts)])
         arrays += parts
-    for (prompt_id, version), text in (pending or {}).items():
-        parts = parts_of({"text": text})
-        lots.append([prompt_id, version, text.size, checksum_of(parts)])
-        arrays += parts
-    header, digest = seal(MAGIC, {"number": number, "blocks": blocks, "pending": lots})
+    header, digest = seal(MAGIC, {"number": number, "blocks": blocks})
     return [header, bytes(padded(len(header)) - len(header)), *arrays], digest
 
 
@@ -252,8 +236,7 @@ def decode(data: Buffer, file: Path) -> Contents:
             prompt_id=prompt_id, place=place, versions=versions, num_rollouts=num_rollouts, file=file, region=region
         )
         blocks.append(block)
-    pending = _decode_pending(header["pending"], data, start, file) if header["pending"] else {}
-    return Contents(number=header["number"], digest=digest, blocks=blocks, pending=pending)
+    return Contents(number=header["number"], digest=digest, blocks=blocks)
 
 
 def map_file(file: Path, number: int, digest: str | None) -> Contents:
@@ -297,18 +280,3 @@ def warn_of_block(file: Path, prompt_id: PromptId, error: InputError) -> None:
         f"the rollouts of prompt {prompt_id!r} in {file} are left out: {error}; they are lost, which costs speed only",
         stacklevel=3,
     )
-
-
-def _decode_pending(
-    lots: Iterable[tuple[PromptId, int, int, str]], data: Buffer, start: int, file: Path
-) -> dict[RolloutKey, Int32Array]:
-    pending = {}
-    for prompt_id, version, num_entries, checksum in lots:
-        sizes = {"text": num_entries}
-        region = Region(source=data, start=start, sizes=sizes, checksum=checksum)
-        start += num_bytes_in_file(sizes)
-        try:
-            pending[prompt_id, version] = region.arrays()["text"]
-        except InputError as error:
-            warn_of_block(file, prompt_id, error)
-    return pending

@@ -8,7 +8,6 @@ after the same tokens.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from statistics import median
 
 import numpy as np
 
@@ -121,15 +120,6 @@ class PromptIndex:
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(int(getattr(self, field.name).nbytes) for field in fields(self))
-
-    @property
-    def median_tokens(self) -> float:
-        """Median length of the rollouts in tokens; at least 1, as rollouts without tokens are not kept.
-
-        Example: rollouts of 2, 3 and 7 tokens give 3.0, and those of 2 and 7 give 4.5.
-        """
-        markers = np.flatnonzero(self.text == MARKER)
-        return float(median((np.diff(markers, append=self.text.size) - 1).tolist()))
 
     @property
     def num_tokens(self) -> int:

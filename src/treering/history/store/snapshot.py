@@ -1,22 +1,18 @@
-"""A published state of a history: an immutable mapping of prompts to indexes; states share what does not change.
+"""A published state of a history: an immutable mapping of prompts to indexes; states share the indexes that stay.
 
 Checkpoints save a whole one in one checksummed file.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
-from treering.arrays import Int32Array
 from treering.errors import InputError, StateError
 from treering.history.store import blocks
 from treering.history.store.blocks import Block, warn_of_file
 from treering.history.store.files import read_file, write_whole
 from treering.history.store.prompt_index import PromptIndex
-from treering.history.store.rollouts import RolloutKey
 from treering.types import PromptId
-
-_NUM_SHARDS = 1024
 
 Stored: TypeAlias = PromptIndex | Block
 """An index in memory, or one in a file that may not have been read; both have versions and sizes."""
@@ -46,19 +42,17 @@ def newest_first(snapshot: Mapping[PromptId, PromptIndex]) -> list[PromptId]:
 class Snapshot(Mapping[PromptId, PromptIndex]):
     """An immutable mapping of prompts to indexes, in the order in which they were added.
 
-    A change copies the affected shards, a thousandth of the prompts each: with 50,000 prompts it takes some 0.01 ms
-    where a full copy takes 5. An index in a file is read on first use; membership tests read nothing.
+    An index in a file is read on first use; membership tests read nothing.
 
     Example: `Snapshot().changed({"q": index})` holds one prompt, `.changed({"q": None})` of that holds none.
     """
 
-    __slots__ = ("_num_places", "_num_prompts", "_shards")
+    __slots__ = ("_entries", "_num_places")
 
     def __init__(self) -> None:
         """An empty snapshot."""
-        # By hash: each prompt's place in the order, and its index.
-        self._shards: tuple[dict[PromptId, tuple[int, Stored]], ...] = ({},) * _NUM_SHARDS
-        self._num_prompts = 0
+        # Each prompt's place in the order, and its index.
+        self._entries: dict[PromptId, tuple[int, Stored]] = {}
         self._num_places = 0
 
     def __getitem__(self, prompt_id: PromptId) -> PromptIndex:
@@ -66,18 +60,13 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
         return stored.index if isinstance(stored, Block) else stored
 
     def __contains__(self, prompt_id: object) -> bool:
-        return prompt_id in self._shards[hash(prompt_id) % _NUM_SHARDS]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Shards depend on Python's hash, which differs between processes for strings.
-        return _of_entries, ({prompt_id: (self.place(prompt_id), self[prompt_id]) for prompt_id in self},)
+        return prompt_id in self._entries
 
     def __iter__(self) -> Iterator[PromptId]:
-        places = {prompt_id: place for shard in self._shards for prompt_id, (place, _) in shard.items()}
-        return iter(sorted(places, key=places.__getitem__))
+        return iter(sorted(self._entries, key=self.place))
 
     def __len__(self) -> int:
-        return self._num_prompts
+        return len(self._entries)
 
     def stored(self, prompt_id: PromptId) -> Stored:
         """A prompt's index or its block; reads no file.
@@ -85,7 +74,7 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
         Raises:
             KeyError: the prompt is not included.
         """
-        return self._shards[hash(prompt_id) % _NUM_SHARDS][prompt_id][1]
+        return self._entries[prompt_id][1]
 
     def num_bytes_of(self, prompt_ids: Iterable[PromptId]) -> int:
         """Bytes of the indexes of the prompts that are included."""
@@ -93,7 +82,7 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
 
     def place(self, prompt_id: PromptId) -> int:
         """The place of a prompt in the order; later prompts have greater ones."""
-        return self._shards[hash(prompt_id) % _NUM_SHARDS][prompt_id][0]
+        return self._entries[prompt_id][0]
 
     def changed(self, indexes: Mapping[PromptId, PromptIndex | None]) -> Self:
         """A snapshot with other indexes of some prompts; None removes a prompt.
@@ -117,35 +106,24 @@ class Snapshot(Mapping[PromptId, PromptIndex]):
         if not entries:
             return self
         following = type(self)()
-        following._num_prompts, following._num_places = self._num_prompts, self._num_places
-        shards = list(self._shards)
-        for number in {hash(prompt_id) % _NUM_SHARDS for prompt_id in entries}:
-            shards[number] = shards[number].copy()
+        following._entries, following._num_places = self._entries.copy(), self._num_places
         for prompt_id, entry in entries.items():
-            shard = shards[hash(prompt_id) % _NUM_SHARDS]
-            following._num_prompts -= prompt_id in shard
             if entry is None:
-                del shard[prompt_id]
+                del following._entries[prompt_id]
                 continue
-            shard[prompt_id] = entry
-            following._num_prompts += 1
+            following._entries[prompt_id] = entry
             following._num_places = max(following._num_places, entry[0] + 1)
-        following._shards = tuple(shards)
         return following
 
 
-def _of_entries(entries: Mapping[PromptId, tuple[int, Stored]]) -> Snapshot:
-    return Snapshot().placed(entries)
-
-
-def write_saved(file: Path, snapshot: Snapshot, pending: Mapping[RolloutKey, Int32Array]) -> None:
-    """Writes published and pending rollouts, whole or not at all; damaged prompts are left out.
+def write_saved(file: Path, snapshot: Snapshot) -> None:
+    """Writes a snapshot, whole or not at all; damaged prompts are left out.
 
     Raises:
         StateError: the file cannot be written; an older one of that name is unchanged.
     """
     indexes = ((prompt_id, snapshot.place(prompt_id), index) for prompt_id, index in snapshot.items())
-    parts, _ = blocks.encode(0, (entry for entry in indexes if entry[2].text.size), pending)
+    parts, _ = blocks.encode(0, (entry for entry in indexes if entry[2].text.size))
     try:
         write_whole(file, parts)
     except OSError as error:
@@ -155,17 +133,17 @@ def write_saved(file: Path, snapshot: Snapshot, pending: Mapping[RolloutKey, Int
         ) from error
 
 
-def read_saved(file: Path) -> tuple[dict[PromptId, tuple[int, PromptIndex]], Mapping[RolloutKey, Int32Array]]:
-    """The inverse of `write_saved`, as copies: places and indexes by prompt, and pending rollouts.
+def read_saved(file: Path) -> dict[PromptId, tuple[int, PromptIndex]]:
+    """The inverse of `write_saved`, as copies: places and indexes by prompt.
 
     A missing or damaged file costs one warning and gives nothing; a damaged prompt costs one and is left out.
 
-    Example: a history of prompt "q" gives ({"q": (0, index)}, {}).
+    Example: a history of prompt "q" gives {"q": (0, index)}.
     """
     try:
         contents = blocks.decode(read_file(file), file)
     except (OSError, InputError) as error:
         warn_of_file(file, error)
-        return {}, {}
+        return {}
     whole = (block for block in contents.blocks if block.index.text.size)
-    return {block.prompt_id: (block.place, block.copied()) for block in whole}, contents.pending
+    return {block.prompt_id: (block.place, block.copied()) for block in whole}

@@ -3,8 +3,7 @@
 History is only a hint (law 7): lost data costs speed, and reading returns exactly what was added.
 """
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,40 +17,6 @@ from treering.history.store.prompt_index import PromptIndex, with_newest, with_r
 from treering.history.store.rollouts import RolloutKey, checked_text, key_of
 from treering.history.store.snapshot import Snapshot, Stored, read_saved, write_saved
 from treering.types import PromptId, TokenIds, is_count
-
-
-class Background:
-    """Runs one piece of work at a time, here or in a thread.
-
-    Example: `start(f)`, then `wait()`, does what `f()` does, errors included; so does `run(f)`, then `wait()`.
-    """
-
-    def __init__(self) -> None:
-        """Nothing runs."""
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Starts the work in a thread; earlier work must have been waited for."""
-        assert self._thread is None
-        self._thread = threading.Thread(target=self.run, args=(work,), name="treering-publish")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Waits until the work is done, and raises its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-        self._thread, error, self._error = None, self._error, None
-        if error is not None:
-            raise error
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Does the work in the caller's thread; its error is kept for `wait`."""
-        try:
-            work()
-        except BaseException as error:
-            self._error = error
-
 
 _MIN_FILE_BYTES = 1 << 20
 _MAX_FILES = 64
@@ -96,11 +61,9 @@ class HistoryStore(Closing):
         self._max_bytes, self._max_epochs = int(max_bytes), int(max_epochs)
         self._snapshot = Snapshot()
         self._eviction = Eviction()
-        self._background = Background()
         self._num_bytes = 0
         self._is_closed = False
         self._pending: dict[RolloutKey, list[Int32Array]] = {}
-        self._publishing: dict[RolloutKey, list[Int32Array]] = {}
         self._journal: Journal | None = None
         if path is not None:
             self._journal = Journal(Path(path), file_bytes=max(_MIN_FILE_BYTES, max_bytes // _MAX_FILES))
@@ -115,11 +78,6 @@ class HistoryStore(Closing):
     def num_bytes(self) -> int:
         """Bytes of the published indexes; at most `max_bytes`."""
         return self._num_bytes
-
-    @property
-    def num_prompts(self) -> int:
-        """Prompts with published rollouts."""
-        return len(self._snapshot)
 
     @property
     def num_tokens(self) -> int:
@@ -154,52 +112,36 @@ class HistoryStore(Closing):
         Raises:
             StateError: the store is closed, or this process was forked from the one that opened it.
         """
-        self._begin()
-        self._background.run(self._publish)
-        self.wait()
-
-    def publish_in_background(self) -> None:
-        """`publish` in a thread: returns at once, and readers see the old snapshot until the new one is ready.
-
-        Rollouts added meanwhile belong to the next publish, which waits for this one. An error is raised by the next
-        call of `wait`, `publish`, `publish_in_background`, `save` or `close`, and the rollouts are then pending again.
-        If decisions must not depend on a clock, call `wait` before the next draft.
-
-        Raises:
-            StateError: see `publish`.
-        """
-        self._begin()
-        self._background.start(self._publish)
-
-    def wait(self) -> None:
-        """Waits until a background publish is done, and raises its error."""
-        self._background.wait()
+        self._check_open()
+        if self._journal is not None:
+            self._journal.check()
+        added: dict[PromptId, dict[int, Int32Array]] = {prompt_id: {} for prompt_id, _ in self._pending}
+        for (prompt_id, version), parts in self._pending.items():
+            added[prompt_id][version] = np.concatenate(parts)
+        changes = {
+            prompt_id: with_rollouts(self._snapshot.get(prompt_id), new, self._max_epochs)
+            for prompt_id, new in added.items()
+        }
+        self._install(self._snapshot, changes)
 
     def close(self) -> None:
-        """Waits for a running publish, and releases the folder for another store. Pending rollouts are lost.
+        """Releases the folder for another store. Pending rollouts are lost.
 
         Snapshots stay valid. Leaving a `with` block closes the store.
         """
         self._is_closed = True
-        try:
-            self.wait()
-        finally:
-            if self._journal is not None:
-                self._journal.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def save(self, file: Path, snapshot: Mapping[PromptId, PromptIndex] | None = None) -> None:
-        """Writes the whole store, pending rollouts included, or one of its snapshots, as one checksummed file.
+        """Writes what is published, or one of the store's earlier snapshots, as one checksummed file.
 
         Raises:
             StateError: the file cannot be written; an older one of that name is unchanged.
         """
-        self.wait()
-        if snapshot is not None:
-            assert isinstance(snapshot, Snapshot), "a store saves its own snapshots"
-            write_saved(Path(file), snapshot, {})
-            return
-        pending = {key: np.concatenate(added) for key, added in self._unpublished().items()}
-        write_saved(Path(file), self._snapshot, pending)
+        saved = self._snapshot if snapshot is None else snapshot
+        assert isinstance(saved, Snapshot), "a store saves its own snapshots"
+        write_saved(Path(file), saved)
 
     @classmethod
     def load(cls, file: Path, *, max_bytes: int = 1 << 30, max_epochs: int = 2) -> "HistoryStore":
@@ -209,9 +151,7 @@ class HistoryStore(Closing):
         out (law 7).
         """
         store = cls(max_bytes=max_bytes, max_epochs=max_epochs)
-        found, pending = read_saved(Path(file))
-        store._open(found)
-        store._pending = {key: [rollouts] for key, rollouts in pending.items()}
+        store._open(read_saved(Path(file)))
         return store
 
     def _open(self, found: Mapping[PromptId, tuple[int, Stored]]) -> None:
@@ -221,30 +161,6 @@ class HistoryStore(Closing):
         self._eviction.note(found, snapshot)
         deep = [prompt_id for prompt_id, (_, stored) in found.items() if len(stored.versions) > self._max_epochs]
         self._install(snapshot, {prompt_id: with_newest(snapshot[prompt_id], self._max_epochs) for prompt_id in deep})
-
-    def _begin(self) -> None:
-        self._check_open()
-        self.wait()
-        if self._journal is not None:
-            self._journal.check()
-        self._publishing, self._pending = self._unpublished(), {}
-
-    def _unpublished(self) -> dict[RolloutKey, list[Int32Array]]:
-        """Pending rollouts, after those of a failed publish."""
-        keys = dict.fromkeys([*self._publishing, *self._pending])
-        return {key: [*self._publishing.get(key, ()), *self._pending.get(key, ())] for key in keys}
-
-    def _publish(self) -> None:
-        added: dict[PromptId, dict[int, Int32Array]] = {prompt_id: {} for prompt_id, _ in self._publishing}
-        for (prompt_id, version), parts in self._publishing.items():
-            added[prompt_id][version] = np.concatenate(parts)
-        self._install(
-            self._snapshot,
-            {
-                prompt_id: with_rollouts(self._snapshot.get(prompt_id), new, self._max_epochs)
-                for prompt_id, new in added.items()
-            },
-        )
 
     def _install(self, before: Snapshot, changes: Mapping[PromptId, PromptIndex | None]) -> None:
         """Publishes a snapshot with changes, within the budget, and writes it."""
@@ -256,7 +172,7 @@ class HistoryStore(Closing):
         self._num_bytes = num_bytes + snapshot.num_bytes_of(left) - grown.num_bytes_of(left)
         self._snapshot = snapshot
         # From here on nothing has to be retried: the journal handles disk errors.
-        self._publishing = {}
+        self._pending = {}
         if self._journal is not None:
             touched = {*changes, *left}
             changed = [prompt_id for prompt_id in touched if prompt_id in snapshot]

@@ -7,16 +7,6 @@
 is `runtime.launcher = "ray"` of `treering train`. Needs the extra `ray`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from treering.integrations.ray.launcher import RayLauncher as RayLauncher
+from treering.integrations.ray.launcher import RayLauncher
 
 __all__ = ["RayLauncher"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.launcher"), name)

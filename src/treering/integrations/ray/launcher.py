@@ -9,9 +9,8 @@ from torch import nn
 
 from treering.errors import ConfigError, StateError
 from treering.extras import require
-from treering.integrations.ray.actor import WEIGHTS, Actor
+from treering.integrations.ray.actor import WEIGHTS, Actor, ActorProcess
 from treering.integrations.ray.actor_connection import ActorConnection
-from treering.integrations.ray.actor_process import ActorProcess
 from treering.integrations.ray.object_store import ObjectStore
 from treering.integrations.ray.placement import check_hosts, check_resources, numbers_by_kind
 from treering.runtime.ipc.address import is_loopback

@@ -10,8 +10,9 @@
 `HistoryRollouts` samples a trainer's rollouts with the embedded engine; `vllm_drafts` gives TRL's own vLLM drafts.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from treering.integrations.lazy import names_from
 
 if TYPE_CHECKING:
     from treering.integrations.trl.rollouts import HistoryRollouts as HistoryRollouts
@@ -22,33 +23,16 @@ if TYPE_CHECKING:
     from treering.integrations.trl.trainers import TreeRLOOTrainer as TreeRLOOTrainer
     from treering.integrations.trl.trainers import TreeSFTTrainer as TreeSFTTrainer
     from treering.integrations.trl.vllm_drafting import vllm_drafts as vllm_drafts
-
-_HOMES = {
-    "HistoryRollouts": "rollouts",
-    "SharedPrefixes": "share",
-    "TreeDPOTrainer": "trainers",
-    "TreeGRPOTrainer": "trainers",
-    "TreeRLOOTrainer": "trainers",
-    "TreeSFTTrainer": "trainers",
-    "share_prefixes": "share",
-    "vllm_drafts": "vllm_drafting",
-}
-__all__ = [
-    "HistoryRollouts",
-    "SharedPrefixes",
-    "TreeDPOTrainer",
-    "TreeGRPOTrainer",
-    "TreeRLOOTrainer",
-    "TreeSFTTrainer",
-    "share_prefixes",
-    "vllm_drafts",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    from treering.extras import require
-
-    require(f"{__name__}.{name}", "torch", "transformers", "trl")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+else:
+    _HOMES = {
+        "HistoryRollouts": "rollouts",
+        "SharedPrefixes": "share",
+        "TreeDPOTrainer": "trainers",
+        "TreeGRPOTrainer": "trainers",
+        "TreeRLOOTrainer": "trainers",
+        "TreeSFTTrainer": "trainers",
+        "share_prefixes": "share",
+        "vllm_drafts": "vllm_drafting",
+    }
+    __all__ = [*_HOMES]
+    __getattr__ = names_from(__name__, _HOMES, "torch", "transformers", "trl")

@@ -8,9 +8,8 @@ from treering.errors import ConfigError
 from treering.integrations.trl.expected import dataset_bound, group_bound, mean_prompt_tokens
 from treering.integrations.trl.groups import regroup
 from treering.integrations.trl.overrides import Overrides
-from treering.integrations.trl.picture_rows import IMAGE_COLUMNS, keys_of_pictures
 from treering.integrations.trl.requirements import ROLLOUT_TRAINERS
-from treering.integrations.trl.task_sampler import TaskSampler, sequences_of
+from treering.integrations.trl.task_sampler import IMAGE_COLUMNS, TaskSampler, keys_of_pictures, sequences_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

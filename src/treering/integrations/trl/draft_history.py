@@ -1,6 +1,7 @@
 """Earlier rollouts of a run's prompts, indexed for drafts when a prompt comes again, if that is worth the time."""
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from treering.engine.rollout import Rollout
@@ -32,10 +33,9 @@ class DraftHistory:
     `costs` allows.
     """
 
-    def __init__(self, costs: ObservedCosts, *, max_bytes: int, max_epochs: int, clock: Callable[[], float]) -> None:
-        """`costs` decides, and counts seconds of `clock` that indexing takes; limits are those of `HistoryStore`."""
-        self._costs, self._clock = costs, clock
-        self._max_bytes, self._max_epochs = max_bytes, max_epochs
+    def __init__(self, costs: ObservedCosts) -> None:
+        """`costs` decides, and counts the seconds of the processor that indexing takes."""
+        self._costs = costs
         self._latest: dict[PromptId, KeptRollouts] = {}
         self._unread: set[PromptId] = set()
         self._store: HistoryStore | None = None
@@ -57,16 +57,16 @@ class DraftHistory:
         num_tokens = sum(tokens.size for prompt_id in due for tokens in self._latest[prompt_id].tokens)
         if not due or not self._costs.is_promising() or not self._costs.can_spend(_TOKEN_S * num_tokens):
             return
-        start = self._clock()
+        start = time.process_time()
         if self._store is None:
-            self._store = HistoryStore(max_bytes=self._max_bytes, max_epochs=self._max_epochs)
+            self._store = HistoryStore()
             self.drafter = Drafter(self._store)
         for prompt_id in due:
             kept = self._latest[prompt_id]
             self._store.add(prompt_id, list(kept.tokens), kept.version)
         self._store.publish()
         self._unread.difference_update(due)
-        self._costs.note_overhead(self._clock() - start)
+        self._costs.note_overhead(time.process_time() - start)
 
     def latest(self) -> dict[PromptId, KeptRollouts]:
         """The latest rollouts of every prompt, for a checkpoint."""

@@ -1,4 +1,4 @@
-"""Methods of one trainer object replaced, and restored."""
+"""Attributes of an object, a class or a module replaced by functions around them, and restored."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Overrides:
-    """Replaced methods of one object; its class is not touched."""
+    """What is replaced of one owner; the class of an object is not touched."""
 
     def __init__(self, owner: Any) -> None:
         """Replaces nothing yet."""
@@ -14,24 +14,25 @@ class Overrides:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, name: str, run: Callable[..., Any]) -> None:
-        """Replaces the method `name`; `run` gets the original, then the arguments of each call."""
+        """Replaces what `name` calls; `run` gets the original, then the arguments of each call."""
         owner = self._owner
-        original, own = getattr(owner, name), owner.__dict__.get(name)
+        original, own = getattr(owner, name), vars(owner).get(name)
 
-        @wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
+        # Only what a function has: of a class, its attributes would follow.
+        @wraps(original, updated=())
+        def replaced(*args: Any, **kwargs: Any) -> Any:
             return run(original, *args, **kwargs)
 
         def restore() -> None:
             if own is None:
-                owner.__dict__.pop(name, None)
+                delattr(owner, name)
             else:
-                owner.__dict__[name] = own
+                setattr(owner, name, own)
 
-        owner.__dict__[name] = method
+        setattr(owner, name, replaced)
         self._undo.append(restore)
 
     def undo(self) -> None:
-        """Restores the methods, the last first; a second call does nothing."""
+        """Restores everything, the last first; a second call does nothing."""
         while self._undo:
             self._undo.pop()()

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 
-from treering.errors import StateError
 from treering.files.atomic import read_facts, write_folder
 from treering.integrations.trl.draft_history import DraftHistory, KeptRollouts
 from treering.integrations.trl.prompt_ids import PromptIds
@@ -30,10 +29,8 @@ def load_state(checkpoint: Path, rank: int, ids: PromptIds, history: DraftHistor
     """Reads a state back; returns its policy version.
 
     Raises:
-        StateError: there is none, or it is damaged.
+        StateError: it is damaged.
     """
-    if not has_state(checkpoint, rank):
-        raise StateError(f"{checkpoint} holds no state of rollouts of process {rank}; give the folder of a checkpoint")
     facts = read_facts(_folder(checkpoint, rank))
     tokens = np.load(_folder(checkpoint, rank) / _FILE)
     parts = iter(np.split(tokens, np.cumsum(facts["sizes"])[:-1]) if facts["sizes"] else [])

@@ -1,6 +1,5 @@
 """Rollouts of TRL's trainers from the embedded engine: batched, drafted from earlier epochs, with their log-probs."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +15,11 @@ from treering.engine.speculation.observed_costs import COMPILE_S, LOAD_S, Observ
 from treering.errors import ConfigError, StateError
 from treering.history.draft.kernel import propose
 from treering.integrations.trl.draft_history import DraftHistory
-from treering.integrations.trl.open_turns import OpenTurns
 from treering.integrations.trl.prompt_ids import PromptIds
 from treering.integrations.trl.rollout_files import has_state, load_state, save_state
 from treering.integrations.trl.rollout_settings import check_single_turn, check_text, check_trainer, sampling_of
 from treering.integrations.trl.trainer_engine import TrainerEngine
+from treering.integrations.trl.turns import OpenTurns
 from treering.metrics import TOKENS_PER_FORWARD
 
 Drafts = Literal["auto", "off"]
@@ -47,9 +46,6 @@ class HistoryRollouts:
         drafts: see `Drafts`.
         max_loss: share of the sampling time that drafts may cost without paying back.
         max_batch: rollouts that run at once.
-        max_bytes: of the indexed history.
-        max_epochs: of the history, per prompt.
-        seed: of the noise; None is the trainer's.
         num_threads: torch threads while sampling; None leaves them as they are. A small model needs one.
 
     Raises:
@@ -68,9 +64,6 @@ class HistoryRollouts:
         drafts: Drafts = "auto",
         max_loss: float = 0.025,
         max_batch: int = 64,
-        max_bytes: int = 1 << 30,
-        max_epochs: int = 2,
-        seed: int | None = None,
         num_threads: int | None = None,
     ) -> None:
         """Waits for its trainer, which the first call or `attach` gives it."""
@@ -79,8 +72,8 @@ class HistoryRollouts:
         self._id_column, self._drafts = id_column, drafts
         self._is_compiled = is_compiled(propose)
         self._costs = ObservedCosts(max_loss=max_loss, load_s=LOAD_S if self._is_compiled else COMPILE_S)
-        self._history = DraftHistory(self._costs, max_bytes=max_bytes, max_epochs=max_epochs, clock=time.process_time)
-        self._engine = TrainerEngine(self._costs, max_batch=max_batch, seed=seed, num_threads=num_threads)
+        self._history = DraftHistory(self._costs)
+        self._engine = TrainerEngine(self._costs, max_batch=max_batch, num_threads=num_threads)
         self._trainer: Any = None
         self._first_step = 0
 
@@ -133,32 +126,10 @@ class HistoryRollouts:
         trainer._generate_single_turn = generate
         return lambda: delattr(trainer, "_generate_single_turn")
 
-    def save(self, folder: Path) -> None:
-        """Writes draws and latest rollouts below a checkpoint's folder; a callback does so at every checkpoint.
-
-        Raises:
-            StateError: before the first rollouts.
-        """
-        self._check_bound()
-        save_state(folder, self._rank, self._engine.version, self._ids, self._history)
-
-    def load(self, folder: Path) -> None:
-        """Continues from a checkpoint's folder; a resumed trainer does so by itself, if the folder is in its output.
-
-        Raises:
-            StateError: the folder has no such state, or it is damaged; or before the first rollouts.
-        """
-        self._check_bound()
-        self._engine.resume(load_state(folder, self._rank, self._ids, self._history))
-
     @property
     def _rank(self) -> int:
         rank: int = self._trainer.accelerator.process_index
         return rank
-
-    def _check_bound(self) -> None:
-        if self._trainer is None:
-            raise StateError("HistoryRollouts has no trainer before its first rollouts; train a step first")
 
     def _bind(self, trainer: Any) -> None:
         """Takes the trainer of the first call, and what its checkpoint holds."""
@@ -174,7 +145,10 @@ class HistoryRollouts:
         trainer.add_callback(_SaveState(self))
         folder = _resumed_folder(trainer)
         if folder is not None:
-            self.load(folder)
+            self._engine.resume(load_state(folder, self._rank, self._ids, self._history))
+
+    def _save(self, folder: Path) -> None:
+        save_state(folder, self._rank, self._engine.version, self._ids, self._history)
 
     def _first_turns(self, prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]]) -> list[Request]:
         """Requests for a batch of prompts; equal prompts are samples of one group."""
@@ -233,7 +207,7 @@ class _SaveState(TrainerCallback):  # type: ignore[misc]
         self._rollouts = rollouts
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._rollouts.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self._rollouts._save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 def _resumed_folder(trainer: Any) -> Path | None:

@@ -18,9 +18,9 @@ computed."""
 class TrainerEngine:
     """Makes an engine when there are requests, and another one when they need more slots."""
 
-    def __init__(self, costs: ObservedCosts, *, max_batch: int, seed: int | None, num_threads: int | None) -> None:
+    def __init__(self, costs: ObservedCosts, *, max_batch: int, num_threads: int | None) -> None:
         """See `HistoryRollouts`."""
-        self._costs, self._max_batch, self._seed, self._num_threads = costs, max_batch, seed, num_threads
+        self._costs, self._max_batch, self._num_threads = costs, max_batch, num_threads
         self._engine: TorchEngine | None = None
         self._drafter: Drafter | None = None
         self._num_slots = 0
@@ -57,7 +57,7 @@ class TrainerEngine:
                 trainer.model,
                 max_batch=self._max_batch,
                 max_tokens=self._num_slots,
-                seed=trainer.args.seed if self._seed is None else self._seed,
+                seed=trainer.args.seed,
                 version=self.version + 1,
                 num_threads=self._num_threads,
                 costs=self._costs,

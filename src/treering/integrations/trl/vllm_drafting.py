@@ -4,8 +4,7 @@ TRL makes its vLLM inside the trainer and has no argument for drafts, so they ar
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from trl.generation import vllm_generation
 
 from treering.errors import StateError
 from treering.extras import require
+from treering.integrations.trl.overrides import Overrides
 from treering.integrations.trl.vllm_batches import VLLMBatches
 from treering.integrations.trl.vllm_hosts import Colocated, Served, VLLMHost, check_sampling, colocated_settings
 
@@ -45,9 +45,10 @@ def vllm_drafts(history: Path | str, *, max_draft: int = 16) -> Iterator[None]:
         >>> trainer.train()                                                                   # doctest: +SKIP
     """
     making = _Making(Path(history).resolve(), max_draft)
-    with ExitStack() as stack:
-        stack.enter_context(_wrapped(transformers.Trainer, "__init__", making.note_trainer))
-        stack.enter_context(_wrapped(vllm_generation.VLLMGeneration, "_init_vllm", making.start))
+    with (
+        _replaced(transformers.Trainer, "__init__", making.note_trainer),
+        _replaced(vllm_generation.VLLMGeneration, "_init_vllm", making.start),
+    ):
         yield
     if not making.has_started:
         raise StateError(
@@ -83,23 +84,17 @@ class _Making:
             return Served(getattr(generation, "vllm_client", None), self._folder)
         with (
             colocated_settings(self._folder, self._max_draft) as ours,
-            _wrapped(vllm_generation, "LLM", lambda make, **theirs: make(**theirs, **ours)),
+            _replaced(vllm_generation, "LLM", lambda make, **theirs: make(**theirs, **ours)),
         ):
             original(generation)
         return Colocated(generation.llm)
 
 
 @contextmanager
-def _wrapped(owner: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `owner.name` calls `run` with the original, then the arguments."""
-    original = getattr(owner, name)
-
-    @wraps(original, updated=())
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return run(original, *args, **kwargs)
-
-    setattr(owner, name, replaced)
+def _replaced(owner: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
+    overrides = Overrides(owner)
+    overrides.replace(name, run)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        overrides.undo()

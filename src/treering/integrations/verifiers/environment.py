@@ -32,6 +32,10 @@ UNTRAINED = "left out"
 """The agent of calls on no trained path: attempts that were repeated, and compactions that were not accepted."""
 
 
+_START_S = 600.0
+"""How long loading may take."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersSettings:
     """Which environment runs, and where.
@@ -51,8 +55,6 @@ class VerifiersSettings:
     """An interpreter that has verifiers."""
     max_tasks: int | None = None
     """Tasks to keep from the start; None: all."""
-    start_s: float = 600.0
-    """How long loading may take."""
 
 
 class VerifiersEnvironment(Environment):
@@ -137,7 +139,7 @@ class VerifiersEnvironment(Environment):
         own = self._settings
         record = {"env": own.env, "settings": dict(own.settings), "max_tasks": own.max_tasks}
         try:
-            answer = worker.start(record, time_limit_s=own.start_s)
+            answer = worker.start(record, time_limit_s=_START_S)
         except BaseException:
             worker.close()
             raise

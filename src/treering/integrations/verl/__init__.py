@@ -7,25 +7,21 @@ These lines follow verl's own on its command line. The last one is the opt-in: w
 only the small file `plugin` is imported.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from treering.integrations.lazy import names_from
 
 if TYPE_CHECKING:
     from treering.integrations.verl.engine import TreeEngine as TreeEngine
     from treering.integrations.verl.rollout_settings import prompt_key as prompt_key
     from treering.integrations.verl.rollout_settings import record_batch as record_batch
     from treering.integrations.verl.rollout_settings import with_history_drafts as with_history_drafts
-
-_HOMES = {
-    "TreeEngine": "engine",
-    "prompt_key": "rollout_settings",
-    "record_batch": "rollout_settings",
-    "with_history_drafts": "rollout_settings",
-}
-__all__ = ["TreeEngine", "prompt_key", "record_batch", "with_history_drafts"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+else:
+    _HOMES = {
+        "TreeEngine": "engine",
+        "prompt_key": "rollout_settings",
+        "record_batch": "rollout_settings",
+        "with_history_drafts": "rollout_settings",
+    }
+    __all__ = [*_HOMES]
+    __getattr__ = names_from(__name__, _HOMES)

@@ -1,29 +1,26 @@
-"""Arrays as bytes: vLLM's processes pass no arrays in the results of `collective_rpc`."""
+"""Arrays as bytes: vLLM's processes pass no arrays by `collective_rpc`."""
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def as_bytes(values: NDArray[Any]) -> bytes:
-    """The bytes of an .npy file.
-
-    Example: 132 bytes for one float32.
-    """
-    file = io.BytesIO()
-    np.save(file, values, allow_pickle=False)
+def packed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Named arrays as an .npz file."""
+    file, named = io.BytesIO(), dict[str, Any](arrays)
+    np.savez(file, **named)
     return file.getvalue()
 
 
-def as_array(content: bytes) -> NDArray[Any]:
-    """The array of `as_bytes`.
+def unpacked(content: bytes) -> dict[str, NDArray[Any]]:
+    """The arrays of `packed`.
 
     Raises:
         ValueError: other bytes.
 
-    Example: `as_array(as_bytes(np.arange(3)))` is [0, 1, 2].
+    Example: `unpacked(packed({"x": np.arange(3)}))["x"]` is [0, 1, 2].
     """
-    values: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
-    return values
+    return dict(np.load(io.BytesIO(content), allow_pickle=False))

@@ -46,7 +46,7 @@ class HistoryProposer:
         self.has_identity = False
         """Whether the latest step's requests were known by their ids."""
 
-    def load_model(self, target_model: Any) -> None:
+    def load_model(self, target_model: Any = None) -> None:
         """Opens the history and compiles the drafter, so that no step waits for it; vLLM calls it after the weights.
 
         Raises:
@@ -60,14 +60,13 @@ class HistoryProposer:
             max_draft=self._max_draft,
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
-            is_on_cpu=next(target_model.parameters()).device.type == "cpu",
         )
 
     @property
     def session(self) -> "DraftSession":
         """The drafter and its history; made on first use if `load_model` was not called."""
         if self._session is None:
-            self.load_model(None)
+            self.load_model()
         assert self._session is not None
         return self._session
 

@@ -1,23 +1,24 @@
 """The drafter of one vLLM worker with its history: made after the worker has started, as it needs numba."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treering.arrays import Int32Array, Int64Array
-from treering.history.budget.pass_times import PassTimes
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.request_drafter import RequestDrafter
+from treering.history.match.sources import GainGate
+from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.reader import BackgroundReader, HistoryReader
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm.content_rows import ContentRows
-from treering.integrations.vllm.draft_gate import DraftGate
 from treering.integrations.vllm.prompt_table import PromptTable
 from treering.integrations.vllm.runner_rows import RunnerRows
 from treering.integrations.vllm.settings import PluginSettings
+from treering.types import PromptId
 
 
 class DraftSession:
@@ -31,13 +32,10 @@ class DraftSession:
         num_rows: their rows, summed up.
         propose_s: seconds that they took.
 
-    Example: `DraftSession(read_settings(), max_draft=16, max_model_len=4096, vocab_size=151936,
-    is_on_cpu=False)`.
+    Example: `DraftSession(read_settings(), max_draft=16, max_model_len=4096, vocab_size=151936)`.
     """
 
-    def __init__(
-        self, settings: PluginSettings, *, max_draft: int, max_model_len: int, vocab_size: int, is_on_cpu: bool
-    ) -> None:
+    def __init__(self, settings: PluginSettings, *, max_draft: int, max_model_len: int, vocab_size: int) -> None:
         """Opens the history and compiles the drafter.
 
         Args:
@@ -45,8 +43,6 @@ class DraftSession:
             max_draft: tokens of a draft, at most.
             max_model_len: tokens of a context, at most.
             vocab_size: of the model.
-            is_on_cpu: passes are timed by this process's CPU time, which other programs do not lengthen as they do wall
-                time; on another device they are timed by the clock.
 
         Raises:
             ConfigError: a setting out of range.
@@ -62,13 +58,9 @@ class DraftSession:
         self.propose_s = 0.0
         self.prompts = PromptTable()
         self._source = source
-        self._min_gain = settings.min_gain if settings.costs == "none" else 0.0
+        self._min_gain = settings.min_gain
         self._max_draft, self._max_model_len = max_draft, max_model_len
         self._forget_rows()
-        self._times = PassTimes() if settings.costs == "observed" else None
-        self._clock = time.process_time if is_on_cpu else time.perf_counter
-        # Of the step before: rows, drafted tokens, and when its drafts were ready.
-        self._latest = [], 0, 0.0  # type: tuple[list[str], int, float]
         if self.history is not None and settings.refresh_interval_s > 0:
             self.history.start(settings.refresh_interval_s)
 
@@ -98,7 +90,6 @@ class DraftSession:
             names, ends = self._by_content.names(sampled, tokens, num_tokens, history), None
         else:
             names, ends = self._by_runner.names(*step, history), self._next_ends(num_tokens)
-        self._note_pass(names, sampled)
         lists: list[list[int]] = [[] for _ in names]
         if self._gate.is_due(history):
             lists = self.requests.propose(names, tokens, num_tokens, self._limits(sampled, num_tokens, ends))
@@ -106,7 +97,6 @@ class DraftSession:
         self.num_steps += 1
         self.num_rows += len(names)
         self.propose_s += time.perf_counter() - began
-        self._latest = list(names), sum(map(len, lists)), self._clock()
         return lists
 
     def start_anew(self) -> None:
@@ -147,13 +137,30 @@ class DraftSession:
         limits[[b for b, new in enumerate(sampled) if not new]] = 0
         return limits
 
-    def _note_pass(self, names: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
-        """Learns what the step took since the latest drafts, if it prefilled nothing."""
-        began = self._clock()
-        before, num_drafted, ready = self._latest
-        if self._times is None or not names or names != before or not all(sampled):
-            return
-        self._times.note(len(names) + num_drafted, began - ready)
-        costs = self._times.new_costs()
-        if costs is not None:
-            self.requests.drafter.use_costs(costs)
+
+class DraftGate:
+    """Lets every step look for drafts while they gain enough, and else one in 16 until they do or history is news.
+
+    A step with drafts costs vLLM more than one without, however few rows have one.
+
+    Example: with a `min_gain` of 1/16, 64 rows must gain 4 tokens a look. If they gain none, 8 steps look at first,
+    then 15 do not, one does, and so on.
+    """
+
+    def __init__(self, min_gain: float) -> None:
+        """Demands so many accepted tokens a row and look; 0 lets every step look."""
+        self._min_gain = min_gain
+        self._history: Mapping[PromptId, PromptIndex] | None = None
+        self._num_rows = self._num_accepted = 0
+
+    def is_due(self, history: Mapping[PromptId, PromptIndex]) -> bool:
+        """Whether this step looks, in this history; counts the step."""
+        if history is not self._history:
+            # The price of a row is in tokens, too.
+            self._history, self._gate = history, GainGate(np.zeros(3), self._min_gain)
+        return self._gate.is_due()
+
+    def note(self, num_rows: int, num_accepted: int) -> None:
+        """Takes the rows of a look, and all tokens that looks before it have gained."""
+        self._gate.note(self._num_rows, num_accepted - self._num_accepted, 1.0)
+        self._num_rows, self._num_accepted = num_rows, num_accepted

@@ -6,10 +6,11 @@ Read when vLLM makes the drafter, before numba may be imported, so nothing here 
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from treering.errors import ConfigError
 
@@ -23,7 +24,6 @@ _KINDS: Mapping[str, str] = {
     "sources": _TEXTS,
     "max_live_tokens": _COUNT,
     "max_other_tokens": _COUNT,
-    "costs": _TEXT,
     "refresh_interval_s": _NUMBER,
 }
 
@@ -38,10 +38,9 @@ class PluginSettings:
     history: Path | None = None
     """`TREERING_HISTORY`: the folder of a `HistoryStore`; None drafts from running rollouts alone."""
     min_acceptance: float | None = None
-    """See `treering.Drafter`; used until costs are known."""
+    """See `treering.Drafter`."""
     min_gain: float = 1 / 16
-    """Accepted tokens a row and step below which only one step in 16 looks for drafts; 0: every step. Not with observed
-    costs, which tell what pays."""
+    """Accepted tokens a row and step below which only one step in 16 looks for drafts; 0: every step."""
     policy: str | None = None
     """See `treering.Drafter`."""
     sources: tuple[str, ...] | None = None
@@ -50,8 +49,6 @@ class PluginSettings:
     """See `treering.Drafter`."""
     max_other_tokens: int | None = None
     """See `treering.Drafter`."""
-    costs: Literal["observed", "none"] = "none"
-    """observed: drafts are as long as pays by the time of the engine's steps. none: by `min_acceptance` alone."""
     refresh_interval_s: float = 1.0
     """How often a newer history is looked for, in a thread; 0: only when `treering_refresh` is called."""
 
@@ -78,6 +75,20 @@ def read_settings(environment: Mapping[str, str] | None = None) -> PluginSetting
     return PluginSettings(history=Path(folder) if folder else None, **values)
 
 
+@contextmanager
+def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
+    """Inside, variables that vLLM's workers read at their start have the values of `changes`; then what they had."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -102,8 +113,6 @@ def _problem(key: str, value: object) -> str:
         return f"unknown key {key!r}, " + (f"nearest is {near[0]!r}" if near else f"known are {', '.join(_KINDS)}")
     if not _is_kind(value, _KINDS[key]):
         return f"{key} is {_KINDS[key]}, got {value!r}"
-    if key == "costs" and value not in ("observed", "none"):
-        return f'costs is "observed" or "none", got {value!r}'
     if key in ("min_gain", "refresh_interval_s") and not value >= 0:  # type: ignore[operator]
         return f"{key} is 0 or more, got {value!r}"
     return ""

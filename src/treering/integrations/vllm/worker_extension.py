@@ -1,15 +1,11 @@
 """What a loop may ask of the drafter in each vLLM worker, by `llm.collective_rpc(NAME)`."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from treering.errors import StateError
-from treering.integrations.vllm.array_bytes import as_array, as_bytes
+from treering.integrations.vllm.array_bytes import packed, unpacked
 from treering.integrations.vllm.exact_sampling import install
 from treering.integrations.vllm.proposer import HistoryProposer
-from treering.types import PromptId
 
 
 class WorkerExtension:
@@ -30,16 +26,15 @@ class WorkerExtension:
         history = self._treering_proposer().session.history
         return False if history is None else history.refresh()
 
-    def treering_state(self) -> dict[str, bytes]:
-        """What the drafter has learnt, for a checkpoint: each array as the bytes of an .npy file.
+    def treering_state(self) -> bytes:
+        """What the drafter has learnt, for a checkpoint: arrays as the bytes of an .npz file.
 
         Raises:
             StateError: another drafter runs here.
         """
-        state = self._treering_proposer().session.requests.drafter.state()
-        return {name: as_bytes(values) for name, values in state.items()}
+        return packed(self._treering_proposer().session.requests.drafter.state())
 
-    def treering_load_state(self, state: Mapping[str, bytes]) -> None:
+    def treering_load_state(self, state: bytes) -> None:
         """Continues from a `treering_state`; running rows are forgotten.
 
         Raises:
@@ -47,7 +42,7 @@ class WorkerExtension:
             InputError: a state of another kind.
         """
         session = self._treering_proposer().session
-        session.requests.drafter.load_state({name: as_array(values) for name, values in state.items()})
+        session.requests.drafter.load_state(unpacked(state))
         session.requests.forget()
 
     def treering_stats(self) -> dict[str, Any]:
@@ -75,16 +70,6 @@ class WorkerExtension:
     def treering_verify(self, verification: str) -> str | None:
         """Sets how drafts are verified, see `Verification`; returns why it cannot, or None."""
         return install(self.model_runner, verification)
-
-    def treering_add_prompts(self, prompts: list[tuple[PromptId, list[int]]]) -> None:
-        """Tells the ids of prompts by their tokens, for requests without `request_args`.
-
-        Raises:
-            StateError: another drafter runs here.
-        """
-        table = self._treering_proposer().session.prompts
-        for prompt_id, tokens in prompts:
-            table.add(np.array(tokens, np.int32), prompt_id)
 
     def _treering_proposer(self) -> HistoryProposer:
         drafter = getattr(self.model_runner, "drafter", None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treering.model.head.linear import RowChunk, add_product
+from treering.model.head.linear import BufferedHead, GradientSums, RowChunk
 from treering.model.logits import EntropyOf
 
 FREE_SHARE = 8
@@ -46,7 +46,7 @@ def rows_at_once(device: torch.device, dtype: torch.dtype, vocab_size: int) -> i
 
 
 class ThreePassScores(torch.autograd.Function):
-    """Log-probabilities and entropies of targets, as `LinearScores` gives them."""
+    """Log-probabilities and entropies of targets, as `score_rows` gives them."""
 
     @staticmethod
     def forward(  # noqa: D102 - torch calls it
@@ -62,14 +62,13 @@ class ThreePassScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.pieces = 1.0 / temperature, pieces
-        buffer = _buffer(rows, weight, pieces)
-        parts = []
+        head, parts = BufferedHead(weight, bias, pieces), []
         for chunk in pieces:
-            logits = _logits(rows[chunk.rows], weight, bias, buffer)
-            parts.append(_statistics(logits, *_labels(chunk, targets, target_row), ctx.scale, entropy_of))
+            logits = head.product(rows[chunk.rows])
+            parts.append(_statistics(logits, *chunk.labels(targets, target_row), ctx.scale, entropy_of))
         lse, entropy, logprob = (torch.cat(one) for one in zip(*parts, strict=True))
         ctx.save_for_backward(rows, weight, bias, targets, target_row, lse, entropy, logprob)
-        ctx.buffer = buffer if len(pieces) == 1 and any(ctx.needs_input_grad[:3]) else None
+        ctx.logits = logits if len(pieces) == 1 and any(ctx.needs_input_grad[:3]) else None
         return logprob, entropy[target_row]
 
     @staticmethod
@@ -79,14 +78,14 @@ class ThreePassScores(torch.autograd.Function):
 
         rows, weight, bias, targets, target_row, lse, entropy, logprob = ctx.saved_tensors
         # Overwritten here: another backward of the same graph computes them again.
-        kept, ctx.buffer = ctx.buffer, None
-        buffer = _buffer(rows, weight, ctx.pieces) if kept is None else kept
-        sums = _GradientSums(rows, weight, ctx.needs_input_grad[:3])
+        kept, ctx.logits = ctx.logits, None
+        head = BufferedHead(weight, bias, ctx.pieces)
+        sums = GradientSums(rows, weight, ctx.needs_input_grad[:3])
         for chunk in ctx.pieces:
-            logits = buffer if kept is not None else _logits(rows[chunk.rows], weight, bias, buffer)
+            logits = head.product(rows[chunk.rows]) if kept is None else kept
             own = [None if grad is None else grad[chunk.targets] for grad in grads]
             statistics = lse[chunk.rows], entropy[chunk.rows]
-            labels = *_labels(chunk, targets, target_row), logprob[chunk.targets]
+            labels = *chunk.labels(targets, target_row), logprob[chunk.targets]
             write_gradient(logits, *statistics, *labels, *own, scale=ctx.scale)
             sums.add(logits, chunk.rows)
         return (*sums.in_dtype(), None, None, None, None, None)
@@ -117,11 +116,11 @@ class ThreePassLoss(torch.autograd.Function):
     ) -> Tensor:
         from treering.model.head.kernels import write_gradient
 
-        scale, buffer, losses = 1.0 / temperature, _buffer(rows, weight, pieces), []
-        sums = _GradientSums(rows, weight, ctx.needs_input_grad[:3])
+        scale, head, losses = 1.0 / temperature, BufferedHead(weight, bias, pieces), []
+        sums = GradientSums(rows, weight, ctx.needs_input_grad[:3])
         for chunk in pieces:
-            logits = _logits(rows[chunk.rows], weight, bias, buffer)
-            labels = _labels(chunk, targets, target_row)
+            logits = head.product(rows[chunk.rows])
+            labels = chunk.labels(targets, target_row)
             lse, entropy, logprob = _statistics(logits, *labels, scale, entropy_of)
             leaves = [logprob.detach().requires_grad_(), entropy[labels[1]].requires_grad_()]
             with torch.enable_grad():
@@ -138,50 +137,6 @@ class ThreePassLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102 - torch calls it
         own = [None if grad is None else grad * upstream.to(grad.dtype) for grad in ctx.saved_tensors]
         return (*own, None, None, None, None, None, None)
-
-
-class _GradientSums:
-    """Gradients of rows, weight and bias over chunks, the last two summed in float32; None for frozen ones."""
-
-    def __init__(self, rows: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> None:
-        self._inputs = rows, weight
-        self._rows = torch.empty_like(rows) if needed[0] else None
-        self._weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
-        self._bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if needed[2] else None
-
-    def add(self, grad_logits: Tensor, at: slice) -> None:
-        """Adds what a chunk of rows gives."""
-        rows, weight = self._inputs
-        if self._rows is not None:
-            torch.mm(grad_logits, weight, out=self._rows[at])
-        if self._weight is not None:
-            add_product(self._weight, grad_logits.mT, rows[at])
-        if self._bias is not None:
-            self._bias += grad_logits.sum(0, dtype=torch.float32)
-
-    def in_dtype(self) -> tuple[Tensor | None, ...]:
-        """The three in the dtype of the inputs."""
-        dtype = self._inputs[0].dtype
-        return tuple(None if grad is None else grad.to(dtype) for grad in (self._rows, self._weight, self._bias))
-
-
-def _buffer(rows: Tensor, weight: Tensor, pieces: tuple[RowChunk, ...]) -> Tensor:
-    largest = pieces[0].rows
-    return rows.new_empty(largest.stop - largest.start, weight.shape[0])
-
-
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """Logits before the temperature, in the buffer."""
-    logits = buffer[: rows.shape[0]]
-    torch.mm(rows, weight.mT, out=logits)
-    if bias is not None:
-        logits += bias
-    return logits
-
-
-def _labels(chunk: RowChunk, targets: Tensor, target_row: Tensor) -> tuple[Tensor, Tensor]:
-    """A chunk's targets, and the row of each within the chunk."""
-    return targets[chunk.targets], target_row[chunk.targets] - chunk.rows.start
 
 
 def _statistics(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from treering.attention import TreeLayout
 from treering.attention.to_device import to_device
-from treering.model.recurrence.cost import Price, price_on
-from treering.model.recurrence.rows import RecurrenceRow, RowSchedule, choose_schedule
+from treering.model.recurrence.rows import Price, RecurrenceRow, RowSchedule, choose_schedule, price_on
 from treering.model.recurrence.runs import RecurrenceRuns, find_runs
 
 MIN_LENGTH = 2

@@ -9,12 +9,41 @@ decides which forks keep their state.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from treering.model.recurrence.cost import MAX_GROWTH, Price
 from treering.model.recurrence.runs import RecurrenceRuns
+
+
+class Price(NamedTuple):
+    """Cost of a call and of a row of a call, in tokens, in addition to their own tokens."""
+
+    call: int
+    row: int
+
+
+PRICES = {"cpu": Price(call=32, row=32), "cuda": Price(call=50_000, row=32)}
+"""By type of device.
+
+cpu: measured on one core, layers of width 256 and 768 with heads of 64, forward and backward in float32: a call costs
+20 to 46 tokens, a row 23 to 41, because scans compute whole chunks of 64. cuda: the published figure of axolotl's tree
+recurrence, 10 ms of host time per call against 0.2 us per token, from its own machine; it has not been measured here.
+"""
+
+MAX_GROWTH = 2.0
+"""Rescanning and padding may compute at most this many times the forest's tokens, because tokens take memory."""
+
+
+def price_on(device: torch.device) -> Price:
+    """The price on a device; other accelerators use CUDA's.
+
+    Example: on a CPU a call costs 32 tokens, so forking nearly always pays.
+    """
+    return PRICES.get(device.type, PRICES["cuda"])
+
 
 THRESHOLDS = (*(float(4**power) for power in range(13)), float("inf"))
 """Thresholds in tokens above which a fork keeps its state, one per candidate schedule: from every fork to none."""

@@ -1,9 +1,8 @@
 """An environment as the loop's task: its tasks are prompts without tokens, and it collects its own runs."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 
@@ -97,21 +96,10 @@ class EnvironmentTask(Task):
         self.environment, self.chat, self.options = environment, chat, options
         self._stop_tokens = tuple(chat.text.end_tokens if stop_tokens is None else stop_tokens)
         self.tasks = {task.id: task for task in _checked_tasks(environment)}
-        self._prompts: tuple[Prompt, ...] = tuple(
+        self._prompts = tuple(
             TaskPrompt(prompt_id=task.id, tokens=np.zeros(0, np.int32), columns={"data": task.data})
             for task in _checked_tasks(environment)
         )
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        """The tasks."""
-        return self._prompts
-
-    def subset(self, prompts: Sequence[Prompt]) -> Self:
-        """The same environment with some of its tasks, in its order."""
-        part = copy.copy(self)
-        part._prompts = tuple(prompts)
-        return part
 
     @property
     def vocab_size(self) -> int:

@@ -1,39 +1,38 @@
 """Prompts from a file of records, as text or chat messages, with a reward on the text of the response."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date as Date
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
-from treering.data.formats.codec import CONTEXT_KEYS, decode
-from treering.data.formats.containers import read_records
-from treering.data.formats.fields import is_blank
-from treering.data.formats.pictures import BEFORE_TEXT, with_pictures
+import numpy as np
+
+from treering.data.cache.arrays import ArrayWriter
+from treering.data.cache.build import kept_warnings
+from treering.data.cache.dataset import DatasetFacts
+from treering.data.cache.key import code_digest
+from treering.data.cache.open import open_built, unchanged
+from treering.data.formats.fields import placed
+from treering.data.formats.pictures import BEFORE_TEXT
+from treering.data.rendering.rendered_trajectory import RenderedTrajectory
 from treering.data.rendering.renderer import Renderer
 from treering.data.rendering.script import TURN_END
-from treering.data.trajectory import Message
-from treering.data.unicode import valid_text
 from treering.engine.rollout import Rollout
 from treering.errors import ConfigError, InputError
+from treering.rl.tasks.prompt_lines import PromptLine, prompt_lines
 from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.score import Score
 from treering.rl.tasks.stop_tokens import find_stop_tokens
-from treering.rl.tasks.stored_prompts import PromptWriter
+from treering.rl.tasks.stored_prompts import PromptWriter, prompt_of
 from treering.rl.tasks.task import Prompt, Task, prompt_id_of
 from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
 from treering.types import PromptId
 
 PromptTemplate = Literal["auto", "plain", "hf", "raw"]
 """raw: the text unchanged, for base models. The others are those of `Renderer`."""
-
-_PROMPT_KEYS = (*CONTEXT_KEYS, "images", "image", "videos", "video", "audio", "documents")
-"""Keys beside the prompt that change it, with chat_template_kwargs; the trajectory decoder reads or refuses them."""
-_LIKELY_PROMPTS = ("messages", "problem", "query", "instruction", "input", "text")
-_LIKELY_ANSWERS = ("solution", "label", "target", "final_answer", "expected_answer", "gold", "output", "response")
-_ID_KEYS = ("prompt_id", "task_id", "id")
 
 
 class PromptsFile(Task):
@@ -44,6 +43,9 @@ class PromptsFile(Task):
     hash of the tokens. `tools` are JSON schemas for the chat template. Every field of a prompt is in its `columns`, for
     rewards of your own, and its answer as `answer`. Pictures stand in messages or in the columns `images` or `image`
     as in trajectories. Other fields that would change a prompt are refused.
+
+    Tokens and pictures are kept in a cache as those of trajectories are, so that the next start reads the records and
+    renders none.
 
     Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" becomes the tokens of "2+2?", and
     the response "It is 4" gets 1.0 from the reward "exact_answer".
@@ -63,6 +65,7 @@ class PromptsFile(Task):
         date: Date | None = None,
         model: Path | None = None,
         stop_tokens: Sequence[str | int] = (),
+        cache: Path | None = None,
     ) -> None:
         """Reads the file.
 
@@ -79,6 +82,7 @@ class PromptsFile(Task):
             date: what chat templates that write today's date write; None is today.
             model: the policy's folder, which names tokens that end a turn; None if there is none.
             stop_tokens: texts or ids of further such tokens.
+            cache: folder of caches, see `treering.data.cache.folder.cache_folder`; None keeps nothing.
 
         Raises:
             ConfigError: an unknown reward or one of another signature, an unknown template or stop token, a folder
@@ -101,14 +105,15 @@ class PromptsFile(Task):
         turn = None if chat is None else end_of_turn(chat)
         self.stops = find_stop_tokens(self._tokens, end_of_turn=turn, model=model, named=stop_tokens)
         """The tokens that end a turn, with their origin."""
-        self.num_overlong = 0
-        """Prompts left out because of their length."""
-        self.num_duplicates = 0
-        """Prompts without an id left out because an earlier one has the same tokens and pictures."""
-        self.num_unplaced = 0
-        """Prompts whose pictures have no part in the messages, and stand before the first user's text."""
+        self._cache = cache
+        self._folder = path if path.is_dir() else path.parent
+        self._kept = _Kept(max_prompts=max_prompts, max_tokens=max_prompt_tokens)
+        self.form_in_words: str | None = None
+        """One sentence on how the prompts have become text; None for raw text."""
+        self.notes: tuple[str, ...] = ()
+        """Sentences on what was read with a reservation."""
         names: dict[str, None] = {}
-        self._prompts = self._read(path, max_prompts, max_prompt_tokens, names)
+        self._prompts = self._read(path, names)
         self.text_reward.bind(names)
 
     @property
@@ -133,9 +138,14 @@ class PromptsFile(Task):
         return (TURN_END,) if is_plain and not self._tokens.has_turn_end else ()
 
     @property
-    def form_in_words(self) -> str | None:
-        """One sentence on how the prompts have become text; None for raw text."""
-        return self._renderer.form_in_words
+    def num_overlong(self) -> int:
+        """Prompts left out because of their length."""
+        return self._kept.num_overlong
+
+    @property
+    def num_duplicates(self) -> int:
+        """Prompts without an id left out because an earlier one has the same tokens and pictures."""
+        return self._kept.num_duplicates
 
     @property
     def reward_name(self) -> str:
@@ -165,170 +175,117 @@ class PromptsFile(Task):
             text = text.removesuffix(stop)
         return text
 
-    def _read(
-        self, path: Path, max_prompts: int | None, max_prompt_tokens: int | None, names: dict[str, None]
-    ) -> Sequence[Prompt]:
+    def _read(self, path: Path, names: dict[str, None]) -> Sequence[Prompt]:
         """The prompts; adds the names of their columns to `names`, in order."""
-        kept: set[PromptId] = set()
-        with PromptWriter() as writer:
-            for where, line in _parsed_lines(path):
-                if max_prompts is not None and len(kept) == max_prompts:
-                    break
-                try:
-                    prompt = self._prompt(line)
-                    self.num_unplaced += line.has_unplaced
-                    is_kept = self._is_kept(prompt, line, kept, max_prompt_tokens)
-                except InputError as error:
-                    raise _placed(where, error) from error
-                if is_kept:
-                    kept.add(prompt.prompt_id)
-                    writer.add(prompt)
-                    names |= dict.fromkeys(prompt.columns)
-            if not kept:
-                raise InputError(
-                    f"{path}: a prompts file holds at least one prompt that fits, got 0 and {self.num_overlong} of "
-                    f"more than max_prompt_tokens={max_prompt_tokens}; check the file, or raise the limit"
-                )
-            return writer.prompts()
+        options = {"prompts": code_digest(Path(__file__).parent), "is_raw": self._is_raw, **self._kept.extent}
+        with unchanged(path, self._cache):
+            tokens = open_built(path, self._renderer, options, partial(self._build, path), folder=self._cache)
+            self.form_in_words, self.notes = tokens.facts.form, tuple(tokens.facts.notes)
+            # Warnings of reading are those of the build, and have been given.
+            with PromptWriter(tokens) as writer, kept_warnings():
+                for row, line in zip(range(tokens.num_rows), prompt_lines(path), strict=False):
+                    with placed(line.where):
+                        self._check_answer(line)
+                        prompt = prompt_of(tokens, row, line.prompt_id, line.answer, line.columns)
+                        is_kept = self._kept.takes(prompt, has_id=line.prompt_id is not None)
+                    if is_kept:
+                        writer.add(row, prompt)
+                        names |= dict.fromkeys(prompt.columns)
+                self._kept.check(path)
+                return writer.prompts()
 
-    def _prompt(self, line: "_Line") -> Prompt:
+    def _build(self, path: Path, draft: Path) -> DatasetFacts:
+        """Writes the tokens of all lines up to the last prompt that is kept; refuses what `_read` would refuse."""
+        kept, num_lines, num_unplaced = replace(self._kept, ids=set()), 0, 0
+        with kept_warnings() as said:
+            with ArrayWriter(draft) as writer:
+                for line in prompt_lines(path):
+                    if kept.is_full:
+                        break
+                    with placed(line.where):
+                        self._check_answer(line)
+                        prompt, is_unplaced = self._rendered(line)
+                        kept.takes(prompt, has_id=line.prompt_id is not None)
+                    writer.add([_row(prompt, num_lines)])
+                    num_lines, num_unplaced = num_lines + 1, num_unplaced + is_unplaced
+            kept.check(path)
+            self._renderer.warn()
+        return DatasetFacts(
+            source=str(path),
+            num_trajectories=num_lines,
+            num_rejected=0,
+            warnings=tuple(said),
+            notes=(f"{BEFORE_TEXT} ({num_unplaced} prompts)",) if num_unplaced else (),
+            form=self._renderer.form_in_words,
+            tokenizer=str(self._renderer.tokenizer),
+            picture_files=writer.picture_files,
+        )
+
+    def _check_answer(self, line: PromptLine) -> None:
         try:
             self.text_reward.check_answer(line.answer)
         except InputError as error:
             if line.answer is not None or line.likely_answer is None:
                 raise
             raise InputError(f"{error}; if {line.likely_answer} is the answer, rename it to answer") from error
-        seen = self._renderer.seen_prompt(line.messages, line.tools, is_raw=self._is_raw)
-        prompt_id = prompt_id_of(seen.tokens, seen.pictures) if line.prompt_id is None else line.prompt_id
-        return Prompt(
-            prompt_id=prompt_id,
-            tokens=seen.tokens,
-            pictures=seen.pictures,
-            answer=line.answer,
-            columns=line.columns,
-        )
 
-    def _is_kept(self, prompt: Prompt, line: "_Line", kept: set[PromptId], limit: int | None) -> bool:
-        """Whether a prompt is short enough and new; others are counted."""
-        if limit is not None and prompt.tokens.size > limit:
+    def _rendered(self, line: PromptLine) -> tuple[Prompt, bool]:
+        chat, is_unplaced = line.chat(self._folder)
+        assert chat.messages is not None, "a prompt has messages"
+        seen = self._renderer.seen_prompt(chat.messages, chat.tools, is_raw=self._is_raw)
+        prompt_id = prompt_id_of(seen.tokens, seen.pictures) if line.prompt_id is None else line.prompt_id
+        return Prompt(prompt_id=prompt_id, tokens=seen.tokens, pictures=seen.pictures), is_unplaced
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """Which prompts of a file are kept, in its order; others are counted."""
+
+    max_prompts: int | None
+    max_tokens: int | None
+    ids: set[PromptId] = field(default_factory=set)
+    num_overlong: int = 0
+    num_duplicates: int = 0
+
+    @property
+    def extent(self) -> dict[str, Any]:
+        """What says how far a file is read."""
+        is_whole = self.max_prompts is None
+        return {"max_prompts": self.max_prompts, "max_prompt_tokens": None if is_whole else self.max_tokens}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further prompt is kept."""
+        return len(self.ids) == self.max_prompts
+
+    def takes(self, prompt: Prompt, *, has_id: bool) -> bool:
+        """Whether a prompt is short enough and new."""
+        if self.max_tokens is not None and prompt.tokens.size > self.max_tokens:
             self.num_overlong += 1
             return False
-        if prompt.prompt_id not in kept:
+        if prompt.prompt_id not in self.ids:
+            self.ids.add(prompt.prompt_id)
             return True
-        if line.prompt_id is not None:
+        if has_id:
             raise InputError(f"prompts have distinct ids, got {prompt.prompt_id!r} again; rename one")
         self.num_duplicates += 1
         return False
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """A parsed line; `prompt_id` is None if it has no id."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
-    answer: str | None
-    likely_answer: str | None
-    prompt_id: PromptId | None
-    columns: Mapping[str, Any]
-    has_unplaced: bool
+    def check(self, path: Path) -> None:
+        """Refuses a file of which nothing is kept."""
+        if not self.ids:
+            raise InputError(
+                f"{path}: a prompts file holds at least one prompt that fits, got 0 and {self.num_overlong} of more "
+                f"than max_prompt_tokens={self.max_tokens}; check the file, or raise the limit"
+            )
 
 
-class _ExactFloat(float):
-    """A number of a JSON text with the digits that it was written with."""
-
-    def __new__(cls, text: str) -> Self:
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
-
-    text: str
-
-
-def _parsed_lines(path: Path) -> Iterator[tuple[str, _Line]]:
-    # Pictures lie beside their file, or inside of a folder of files.
-    folder = path if path.is_dir() else path.parent
-    for where, record in read_records(path, parse_float=_ExactFloat):
-        try:
-            yield where, _line(record, folder, where)
-        except InputError as error:
-            raise _placed(where, error) from error
-        except (RecursionError, OverflowError) as error:
-            raise InputError(f"{where}: a line that cannot be read ({error}); repair it") from error
-
-
-def _placed(where: str, error: InputError) -> InputError:
-    """The error with its place, which that of a picture names itself."""
-    return error if str(error).startswith(f"{where}: ") else InputError(f"{where}: {error}")
-
-
-def _line(record: object, folder: Path, where: str) -> _Line:
-    if not isinstance(record, dict):
-        raise InputError(f"a line is a JSON object, got {type(record).__name__}; write one object per line")
-    key = "question" if record.get("prompt") is None else "prompt"
-    value = record.get(key)
-    if value is None:
-        likely = next((name for name in _LIKELY_PROMPTS if record.get(name) is not None), None)
-        fix = "add one" if likely is None else f"rename {likely}, if that is the prompt"
-        raise InputError(f"a line needs prompt or question, got the keys {', '.join(record) or 'none'}; {fix}")
-    if key == "question" and not isinstance(value, str):
-        raise InputError(f"a question is text, got {value!r}; quote it, or give messages as prompt")
-    messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
-    fields = {name: record.get(name) for name in (*_PROMPT_KEYS, "chat_template_kwargs")}
-    notes: list[str] = []
-    chat = with_pictures({**fields, "messages": messages}, folder, where, notes.append)
-    trajectory = decode({**chat, "task_id": "prompt"})
-    decoded = trajectory.messages
-    assert decoded is not None, "messages were given"
-    if decoded[-1].is_trained:
-        raise InputError("a prompt ends before the policy's turn, got an assistant message at its end; drop that one")
-    if not any(message.content or message.pictures for message in decoded):
-        raise InputError(f"a prompt holds text, got {value!r}; drop the line")
-    answer = _answer(_given_answer(record))
-    is_elsewhere = answer is not None and record.get("answer") is None
-    return _Line(
-        messages=decoded,
-        tools=trajectory.tools,
-        answer=answer,
-        likely_answer=next((name for name in _LIKELY_ANSWERS if not is_blank(record.get(name))), None),
-        prompt_id=_prompt_id(record),
-        columns={**record, "answer": answer} if is_elsewhere else record,
-        has_unplaced=BEFORE_TEXT in notes,
+def _row(prompt: Prompt, index: int) -> RenderedTrajectory:
+    return RenderedTrajectory(
+        task_id=0,
+        tokens=prompt.tokens,
+        loss_mask=np.zeros(prompt.tokens.size, np.bool_),
+        turn_ends=np.zeros(0, np.int32),
+        index=index,
+        pictures=prompt.pictures,
     )
-
-
-def _given_answer(record: Mapping[str, Any]) -> object:
-    """The answer under `answer`, or as verl has it, under `ground_truth`, also inside of `reward_model`."""
-    inner = record.get("reward_model")
-    places = {
-        "answer": record.get("answer"),
-        "ground_truth": record.get("ground_truth"),
-        "reward_model.ground_truth": inner.get("ground_truth") if isinstance(inner, dict) else None,
-    }
-    given = {key: value for key, value in places.items() if value is not None}
-    if len(given) > 1 and len(set(map(repr, given.values()))) > 1:
-        raise InputError(f"{' and '.join(given)} hold different answers; keep one of them")
-    return next(iter(given.values()), None)
-
-
-def _answer(value: object) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return valid_text(value, "answer")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"an answer is text or a number, got {value!r}; write it as text")
-    if isinstance(value, int):
-        return str(value)
-    if not math.isfinite(value):
-        # JSON has no such numbers, and a number that is too large for Python's floats reads as one.
-        raise InputError(f"an answer that is a number is finite, got {value!r}; write it as text")
-    return value.text if isinstance(value, _ExactFloat) else str(value)
-
-
-def _prompt_id(record: Mapping[str, Any]) -> PromptId | None:
-    key = next((key for key in _ID_KEYS if record.get(key) is not None), None)
-    value = None if key is None else record[key]
-    if value is None or (isinstance(value, str | int) and not isinstance(value, bool) and value != ""):
-        return valid_text(value, str(key)) if isinstance(value, str) else value
-    raise InputError(f"{key} is text or an integer, got {value!r}; correct it or drop it")

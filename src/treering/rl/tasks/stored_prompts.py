@@ -1,31 +1,49 @@
-"""Prompts in a temporary file that is mapped into memory, so that a large set of them costs no memory of its own."""
+"""Prompts whose tokens and columns lie in mapped files, so that a large set of them costs no memory of its own."""
 
 import mmap
 import pickle
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import overload
-
-import numpy as np
+from typing import Any, overload
 
 from treering.closing import Closing
+from treering.data.cache.dataset import TokenDataset
 from treering.errors import StateError
-from treering.rl.tasks.task import Prompt
+from treering.rl.tasks.task import Prompt, prompt_id_of
+from treering.types import PromptId
 
 _RELEASE_BYTES = 1 << 26
 
 
-class PromptWriter(Closing):
-    """Writes prompts one after another, in a `with` statement; what `prompts` gives may be read after it.
+def prompt_of(
+    tokens: TokenDataset, row: int, prompt_id: PromptId | None, answer: str | None, columns: Mapping[str, Any]
+) -> Prompt:
+    """The prompt of a row of tokens and pictures; without an id it is named by what it shows."""
+    ids, pictures = tokens.tokens(row), tokens.placed(row)
+    return Prompt(
+        prompt_id=prompt_id_of(ids, pictures) if prompt_id is None else prompt_id,
+        tokens=ids,
+        pictures=pictures,
+        answer=answer,
+        columns=columns,
+    )
 
-    Example: after `writer.add(prompt)`, `writer.prompts()[0]` has the same fields.
+
+class PromptWriter(Closing):
+    """Writes what prompts have beside their tokens, in a `with` statement; what `prompts` gives may be read after it.
+
+    Example: after `writer.add(2, prompt)`, `writer.prompts()[0]` has the tokens of row 2 and the prompt's columns.
     """
 
-    def __init__(self) -> None:
-        """Opens a file without a name, which is gone with the last process that reads it."""
-        self._ends = array("q", [0])
+    def __init__(self, tokens: TokenDataset) -> None:
+        """Opens a file without a name, which is gone with the last process that reads it.
+
+        `tokens`: the tokens and pictures of prompts.
+        """
+        self._tokens = tokens
+        self._ends, self._rows = array("q", [0]), array("q")
         try:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115
         except OSError as error:
@@ -37,20 +55,19 @@ class PromptWriter(Closing):
         with suppress(OSError):
             self._file.close()
 
-    def add(self, prompt: Prompt) -> None:
-        """Adds a prompt.
+    def add(self, row: int, prompt: Prompt) -> None:
+        """Adds the prompt of a row.
 
         Raises:
             StateError: the disk is full.
         """
-        tokens = prompt.tokens.astype(np.int32).tobytes()
-        fields = prompt.prompt_id, tokens, prompt.answer, prompt.columns, prompt.pictures
-        content = pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
+        content = pickle.dumps((prompt.prompt_id, prompt.answer, prompt.columns), pickle.HIGHEST_PROTOCOL)
         try:
             self._file.write(content)
         except OSError as error:
             raise _cannot_write(error) from error
         self._ends.append(self._ends[-1] + len(content))
+        self._rows.append(row)
 
     def prompts(self) -> Sequence[Prompt]:
         """All prompts, of which there is at least one; nothing can be added any more.
@@ -63,7 +80,7 @@ class PromptWriter(Closing):
             content = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise _cannot_write(error) from error
-        return _StoredPrompts(content, self._ends)
+        return _StoredPrompts(self._tokens, self._rows, content, self._ends)
 
 
 class ChosenPrompts(Sequence[Prompt]):
@@ -91,7 +108,8 @@ class ChosenPrompts(Sequence[Prompt]):
 
 
 class _StoredPrompts(Sequence[Prompt]):
-    def __init__(self, content: mmap.mmap, ends: "array[int]") -> None:
+    def __init__(self, tokens: TokenDataset, rows: "array[int]", content: mmap.mmap, ends: "array[int]") -> None:
+        self._tokens, self._rows = tokens, rows
         self._content, self._ends, self._num_read = content, ends, 0
 
     def __len__(self) -> int:
@@ -112,9 +130,7 @@ class _StoredPrompts(Sequence[Prompt]):
         content = self._content[self._ends[numbers] : self._ends[numbers + 1]]
         self._count(len(content))
         # The process has written it itself, into a file that no other can name.
-        prompt_id, tokens, answer, columns, pictures = pickle.loads(content)
-        owned = np.frombuffer(tokens, np.int32).copy()
-        return Prompt(prompt_id=prompt_id, tokens=owned, answer=answer, columns=columns, pictures=pictures)
+        return prompt_of(self._tokens, self._rows[numbers], *pickle.loads(content))
 
     def _count(self, num_bytes: int) -> None:
         """Gives pages that were read back to the system now and then."""

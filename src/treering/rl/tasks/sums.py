@@ -9,7 +9,6 @@ A small model can learn the task, and a program can check it.
 
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import ClassVar, Self
@@ -24,43 +23,6 @@ from treering.types import TokenIds
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """Decoding of an id without a symbol; a policy with a larger vocabulary may sample one."""
-
-
-class Characters:
-    """Symbol i is token i.
-
-    Example: `Characters("ab+").encode("a+b")` is [0, 2, 1].
-    """
-
-    def __init__(self, symbols: str) -> None:
-        """`symbols` are distinct characters."""
-        assert len(set(symbols)) == len(symbols), "a symbol has one id"
-        self.symbols = symbols
-        self._ids = {symbol: i for i, symbol in enumerate(symbols)}
-
-    def encode(self, text: str) -> TokenIds:
-        """Token ids int32 [T]; raises InputError for a character outside the vocabulary."""
-        unknown = [symbol for symbol in text if symbol not in self._ids]
-        if unknown:
-            raise InputError(f"text is written in the symbols {self.symbols!r}, got {unknown[0]!r}; remove it")
-        return np.array([self._ids[symbol] for symbol in text], np.int32)
-
-    def decode(self, tokens: TokenIds) -> str:
-        """The text; an id without a symbol becomes `UNKNOWN`."""
-        return "".join(self.symbols[i] if 0 <= i < len(self.symbols) else UNKNOWN for i in tokens.tolist())
-
-    def solution(self, prompt: Prompt, parts: list[tuple[str, bool]]) -> TrainingTask:
-        """A prompt with a correct continuation, to train on; `parts` are texts, each with whether it is trained.
-
-        Example: the prompt "2+3=" with parts [("5", True), (" ", False)] trains the fifth of six tokens.
-        """
-        encoded = [(self.encode(text), is_trained) for text, is_trained in parts]
-        masks = [np.full(tokens.size, is_trained) for tokens, is_trained in encoded]
-        return TrainingTask(
-            task_id=prompt.prompt_id,
-            sequences=(np.concatenate([prompt.tokens, *(tokens for tokens, _ in encoded)]),),
-            loss_masks=(np.concatenate([np.zeros(prompt.tokens.size, bool), *masks]),),
-        )
 
 
 Terms = tuple[int, ...]
@@ -144,8 +106,8 @@ Parts = list[tuple[str, bool]]
 class SumTask(Task):
     """Distinct sums as prompts; the prompt id is the sum, such as "17+5+30", and the answer its result."""
 
-    characters: ClassVar[Characters]
-    """The vocabulary."""
+    symbols: ClassVar[str]
+    """The vocabulary: distinct characters, of which the i-th is token i."""
     stop_symbols: ClassVar[str]
     """Symbols that end a turn."""
 
@@ -182,14 +144,9 @@ class SumTask(Task):
         """The correct trajectory after that prompt."""
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        """In the order of drawing."""
-        return self._prompts
-
-    @property
     def vocab_size(self) -> int:
         """Number of symbols."""
-        return len(self.characters.symbols)
+        return len(self.symbols)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -207,20 +164,33 @@ class SumTask(Task):
 
     def solutions(self) -> list[TrainingTask]:
         """The correct trajectory of each prompt, trained where the policy writes: for a supervised warm start."""
-        return [
-            self.characters.solution(prompt, self.solution_parts(terms))
-            for prompt, terms in zip(self._prompts, self._terms, strict=True)
-        ]
+        pairs = zip(self._prompts, self._terms, strict=True)
+        return [self._solution(prompt, self.solution_parts(terms)) for prompt, terms in pairs]
 
     @classmethod
     def encode(cls, text: str) -> TokenIds:
-        """Token ids int32 [T]; raises InputError for a character outside the vocabulary."""
-        return cls.characters.encode(text)
+        """Token ids int32 [T]; raises InputError for a character outside the vocabulary.
+
+        Example: with the symbols "ab+", "a+b" is [0, 2, 1].
+        """
+        unknown = [symbol for symbol in text if symbol not in cls.symbols]
+        if unknown:
+            raise InputError(f"text is written in the symbols {cls.symbols!r}, got {unknown[0]!r}; remove it")
+        return np.array([cls.symbols.index(symbol) for symbol in text], np.int32)
 
     @classmethod
     def decode(cls, tokens: TokenIds) -> str:
-        """The text of token ids."""
-        return cls.characters.decode(tokens)
+        """The text of token ids; one without a symbol becomes `UNKNOWN`."""
+        return "".join(cls.symbols[i] if 0 <= i < len(cls.symbols) else UNKNOWN for i in tokens.tolist())
+
+    def _solution(self, prompt: Prompt, parts: Parts) -> TrainingTask:
+        encoded = [(self.encode(text), is_trained) for text, is_trained in parts]
+        masks = [np.full(tokens.size, is_trained) for tokens, is_trained in encoded]
+        return TrainingTask(
+            task_id=prompt.prompt_id,
+            sequences=(np.concatenate([prompt.tokens, *(tokens for tokens, _ in encoded)]),),
+            loss_masks=(np.concatenate([np.zeros(prompt.tokens.size, bool), *masks]),),
+        )
 
     def _prompt(self, terms: Terms) -> Prompt:
         tokens = self.encode(self.prompt_text(terms))
@@ -244,7 +214,7 @@ class ChainedSums(SumTask):
     Example: the sum 17+5+30 is a prompt of 27 tokens, including the header; its correct response has 17.
     """
 
-    characters: ClassVar[Characters] = Characters("0123456789+=;:.\n")
+    symbols: ClassVar[str] = "0123456789+=;:.\n"
     stop_symbols: ClassVar[str] = "."
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:

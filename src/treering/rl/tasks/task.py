@@ -1,10 +1,11 @@
 """The task protocol: prompts and rewards."""
 
+import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from treering.data.picture import PlacedPicture
 from treering.engine.request import check_pictures, check_prompt
@@ -60,10 +61,22 @@ def _content(tokens: TokenIds, pictures: Sequence[PlacedPicture]) -> bytes:
 class Task(ABC):
     """Prompts with a reward for a response; several turns are an environment's (`treering.rl.environments`)."""
 
+    _prompts: Sequence[Prompt] = ()
+
     @property
-    @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
         """All prompts of an epoch, in a fixed order, with distinct ids."""
+        return self._prompts
+
+    def subset(self, prompts: Sequence[Prompt]) -> Self:
+        """The same task with some of its prompts, in their order.
+
+        Example: `ChainedSums(64).subset(ChainedSums(64).prompts[:8])` has eight sums.
+        """
+        part = copy.copy(self)
+        part._prompts = prompts
+        assert part.prompts is prompts, "a task keeps its prompts as _prompts"
+        return part
 
     @property
     @abstractmethod
@@ -101,52 +114,3 @@ class Task(ABC):
         raised leaves all out.
         """
         return [self.reward(prompt, rollout) for rollout in rollouts]
-
-
-class TaskSubset(Task):
-    """A task with some of the prompts of another one.
-
-    Example: `TaskSubset(ChainedSums(64), ChainedSums(64).prompts[:8])` has eight sums.
-    """
-
-    def __init__(self, task: Task, prompts: Sequence[Prompt]) -> None:
-        """`prompts`: those of the task that stay, in its order."""
-        self._task, self._prompts = task, prompts
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        """Those that stay."""
-        return self._prompts
-
-    @property
-    def vocab_size(self) -> int:
-        """As in the task."""
-        return self._task.vocab_size
-
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """As in the task."""
-        return self._task.stop_tokens
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """As in the task."""
-        return self._task.stop_strings
-
-    @property
-    def reward_name(self) -> str:
-        """As in the task."""
-        return self._task.reward_name
-
-    @property
-    def rewards_groups(self) -> bool:
-        """As in the task."""
-        return self._task.rewards_groups
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> RewardValue:
-        """As in the task."""
-        return self._task.reward(prompt, rollout)
-
-    def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
-        """As in the task."""
-        return self._task.reward_group(prompt, rollouts)

@@ -7,7 +7,6 @@ The rules are those of the simulator (`schedule.simulator.migration`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -17,8 +16,6 @@ from treering.runtime.ipc.messages import Work
 from treering.runtime.step.open_step import OpenStep
 from treering.schedule.cluster import Cluster
 from treering.schedule.simulator.migration import (
-    DRAIN,
-    FASTER,
     LATE,
     MAX_MOVES,
     Loads,
@@ -29,8 +26,6 @@ from treering.schedule.simulator.migration import (
     likely_left,
     target_of_outlier,
 )
-
-_OUTLIERS = MappingProxyType({"faster": FASTER, "drain": DRAIN})
 
 _NUM_LONGEST = 8
 """How many of a worker's rollouts, the longest ones, are checked for outliers."""
@@ -112,7 +107,7 @@ def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, work
     for key in sorted(outliers, key=open_step.so_far, reverse=True)[:_NUM_LONGEST]:
         num_generated = float(open_step.so_far(key))
         context = open_step.num_prompt_tokens(key) + num_generated
-        target = target_of_outlier(loads, prices, _OUTLIERS[open_step.moving], worker, num_generated, context)
+        target = target_of_outlier(loads, prices, worker, num_generated, context)
         if target >= 0:
             return Move(target=target, keys=(key,))
     return None

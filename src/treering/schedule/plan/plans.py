@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.compiling.once import compiled_once
-from treering.errors import ConfigError
 from treering.schedule.cluster import Cluster
 from treering.schedule.plan.tiers import share_out
 from treering.schedule.policy import Assignment, Moving, Stealing
@@ -103,19 +102,12 @@ class PlacementPlan:
     long_share: float = 0.0
     """Share of the rollouts, the longest, that run on long-rollout workers; 0: no such workers."""
     num_long_workers: int = 0
-    """Long-rollout workers of a step: they run only its longest rollouts. The others keep at least one worker."""
+    """Long-rollout workers of a step: they run only its longest rollouts; 0 if no share does. The others keep at least
+    one worker."""
     stealing: Stealing = "off"
     """Of the assignments."""
     moving: Moving = "off"
     """Of the assignments."""
-
-    def __post_init__(self) -> None:
-        if self.num_turns < 1 or not 0 <= self.long_share < 1 or (self.long_share > 0) != (self.num_long_workers > 0):
-            raise ConfigError(
-                f"a plan takes turns of at least one, and either has no long rollouts or a share below 1 with workers, "
-                f"got num_turns={self.num_turns}, long_share={self.long_share}, num_long_workers="
-                f"{self.num_long_workers}; correct it"
-            )
 
 
 def place(

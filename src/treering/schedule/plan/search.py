@@ -189,7 +189,7 @@ def _around(best: PlacementPlan | None, cluster: Cluster, width: int) -> list[Pl
     if best.stealing == "off":
         variants.append(replace(best, name=f"{best.name}, stealing", stealing="queued"))
     if best.moving == "off" and cluster.rebalancing == "running":
-        variants.append(replace(best, name=f"{best.name}, moves", moving="faster"))
+        variants.append(replace(best, name=f"{best.name}, moves", moving="drain"))
     return [*chain.from_iterable(around), *variants]
 
 

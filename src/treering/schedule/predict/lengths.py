@@ -14,56 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from treering.errors import ConfigError, InputError
 from treering.types import PromptId
 
-
-class SeenLengths:
-    """A multiset of lengths; memory grows with the longest length, not with their number.
-
-    >>> seen = SeenLengths()
-    >>> seen.median(default=7.0)
-    7.0
-    >>> seen.add(np.array([10, 20, 20, 90]))
-    >>> seen.add(np.array([5, 4]))
-    >>> seen.median(default=7.0)
-    15.0
-    """
-
-    def __init__(self) -> None:
-        self._counts = np.zeros(0, np.int64)
-        self._median: float | None = None
-
-    def add(self, lengths: NDArray[np.int64]) -> None:
-        """Adds lengths, int64 >= 0."""
-        counts = np.bincount(lengths, minlength=self._counts.size)
-        counts[: self._counts.size] += self._counts
-        self._counts = counts
-        self._median = None
-
-    def median(self, *, default: float) -> float:
-        """The median, with the mean of the middle two for an even number; `default` if there are no lengths."""
-        if self._median is None:
-            self._median = self._find_median()
-        return default if self._median is None else self._median
-
-    def state(self) -> dict[str, Any]:
-        """Checkpoint state: the lengths and their counts, as lists."""
-        (lengths,) = np.nonzero(self._counts)
-        return {"lengths": lengths.tolist(), "counts": self._counts[lengths].tolist()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state`."""
-        self._counts = np.zeros(max(state["lengths"], default=-1) + 1, np.int64)
-        self._counts[state["lengths"]] = state["counts"]
-        self._median = None
-
-    def _find_median(self) -> float | None:
-        up_to = np.cumsum(self._counts)
-        if not up_to.size:
-            return None
-        number = int(up_to[-1])
-        middle = np.searchsorted(up_to, [(number - 1) // 2, number // 2], side="right")
-        return float(middle.mean())
-
-
 PredictorName: TypeAlias = Literal["median", "ema", "quantile"]
 """median: of a prompt's latest rollouts, the paper's predictor. ema: a moving mean of its medians, with weight one half
 on the latest. quantile: the upper quartile of its rollouts of the latest two epochs, which favours the longest ones."""
@@ -77,8 +27,8 @@ _NUM_EPOCHS, _QUANTILE = 2, 0.75
 class LengthPredictor:
     """Predicts rollout lengths; observes every step's rollouts in order.
 
-    A prompt without history gets the median of all lengths seen so far, and `guess` before there are any. Equal
-    `observe` calls give equal predictions, and a loaded state continues as the saved one.
+    A prompt without history gets the median of the predictions for all others, and `guess` before there are any.
+    Equal `observe` calls give equal predictions, and a loaded state continues as the saved one.
 
     >>> lengths = LengthPredictor("median", guess=8192)
     >>> lengths.predict(["a"], 2).tolist()
@@ -106,18 +56,19 @@ class LengthPredictor:
         """Name in configurations."""
         self._remember, self._length_of = _KINDS[name]
         self._guess = float(guess)
-        self._seen = SeenLengths()
         self._memories: dict[PromptId, Memory] = {}
+        self._lengths: dict[PromptId, float] = {}
+        self._unknown: float | None = None
 
     def predict(self, prompts: Sequence[PromptId], group_size: int) -> NDArray[np.float64]:
         """Predicted lengths of a step: float64 [R], a group of `group_size` equal ones for each prompt in order.
 
-        Example: with "a" predicted at 120 and "b" new, all seen so far having a median of 100, `predict(["a", "b"], 2)`
-        is [120.0, 120.0, 100.0, 100.0].
+        Example: with "a" predicted at 120, "b" at 80 and "c" new, `predict(["a", "c"], 2)` is [120.0, 120.0, 100.0,
+        100.0].
         """
-        unknown = self._seen.median(default=self._guess)
-        memories = [self._memories.get(prompt) for prompt in prompts]
-        lengths = [unknown if memory is None else self._length_of(memory) for memory in memories]
+        if self._unknown is None:
+            self._unknown = float(np.median([*self._lengths.values()])) if self._lengths else self._guess
+        lengths = [self._lengths.get(prompt, self._unknown) for prompt in prompts]
         return np.repeat(np.asarray(lengths, np.float64), group_size)
 
     def observe(self, prompt: PromptId, lengths: ArrayLike) -> None:
@@ -131,14 +82,14 @@ class LengthPredictor:
             raise InputError(
                 f"observed lengths are whole numbers from 1 on, got {lengths!r} for {prompt!r}; leave it out"
             )
-        taken = taken.astype(np.int64)
-        self._memories[prompt] = self._remember(self._memories.get(prompt), taken)
-        self._seen.add(taken)
+        self._memories[prompt] = self._remember(self._memories.get(prompt), taken.astype(np.int64))
+        self._lengths[prompt] = self._length_of(self._memories[prompt])
+        self._unknown = None
 
     def state(self) -> dict[str, Any]:
         """Checkpoint state, as lists, numbers and strings."""
         memories = [[prompt, list(memory)] for prompt, memory in self._memories.items()]
-        return {"name": self.name, "seen": self._seen.state(), "prompts": memories}
+        return {"name": self.name, "prompts": memories}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores a `state` of a predictor of the same name.
@@ -150,8 +101,9 @@ class LengthPredictor:
             raise InputError(
                 f"predictor {self.name} resumes from its own state, got {state.get('name')!r}'s; keep the setting"
             )
-        self._seen.load_state(state["seen"])
         self._memories = {prompt: list(memory) for prompt, memory in state["prompts"]}
+        self._lengths = {prompt: self._length_of(memory) for prompt, memory in self._memories.items()}
+        self._unknown = None
 
 
 def _latest_median(memory: Memory | None, lengths: NDArray[np.int64]) -> Memory:

@@ -3,8 +3,6 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treering.errors import InputError
-
 PRIOR_ROLLOUTS = 2.0
 """Weight of the prediction, in finished siblings."""
 
@@ -16,7 +14,6 @@ def expected_lengths(
     predicted: float,
     ratios: ArrayLike,
     max_tokens: int,
-    prior: float = PRIOR_ROLLOUTS,
 ) -> NDArray[np.float64]:
     """Expected lengths of a group's running rollouts, given that each is longer than it is now.
 
@@ -31,22 +28,17 @@ def expected_lengths(
         predicted: the group's predicted length, above 0.
         ratios: [H] > 0, one or more: actual over predicted lengths of earlier rollouts, of any prompts.
         max_tokens: limit of every rollout.
-        prior: weight of the prediction in finished siblings, above 0.
 
     Returns:
         float64 [U], each above the current length, unless that is `max_tokens`.
-
-    Raises:
-        InputError: no ratio, or a number out of its range.
 
     >>> expected_lengths([50, 200], [100], predicted=100.0, ratios=[1.0, 3.0], max_tokens=1000).tolist()
     [200.0, 300.0]
     """
     so_far, ended = np.asarray(running, np.float64), np.asarray(finished, np.float64)
     known = np.asarray(ratios, np.float64)
-    _check(so_far, ended, known, predicted, prior)
     seen = np.concatenate([ended, np.clip(predicted * known, 1.0, max_tokens)])
-    weights = np.concatenate([np.ones(ended.size), np.full(known.size, prior / known.size)])
+    weights = np.concatenate([np.ones(ended.size), np.full(known.size, PRIOR_ROLLOUTS / known.size)])
     lengths, shares, rest = _survival(seen, weights, so_far)
     # Expected length of those that outlive all seen lengths: the same for each, since they are the longest.
     longest = max(float(lengths[-1]), float(so_far.max(initial=0.0)))
@@ -68,16 +60,3 @@ def _survival(
     going_on = np.cumprod(1.0 - ending / at_risk)
     before = np.concatenate([[1.0], going_on[:-1]])
     return lengths, before - going_on, float(going_on[-1])
-
-
-def _check(
-    so_far: NDArray[np.float64], ended: NDArray[np.float64], ratios: NDArray[np.float64], predicted: float, prior: float
-) -> None:
-    if ratios.size == 0 or not (np.isfinite(ratios) & (ratios > 0)).all():
-        raise InputError("a prediction is widened by ratios above 0, at least one; give [1.0] if none is known")
-    if (so_far < 0).any() or (ended < 1).any():
-        raise InputError(
-            f"a finished rollout has a token, a running one 0 or more, got {ended} and {so_far}; correct them"
-        )
-    if not (np.isfinite(predicted) and predicted > 0 and prior > 0):
-        raise InputError(f"a length above 0 is predicted, with a weight above 0, got {predicted!r}, {prior!r}")

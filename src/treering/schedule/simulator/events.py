@@ -6,7 +6,7 @@ W workers, S slots a worker, R rollouts of the step
 from treering.arrays import Float64Array
 from treering.compiling.once import compiled_once
 from treering.schedule.simulator.heaps import pop
-from treering.schedule.simulator.migration import CONSOLIDATE, OFF
+from treering.schedule.simulator.migration import CONSOLIDATE, DRAIN
 from treering.schedule.simulator.moves import is_check_due, move_outliers, move_tail
 from treering.schedule.simulator.step import (
     EVENTS,
@@ -51,7 +51,7 @@ def run_step(starts: Float64Array, work: StepRollouts, rules: Rules) -> Outcome:
         _start_rollouts(state, work, rules, worker)
         if rules.moving == CONSOLIDATE:
             move_tail(state, work, rules, worker, time)
-        elif rules.moving != OFF and is_check_due(state, rules, worker):
+        elif rules.moving == DRAIN and is_check_due(state, rules, worker):
             move_outliers(state, work, rules, worker, time)
             _start_rollouts(state, work, rules, worker)
         announce(state, rules, worker)

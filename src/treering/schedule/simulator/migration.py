@@ -103,7 +103,7 @@ def freed_s(
     return freed
 
 
-OFF, FASTER, DRAIN, CONSOLIDATE = 0, 1, 2, 3
+OFF, DRAIN, CONSOLIDATE = 0, 1, 2
 """`policy.Moving` as numbers."""
 
 
@@ -153,15 +153,12 @@ def fullest_tail(loads: Loads, worker: int, num_slots: int) -> int:
 
 
 @compiled_once()
-def target_of_outlier(
-    loads: Loads, prices: Prices, moving: int, worker: int, num_generated: float, num_context: float
-) -> int:
+def target_of_outlier(loads: Loads, prices: Prices, worker: int, num_generated: float, num_context: float) -> int:
     """The worker that a running rollout should move to; -1 if it should stay.
 
     Args:
         loads: of all workers.
         prices: of tokens.
-        moving: `FASTER` or `DRAIN`.
         worker: its current worker.
         num_generated: its tokens so far, `migration.LATE` times the worker's reach or more.
         num_context: tokens to prefill at the new worker.
@@ -182,7 +179,7 @@ def target_of_outlier(
     )
     if saved > 0:
         return emptiest
-    if moving != DRAIN or not has_tail(loads, worker):
+    if not has_tail(loads, worker):
         return -1
     likely_s = min(0.25 * num_generated, prices.max_tokens - num_generated) * prices.token_s[1]
     if likely_s <= HYSTERESIS * prices.prefill_s * num_context:

@@ -43,7 +43,7 @@ def move_outliers(state: StepState, work: StepRollouts, rules: Rules, worker: in
         other = -1
         if state.moves[rollout] < MAX_MOVES and generated >= LATE * state.reach[worker]:
             context = generated + work.num_prompt_tokens[rollout]
-            other = target_of_outlier(_loads(state, work), _prices(rules), rules.moving, worker, generated, context)
+            other = target_of_outlier(_loads(state, work), _prices(rules), worker, generated, context)
         if other < 0:
             at += 1
             continue

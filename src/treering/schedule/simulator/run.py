@@ -15,13 +15,13 @@ from treering.schedule.latency import STANDARD
 from treering.schedule.policy import Assignment, PlanRequest, Policy
 from treering.schedule.simulator.bounds import bound_s, with_training
 from treering.schedule.simulator.events import run_step
-from treering.schedule.simulator.migration import CONSOLIDATE, DRAIN, FASTER, OFF
+from treering.schedule.simulator.migration import CONSOLIDATE, DRAIN, OFF
 from treering.schedule.simulator.step import Rules, StepRollouts
 from treering.schedule.simulator.timeline import Timeline
 from treering.schedule.traces.trace import Trace, TraceStep
 from treering.schedule.turns import Parts
 
-_MOVING = MappingProxyType({"off": OFF, "faster": FASTER, "drain": DRAIN, "consolidate": CONSOLIDATE})
+_MOVING = MappingProxyType({"off": OFF, "drain": DRAIN, "consolidate": CONSOLIDATE})
 
 NUM_FORECASTS = 4
 """Steps in a request, including the present one."""

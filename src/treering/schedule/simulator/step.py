@@ -53,7 +53,7 @@ class Rules(NamedTuple):
     stealing: bool
     """Whether a worker with an empty queue takes from the longest one."""
     moving: int
-    """`destinations.OFF`, `FASTER`, `DRAIN` or `CONSOLIDATE`."""
+    """`migration.OFF`, `DRAIN` or `CONSOLIDATE`."""
 
 
 class Outcome(NamedTuple):

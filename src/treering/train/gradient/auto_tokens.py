@@ -89,7 +89,7 @@ def run_by_memory(parts: ModelParts, weights: Iterable[Tensor], run: Callable[[i
 
 
 def _measured(parts: ModelParts) -> int:
-    free, _ = free_memory(parts.device, None)
+    free, _ = free_memory(parts.device)
     trained = [weight for weight in parts.decoder.parameters() if weight.requires_grad]
     to_come = sum(weight.numel() * (_OPTIMIZER_BYTES + weight.element_size()) for weight in trained)
     return max(LEAST_TOKENS, int((free * (1 - _HEAD_SHARE) - to_come) / bytes_per_token(parts)))

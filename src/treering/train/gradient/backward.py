@@ -26,13 +26,12 @@ from treering.train.gradient.activations import ParentsChoice, ParentsOption, ch
 from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, MaxTokens, run_by_memory, tokens_that_fit
 from treering.train.gradient.checks import check_inputs, routers_of
 from treering.train.gradient.flat_batch import flatten_batch, read_entries
-from treering.train.gradient.pass_order import pass_order
+from treering.train.gradient.passes import count_passes
 from treering.train.gradient.rank_sums import reduced_over_ranks
 from treering.train.gradient.router_losses import RouterLosses, Routing
 from treering.train.gradient.run import StepRun
 from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.teacher import StepTeacher, teacher_parts, teaching
-from treering.train.loss_weights import SumOverRanks
 from treering.train.objectives import Objective
 from treering.train.progress import OnProgress
 from treering.tree.forest import Forest
@@ -95,11 +94,8 @@ def backward(
     temperature: float = 1.0,
     value_head: nn.Module | None = None,
     parents: ParentsOption = "auto",
-    max_bytes: int | None = None,
     costs: CostModel | None = None,
-    min_micro_batches: int = 0,
     backend: str = "auto",
-    sum_over_ranks: SumOverRanks | None = None,
     ranks: RanksOption | None = None,
     router_losses: RouterLosses | None = None,
     on_progress: OnProgress | None = None,
@@ -123,12 +119,8 @@ def backward(
         value_head: hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added too.
         parents: "keep" the activations of partitions that others descend from (nothing is computed twice), "recompute"
             or "offload" them, or "auto": the first of keep, offload, recompute that fits. See `result.parents`.
-        max_bytes: memory for activations that "auto" may use; None for most of the free memory.
         costs: skips sharing in trees where it would be slower; None always shares.
-        min_micro_batches: run at least that many, empty ones if needed, so that ranks of a sharded model stay in step.
         backend: attention backend; ignored inside `tree_attention`.
-        sum_over_ranks: sums a float64 array over data-parallel ranks, so that denominators cover all of them; the
-            caller then sums gradients, not averages them, over ranks. None on one rank, and for a prepared model.
         ranks: how ranks of a prepared model keep step. "sharded": weights of `fully_shard` are gathered in every pass,
             and all ranks run the same passes; where only their number differs, empty ones follow. "gathered": weights
             stay gathered during the step, ranks run any passes, and gradients are reduced once at its end. None takes
@@ -166,18 +158,15 @@ def backward(
         temperature=temperature,
         value_head=value_head,
         parents=parents,
-        max_bytes=max_bytes,
         costs=costs,
-        min_micro_batches=min_micro_batches,
         backend=backend,
-        sum_over_ranks=sum_over_ranks,
         ranks=ranks,
         router_losses=router_losses,
         on_progress=on_progress,
     )
     if max_tokens != "auto":
         return step(max_tokens)
-    if sum_over_ranks is not None or ranks_of(without_ddp(model), ranks, sums_itself=False).group.size > 1:
+    if ranks_of(without_ddp(model), ranks).group.size > 1:
         return step(DEFAULT_TOKENS)
     parts = find_parts(without_ddp(model))
     weights = [*model.parameters(), *(() if value_head is None else value_head.parameters())]
@@ -200,19 +189,13 @@ def _backward(
     temperature: float,
     value_head: nn.Module | None,
     parents: ParentsOption,
-    max_bytes: int | None,
     costs: CostModel | None,
-    min_micro_batches: int,
     backend: str,
-    sum_over_ranks: SumOverRanks | None,
     ranks: RanksOption | None,
     router_losses: RouterLosses | None,
     on_progress: OnProgress | None,
 ) -> BackwardResult:
-    team = ranks_of(model, ranks, sums_itself=sum_over_ranks is not None)
-    if team.mode == "sharded":
-        # No tree is cut that fits, because the other ranks' trees would have to be cut alike.
-        min_micro_batches = max(min_micro_batches, 1)
+    team = ranks_of(model, ranks)
     # All checks come before the first gradient is added and before ranks communicate.
     with agreeing(team.group) as agreement:
         parts = find_parts(model)
@@ -225,7 +208,7 @@ def _backward(
             reads_logprobs=objective.reads_logprobs,
         )
         of_teacher = teacher_parts(objective.distillation, student=parts, forests=forests)
-        check_parents(parents, scorer.device, max_bytes)
+        check_parents(parents, scorer.device)
         routers = routers_of(router_losses, parts)
         plan = plan_step(
             forests,
@@ -233,22 +216,21 @@ def _backward(
             max_tokens,
             device=scorer.device,
             costs=costs,
-            min_micro_batches=min_micro_batches,
+            in_step=team.mode == "sharded",
             router_losses=router_losses,
         )
         entries = read_entries(forests, objective)
-        agreement.own = pass_order(plan, objective, parents=parents, router_losses=router_losses, ranks=team.mode)
-    sum_over_ranks = sum_over_ranks or team.group.sum
-    min_micro_batches = max(min_micro_batches, agreement.num_passes)
+        agreement.what = f"{objective.name} with ranks={team.mode!r} and router_losses={router_losses}"
+        agreement.num_passes = count_passes(plan, objective) if team.mode == "sharded" else 0
     inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
     reducing = reduced_over_ranks(team, parts, model, value_head)
     with inside, teaching(objective.distillation, of_teacher, backend), router_hooks(routers), reducing:
         parts = with_features(parts, forests)
         scorer = replace(scorer, parts=parts)
-        batch = flatten_batch(entries, objective, sum_over_ranks)
+        batch = flatten_batch(entries, objective, team.group.sum)
         routing = None
         if router_losses is not None and routers is not None:
-            routing = Routing(router_losses, routers, plan.num_branch_tokens, sum_over_ranks)
+            routing = Routing(router_losses, routers, plan.num_branch_tokens, team.group.sum)
         teacher = None
         if objective.distillation is not None:
             teacher = StepTeacher(
@@ -261,8 +243,7 @@ def _backward(
             batch,
             scorer,
             parents=parents,
-            max_bytes=max_bytes,
-            min_micro_batches=min_micro_batches,
+            min_passes=agreement.num_passes,
             in_step=team.mode == "sharded",
             routing=routing,
             teacher=teacher,
@@ -294,13 +275,13 @@ def plan_step(
     *,
     device: torch.device,
     costs: CostModel | None = None,
-    min_micro_batches: int = 0,
+    in_step: bool = False,
     router_losses: RouterLosses | None = None,
 ) -> Plan:
     """The plan that `backward` follows: `plan_batch` with the fastest number of tokens for the device.
 
-    With `min_micro_batches`, only `max_tokens` counts, as in `share_among_ranks`. The same holds for a batch with a
-    balance loss that fits into one forward, because one forward needs no counting pass.
+    For ranks that run the same passes (`in_step`), only `max_tokens` counts, because no tree of theirs may be cut. The
+    same holds for a batch with a balance loss that fits into one forward, because one forward needs no counting pass.
 
     Raises:
         InputError: see `plan_batch`.
@@ -308,7 +289,7 @@ def plan_step(
     Example: under a budget of 16,384 a tree of 5,000 tokens is three partitions on CPU, but whole for gspo, whose
     partitions would need a pass without gradients.
     """
-    fill_tokens = None if max_tokens is None or min_micro_batches else FILL_TOKENS.get(device.type)
+    fill_tokens = None if max_tokens is None or in_step else FILL_TOKENS.get(device.type)
     num_tokens = sum(forest.num_tokens for forest in forests)
     if router_losses is not None and router_losses.balance and num_tokens <= (max_tokens or 0):
         fill_tokens = None
@@ -318,5 +299,4 @@ def plan_step(
         fill_tokens=fill_tokens,
         cut_tokens=fill_tokens if objective.scope == "entry" else None,
         costs=costs,
-        min_micro_batches=min_micro_batches,
     )

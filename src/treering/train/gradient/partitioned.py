@@ -8,10 +8,10 @@ logits are held.
     N tokens of the tree   M tokens of a partition
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table, spli
 from treering.model.forward import hidden_states
 from treering.train.gradient.activations import Parents, saved_on_host
 from treering.train.gradient.edge_vectors import put_scores
-from treering.train.gradient.pass_order import Event, Unit, depth_first
+from treering.train.gradient.passes import Unit
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.scoring import Scorer
 from treering.train.progress import PhaseProgress
@@ -36,6 +36,7 @@ from treering.tree.pictures import rotary_positions
 from treering.tree.plan.fragment import sight_of, take_fragment
 from treering.tree.plan.partition import PartitionedTree
 
+Event = tuple[Literal["enter", "leave"], int]
 LossOfPartition = Callable[[int, EdgeTable], LossOf]
 """(partition number, its edges) -> the loss of some of them."""
 
@@ -232,6 +233,19 @@ class PartitionedStep:
     def _events(self) -> Iterator[Event]:
         if self._children[0] or self._has_loss(0):
             yield from depth_first(self._children)
+
+
+def depth_first(children: Sequence[Sequence[int]]) -> Iterator[Event]:
+    """Partitions from the first one on: one is entered before and left after all partitions below it.
+
+    Example: a partition with one child gives enter 0, enter 1, leave 1, leave 0.
+    """
+    stack: list[Event] = [("leave", 0), ("enter", 0)]
+    while stack:
+        event, number = stack.pop()
+        yield event, number
+        if event == "enter":
+            stack += [step for child in reversed(children[number]) for step in (("leave", child), ("enter", child))]
 
 
 def score_unit(

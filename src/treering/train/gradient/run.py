@@ -17,18 +17,17 @@ from treering.model.edges import EdgeScores, EdgeTable, LossOf, edge_table
 from treering.model.forward import ONE_TOKEN, hidden_states
 from treering.model.routers import Routes
 from treering.train.gradient.activations import (
-    ActivationMemory,
     ParentsChoice,
     ParentsOption,
     bytes_per_token,
-    choose_parents,
+    fastest_parents,
     free_memory,
 )
 from treering.train.gradient.edge_vectors import joined_leaves, split_gradients, vector_product
 from treering.train.gradient.evaluation import LossTotals, evaluate
 from treering.train.gradient.flat_batch import FlatBatch, Selection
 from treering.train.gradient.partitioned import PartitionedStep, score_unit
-from treering.train.gradient.pass_order import Unit, crossing_units, num_forwards
+from treering.train.gradient.passes import Unit, crossing_units, num_forwards
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.teacher import StepTeacher
@@ -58,8 +57,7 @@ class StepRun:
         scorer: Scorer,
         *,
         parents: ParentsOption,
-        max_bytes: int | None,
-        min_micro_batches: int,
+        min_passes: int,
         in_step: bool = False,
         routing: Routing | None = None,
         teacher: StepTeacher | None = None,
@@ -67,14 +65,14 @@ class StepRun:
     ) -> None:
         """`scorer` and `routing` belong to the model; the caller must be inside `tree_attention`, also of the teacher.
 
-        With `in_step` every unit runs, trained or not, as `pass_order` says.
+        With `in_step` every unit runs, trained or not.
 
         Raises:
             InputError: given scores of a teacher that are not those of the branches.
         """
         self._teacher = teacher
         self._in_step = in_step
-        self._min_passes = min_micro_batches
+        self._min_passes = min_passes
         self._routing = routing
         self._num_passes = 0
         self._on_progress = on_progress
@@ -90,7 +88,7 @@ class StepRun:
         self._selected = [batch.select(unit.forest, unit.branches) for unit in self._units]
         if teacher is not None:
             teacher.check(self._units, self._selected)
-        self.parents = self._choose(plan, parents, max_bytes) if plan.partitioned else None
+        self.parents = self._choose(plan, parents) if plan.partitioned else None
 
     def backward(self) -> None:
         """Adds all gradients to `.grad`."""
@@ -112,16 +110,6 @@ class StepRun:
             self._progress.reach(num_done)
         for _ in range(self._num_passes, self._min_passes):
             self._run_nothing()
-
-    def evaluate(self) -> None:
-        """Adds the loss of every unit to the totals, without gradients."""
-        self._progress = PhaseProgress("scoring", self._num_tokens(range(len(self._units))), self._on_progress)
-        with torch.no_grad():
-            for unit, selected in zip(self._units, self._selected, strict=True):
-                if num_forwards(unit) > 0:
-                    self._loss(self._score(unit, selected, None), selected.edges, selected)
-            for _ in range(sum(map(num_forwards, self._units)), self._min_passes):
-                self._scorer.zero(hidden_states(self._scorer.parts, ONE_TOKEN))
 
     def _num_tokens(self, numbers: Iterable[int]) -> int:
         return sum(self._units[i].forest.num_tokens for i in numbers)
@@ -189,9 +177,7 @@ class StepRun:
         assert self.parents is not None
         wanted = selected.wanted(unit.forest)
         scorer = self._scorer_of(unit, selected)
-        step = PartitionedStep(
-            unit, wanted, scorer, self.parents.parents, self._routing, in_step=self._in_step, progress=self._progress
-        )
+        step = PartitionedStep(unit, wanted, scorer, self.parents.parents, self._routing, progress=self._progress)
         parts = selected.split(step.owner_of_edge[selected.edges], len(unit.partitions))
 
         def loss_of(number: int, table: EdgeTable) -> LossOf:
@@ -254,28 +240,22 @@ class StepRun:
             selected.wanted(unit.forest),
             self._scorer_of(unit, selected),
             routing,
-            in_step=self._in_step,
             progress=self._progress,
         )
         self.num_scoring_tokens += unit.forest.num_tokens
         self._progress.reach(self.num_scoring_tokens)
         return scores
 
-    def _choose(self, plan: Plan, parents: ParentsOption, max_bytes: int | None) -> ParentsChoice:
-        if self._in_step and parents == "auto":
-            # Measuring runs forwards, which the ranks would have to run alike.
-            return ParentsChoice(parents="keep", reason="auto: ranks in step keep parents, without measuring")
-
-        def measure() -> ActivationMemory:
-            free, free_host = free_memory(self._scorer.device, max_bytes)
-            return ActivationMemory(
-                chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
-                bytes_per_token=bytes_per_token(self._scorer.parts),
-                free_bytes=free,
-                free_host_bytes=free_host,
-            )
-
-        return choose_parents(parents, measure)
+    def _choose(self, plan: Plan, parents: ParentsOption) -> ParentsChoice:
+        if parents != "auto":
+            return ParentsChoice(parents=parents, reason="as requested")
+        free, free_host = free_memory(self._scorer.device)
+        return fastest_parents(
+            chain_tokens=max(tree.chain_tokens for tree in plan.partitioned),
+            bytes_per_token=bytes_per_token(self._scorer.parts),
+            free_bytes=free,
+            free_host_bytes=free_host,
+        )
 
 
 def _router_loss(routing: Routing, routes: Sequence[Routes], forest: Forest) -> Tensor:

@@ -22,7 +22,7 @@ from treering.model.families import ModelParts, find_parts
 from treering.model.forward import check_forest, hidden_states, without_gradients
 from treering.train.gradient.flat_batch import Selection
 from treering.train.gradient.partitioned import PartitionedStep
-from treering.train.gradient.pass_order import Unit
+from treering.train.gradient.passes import Unit
 from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.targets import GivenTargets, TargetRows
 from treering.train.objective import Distillation

@@ -60,11 +60,9 @@ class LayersChoice:
 
 
 def choose_layers(trials: Sequence[Trial], num_steps: int) -> LayersChoice:
-    """The way with which the steps that are left end first; of equal ones, the earlier.
+    """The way with which `num_steps` more steps end first; of equal ones, the earlier.
 
-    Args:
-        trials: stock layers first; they have no failure.
-        num_steps: steps that are left.
+    Stock layers come first; they have no failure.
 
     Example: stock layers with 0.6 s a step and compiled ones with 0.4 s and 35 s to start are chosen by whether more
     than 175 steps are left.
@@ -115,24 +113,22 @@ def auto_layers(
         if holds:
             return LayersChoice(layers=own, reason=f"auto: {reason}")
     assert num_steps is not None
-    return measured_layers(model, forests, compute, num_steps=num_steps, device=device, router_losses=router_losses)
+    return measured_layers(model, forests, compute, num_steps, router_losses)
 
 
 def measured_layers(
     model: nn.Module,
     forests: Sequence[Forest],
     compute: ComputeOptions,
-    *,
     num_steps: int,
-    device: torch.device,
     router_losses: RouterLosses | None = None,
-    worth_measuring_s: float = WORTH_MEASURING_S,
 ) -> LayersChoice:
     """Times the first micro-batch of a step with every way that can run here, and chooses.
 
     Weights, gradients, random states and layers are as before afterwards. The loss of each way is compared with that of
     stock layers.
     """
+    device = next(model.parameters()).device
     first = _first_micro_batch(forests, compute.max_tokens_on_ranks)
     share = sum(forest.num_tokens for forest in forests) / max(sum(forest.num_tokens for forest in first), 1)
 
@@ -145,7 +141,6 @@ def measured_layers(
                 sft(normalizer="sum"),
                 compute.max_tokens,
                 parents=compute.parents,
-                max_bytes=compute.max_bytes,
                 costs=compute.costs,
                 backend=compute.backend,
                 router_losses=router_losses,
@@ -155,7 +150,7 @@ def measured_layers(
     with _unchanged(model, device):
         loss = run()
         stock = Trial(layers="stock", step_s=share * statistics.median(_seconds(run, device)))
-        if stock.total_s(num_steps) < worth_measuring_s:
+        if stock.total_s(num_steps) < WORTH_MEASURING_S:
             reason = f"auto: {num_steps} steps take {stock.total_s(num_steps):.0f} s, too few to compile for"
             return LayersChoice(layers="stock", reason=reason)
         ways: tuple[Layers, ...] = ("liger", "compiled") if is_installed("liger_kernel") else ("compiled",)

@@ -28,7 +28,6 @@ class ComputeOptions:
         max_tokens: distinct tokens per micro-batch and per partition; "auto" goes by free memory on CUDA, None computes
             a step at once.
         parents: for trees over `max_tokens`, see `backward`.
-        max_bytes: memory for activations, see `backward`.
         costs: skips sharing where it would be slower, see `backward`.
         autocast: "bfloat16" computes in bfloat16 where torch's autocast does; weights keep their dtype.
         gradient_checkpointing: whether and in which of torch's two ways the backward recomputes activations.
@@ -41,7 +40,6 @@ class ComputeOptions:
 
     max_tokens: MaxTokens = None
     parents: ParentsOption = "auto"
-    max_bytes: int | None = None
     costs: CostModel | None = None
     autocast: Autocast = "none"
     gradient_checkpointing: GradientCheckpointing = "none"

@@ -76,7 +76,7 @@ class HeldOutLoss:
         self._model, self._compute = model, compute
         self._group = RankGroup() if group is None else group
         self._max_tokens = compute.max_tokens_on_ranks
-        self._own = share_batch(make_batch(tasks, layout), self._group, self._max_tokens, compute.costs).batch
+        self._own = share_batch(make_batch(tasks, layout), self._group, compute.costs).batch
 
     def __call__(self, on_progress: OnProgress | None = None) -> dict[str, float]:
         """Measures the present weights, by the names of `treering.metrics`."""

@@ -42,14 +42,14 @@ class Share:
     branches: NDArray[np.int64]
 
 
-def share_batch(batch: StepBatch, group: RankGroup, max_tokens: int | None, costs: CostModel | None) -> Share:
+def share_batch(batch: StepBatch, group: RankGroup, costs: CostModel | None) -> Share:
     """This rank's share of a step by cost; every rank computes all shares by itself.
 
     Example: of forests with 5, 4, 3 and 3 tokens, the first of two ranks trains those of 5 and 3.
     """
     if group.size == 1:
         return Share(batch=batch, branches=np.arange(len(batch.loss_masks)))
-    own = share_among_ranks(batch.forests, group.size, max_tokens, costs)[group.rank].forests
+    own = share_among_ranks(batch.forests, group.size, costs)[group.rank].forests
     first = np.cumsum([0, *(forest.num_branches for forest in batch.forests)])
     branches = np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in own)])
     return Share(

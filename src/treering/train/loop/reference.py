@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from treering.arrays import Float64Array
+from treering.model.checks import check_whole
+from treering.model.families import find_parts
 from treering.train.gradient.branch_logprobs import branch_logprobs
 from treering.train.loop.adapters import has_adapter
 from treering.train.loop.batches import StepBatch
@@ -60,6 +62,7 @@ class Reference:
             return
         if self._frozen is None:
             self._frozen = self._make().eval().requires_grad_(False)
+            check_whole(find_parts(self._frozen), "a reference")
         yield self._frozen
 
 

@@ -116,7 +116,7 @@ class SftLoop(Resumable[StepReport]):
         started = time.perf_counter()
         step, options = self._num_steps_done + 1, self._options
         whole = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
-        batch = share_batch(whole, self._group, options.compute.max_tokens_on_ranks, options.compute.costs).batch
+        batch = share_batch(whole, self._group, options.compute.costs).batch
         objective = self._objective(batch.loss_masks)
         update = self._updater.update(
             step, batch, objective, router_losses=options.router_losses, on_progress=self.on_progress

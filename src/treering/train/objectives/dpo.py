@@ -15,12 +15,12 @@ from treering.train.branch_values import BranchValues, split_totals
 from treering.train.loss_weights import Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms, branch_sizes, branch_sums
 
+Pairs = Sequence[tuple[int, int]] | Sequence[Sequence[int]] | NDArray[np.integer] | Tensor
+"""(chosen, rejected) numbers of branches: forests in order, then sequences."""
+
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
 """Of the margin m = beta * (log-ratio of the chosen - log-ratio of the rejected). sigmoid: -log sigmoid(m). hinge:
 max(0, 1 - m) (arXiv 2309.06657). ipo: ((m - 1/2) / beta)^2 (arXiv 2310.12036), with log-ratios that are sums."""
-
-Pairs = Sequence[tuple[int, int]] | Sequence[Sequence[int]] | NDArray[np.integer] | Tensor
-"""(chosen, rejected) numbers of branches: forests in order, then sequences."""
 
 
 def dpo(

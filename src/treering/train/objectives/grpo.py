@@ -8,7 +8,7 @@ from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Normalizer, Shared, Weighting
 from treering.train.objective import Entries, Objective, Terms
 from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Clip, PolicyLoss, check_clip, clipped, make_objective, ratio_metrics
+from treering.train.objectives.policy import Clip, check_clip, clipped, policy_objective, ratio_metrics
 from treering.train.objectives.regularizers import MAX_LOG_RATIO
 
 
@@ -105,15 +105,15 @@ def _of_tokens(
     weighting: Weighting,
     options: PolicyOptions,
 ) -> Objective:
-    policy = PolicyLoss(
-        name=name,
+    return policy_objective(
+        name,
+        clipped(clip),
+        options,
         advantages=advantages,
         loss_masks=loss_masks,
         old_logprobs=old_logprobs,
         weighting=weighting,
-        surrogate=clipped(clip),
     )
-    return make_objective(policy, options)
 
 
 def cispo(
@@ -151,12 +151,12 @@ def cispo(
         }
         return Terms(loss=-ratio.clamp(1 - low, 1 + high) * advantages * entries.logprobs, metrics=metrics)
 
-    policy = PolicyLoss(
-        name="cispo",
+    return policy_objective(
+        "cispo",
+        surrogate,
+        options,
         advantages=advantages,
         loss_masks=loss_masks,
         old_logprobs=old_logprobs,
         weighting=Weighting(normalizer=normalizer, shared=shared, divisor=divisor),
-        surrogate=surrogate,
     )
-    return make_objective(policy, options)

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from treering.errors import ConfigError
-from treering.train.branch_values import BranchValues
 from treering.train.objective import branch_sums
 
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -89,36 +88,6 @@ class Importance:
             return ratio.clamp(max=self.max_importance)
         is_outside = (ratio < self.min_importance) | (ratio > self.max_importance)
         return ratio.masked_fill(is_outside, 0.0)
-
-
-def make_importance(
-    *,
-    behaviour_logprobs: BranchValues | None,
-    max_importance: float | None,
-    min_importance: float | None,
-    mode: ImportanceMode | None,
-) -> Importance | None:
-    """An `Importance` from the options; None if none is given.
-
-    Raises:
-        ConfigError: an option without the others that it needs, or an invalid bound.
-    """
-    given = {"behaviour_logprobs": behaviour_logprobs, "max_importance": max_importance}
-    optional = {"min_importance": min_importance, "importance": mode}
-    if all(option is None for option in (given | optional).values()):
-        return None
-    missing = [name for name, option in given.items() if option is None]
-    if missing:
-        raise ConfigError(
-            f"importance sampling needs behaviour_logprobs and max_importance, got no {' and no '.join(missing)}; "
-            f"give both, or none of {', '.join(given | optional)}"
-        )
-    assert max_importance is not None
-    return Importance(
-        max_importance=max_importance,
-        min_importance=0.0 if min_importance is None else min_importance,
-        mode="token_truncate" if mode is None else mode,
-    )
 
 
 def _is_number(value: object) -> bool:

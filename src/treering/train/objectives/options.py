@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 
 from treering.errors import ConfigError
 from treering.train.branch_values import BranchValues
-from treering.train.objectives.importance import ImportanceMode
-from treering.train.objectives.regularizers import KlEstimator
+from treering.train.objectives.importance import Importance, ImportanceMode
+from treering.train.objectives.regularizers import KlEstimator, Regularizers
 
 _SIMILARITY = 0.5
 
@@ -65,3 +65,46 @@ def check_names(objective: str, options: Mapping[str, Any], *, own: tuple[str, .
         near = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILARITY)
         hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}"
         raise ConfigError(f"{objective} has no option {name!r}; {hint}")
+
+
+def importance_of(options: PolicyOptions) -> Importance | None:
+    """How terms are weighted; None if no option of it is given.
+
+    Raises:
+        ConfigError: an option without the others that it needs, or an invalid bound.
+    """
+    lower, cap, mode = options.get("min_importance"), options.get("max_importance"), options.get("importance")
+    missing = [name for name in ("behaviour_logprobs", "max_importance") if options.get(name) is None]
+    if len(missing) == 2 and lower is None and mode is None:
+        return None
+    if missing:
+        raise ConfigError(
+            f"importance sampling needs behaviour_logprobs and max_importance, got no {' and no '.join(missing)}; "
+            "give both, or none of behaviour_logprobs, max_importance, min_importance, importance"
+        )
+    assert cap is not None
+    return Importance(
+        max_importance=cap,
+        min_importance=0.0 if lower is None else lower,
+        mode="token_truncate" if mode is None else mode,
+    )
+
+
+def regularizers_of(options: PolicyOptions) -> Regularizers:
+    """The penalty and the bonus.
+
+    Raises:
+        ConfigError: an option of the KL penalty without the others that it needs, or an invalid coefficient.
+    """
+    estimator = options.get("kl_estimator")
+    missing = [name for name in ("ref_logprobs", "kl_coefficient") if options.get(name) is None]
+    if missing and (len(missing) < 2 or estimator is not None):
+        raise ConfigError(
+            f"a KL penalty needs ref_logprobs and kl_coefficient, got no {' and no '.join(missing)}; give both, or "
+            "none of ref_logprobs, kl_coefficient, kl_estimator"
+        )
+    return Regularizers(
+        kl_coefficient=options.get("kl_coefficient"),
+        kl_estimator="k3" if estimator is None else estimator,
+        entropy_coefficient=options.get("entropy_coefficient"),
+    )

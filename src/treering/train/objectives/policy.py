@@ -1,8 +1,6 @@
 """What all policy losses share: masks, old log-probs, and the options added around each loss."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -12,27 +10,19 @@ from treering.errors import ConfigError, InputError
 from treering.train.branch_values import BranchValues
 from treering.train.loss_weights import Weighting
 from treering.train.objective import Entries, Need, Objective, Scope, Terms
-from treering.train.objectives.importance import Importance, make_importance
-from treering.train.objectives.options import PolicyOptions, check_names
-from treering.train.objectives.regularizers import MAX_LOG_RATIO, Regularizers, estimate_kl, make_regularizers
+from treering.train.objectives.importance import Importance
+from treering.train.objectives.options import PolicyOptions, check_names, importance_of, regularizers_of
+from treering.train.objectives.regularizers import MAX_LOG_RATIO, Regularizers, estimate_kl
 
 Clip = tuple[float, float]
 """(low, high): the ratio is clipped to [1 - low, 1 + high]."""
 
 
-def clipped_surrogate(
-    logprobs: Float[Tensor, " F"], old_logprobs: Float[Tensor, " F"], advantages: Float[Tensor, " F"], *, clip: Clip
-) -> Terms:
-    """PPO's clipped surrogate per entry, negated (arXiv 1707.06347, equation 7), with its usual metrics.
-
-    Metrics: ratio; approx_kl = r - 1 - log r, which estimates KL(old, new); clip_low and clip_high, the share of
-    entries whose gradient the lower or upper clip removes.
-    """
-    return surrogate_of_ratio(logprobs - old_logprobs, advantages, clip=clip)
-
-
 def surrogate_of_ratio(log_ratio: Float[Tensor, " F"], advantages: Float[Tensor, " F"], *, clip: Clip) -> Terms:
-    """-min(r A, clip(r) A) for ratios r of tokens or sequences, with the metrics of `clipped_surrogate`.
+    """PPO's clipped surrogate -min(r A, clip(r) A), for ratios r of tokens or sequences, with its usual metrics.
+
+    (arXiv 1707.06347, equation 7.) Metrics: ratio; approx_kl = r - 1 - log r, which estimates KL(old, new); clip_low
+    and clip_high, the share of entries whose gradient the lower or upper clip removes.
 
     Example: log r = 0.5 (r = 1.649) and A = 2 with clip (0.2, 0.2) give -min(3.297, 2.4) = -2.4.
     """
@@ -66,45 +56,10 @@ def check_clip(clip: Clip) -> None:
 Surrogate = Callable[[Entries, Tensor, Tensor], Terms]
 """(entries, old log-probs [F], advantages [F]) -> terms."""
 
-_PER_TOKEN = frozenset({"old_logprobs", "behaviour_logprobs", "ref_logprobs", "old_values"})
+_PER_TOKEN = frozenset({"old_logprobs", "behaviour_logprobs", "ref_logprobs"})
 """One number per sequence is refused for these: it could mean the sequence's sum or each token's value."""
 
 _COMMON = ("advantages", "loss_masks", "old_logprobs", "clip", "normalizer", "shared", "divisor")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PolicyLoss:
-    """The parts of a policy loss.
-
-    Attributes:
-        name: of the objective.
-        advantages: K numbers, or K lists with one number per token.
-        loss_masks: K masks; required.
-        old_logprobs: K lists, or None for the current policy's own.
-        weighting: normaliser and sharing convention.
-        surrogate: the loss of each entry, without the shared options.
-        scope: which entries the surrogate must see together.
-        values: more per-branch data that it reads; None values are dropped.
-        needs: model outputs that it reads in addition to log-probs.
-        arguments: names of arguments that only this loss has.
-    """
-
-    name: str
-    advantages: BranchValues
-    loss_masks: BranchValues
-    old_logprobs: BranchValues | None
-    weighting: Weighting
-    surrogate: Surrogate
-    scope: Scope = "entry"
-    values: Mapping[str, BranchValues | None] = field(default_factory=dict)
-    needs: frozenset[Need] = frozenset()
-    arguments: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.loss_masks is None:
-            raise InputError(f"{self.name} needs loss_masks: which tokens did the policy sample?")
-        if self.advantages is None:
-            raise InputError(f"{self.name} needs advantages: one number per sequence, or one per token")
 
 
 def clipped(clip: Clip) -> Surrogate:
@@ -114,37 +69,76 @@ def clipped(clip: Clip) -> Surrogate:
         ConfigError: an invalid clip.
     """
     check_clip(clip)
-    return lambda entries, old, advantages: clipped_surrogate(entries.logprobs, old, advantages, clip=clip)
+    return lambda entries, old, advantages: surrogate_of_ratio(entries.logprobs - old, advantages, clip=clip)
 
 
-def make_objective(policy: PolicyLoss, options: PolicyOptions) -> Objective:
+def policy_objective(
+    name: str,
+    surrogate: Surrogate,
+    options: PolicyOptions,
+    *,
+    advantages: BranchValues,
+    loss_masks: BranchValues,
+    old_logprobs: BranchValues | None,
+    weighting: Weighting,
+    scope: Scope = "entry",
+    returns: BranchValues | None = None,
+    old_values: BranchValues | None = None,
+    arguments: tuple[str, ...] = (),
+) -> Objective:
     """The objective of a policy loss with the shared options.
 
+    Args:
+        name: of the objective.
+        surrogate: the loss of each entry, without the shared options.
+        options: see `PolicyOptions`.
+        advantages: K numbers, or K lists with one number per token.
+        loss_masks: K masks; required.
+        old_logprobs: K lists, or None for the current policy's own.
+        weighting: normaliser and sharing convention.
+        scope: which entries the surrogate must see together.
+        returns: of a loss that reads values.
+        old_values: likewise.
+        arguments: names of arguments that only this loss has.
+
     Raises:
+        InputError: no masks or no advantages.
         ConfigError: an unknown option, a missing one that another needs, or an unsupported sharing convention.
     """
-    check_names(policy.name, options, own=(*_COMMON, *policy.arguments))
-    importance = _importance(options)
-    regularizers = _regularizers(options)
-    scope = "branch" if importance is not None and importance.is_of_sequences else policy.scope
+    if loss_masks is None:
+        raise InputError(f"{name} needs loss_masks: which tokens did the policy sample?")
+    if advantages is None:
+        raise InputError(f"{name} needs advantages: one number per sequence, or one per token")
+    check_names(name, options, own=(*_COMMON, *arguments))
+    importance, regularizers = importance_of(options), regularizers_of(options)
+    if importance is not None and importance.is_of_sequences:
+        scope = "branch"
     if scope == "branch":
-        refuse_once(policy.name, policy.weighting)
-    of_options: frozenset[Need] = frozenset() if regularizers.entropy_coefficient is None else frozenset({"entropy"})
+        refuse_once(name, weighting)
+    needs: dict[Need, object] = {"entropy": regularizers.entropy_coefficient, "value": returns}
 
     def terms(entries: Entries) -> Terms:
         old = entries.values.get("old_logprobs", entries.logprobs.detach())
-        plain = policy.surrogate(entries, old, entries.values["advantages"])
+        plain = surrogate(entries, old, entries.values["advantages"])
         weighted = plain if importance is None else _weighted(plain, importance, entries, old)
         return _regularized(weighted, regularizers, entries)
 
+    values: dict[str, BranchValues | None] = {
+        "advantages": advantages,
+        "old_logprobs": old_logprobs,
+        "behaviour_logprobs": options.get("behaviour_logprobs"),
+        "ref_logprobs": options.get("ref_logprobs"),
+        "returns": returns,
+        "old_values": old_values,
+    }
     return Objective(
-        name=policy.name,
-        weighting=policy.weighting,
+        name=name,
+        weighting=weighting,
         terms=terms,
-        loss_masks=policy.loss_masks,
-        values=_values(policy, options),
+        loss_masks=loss_masks,
+        values={key: items for key, items in values.items() if items is not None},
         scope=scope,
-        needs=policy.needs | of_options,
+        needs=frozenset(key for key, asked in needs.items() if asked is not None),
         per_token=_PER_TOKEN,
     )
 
@@ -160,35 +154,6 @@ def refuse_once(name: str, weighting: Weighting) -> None:
             f'{name} takes shared="sum" only here: its ratio is that of a whole sequence, so a token that sequences '
             'share has no term of its own that could count once; got shared="once"'
         )
-
-
-def _importance(options: PolicyOptions) -> Importance | None:
-    return make_importance(
-        behaviour_logprobs=options.get("behaviour_logprobs"),
-        max_importance=options.get("max_importance"),
-        min_importance=options.get("min_importance"),
-        mode=options.get("importance"),
-    )
-
-
-def _regularizers(options: PolicyOptions) -> Regularizers:
-    return make_regularizers(
-        ref_logprobs=options.get("ref_logprobs"),
-        kl_coefficient=options.get("kl_coefficient"),
-        kl_estimator=options.get("kl_estimator"),
-        entropy_coefficient=options.get("entropy_coefficient"),
-    )
-
-
-def _values(policy: PolicyLoss, options: PolicyOptions) -> dict[str, BranchValues]:
-    named: dict[str, Any] = {
-        "advantages": policy.advantages,
-        "old_logprobs": policy.old_logprobs,
-        "behaviour_logprobs": options.get("behaviour_logprobs"),
-        "ref_logprobs": options.get("ref_logprobs"),
-        **policy.values,
-    }
-    return {name: items for name, items in named.items() if items is not None}
 
 
 def _weighted(plain: Terms, importance: Importance, entries: Entries, old: Tensor) -> Terms:

@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from treering.errors import ConfigError
-from treering.train.branch_values import BranchValues
 
 KlEstimator = Literal["k1", "k2", "k3"]
 """With d = logp - reference logp: k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, which is never negative."""
@@ -43,32 +42,6 @@ class Regularizers:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ConfigError(f"{name} is a finite number of at least 0, got {value!r}; None leaves it out")
-
-
-def make_regularizers(
-    *,
-    ref_logprobs: BranchValues | None,
-    kl_coefficient: float | None,
-    kl_estimator: KlEstimator | None,
-    entropy_coefficient: float | None,
-) -> Regularizers:
-    """`Regularizers` from the options.
-
-    Raises:
-        ConfigError: an option of the KL penalty without the others that it needs, or an invalid coefficient.
-    """
-    needed = {"ref_logprobs": ref_logprobs, "kl_coefficient": kl_coefficient}
-    missing = [name for name, option in needed.items() if option is None]
-    if missing and (len(missing) < 2 or kl_estimator is not None):
-        raise ConfigError(
-            f"a KL penalty needs ref_logprobs and kl_coefficient, got no {' and no '.join(missing)}; give both, or "
-            "none of ref_logprobs, kl_coefficient, kl_estimator"
-        )
-    return Regularizers(
-        kl_coefficient=kl_coefficient,
-        kl_estimator="k3" if kl_estimator is None else kl_estimator,
-        entropy_coefficient=entropy_coefficient,
-    )
 
 
 def estimate_kl(

@@ -11,10 +11,9 @@ from treering.train.objective import Entries, Objective, Terms, branch_sizes, br
 from treering.train.objectives.options import PolicyOptions
 from treering.train.objectives.policy import (
     Clip,
-    PolicyLoss,
     check_clip,
     clipped,
-    make_objective,
+    policy_objective,
     refuse_once,
     surrogate_of_ratio,
 )
@@ -85,16 +84,16 @@ def gspo(
     def of_sequences(entries: Entries, old: Tensor, advantages: Tensor) -> Terms:
         return surrogate_of_ratio(mean_log_ratio(entries, old), advantages, clip=clip)
 
-    policy = PolicyLoss(
-        name="gspo",
+    return policy_objective(
+        "gspo",
+        of_tokens if old_logprobs is None else of_sequences,
+        options,
         advantages=advantages,
         loss_masks=loss_masks,
         old_logprobs=old_logprobs,
         weighting=weighting,
-        surrogate=of_tokens if old_logprobs is None else of_sequences,
         scope="entry" if old_logprobs is None else "branch",
     )
-    return make_objective(policy, options)
 
 
 def rloo(
@@ -128,16 +127,16 @@ def rloo(
         whole = surrogate_of_ratio(summed_log_ratio(entries, old), advantages, clip=clip)
         return Terms(loss=whole.loss / num_tokens(entries), metrics=whole.metrics)
 
-    policy = PolicyLoss(
-        name="rloo",
+    return policy_objective(
+        "rloo",
+        _reinforce if old_logprobs is None else of_sequences,
+        options,
         advantages=advantages,
         loss_masks=loss_masks,
         old_logprobs=old_logprobs,
         weighting=Weighting(normalizer=normalizer, shared=shared, divisor=divisor),
-        surrogate=_reinforce if old_logprobs is None else of_sequences,
         scope="entry" if old_logprobs is None else "branch",
     )
-    return make_objective(policy, options)
 
 
 def _reinforce(entries: Entries, old: Tensor, advantages: Tensor) -> Terms:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from treering.errors import ConfigError, StateError
 from treering.tree.forest import Forest
-from treering.tree.stats import flat_pairs, visible_pairs
+from treering.tree.stats import flat_work, visible_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class CostModel:
 
     def of_branches(self, forest: Forest) -> float:
         """Seconds of computing every branch of a forest as a separate sequence."""
-        return self.cost(forest.num_branch_tokens, flat_pairs(forest), forest.num_branches)
+        flat = flat_work(forest.branch_length)
+        return self.cost(flat.num_tokens, flat.num_pairs, forest.num_branches)
 
     def to_json(self) -> str:
         """One JSON object that `from_json` reads back exactly."""

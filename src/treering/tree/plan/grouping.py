@@ -6,7 +6,6 @@ Works from the top down, because what hangs off a partition depends on what was 
 """
 
 from collections.abc import Sequence
-from itertools import product
 from typing import NamedTuple, get_args
 
 from treering.tree.plan.bins import pack
@@ -92,30 +91,19 @@ def _put_together(
 
 
 def search_cuts(
-    start: Sequence[int],
-    parent: Sequence[int],
-    num_tokens: int,
-    budget: int,
-    num_choices: int,
-    wholes: Sequence[tuple[int, int]] = (),
+    start: Sequence[int], parent: Sequence[int], num_tokens: int, budget: int, wholes: Sequence[tuple[int, int]] = ()
 ) -> tuple[list[Run], Grouping]:
-    """The best grouping over both policies and every set of forced cuts: none, small trees' choices, `_beside_trunk`.
+    """The best grouping over both policies, each with no forced cuts and with those of `_beside_trunk`.
 
-    Small trees try all sets among the segments 1 to `num_choices`. Best means the fewest partitions, then the shortest
-    longest chain of them, then the first set. `wholes` are never cut; see `cut_runs`.
+    Best means the fewest partitions, then the shortest longest chain of them, then the first that was tried. `wholes`
+    are never cut; see `cut_runs`.
     """
-    rest = [False] * (len(start) - 1 - num_choices)
-    # The first of the chosen segments changes fastest.
-    choices = [[False, *reversed(chosen), *rest] for chosen in product((False, True), repeat=num_choices)]
-    best: tuple[list[Run], Grouping] | None = None
-    for is_cut in (*choices, _beside_trunk(start, parent, num_tokens, budget)):
+    found: list[tuple[list[Run], Grouping]] = []
+    for is_cut in ([False] * len(start), _beside_trunk(start, parent, num_tokens, budget)):
         for policy in get_args(Policy):
             runs = cut_runs(start, parent, num_tokens, budget, policy, is_cut, wholes)
-            found = group_runs(runs, budget)
-            if best is None or found.cost < best[1].cost:
-                best = runs, found
-    assert best is not None, "there are two policies"
-    return best
+            found.append((runs, group_runs(runs, budget)))
+    return min(found, key=lambda one: one[1].cost)
 
 
 def _beside_trunk(start: Sequence[int], parent: Sequence[int], num_tokens: int, budget: int) -> list[bool]:

@@ -11,9 +11,6 @@ from treering.tree.pictures import picture_spans
 from treering.tree.plan.grouping import search_cuts
 from treering.types import is_count
 
-SMALL = 7
-"""Most segments of a tree for which every set of cuts at forks is tried: 2 ** 6 choices, some 10 ms."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Partition:
@@ -71,9 +68,8 @@ class PartitionedTree:
 def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
     """Cuts one tree into the fewest partitions of at most `max_tokens` tokens that it finds, in short chains.
 
-    A cut may fall anywhere but inside a picture. Trees of up to `SMALL` segments try every set of forks to cut at;
-    larger ones two, and take O(n log n) time. Either way two policies compete: cuts at forks, and full parts that end
-    inside segments.
+    A cut may fall anywhere but inside a picture. Two policies compete, in O(n log n) time: cuts at forks, and full
+    parts that end inside segments.
 
     Raises:
         InputError: a forest that is not one tree, a budget below 1, or below the tokens of a picture.
@@ -92,8 +88,7 @@ def cut_tree(tree: Forest, max_tokens: int) -> tuple[Partition, ...]:
             f"raise max_tokens to {largest} at least, or make pictures smaller"
         )
     start, parent = tree.segment_start.tolist(), tree.segment_parent.tolist()
-    num_choices = len(start) - 1 if len(start) <= SMALL else 0
-    runs, grouping = search_cuts(start, parent, tree.num_tokens, max_tokens, num_choices, wholes)
+    runs, grouping = search_cuts(start, parent, tree.num_tokens, max_tokens, wholes)
     number, partition_parent = _depth_first(grouping.parent)
     of_token = np.repeat(number[grouping.partition], [run.stop - run.start for run in runs])
     order = np.argsort(of_token, kind="stable").astype(np.int32)

@@ -3,7 +3,6 @@
 Planning uses sizes and optionally a cost model, no clock. Equal inputs give equal plans.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,12 +99,11 @@ def plan_batch(
     fill_tokens: int | None = None,
     cut_tokens: int | None = None,
     costs: CostModel | None = None,
-    min_micro_batches: int = 0,
 ) -> Plan:
     """Plans the trees of `forests`: micro-batches and partitions of at most `max_tokens` tokens.
 
-    Up to 12 whole trees go into the fewest micro-batches, more of them by first-fit decreasing (at most 11/9 of the
-    fewest, plus one). A tree over the budget is cut into partitions. Deterministic.
+    Whole trees go into micro-batches by first-fit decreasing: at most 11/9 of the fewest, plus one. A tree over the
+    budget is cut into partitions. Deterministic.
 
     Args:
         forests: branches are numbered through all of them in order.
@@ -114,16 +112,15 @@ def plan_batch(
             `max_tokens`.
         cut_tokens: a larger tree is cut into partitions of at most this many tokens, even if it fits `max_tokens`.
         costs: a tree that costs more than its branches one by one is planned as chains; None shares everything.
-        min_micro_batches: least number of forward passes, so that data-parallel ranks run equally many: micro-batches
-            of several trees are split first, then empty ones are added.
 
     Raises:
-        InputError: a budget below 1, a negative number of micro-batches, or `costs` is not a cost model.
+        InputError: a budget below 1, or `costs` is not a cost model.
 
     Example: trees of 5, 4 and 3 tokens under a budget of 8 give two micro-batches: {5, 3} and {4}.
     """
     _check_limits(max_tokens=max_tokens, fill_tokens=fill_tokens, cut_tokens=cut_tokens)
-    _check_options(costs, min_micro_batches)
+    if costs is not None and not isinstance(costs, CostModel):
+        raise InputError(f"costs must be a CostModel, such as train.fit_costs gives, or None, got {costs!r}")
     if cut_tokens is not None:
         # Smaller partitions are only faster, and a picture is never cut.
         cut_tokens = max([cut_tokens, *(picture.num_tokens for forest in forests for picture in forest.pictures)])
@@ -138,10 +135,9 @@ def plan_batch(
         for i in np.flatnonzero(is_cut)
         if max_tokens is not None
     )
-    num_partitions = sum(len(tree.partitions) for tree in partitioned)
     whole = np.flatnonzero(~np.array(is_cut, bool))
     sizes = np.array([tree.num_tokens for tree in trees], np.int64)
-    bins = _split_bins(_bins(whole, sizes, max_tokens, fill_tokens), sizes, min_micro_batches - num_partitions)
+    bins = _bins(whole, sizes, max_tokens, fill_tokens)
     return Plan(
         micro_batches=tuple(_micro_batch([trees[i] for i in bin], [branches[i] for i in bin]) for bin in bins),
         max_tokens=max_tokens,
@@ -154,13 +150,6 @@ def _check_limits(**limits: int | None) -> None:
     for name, value in limits.items():
         if value is not None and not is_count(value, least=1):
             raise InputError(f"{name} must be an integer of at least 1, or None, got {value!r}")
-
-
-def _check_options(costs: CostModel | None, min_micro_batches: int) -> None:
-    if costs is not None and not isinstance(costs, CostModel):
-        raise InputError(f"costs must be a CostModel, such as train.fit_costs gives, or None, got {costs!r}")
-    if not is_count(min_micro_batches, least=0):
-        raise InputError(f"min_micro_batches must be an integer of at least 0, got {min_micro_batches!r}")
 
 
 def _least(*limits: int | None) -> int | None:
@@ -205,33 +194,6 @@ def _bins(
     bins = np.array(pack(sizes[together].tolist(), room), np.int64)
     members = np.split(together[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
     return sorted([[tree] for tree in alone.tolist()] + [trees.tolist() for trees in members if trees.size])
-
-
-def _split_bins(bins: list[list[int]], sizes: NDArray[np.int64], num_wanted: int) -> list[list[int]]:
-    """At least `num_wanted` bins: the fullest bin with several trees is halved repeatedly, then empty ones follow."""
-    single = [members for members in bins if len(members) == 1]
-    splittable = [(-int(sizes[members].sum()), members) for members in bins if len(members) > 1]
-    heapq.heapify(splittable)
-    while splittable and len(single) + len(splittable) < num_wanted:
-        _, fullest = heapq.heappop(splittable)
-        for half in _halves(fullest, sizes):
-            if len(half) == 1:
-                single.append(half)
-            else:
-                heapq.heappush(splittable, (-int(sizes[half].sum()), half))
-    split = sorted([*single, *(members for _, members in splittable)])
-    return split + [[] for _ in range(num_wanted - len(split))]
-
-
-def _halves(members: list[int], sizes: NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Two parts of about equal size: largest trees first, each to the smaller part so far."""
-    halves: tuple[list[int], list[int]] = ([], [])
-    room = [0, 0]
-    for tree in sorted(members, key=lambda i: -int(sizes[i])):
-        less = int(room[1] < room[0])
-        halves[less].append(tree)
-        room[less] += int(sizes[tree])
-    return sorted(halves[0]), sorted(halves[1])
 
 
 def _micro_batch(trees: Sequence[Forest], branches: Sequence[NDArray[np.int64]]) -> MicroBatch:

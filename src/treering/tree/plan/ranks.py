@@ -1,4 +1,4 @@
-"""Data-parallel balance: which rank trains which forests, by estimated cost, in equally many forward passes."""
+"""Data-parallel balance: which rank trains which forests, by estimated cost."""
 
 import heapq
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
-from treering.tree.plan.plan import plan_batch
 from treering.types import is_count
 
 
@@ -20,17 +19,15 @@ class RankShare:
 
     Attributes:
         forests: int64, numbers of its forests, ascending; a rank may have none.
-        num_micro_batches: forward passes of every rank, for `plan_batch(..., min_micro_batches=...)`.
         cost: its estimated seconds; its distinct tokens without a cost model.
     """
 
     forests: NDArray[np.int64]
-    num_micro_batches: int
     cost: float
 
 
 def share_among_ranks(
-    forests: Sequence[Forest], num_ranks: int, max_tokens: int | None = None, costs: CostModel | None = None
+    forests: Sequence[Forest], num_ranks: int, costs: CostModel | None = None
 ) -> tuple[RankShare, ...]:
     """Assigns every forest to one rank: the costliest first, each to the rank with the least cost so far.
 
@@ -40,11 +37,10 @@ def share_among_ranks(
     Args:
         forests: of the whole optimizer batch; a forest is never split.
         num_ranks: at least 1.
-        max_tokens: budget of each rank's micro-batches.
         costs: the cost model that each rank plans with; None balances distinct tokens.
 
     Raises:
-        InputError: `num_ranks` or the budget is below 1.
+        InputError: `num_ranks` is below 1.
 
     Example: forests of 5, 4, 3 and 3 tokens on two ranks give {5, 3} and {4, 3}.
     """
@@ -57,15 +53,8 @@ def share_among_ranks(
         load, rank = heapq.heappop(loads)
         members[rank].append(number)
         heapq.heappush(loads, (load + prices[number], rank))
-    plans = [plan_batch([forests[i] for i in sorted(own)], max_tokens, costs=costs) for own in members]
-    num_micro_batches = max(plan.num_micro_batches for plan in plans)
     return tuple(
-        RankShare(
-            forests=np.array(sorted(own), np.int64),
-            num_micro_batches=num_micro_batches,
-            cost=float(sum(prices[i] for i in own)),
-        )
-        for own in members
+        RankShare(forests=np.array(sorted(own), np.int64), cost=float(sum(prices[i] for i in own))) for own in members
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.formats.adapters.token_calls import token_call, token_trajectories
+from treering.data.formats.adapters.token_calls import token_call, token_calls, token_trajectories
 from treering.data.formats.codec import check_readable
 from treering.data.formats.fields import array, is_blank, number_field, show, text_field
 from treering.data.formats.messages import decode_messages
@@ -22,6 +22,8 @@ from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
 
 _ROW_KEYS = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs", "trajectory_ids")
+_PRIME_IDS = ("prompt_ids", "completion_ids", "completion_logprobs")
+_SKYRL_IDS = ("prompt_token_ids", "response_ids", "rollout_logprobs")
 _STEP_IDS = ("prompt_ids", "response_ids", "logprobs")
 
 
@@ -34,13 +36,7 @@ def decode_prime_rl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     Example: prompt_ids [1, 2], completion_ids [3] and completion_mask [1] train the token 3.
     """
     check_readable(record, but=("prompt_mask", "completion_mask"))
-    prompt = token_ids(record.get("prompt_ids"), "prompt_ids")
-    shown = np.zeros(prompt.size, np.bool_)
-    if not is_blank(record.get("prompt_mask")):
-        shown = _aligned(decode_mask(record["prompt_mask"], "prompt_mask"), prompt.size, "prompt_mask")
-    return _sequence(
-        record, note, prompt, ("completion_ids", "completion_mask", "completion_logprobs"), shown, record.get("reward")
-    )
+    return _sampled(record, note, _PRIME_IDS, record.get("reward"))
 
 
 def decode_skyrl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
@@ -52,7 +48,12 @@ def decode_skyrl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     Example: prompt_token_ids [1, 2], response_ids [3] and loss_mask [1] train the token 3.
     """
     check_readable(record, but=("loss_mask", "loss_masks"))
-    return [one for row in _rows(record) for one in _skyrl_row(row, note)]
+    found = []
+    for row in _rows(record):
+        named, reward = row.get("trajectory_ids"), row.get("reward") if row.get("rewards") is None else row["rewards"]
+        task = {"task_id": named["instance_id"]} if isinstance(named, dict) and named.get("instance_id") else {}
+        found += _sampled({**row, **task}, note, _SKYRL_IDS, reward)
+    return found
 
 
 def decode_nemo_rl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
@@ -132,42 +133,18 @@ def decode_rllm(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     return found
 
 
-def _sequence(
-    record: Mapping[str, Any],
-    note: Note,
-    prompt: npt.NDArray[np.int32],
-    keys: tuple[str, str, str],
-    shown: npt.NDArray[np.bool_],
-    reward: object,
-    **known: Any,
-) -> list[Trajectory]:
-    """The sequence of a prompt and the completion whose ids, mask and log-probs stand under `keys`."""
-    ids, mask_key, logprob_key = keys
-    completion = token_ids(record.get(ids), ids)
-    if not completion.size:
+def _sampled(record: Mapping[str, Any], note: Note, keys: tuple[str, str, str], reward: object) -> list[Trajectory]:
+    """The one call whose prompt, completion and log-probs stand under `keys`."""
+    if is_blank(record.get(keys[1])):
         note(NO_ANSWER)
         return []
-    mask = np.ones(completion.size, np.bool_)
-    if not is_blank(record.get(mask_key)):
-        mask = _aligned(decode_mask(record[mask_key], mask_key), completion.size, mask_key)
-    logprobs = None
-    if not is_blank(record.get(logprob_key)):
-        given = _aligned(decode_floats(record, logprob_key), completion.size, logprob_key)
-        logprobs = np.concatenate([np.zeros(prompt.size), given])
-    tokens, loss_mask = np.concatenate([prompt, completion]), np.concatenate([shown, mask])
-    known.setdefault("task_id", None)
-    if known["task_id"] is None:
-        known["task_id"] = task_of(record, note, tokens=tokens, loss_mask=loss_mask)
-    return [
-        Trajectory(
-            tokens=tokens,
-            loss_mask=loss_mask,
-            logprobs=logprobs,
-            advantage=number_field(record, "advantage"),
-            reward=_total(reward),
-            **known,
-        )
-    ]
+    call = token_call(record, keys)
+    return token_trajectories(
+        [call],
+        task_id=task_of(record, note, tokens=call.prompt),
+        reward=_total(reward),
+        advantage=number_field(record, "advantage"),
+    )
 
 
 def _rows(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -181,16 +158,6 @@ def _rows(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     rest = {key: value for key, value in record.items() if key not in _ROW_KEYS}
     rows = zip(*columns.values(), strict=True)
     return [{**rest, **dict(zip(columns, row, strict=True))} for row in rows]
-
-
-def _skyrl_row(row: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    prompt = token_ids(row.get("prompt_token_ids"), "prompt_token_ids")
-    mask_key = "loss_mask" if is_blank(row.get("loss_masks")) else "loss_masks"
-    reward = row.get("reward") if row.get("rewards") is None else row["rewards"]
-    named = row.get("trajectory_ids")
-    task_id = named.get("instance_id") if isinstance(named, dict) else None
-    keys = ("response_ids", mask_key, "rollout_logprobs")
-    return _sequence(row, note, prompt, keys, np.zeros(prompt.size, np.bool_), reward, task_id=task_id)
 
 
 def _total(reward: object) -> float | None:
@@ -250,8 +217,7 @@ def _agent(
     if isinstance(record.get("id"), str) and is_blank(record.get("task_id")):
         # An episode is named by its task and the number of its rollout.
         known["task_id"] = record["id"].rpartition(":")[0] or record["id"]
-    if all(isinstance(step, dict) and not is_blank(step.get("response_ids")) for step in steps):
-        calls = [token_call(step, _STEP_IDS, f"{where}.steps[{i}]") for i, step in enumerate(steps)]
+    if calls := token_calls(steps, _STEP_IDS, lambda i: f"{where}.steps[{i}]"):
         if "task_id" not in known:
             known["task_id"] = task_of(record, note, tokens=calls[0].prompt)
         return token_trajectories(calls, **known)

@@ -6,9 +6,9 @@ Source: the models of the package atif 1.8.0.
 from collections.abc import Mapping
 from typing import Any
 
-from treering.data.formats.adapters.token_calls import token_call, token_trajectories
+from treering.data.formats.adapters.token_calls import token_calls, token_trajectories
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import array, is_blank, show, text_field
+from treering.data.formats.fields import array, show, text_field
 from treering.data.formats.messages import decode_messages
 from treering.data.formats.model_calls import TokenCall
 from treering.data.formats.tasks import TASK_KEYS, Note, task_of
@@ -108,7 +108,6 @@ def _result(result: object, calls: list[Mapping[str, Any]], where: str) -> Mappi
 
 
 def _token_calls(steps: list[Mapping[str, Any]], where: str) -> list[TokenCall]:
-    metrics = [(i, step.get("metrics") or {}) for i, step in enumerate(steps) if _is_sampled(step)]
-    if any(is_blank(one.get(key)) for _, one in metrics for key in _IDS[:2]):
-        return []
-    return [token_call(one, _IDS, f"{where}steps[{i}].metrics") for i, one in metrics]
+    sampled = [i for i, step in enumerate(steps) if _is_sampled(step)]
+    metrics = [steps[i].get("metrics") for i in sampled]
+    return token_calls(metrics, _IDS, lambda number: f"{where}steps[{sampled[number]}].metrics")

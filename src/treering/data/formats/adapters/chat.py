@@ -1,11 +1,10 @@
 """Chat records: Treering's own form, and OpenAI's fine-tuning form, which names no task."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from treering.data.formats.codec import decode
-from treering.data.formats.fields import is_blank
+from treering.data.formats.fields import is_blank, parsed
 from treering.data.formats.tasks import NO_TASK, Note, named_task
 from treering.data.trajectory import Trajectory
 from treering.errors import InputError
@@ -21,7 +20,7 @@ def decode_chat(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     "Hello".
     """
     if isinstance(record.get("messages"), str):
-        record = {**record, "messages": _parsed(record["messages"])}
+        record = {**record, "messages": parsed(record["messages"], "messages")}
     for key in ("completion", "response"):
         if not is_blank(record.get("messages")) and not is_blank(record.get(key)):
             raise InputError(
@@ -31,10 +30,3 @@ def decode_chat(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
     if task_id is None:
         note(NO_TASK)
     return [decode({**record, "task_id": task_id})]
-
-
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"messages must be a list or its JSON text, got {text[:60]!r} ({error}); repair it") from error

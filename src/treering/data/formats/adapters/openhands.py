@@ -3,11 +3,11 @@
 Source: evaluation/utils/shared.py of OpenHands, its events, and those of its software agent SDK.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from treering.data.formats.adapters.chat import decode_chat
-from treering.data.formats.adapters.openhands_events import conversations_of
 from treering.data.formats.codec import check_readable
 from treering.data.formats.fields import array, is_blank, number_field, show, text_field
 from treering.data.formats.messages import decode_messages
@@ -18,6 +18,36 @@ from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
 
 _EVENTS = ("history", "events", "trajectory")
+NO_CALL_KEPT = (
+    "events of actions do not have the model's own words, so their calls are written from the events' arguments; read "
+    "the run's messages or llm_completions to train the words themselves"
+)
+_NO_MESSAGE = frozenset(
+    {"recall", "change_agent_state", "agent_state_changed", "null", "condense", "condensation_request", "loop_recovery"}
+)
+_OWN_ARGS = frozenset(
+    {
+        *("thought", "blocking", "keep_prompt", "is_input", "is_static", "hidden", "cwd", "confirmation_state"),
+        *("security_risk", "wait_for_response", "include_extra", "kernel_init_code", "impl_source", "view_range"),
+        *("return_browser_output", "translated_ipython_code"),
+    }
+)
+"""Arguments of an action that OpenHands adds to those of the call."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """What was read of a run: chat messages by the ids of their events, and what stood before a condensation."""
+
+    note: Note
+    messages: list[tuple[object, dict[str, Any]]] = field(default_factory=list)
+    before: list[list[dict[str, Any]]] = field(default_factory=list)
+    tools: object = None
+    answers: dict[object, dict[str, Any]] = field(default_factory=dict)
+    """Answers of the model by the ids of its responses, one for all calls of a response."""
+
+    def add(self, event: Mapping[str, Any], message: dict[str, Any]) -> None:
+        self.messages.append((event.get("id"), message))
 
 
 def decode_openhands(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
@@ -38,7 +68,7 @@ def decode_openhands(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
         note(NO_ANSWER)
         return []
     events = [event for one in array(key, record[key]) for event in (one if isinstance(one, list) else [one])]
-    found, tools = conversations_of(events, key, note)
+    found, tools = _conversations(events, key, note)
     instruction = text_field(record, "instruction")
     if not any(message.role == "user" for message in found[0]) and instruction:
         found = [_with_instruction(messages, instruction) for messages in found]
@@ -74,3 +104,173 @@ def _reward(record: Mapping[str, Any]) -> float | None:
         if isinstance(place, dict) and isinstance(place.get("resolved"), bool):
             return float(place["resolved"])
     return number_field(record, "reward")
+
+
+def _conversations(
+    events: Iterable[object], name: str, note: Note
+) -> tuple[list[tuple[Message, ...]], tuple[Mapping[str, Any], ...]]:
+    """The conversation of the events, or one per stretch between condensations, and the tools.
+
+    After a condensation the kept messages are context. Only the agent's messages are trained.
+
+    Raises:
+        InputError: an event that is no object, or events without any message.
+
+    Example: a `MessageEvent` of the user and an `ActionEvent` are a user's message and an assistant's call.
+    """
+    run = _Run(note=note)
+    for i, event in enumerate(events):
+        if not isinstance(event, dict):
+            raise InputError(f"{name}[{i}] must be an event, an object, got {show(event)}; repair it")
+        _read(event, run, f"{name}[{i}]")
+    stretches = [*run.before, [message for _, message in run.messages]]
+    if not any(stretches):
+        raise InputError(f"{name} holds no message, action or observation; drop the record")
+    return [decode_messages(one, name) for one in stretches if one], nested_tools(run.tools, f"tools of {name}")
+
+
+def _read(event: Mapping[str, Any], run: _Run, where: str) -> None:
+    kind = event.get("kind")
+    if isinstance(kind, str):
+        if (read := _KINDS.get(kind)) is not None:
+            read(event, run, where)
+        return
+    if isinstance(event.get("role"), str):
+        run.add(event, dict(event))
+    elif isinstance(event.get("action"), str):
+        _read_action(event, run, where)
+    elif isinstance(event.get("observation"), str):
+        _read_observation(event, run, where)
+    else:
+        raise InputError(
+            f"{where} is an event with action, observation or kind, got the keys {', '.join(event) or 'none'}; drop it"
+        )
+
+
+def _read_action(event: Mapping[str, Any], run: _Run, where: str) -> None:
+    action, args = event["action"], event.get("args")
+    args = args if isinstance(args, dict) else {}
+    if action == "condensation":
+        _condense(args, run, where)
+    elif action == "system":
+        run.tools = args.get("tools") or run.tools
+        run.add(event, {"role": "system", "content": args.get("content")})
+    elif action == "message" and event.get("source") == "user":
+        run.add(event, {"role": "user", "content": args.get("content")})
+    elif action not in _NO_MESSAGE and event.get("source") != "user":
+        _add_answer(event, run, args)
+
+
+def _add_answer(event: Mapping[str, Any], run: _Run, args: Mapping[str, Any]) -> None:
+    """The model's own message where the event keeps it, once for all calls of a response; else its arguments."""
+    metadata = event.get("tool_call_metadata")
+    response = metadata.get("model_response") if isinstance(metadata, dict) else None
+    choices = response.get("choices") if isinstance(response, dict) else None
+    message = (
+        choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+    )
+    if isinstance(response, dict) and isinstance(message, dict):
+        identity = response.get("id")
+        if identity is None or identity not in run.answers:
+            run.answers[identity] = message
+            run.add(event, {**message, "role": "assistant"})
+        return
+    if event["action"] == "message":
+        run.add(event, {"role": "assistant", "content": args.get("content")})
+        return
+    run.note(NO_CALL_KEPT)
+    given = {key: value for key, value in args.items() if key not in _OWN_ARGS and value is not None}
+    call = {"name": event["action"], "arguments": given}
+    thought = args.get("thought")
+    run.add(
+        event,
+        {
+            "role": "assistant",
+            "content": thought if isinstance(thought, str) and thought else None,
+            "tool_calls": [call],
+        },
+    )
+
+
+def _read_observation(event: Mapping[str, Any], run: _Run, where: str) -> None:
+    if event["observation"] in _NO_MESSAGE:
+        return
+    metadata = event.get("tool_call_metadata")
+    call_id = metadata.get("tool_call_id") if isinstance(metadata, dict) else None
+    run.add(event, {"role": "tool", "tool_call_id": call_id, "content": event.get("content") or ""})
+
+
+def _condense(args: Mapping[str, Any], run: _Run, where: str) -> None:
+    """Ends a stretch; the next one begins with what is kept, and with the summary where one was written."""
+    run.before.append([message for _, message in run.messages])
+    start, end = args.get("forgotten_events_start_id"), args.get("forgotten_events_end_id")
+    if isinstance(start, int) and isinstance(end, int):
+        forgotten: set[object] = set(range(start, end + 1))
+    else:
+        forgotten = set(args.get("forgotten_event_ids") or [])
+    kept = [(event_id, _context(message)) for event_id, message in run.messages if event_id not in forgotten]
+    if summary := text_field(args, "summary", f"{where}.summary"):
+        offset = args.get("summary_offset")
+        place = offset if isinstance(offset, int) else min(1, len(kept))
+        kept.insert(place, (None, {"role": "user", "content": summary}))
+    run.messages = kept
+
+
+def _context(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "weight": 0} if message.get("role") == "assistant" else message
+
+
+def _read_system(event: Mapping[str, Any], run: _Run, where: str) -> None:
+    run.tools = event.get("tools") or run.tools
+    run.add(event, {"role": "system", "content": event.get("system_prompt")})
+
+
+def _read_message(event: Mapping[str, Any], run: _Run, where: str) -> None:
+    message = event.get("llm_message")
+    if not isinstance(message, dict):
+        raise InputError(f"{where} is a MessageEvent and needs llm_message, got {show(message)}; drop it")
+    role = message.get("role") or ("assistant" if event.get("source") == "agent" else "user")
+    known = ("content", "tool_calls", "reasoning_content", "thinking_blocks", "tool_call_id", "name")
+    run.add(event, {"role": role, **{key: message[key] for key in known if not is_blank(message.get(key))}})
+
+
+def _read_call(event: Mapping[str, Any], run: _Run, where: str) -> None:
+    call = event.get("tool_call")
+    if not isinstance(call, dict):
+        run.note(NO_CALL_KEPT)
+        action = event["action"] if isinstance(event.get("action"), dict) else {}
+        given = {key: value for key, value in action.items() if key != "kind" and value is not None}
+        call = {"id": event.get("tool_call_id"), "name": event.get("tool_name"), "arguments": given}
+    identity = event.get("llm_response_id")
+    if identity is not None and identity in run.answers:
+        run.answers[identity]["tool_calls"].append(call)
+        return
+    known = ("reasoning_content", "thinking_blocks")
+    message = {
+        "role": "assistant",
+        "content": event.get("thought") or None,
+        "tool_calls": [call],
+        **{key: event[key] for key in known if not is_blank(event.get(key))},
+    }
+    run.answers[identity] = message
+    run.add(event, message)
+
+
+def _read_result(event: Mapping[str, Any], run: _Run, where: str) -> None:
+    observation = event.get("observation")
+    content: object = event.get("error") or event.get("rejection_reason") or event.get("content")
+    if isinstance(observation, dict):
+        content = observation.get("content") or observation.get("output") or content
+    run.add(event, {"role": "tool", "tool_call_id": event.get("tool_call_id"), "content": content or ""})
+
+
+_KINDS: Mapping[str, Callable[[Mapping[str, Any], _Run, str], None]] = {
+    "SystemPromptEvent": _read_system,
+    "MessageEvent": _read_message,
+    "ActionEvent": _read_call,
+    "ObservationEvent": _read_result,
+    "AgentErrorEvent": _read_result,
+    "UserRejectObservation": _read_result,
+    "Condensation": _condense,
+}
+"""The SDK's events that a model sees; the others are of the interface."""

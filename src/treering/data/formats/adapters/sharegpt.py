@@ -3,13 +3,12 @@
 Source: data/README.md of LLaMA-Factory.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from treering.data.formats.adapters.preference import preference_pair
+from treering.data.formats.adapters.trl import preference_pair
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import array, is_blank, number_field, show, text_field
+from treering.data.formats.fields import array, is_blank, number_field, parsed, show, text_field
 from treering.data.formats.messages import decode_messages
 from treering.data.formats.tasks import Note, task_of
 from treering.data.formats.tool_calls import nested_tools
@@ -76,11 +75,5 @@ def _calls(content: object, where: str) -> list[Any] | None:
     text = text_field({"value": content}, "value", f"{where}.value") or ""
     if not text.strip().startswith(("{", "[")):
         return None
-    try:
-        calls = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{where} is a function_call, JSON with name and arguments, got {show(text)} ({error}); repair it, or "
-            "write it as a turn of gpt"
-        ) from error
+    calls = parsed(text, f"{where}, a function_call,")
     return calls if isinstance(calls, list) else [calls]

@@ -4,12 +4,11 @@ Source: "Dataset formats and types" of TRL's documentation.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from treering.data.formats.adapters.chat import decode_chat
-from treering.data.formats.adapters.preference import preference_pair
-from treering.data.formats.codec import check_readable, decode_scalars
-from treering.data.formats.fields import is_blank, show, text_field
+from treering.data.formats.codec import check_readable, decode_scalars, first_prompt_id
+from treering.data.formats.fields import is_blank, number_field, show, text_field
 from treering.data.formats.messages import decode_messages
 from treering.data.formats.model_calls import as_context
 from treering.data.formats.tasks import Note, task_of
@@ -115,3 +114,36 @@ def _text_pair(record: Mapping[str, Any], note: Note, chosen: str, rejected: str
     begin = (Message(role="user", content=prompt),) if prompt else ()
     answers = [(Message(role="assistant", content=text),) for text in (chosen, rejected)]
     return preference_pair(record, note, begin, answers[0], answers[1], text_format=RAW_FORMAT)
+
+
+def preference_pair(
+    record: Mapping[str, Any],
+    note: Note,
+    prompt: tuple[Message, ...],
+    chosen: tuple[Message, ...],
+    rejected: tuple[Message, ...],
+    *,
+    tools: tuple[Mapping[str, Any], ...] = (),
+    text_format: str = "chat",
+) -> list[Trajectory]:
+    """Both answers to one prompt, of which only the answers are trained; rewards are `score_chosen`, `score_rejected`.
+
+    Raises:
+        InputError: equal answers.
+    """
+    if chosen == rejected:
+        raise InputError("chosen and rejected are the same, so neither is preferred; drop the record")
+    shown = as_context(prompt)
+    sides: tuple[Literal["chosen", "rejected"], ...] = ("chosen", "rejected")
+    task_id = task_of(record, note, messages=shown) if prompt else first_prompt_id((*chosen, *rejected), None, None)
+    return [
+        Trajectory(
+            task_id=task_id,
+            messages=(*shown, *answer),
+            tools=tools,
+            format=text_format,
+            reward=number_field(record, f"score_{side}"),
+            preference=side,
+        )
+        for side, answer in zip(sides, (chosen, rejected), strict=True)
+    ]

@@ -3,21 +3,20 @@
 Source: `RolloutOutput` in verifiers/types.py and `state_to_output` in verifiers/utils/save_utils.py, verifiers 0.1.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from treering.data.formats.adapters.token_calls import token_call, token_trajectories
+from treering.data.formats.adapters.token_calls import token_calls, token_trajectories
 from treering.data.formats.adapters.trl import prompt_and_completion
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import is_blank, number_field
+from treering.data.formats.fields import is_blank, number_field, parsed
 from treering.data.formats.model_calls import TokenCall
 from treering.data.formats.tasks import NO_ANSWER, Note, task_of
 from treering.data.formats.tool_calls import nested_tools
 from treering.data.trajectory import RAW_FORMAT, Trajectory
-from treering.errors import InputError
 
 _TOOLS = ("tools", "tool_defs", "oai_tools")
+_IDS = ("prompt_ids", "completion_ids", "completion_logprobs")
 
 
 def decode_verifiers(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
@@ -62,32 +61,17 @@ def _with_parsed_calls(record: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parsed_calls(messages: object, key: str) -> object:
     if not isinstance(messages, list):
         return messages
-    parsed = []
+    found = []
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         if isinstance(calls, list) and any(isinstance(call, str) for call in calls):
-            message = {**message, "tool_calls": [_parsed(call, f"{key}[{i}].tool_calls") for call in calls]}
-        parsed.append(message)
-    return parsed
-
-
-def _parsed(call: object, where: str) -> object:
-    if not isinstance(call, str):
-        return call
-    try:
-        return json.loads(call)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} holds calls as JSON text, got {call[:60]!r} ({error}); repair it") from error
+            message = {**message, "tool_calls": [parsed(call, f"{key}[{i}].tool_calls") for call in calls]}
+        found.append(message)
+    return found
 
 
 def _token_calls(steps: object) -> list[TokenCall]:
-    if not isinstance(steps, list):
-        return []
-    tokens = [step["tokens"] for step in steps if isinstance(step, dict) and isinstance(step.get("tokens"), dict)]
-    # Where a call has no ids, the text of all is read.
-    if len(tokens) < len(steps):
-        return []
-    return [
-        token_call(one, ("prompt_ids", "completion_ids", "completion_logprobs"), f"trajectory[{i}].tokens")
-        for i, one in enumerate(tokens)
-    ]
+    tokens = (
+        [step.get("tokens") if isinstance(step, dict) else None for step in steps] if isinstance(steps, list) else []
+    )
+    return token_calls(tokens, _IDS, lambda i: f"trajectory[{i}].tokens")

@@ -1,4 +1,4 @@
-"""Files of traces: JSON Lines, plain or gzipped, an episode or a trace a line. Errors begin with file and line."""
+"""Files of traces, an episode or a trace a record. Errors begin with file and line."""
 
 import json
 import os
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from treering.data.formats.files import numbered_lines, parse_line, write_lines
+from treering.data.formats.containers import read_records
+from treering.data.formats.fields import placed
+from treering.data.formats.files import write_lines
 from treering.data.formats.traces.record import decode_traces, encode_trace
 from treering.data.trace import Reason, Trace
 from treering.errors import DataWarning, InputError
@@ -19,7 +21,7 @@ _DECIMALS = 4
 
 
 def read_traces(path: str | os.PathLike[str]) -> list[Trace]:
-    """All traces of a `traces.jsonl` of verifiers v1, in file order; `.gz` files are decompressed.
+    """All traces of a `traces.jsonl` of verifiers v1, or another file that `read_records` reads, in file order.
 
     A line is an episode, whose traces belong together, or one trace. Episodes without traces are left out.
 
@@ -32,7 +34,10 @@ def read_traces(path: str | os.PathLike[str]) -> list[Trace]:
     Example: `[t for trace in read_traces("traces.jsonl") for t in trace.trajectories()]`.
     """
     file = Path(path)
-    lines = [parse_line(file, number, line, decode_traces) for number, line in numbered_lines(file)]
+    lines = []
+    for where, record in read_records(file):
+        with placed(where):
+            lines.append(decode_traces(record))
     traces = [trace for found in lines for trace in found]
     if not traces:
         raise InputError(f"{file}: a file of traces holds at least one trace, got 0 in {len(lines)} lines; check it")

@@ -14,7 +14,6 @@ from treering.engine.decoder.cuda.attention import num_parts
 from treering.engine.decoder.cuda.device import num_processors
 from treering.engine.decoder.cuda.passes import ROWS_OF_TILES
 from treering.engine.decoder.weights import DecoderWeights, Sizes, activation_widths
-from treering.types import ModelShape
 
 
 class Views(NamedTuple):
@@ -68,17 +67,7 @@ class Buffers:
         return Views._make([*(tensor[:num_tokens] for tensor in self._tensors), parts, lse])
 
 
-def buffer_bytes(sizes: Sizes | ModelShape, dtype: torch.dtype, *, num_tokens: int, num_processors: int) -> int:
-    """Bytes of `Buffers` without logits, on a device with `num_processors` multiprocessors.
-
-    Example: Qwen3-8B in bfloat16 has 59,392 numbers a token, which is 487 MB for 4,096 tokens, plus 68 MB for parts.
-    """
-    num_lines = _most_lines(sizes, num_tokens, num_processors)
-    line = torch.float32.itemsize * sizes.num_heads * (sizes.head_size + 1)
-    return num_tokens * sum(activation_widths(sizes).values()) * dtype.itemsize + num_lines * line
-
-
-def _most_lines(sizes: Sizes | ModelShape, num_tokens: int, num_processors: int) -> int:
+def _most_lines(sizes: Sizes, num_tokens: int, num_processors: int) -> int:
     """Most tokens times parts of a pass with more than `num_tokens` / 2 and up to `num_tokens` tokens."""
     # Fewer tokens mean fewer tiles, and so more parts.
     fewest_tiles = num_tokens // 2 * (sizes.num_heads // sizes.num_kv_heads) // ROWS_OF_TILES[-1]

@@ -11,12 +11,11 @@ from typing import Any
 from torch import nn
 
 from treering.extras import require
-from treering.integrations.vllm.engine.environment import environment_with
 from treering.integrations.vllm.engine.guard import end_with_this_process
 from treering.integrations.vllm.engine.llm_requirements import EXTENSION
 from treering.integrations.vllm.engine.weights import checkpoint_of
 from treering.integrations.vllm.requirements import speculative_config
-from treering.integrations.vllm.settings import CONFIG_VARIABLE, HISTORY_VARIABLE
+from treering.integrations.vllm.settings import CONFIG_VARIABLE, HISTORY_VARIABLE, environment_with
 from treering.model.wrappers import unwrap
 
 _BLOCK_SIZE = 32

@@ -16,9 +16,16 @@ from treering.engine.request import Request, as_requests
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.stop_strings import Decode
 from treering.errors import InputError, StateError
+from treering.history.draft.drafter import Drafter
+from treering.integrations.vllm.array_bytes import packed, unpacked
 from treering.integrations.vllm.engine.counts import Counts
-from treering.integrations.vllm.engine.draft_link import DraftLink, LearntState
-from treering.integrations.vllm.engine.llm_requirements import check_engine_settings, check_llm, has_proposer
+from treering.integrations.vllm.engine.llm_requirements import (
+    Verification,
+    check_engine_settings,
+    check_llm,
+    has_proposer,
+    set_verification,
+)
 from treering.integrations.vllm.engine.running import RunningRollout
 from treering.integrations.vllm.engine.sampling import (
     Truncated,
@@ -27,7 +34,6 @@ from treering.integrations.vllm.engine.sampling import (
     is_truncated,
     sampling_params,
 )
-from treering.integrations.vllm.engine.verification import Verification, set_verification
 from treering.integrations.vllm.engine.weights import checkpoint_of, fingerprint
 
 _NO_LIMIT = 1 << 62
@@ -55,7 +61,7 @@ class VLLMEngine(Engine):
         decode: Decode | None = None,
         truncated: Truncated = "refuse",
         verification: Verification = "rejection",
-        drafter: LearntState | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Loads the model's present weights into the LLM, which no one else may use from then on.
 
@@ -85,7 +91,7 @@ class VLLMEngine(Engine):
         self._max_batch = max_batch or config.scheduler_config.max_num_seqs
         self._max_model_len = config.model_config.max_model_len
         self._has_drafts = config.speculative_config is not None
-        self._names_prompt = has_proposer(config)
+        self._has_proposer = has_proposer(config)
         self._admission = Admission(
             vocab_size=config.model_config.get_vocab_size(),
             max_context=_NO_LIMIT,
@@ -98,7 +104,11 @@ class VLLMEngine(Engine):
         self._num_submitted = 0
         self._counts = Counts()
         set_verification(llm, verification)
-        self._draft_link = DraftLink(llm, drafter) if has_proposer(config) else None
+        self._drafter = drafter
+        if self._has_proposer:
+            llm.collective_rpc("treering_refresh")
+            if drafter is not None:
+                llm.collective_rpc("treering_load_state", args=(packed(drafter.state()),))
         self._version = version
         self._load_weights()
 
@@ -186,8 +196,12 @@ class VLLMEngine(Engine):
 
     def refresh_history(self) -> None:
         """See `Engine.refresh_history`; also brings back what the drafter inside vLLM has learnt."""
-        if self._draft_link is not None:
-            self._draft_link.refresh()
+        if not self._has_proposer:
+            return
+        self._llm.collective_rpc("treering_refresh")
+        if self._drafter is not None:
+            (state, *_) = self._llm.collective_rpc("treering_state")
+            self._drafter.load_state(unpacked(state))
 
     @property
     def _keys(self) -> set[RolloutKey]:
@@ -217,7 +231,7 @@ class VLLMEngine(Engine):
             num_tokens=start.num_tokens,
             vocab_size=self._admission.vocab_size,
             seed=self._seed,
-            names_prompt=self._names_prompt,
+            names_prompt=self._has_proposer,
         )
         prompt = [*request.prompt.tolist(), *start.tokens.tolist()]
         vllm_id = f"treering-{self._num_submitted}"

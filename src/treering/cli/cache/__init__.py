@@ -1,1 +1,0 @@
-"""`treering cache`: what is kept of trajectory files for the next start."""

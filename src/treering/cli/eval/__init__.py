@@ -1,0 +1,1 @@
+"""`treering eval`: held-out data, measured."""

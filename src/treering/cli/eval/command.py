@@ -1,0 +1,191 @@
+"""`treering eval`: measures a checkpoint or a model on held-out data, as a run does, and prints the metrics."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from treering.cli.corpus import load_corpus
+from treering.cli.display.progress import WorkProgress, warnings_as_lines
+from treering.cli.display.tables import facts_table
+from treering.cli.eval.options import EvalOptions
+from treering.cli.hub import find_folder, find_model
+from treering.cli.models import choose_device, load_checkpoint
+from treering.cli.push.staging import find_checkpoint
+from treering.cli.settings import compute_options
+from treering.cli.sft.held_out import read_files, split_corpus
+from treering.cli.stdout import only_results_on_stdout
+from treering.cli.train.held_out import load_held_out, measure_rewards
+from treering.config import RlConfig, SftConfig, load
+from treering.config.load import load_written
+from treering.errors import ConfigError, InputError
+from treering.report.run import CONFIG_FILE
+from treering.train.loop.held_out import HeldOutLoss, Measure
+from treering.train.loop.run import CHECKPOINTS_FOLDER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is evaluated.
+
+    Attributes:
+        weights: folder of the checkpoint or model.
+        config: with its [eval] set.
+    """
+
+    weights: Path
+    config: SftConfig | RlConfig
+
+
+def find_target(options: EvalOptions) -> Target:
+    """The target of a command line.
+
+    Raises:
+        ConfigError, InputError: there is no such run or model, or nothing to evaluate it on.
+    """
+    name, files, reward, overrides = options.name, options.file or [], options.reward, options.overrides or []
+    weights, is_run = find_weights(name, options.step), is_a_run(name)
+    written = _written(Path(name)) if is_run else {}
+    data = _data_settings(files, is_prompts=reward is not None or "rl" in written)
+    if reward is not None:
+        data.append(f"task.reward={json.dumps(reward)}")
+    config: SftConfig | RlConfig
+    if is_run and (reward is None or "rl" in written):
+        source = str(Path(name) / CONFIG_FILE)
+        config_type: type[SftConfig | RlConfig] = RlConfig if "rl" in written else SftConfig
+        written = {**written, "eval": {**written.get("eval", {}), **({"share": None} if files else {})}}
+        config = _at(weights, load_written(config_type, written, [*data, *overrides], source=source))
+    elif files:
+        config = _of_model(weights, data, overrides, is_prompts=reward is not None)
+    else:
+        raise ConfigError(f"{name} is a model, which says nothing of held-out data; name some with --file")
+    if not config.eval.is_set:
+        raise ConfigError(f"the run in {name} has no [eval] that names held-out data; name some with --file")
+    return Target(weights=weights, config=config)
+
+
+def is_a_run(name: str) -> bool:
+    """Whether a name is that of a run's folder."""
+    return (Path(name) / CHECKPOINTS_FOLDER).is_dir()
+
+
+def find_weights(name: str, step: int | None) -> Path:
+    """The folder of a run's checkpoint, or of a model.
+
+    Args:
+        name: folder of a run, or folder or hub id of a model.
+        step: of the run's checkpoint; None is the newest.
+
+    Raises:
+        InputError: there is no such checkpoint or model, or a step of a model.
+    """
+    if is_a_run(name):
+        return find_checkpoint(Path(name), step).resolve()
+    if step is not None:
+        raise InputError(f"--step names a checkpoint of a run, and {name} is a model; leave it out")
+    return find_folder(name, [Path()], setting="RUN_OR_MODEL").resolve()
+
+
+def _written(folder: Path) -> Mapping[str, Any]:
+    try:
+        written = dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(
+            f"{folder / CONFIG_FILE} holds the settings of a run, and it cannot be read ({error}); name a checkpoint "
+            f"in {folder / CHECKPOINTS_FOLDER} instead, with --file"
+        ) from error
+    # It stands beside the sections, for `watch`.
+    return {name: value for name, value in written.items() if name != "num_steps"}
+
+
+def _data_settings(files: Sequence[Path], *, is_prompts: bool) -> list[str]:
+    if is_prompts and len(files) > 1:
+        raise ConfigError(f"prompts are read from one file, and --file names {len(files)}; join them")
+    names = [str(file.resolve()) if file.exists() else str(file) for file in files]
+    if not names:
+        return []
+    return [f"eval.file={json.dumps(names[0])}" if is_prompts else f"eval.files={json.dumps(names)}"]
+
+
+def _of_model(
+    weights: Path, data: Sequence[str], overrides: Sequence[str], *, is_prompts: bool
+) -> SftConfig | RlConfig:
+    """A configuration whose only data are held out; nothing is trained."""
+    path = f"model.path={json.dumps(str(weights))}"
+    if is_prompts:
+        task = data[0].replace("eval.file", "task.file", 1)
+        return load(RlConfig, None, ["rl.num_steps=1", path, "task.kind=prompts", task, *data, *overrides])
+    return load(
+        SftConfig, None, ["train.num_steps=1", path, data[0].replace("eval.files", "data.files", 1), *data, *overrides]
+    )
+
+
+def _at(weights: Path, config: SftConfig | RlConfig) -> SftConfig | RlConfig:
+    """The configuration with the tokenizer and the stop tokens that lie in the checkpoint.
+
+    Checkpoints of adapters have no configuration of a model: then its base model is looked up again.
+    """
+    update: dict[str, Any] = {}
+    has_tokenizer = (weights / "tokenizer.json").is_file()
+    if has_tokenizer and (weights / CONFIG_FILE).is_file():
+        update["model"] = config.model.model_copy(update={"path": str(weights), "revision": None})
+    section = "data" if isinstance(config, SftConfig) else "task"
+    if has_tokenizer:
+        update[section] = getattr(config, section).model_copy(update={"tokenizer": str(weights)})
+    return config.model_copy(update=update)
+
+
+def run(options: EvalOptions) -> None:
+    """Evaluates, and prints the metrics as JSON or as a table.
+
+    Raises:
+        ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
+    """
+    # Its own progress bars would flicker through ours.
+    transformers_logging.disable_progress_bar()
+    with only_results_on_stdout() as results:
+        target = find_target(options)
+        console = Console(stderr=True, highlight=False)
+        with warnings_as_lines(console), WorkProgress(console) as progress, ExitStack() as stack:
+            measure = _measure(target, stack)
+            values = dict(measure(lambda phase, done, planned: progress.show(f"{phase} {done:,} of {planned:,}")))
+        if options.json_output:
+            print(json.dumps({"weights": str(target.weights), **values}, indent=2), file=results, flush=True)
+            return
+        Console(file=results).print(_table(target, values))
+
+
+def _measure(target: Target, stack: ExitStack) -> Measure:
+    config = target.config
+    model = load_checkpoint(target.weights).to(choose_device(config.model.device))
+    if isinstance(config, RlConfig):
+        held = load_held_out(config, Path())
+        assert held is not None, "find_target checks it"
+        stack.callback(held.close)
+        return measure_rewards(config, held, lambda: model)
+    return _loss(config, model)
+
+
+def _loss(config: SftConfig, model: nn.Module) -> HeldOutLoss:
+    folder = find_model(config.model, Path())
+    if config.eval.files:
+        held = read_files(config, config_dir=Path(), model=folder)
+    else:
+        corpus = load_corpus(config.data, config_dir=Path(), model=folder)
+        _, part = split_corpus(config, corpus, config_dir=Path(), model=folder)
+        assert part is not None, "find_target checks it"
+        held = part
+    compute = compute_options(config.model, config.train)
+    return HeldOutLoss(model, held.tasks, compute=compute, layout=config.train.layout)
+
+
+def _table(target: Target, values: dict[str, float]) -> Table:
+    cells = {metric: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for metric, value in values.items()}
+    return facts_table("treering eval", {"weights": str(target.weights), **cells})

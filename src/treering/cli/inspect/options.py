@@ -1,0 +1,159 @@
+"""The options of `treering inspect` and their help; other files of this folder do the work."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from treering.cli.options import Format, JsonOutput, NoCache, one_of
+from treering.data import Renderer, Template
+from treering.errors import ConfigError
+from treering.types import DEFAULT_SHAPE
+
+_SHARING = "What trees save"
+_SHOW = "What is trained"
+_ROLLOUTS = "What rollouts of earlier epochs tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions:
+    """Which files are read, and which of four reports is made of them."""
+
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES...",
+            help="Trajectories: JSON Lines, JSON or Parquet files, plain, gzip or zstandard; folders of them, each one "
+            "set; or quoted patterns of such names.",
+        ),
+    ]
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Hugging Face tokenizer folder or hub id; needed for messages.")
+    ] = None
+    model_shape: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Model whose FLOPs are counted; {DEFAULT_SHAPE}.", rich_help_panel=_SHARING),
+    ] = None
+    template: Annotated[
+        Template,
+        typer.Option(
+            parser=one_of("auto", "plain", "hf"),
+            metavar="auto|plain|hf",
+            help="How messages become text: by the tokenizer's chat template (hf) or the plain form. Default: auto, hf "
+            "where there is a template.",
+        ),
+    ] = "auto"
+    more: Annotated[
+        bool,
+        typer.Option(
+            "--more", help="Show every figure: bounds, other cuts of the data, branching.", rich_help_panel=_SHARING
+        ),
+    ] = False
+    why: Annotated[
+        bool,
+        typer.Option(
+            "--why",
+            help="Show where trajectories part although what follows is the same.",
+            rich_help_panel=_SHARING,
+        ),
+    ] = False
+    show: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Print the first N trajectories as they will be trained: the text with special tokens, what the loss "
+            "covers, and what is shared.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = None
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Print those of one task, all without --show.", rich_help_panel=_SHOW),
+    ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Write them to a page instead; 3 of a file.", rich_help_panel=_SHOW),
+    ] = None
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Replay the rollouts through our drafter instead, and predict the speedup of decoding. Earlier "
+            "rollouts of a prompt are its history: by epoch if every line has one, else in file order.",
+            rich_help_panel=_ROLLOUTS,
+        ),
+    ] = False
+    verify_cost: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            min=0.001,
+            max=1,
+            help="drafts: cost of verifying a drafted token, as a share of a decoding step. Default: that of the "
+            "run's settings, or the drafter's; on CPU try 0.4.",
+            rich_help_panel=_ROLLOUTS,
+        ),
+    ] = None
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Measure instead how well an epoch predicts tokens and lengths of the next one, with controls. FILES "
+            "is the folder of a `treering train` run, or files whose lines have an epoch.",
+            rich_help_panel=_ROLLOUTS,
+        ),
+    ] = False
+    groups: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.", rich_help_panel=_ROLLOUTS),
+    ] = None
+    max_rollouts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="drafts, history: a sample of whole prompts with all their rollouts.",
+            rich_help_panel=_ROLLOUTS,
+        ),
+    ] = None
+    format: Format = "auto"
+    no_cache: NoCache = False
+    json_output: JsonOutput = False
+
+    @property
+    def shows(self) -> bool:
+        """Whether trajectories are shown, instead of counted."""
+        return self.show is not None or self.task is not None or self.html is not None
+
+    def check(self) -> None:
+        """Refuses options of several reports, and those that the chosen one does not read.
+
+        Raises:
+            ConfigError: names them.
+        """
+        if (self.why or self.more) + self.drafts + self.history + self.shows > 1:
+            raise ConfigError(
+                "--why with --more, --show with --task and --html, --drafts, and --history are four reports; ask for "
+                "one of them at a time"
+            )
+        if (self.drafts or self.history or self.shows) and self.model_shape is not None:
+            raise ConfigError("FLOPs are counted for what trees save; leave --model-shape out, or the other report")
+        if self.groups is not None and not self.history:
+            raise ConfigError("--groups says how history is measured; add --history, or leave it out")
+        if self.verify_cost is not None and not self.drafts:
+            raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
+        if self.max_rollouts is not None and not (self.drafts or self.history):
+            raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
+
+    @property
+    def tokenizer_dir(self) -> Path | None:
+        """The folder of the tokenizer, that of a hub id too."""
+        from treering.cli.hub import tokenizer_folder
+
+        return None if self.tokenizer is None else tokenizer_folder(self.tokenizer)
+
+    def renderer(self) -> Renderer:
+        """Makes tokens and masks of the records."""
+        return Renderer(tokenizer=self.tokenizer_dir, template=self.template)

@@ -1,0 +1,1 @@
+"""`treering serve`: a model or a checkpoint over HTTP."""
