@@ -94,12 +94,15 @@ $(RAY)/.installed: pyproject.toml constraints.txt constraints-ray.txt | $(STAMP)
 	  -e '.[dev,ray]'
 	touch $@
 
-# Environments of verifiers, which run in an interpreter of their own, beside the usual one.
+# Environments of verifiers, which run in an interpreter of their own, beside the usual one; and its traces, by its package
+# on the path of the usual one.
 ENV := .venv-env
 ENV_TESTS ?= tests/integrations/verifiers
 env-test: $(ENV)/.installed
 	TREERING_VERIFIERS_PYTHON=$(CURDIR)/$(ENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m "$(MARKS)" \
 	  $(ENV_TESTS)
+	PYTHONPATH=$$(echo $(CURDIR)/$(ENV)/lib/python3*/site-packages) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 \
+	  tests/data/formats/test_traces_of_verifiers.py
 
 $(ENV)/.installed: constraints-env.txt | $(STAMP)
 	$(PYTHON) -m venv --clear $(ENV)
