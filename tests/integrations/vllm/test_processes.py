@@ -1,29 +1,28 @@
 """An engine in processes of its own, as vLLM starts it, gets the drafter through the package's entry point."""
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.integrations.vllm.servers import ROOT, plugins
 from treering.history.store.store import HistoryStore
-from treering.integrations.vllm import request_args
+from treering.integrations.vllm import record, request_args
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_an_engine_in_its_own_processes_drafts_with_identity(
-    model_folder: Path, without_clock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_llm: Any, without_clock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.integrations.vllm import in_process as helpers
-    from tests.integrations.vllm.llms import build, greedy, make_llm
+    from tests.integrations.vllm.llms import build, make_llm
 
-    contexts = helpers.prompts(8)
-    expected = greedy(model_folder, contexts, 60)
+    contexts, greedy = helpers.prompts(8), helpers.sampling(60)
+    expected = helpers.generate(plain_llm, contexts, greedy)
     names = [f"q{i % 4}" for i in range(8)]
     with HistoryStore(tmp_path / "history") as store:
-        for name, tokens in zip(names, expected, strict=True):
-            store.add(name, [np.array(tokens, np.int32)], version=0)
+        record(store, expected, version=0, prompt_ids=names)
         store.publish()
     plugins(tmp_path / "plugins")
     # A spawned process has the paths of this one.
@@ -35,7 +34,7 @@ def test_an_engine_in_its_own_processes_drafts_with_identity(
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     llm = make_llm(build(tied=False), tmp_path / "model", **helpers.drafts())
     params = [helpers.sampling(60, extra_args=request_args(name, 1)) for name in names]
-    assert helpers.tokens_of(helpers.generate(llm, contexts, params)) == expected
+    assert helpers.tokens_of(helpers.generate(llm, contexts, params)) == helpers.tokens_of(expected)
     stats = helpers.stats_of(llm)
     assert stats["has_identity"]
     assert (stats["num_prompts"], stats["num_failures"]) == (4, 0)
