@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.demo.policy import ENOUGH, WarmStart, demo_task, warm_start
+from treering.cli.demo.policy import ENOUGH, MAX_STEPS, WarmStart, demo_task, warm_start
 from treering.cli.demo.report import DemoReport, as_table, make_report
 from treering.cli.demo.run import START_FOLDER, Comparison, DemoSize, best_threads, compare
 from treering.cli.display.log_console import LogConsole, note_doing
-from treering.cli.display.progress import WorkProgress, note_compiling, warnings_as_lines
+from treering.cli.display.progress import StepLines, WorkProgress, note_compiling, warnings_as_lines
 from treering.cli.display.run_display import RunDisplay
 from treering.cli.run_folder import locked
 from treering.cli.signals import advising
@@ -84,10 +84,14 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
     note_doing(console, "warm start")
     note_compiling(console, fill_forest, propose)
     console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
+    lines = StepLines(num_steps=MAX_STEPS, first_step=0, console=console, title="warm start")
     with WorkProgress(console) as progress:
 
         def show(step: int, accuracy: float) -> None:
-            progress.show(f"warm start: step {step}, right {accuracy:.2f} of {enough} wanted")
+            words = f"right {accuracy:.2f} of {enough} wanted"
+            progress.show(f"warm start: step {step}, {words}")
+            if not console.is_terminal:
+                lines.show(step, words)
 
         start = warm_start(task, seed=seed, enough=enough, on_step=show)
     num_bytes = num_tensor_bytes(start.model.state_dict())
