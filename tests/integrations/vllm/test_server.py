@@ -128,8 +128,9 @@ def test_a_served_policy_drafts_from_the_run_s_history_and_follows_its_weights(
         trainer.train()
     logs = trainer.state.log_history[:3]
     gained = [log["rollout/tokens_per_forward"] for log in logs]
-    assert gained[0] > 1.0
-    assert min(gained[1:]) > gained[0]
+    # The history has rollouts of other clients from the start, and those of the run from its second step on.
+    assert min(gained) > 1.0
+    assert gained[-1] > gained[0]
     for call, log in zip(calls.found, logs, strict=True):
         policy = build(tied=False)
         policy.load_state_dict(call.policy)
