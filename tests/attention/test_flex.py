@@ -103,6 +103,8 @@ def test_a_gradient_on_cpu_is_refused() -> None:
 def test_compiled_flex_visits_the_listed_blocks_only_and_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled it looks at the mask alone; compiled kernels follow the lists of blocks."""
     # Of one shape: for any shape torch's C++ names a variable that is not there, or not, by what was compiled before.
-    monkeypatch.setattr(flex, "_dense", torch.compile(flex.flex_attention, dynamic=False, fullgraph=True))
+    compile_any = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compile_any(call, **{**options, "dynamic": False}))
+    monkeypatch.setattr(flex, "_dense", flex._compiled.__wrapped__())
     layout = layout_of(LONG["star"])
     assert_flex_equals_the_reference(layout, Form(scale=0.3, window=30))
