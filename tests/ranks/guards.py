@@ -84,6 +84,7 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     large = tree(rank, num_branches=2, depth=800 if rank == 0 else 2)
     yield "a large tree in step", lambda: step(prepared(), [large], max_tokens=4096, ranks="sharded")
     yield "goes on after an error", lambda: goes_on(rank)
+    yield "a value head of the model", value_head_inside
 
 
 def step(
@@ -153,6 +154,20 @@ def forward_is_that_of_one(num_ranks: int, rank: int) -> None:
 def with_values() -> Objective:
     ones = [[1.0] * len(sequence) for sequence in tree(0)]
     return ppo(ones, ones, ones, returns=ones)
+
+
+def value_head_inside() -> None:
+    """A value head that is a module of the model is summed over ranks once, like one beside it."""
+    found = []
+    for is_inside in (False, True):
+        model, head = build_float64(), nn.Linear(32, 1).double()
+        nn.init.ones_(head.weight), nn.init.ones_(head.bias)
+        if is_inside:
+            model.value_head = head
+        for _ in range(2):
+            step(prepared(model), objective=with_values(), value_head=head)
+        found.append([weight.grad for weight in head.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def goes_on(rank: int) -> None:

@@ -138,7 +138,10 @@ GUARDS = {
     "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
     "forward under ZeRO-3": ("UnsupportedError", "ZeRO-3 has partitioned the weights.*treering.patch"),
 }
-WORKS = ("patch under ZeRO-3", "alone", "forward", "a large tree in step", "goes on after an error")
+WORKS = (
+    *("patch under ZeRO-3", "alone", "forward", "a large tree in step", "goes on after an error"),
+    "a value head of the model",
+)
 
 
 @pytest.mark.parametrize("name", GUARDS)
