@@ -6,8 +6,8 @@ not computed in one forward, the step runs twice: a pass without gradients gives
 every log-prob, and the model's own backward takes these vectors.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -224,7 +224,8 @@ def _backward(
         agreement.num_passes = count_passes(plan, objective) if team.mode == "sharded" else 0
     inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
     reducing = reduced_over_ranks(team, parts, model, value_head)
-    with inside, teaching(objective.distillation, of_teacher, backend), router_hooks(routers), reducing:
+    teaching_too = teaching(objective.distillation, of_teacher, backend)
+    with inside, teaching_too, router_hooks(routers), _casting_anew(), reducing:
         parts = with_features(parts, forests)
         scorer = replace(scorer, parts=parts)
         batch = flatten_batch(entries, objective, team.group.sum)
@@ -266,6 +267,20 @@ def _backward(
         num_scoring_tokens=run.num_scoring_tokens,
         scoring_s=run.scoring_s,
     )
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """Inside, autocast casts weights in every pass.
+
+    Before torch 2.11 its cache keeps those of a pass without gradients, and the next pass would train none of them.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def plan_step(
