@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -58,6 +59,8 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "one is cut", lambda: step(prepared(), [tree(0, depth=2 + 4 * rank)], max_tokens=9)
     yield "other objective", lambda: step(prepared(), objective=dapo([1.0] * 3, [[1] * 6] * 3) if rank else sft())
     yield "one refuses", lambda: step(prepared(), [[[1, 2, 99 if rank == 1 else 3]]])
+    alike = [(np.full((6, 1), 3), np.full((6, 1), -1.0 - rank * number)) for number in range(3)]
+    yield "one teacher differs", lambda: step(prepared(build_float64()), objective=distill(alike))
     yield "other mode", lambda: step(prepared(), ranks="sharded" if rank else "gathered")
     yield "whole but sharded", lambda: step(prepared(build_float64()), ranks="sharded")
     yield "sharded but alone", lambda: step(prepared(), ranks="alone")

@@ -26,7 +26,7 @@ from treering.train.gradient.activations import ParentsChoice, ParentsOption, ch
 from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, MaxTokens, run_by_memory, tokens_that_fit
 from treering.train.gradient.checks import check_inputs, routers_of
 from treering.train.gradient.flat_batch import flatten_batch, read_entries
-from treering.train.gradient.passes import count_passes
+from treering.train.gradient.passes import count_passes, units_of
 from treering.train.gradient.rank_sums import reduced_over_ranks
 from treering.train.gradient.router_losses import RouterLosses, Routing
 from treering.train.gradient.run import StepRun
@@ -220,6 +220,13 @@ def _backward(
             router_losses=router_losses,
         )
         entries = read_entries(forests, objective)
+        teacher = None
+        if objective.distillation is not None:
+            teacher = StepTeacher(
+                objective.distillation, of_teacher, student=parts, forests=forests, temperature=temperature
+            )
+            teacher.check(units_of(plan), entries)
+            scorer = replace(scorer, divergence=teacher.divergence)
         agreement.what = f"{objective.name} with ranks={team.mode!r} and router_losses={router_losses}"
         agreement.num_passes = count_passes(plan, objective) if team.mode == "sharded" else 0
     inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
@@ -232,12 +239,6 @@ def _backward(
         routing = None
         if router_losses is not None and routers is not None:
             routing = Routing(router_losses, routers, plan.num_branch_tokens, team.group.sum)
-        teacher = None
-        if objective.distillation is not None:
-            teacher = StepTeacher(
-                objective.distillation, of_teacher, student=parts, forests=forests, temperature=temperature
-            )
-            scorer = replace(scorer, divergence=teacher.divergence)
         run = StepRun(
             plan,
             objective,
@@ -245,7 +246,6 @@ def _backward(
             scorer,
             parents=parents,
             min_passes=agreement.num_passes,
-            in_step=team.mode == "sharded",
             routing=routing,
             teacher=teacher,
             on_progress=on_progress,
