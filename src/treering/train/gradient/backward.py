@@ -174,7 +174,7 @@ def backward(
     def first() -> int:
         inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
         # Compiled layers keep the hooks of their first forward.
-        with inside, router_hooks(routers_of(router_losses, parts)):
+        with inside, router_hooks(routers_of(router_losses, parts)), _casting_anew(parts.device):
             return tokens_that_fit(parts)
 
     return run_by_memory(parts, weights, step, first)
@@ -232,7 +232,7 @@ def _backward(
     inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
     reducing = reduced_over_ranks(team, parts, model, value_head)
     teaching_too = teaching(objective.distillation, of_teacher, backend)
-    with inside, teaching_too, router_hooks(routers), _casting_anew(), reducing:
+    with inside, teaching_too, router_hooks(routers), _casting_anew(scorer.device), reducing:
         parts = with_features(parts, forests)
         scorer = replace(scorer, parts=parts)
         batch = flatten_batch(entries, objective, team.group.sum)
@@ -270,13 +270,14 @@ def _backward(
 
 
 @contextmanager
-def _casting_anew() -> Iterator[None]:
+def _casting_anew(device: torch.device) -> Iterator[None]:
     """Inside, autocast casts weights in every pass.
 
     Before torch 2.11 its cache keeps those of a pass without gradients, and the next pass would train none of them.
     """
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    # Without autocast it stays, because compiled layers would be compiled again.
+    torch.set_autocast_cache_enabled(before and not torch.is_autocast_enabled(device.type))
     try:
         yield
     finally:
