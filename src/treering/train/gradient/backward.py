@@ -271,13 +271,13 @@ def _backward(
 
 @contextmanager
 def _casting_anew(device: torch.device) -> Iterator[None]:
-    """Inside, autocast casts weights in every pass.
+    """Inside, autocast of torch 2.10 casts weights in every pass.
 
-    Before torch 2.11 its cache keeps those of a pass without gradients, and the next pass would train none of them.
+    Its cache keeps those of a pass without gradients, and the next pass would train none of them.
     """
     before = torch.is_autocast_cache_enabled()
-    # Without autocast it stays, because compiled layers would be compiled again.
-    torch.set_autocast_cache_enabled(before and not torch.is_autocast_enabled(device.type))
+    is_anew = torch.__version__ < "2.11" and torch.is_autocast_enabled(device.type)
+    torch.set_autocast_cache_enabled(before and not is_anew)
     try:
         yield
     finally:
