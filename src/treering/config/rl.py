@@ -47,11 +47,6 @@ class HistoryConfig(Config):
         description="With fixed costs: least chance of a first drafted token; later ones need more. Where a pass over "
         "more tokens takes longer, as on CPUs, drafts pay with about 0.4.",
     )
-    policy: Literal["calibrated", "frequency"] = Field(
-        default="calibrated",
-        description="Which matches vote. calibrated: all, weighted by how often such matches were accepted. "
-        "frequency: the longest ones, each alike; at every branch only the token with the most votes is followed.",
-    )
     shape: Literal["tree", "chain"] = Field(default="tree", description="Whether drafts branch.")
     sources: Annotated[tuple[Literal["history", "siblings", "own", "others"], ...], Field(strict=False)] = Field(
         default=("history", "siblings", "own", "others"),

@@ -15,7 +15,7 @@ from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape
+from treering.history.draft.settings import MIN_ACCEPTANCE, Shape
 from treering.history.features import SOURCES, Source
 from treering.history.store.prompt_index import MARKER, PromptIndex
 from treering.history.store.snapshot import SnapshotSource
@@ -33,7 +33,6 @@ class DraftOptions:
     max_epochs: int = 2
     max_draft: int = 64
     min_acceptance: float = MIN_ACCEPTANCE
-    policy: Policy = "calibrated"
     shape: Shape = "tree"
     sources: tuple[Source, ...] = SOURCES
     publish_new_after: int = 4
@@ -152,7 +151,6 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
         store,
         max_draft=options.max_draft,
         min_acceptance=options.min_acceptance,
-        policy=options.policy,
         shape=options.shape,
         sources=options.sources,
     )

@@ -100,7 +100,7 @@ def test_settings_are_read_from_two_variables(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("min_aceptance = 0.1", "unknown key 'min_aceptance', nearest is 'min_acceptance'"),
-        ("x = 1\npolicy = 3", "unknown key 'x', known are .*; policy is a text, got 3"),
+        ("x = 1\nmin_gain = true", "unknown key 'x', known are .*; min_gain is a number, got True"),
         ("sources = [1]", r"sources is a list of texts, got \[1\]"),
         ("max_live_tokens = true", "max_live_tokens is a whole number, got True"),
         ("min_gain = -1", "min_gain is 0 or more, got -1"),

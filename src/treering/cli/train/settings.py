@@ -144,7 +144,7 @@ def _llm_settings(config: RlConfig, source: TaskSource) -> "LLMSettings":
     drafts = DraftsInVLLM(
         history=config.run.dir / SHARED_HISTORY_FOLDER,
         max_draft=history.max_draft,
-        settings={name: getattr(history, name) for name in ("min_acceptance", "policy", "sources")},
+        settings={name: getattr(history, name) for name in ("min_acceptance", "sources")},
     )
     return LLMSettings(
         max_batch=engine.max_batch,
