@@ -26,6 +26,7 @@ class _Call:
 @dataclass(frozen=True, slots=True)
 class _Left:
     key: RolloutKey
+    answer: "Future[Rollout]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +105,7 @@ class EngineHost(Closing):
 
         def note_leaving(future: "Future[Rollout]") -> None:
             if future.cancelled():
-                self._inbox.put(_Left(request.key))
+                self._inbox.put(_Left(request.key, future))
 
         answer.add_done_callback(note_leaving)
         return answer
@@ -162,7 +163,9 @@ class EngineHost(Closing):
         if isinstance(message, _Run):
             self._attempt(message.function)
         elif isinstance(message, _Left):
-            if self._open.pop(message.key, None) is not None:
+            # Another call may have the key: this one was refused then, or is over.
+            if self._open.get(message.key) is message.answer:
+                del self._open[message.key]
                 self._withdraw([message.key])
         elif self._error is not None:
             _fail(message.answer, self._error)
@@ -196,7 +199,9 @@ class EngineHost(Closing):
         if queued:
             self._queue = [each for each in self._queue if each[2].key not in queued]
             heapify(self._queue)
-        self._engine.abort([key for key in keys if key not in queued])
+        running = [key for key in keys if key not in queued]
+        if running:
+            self._attempt(lambda: self._engine.abort(running))
 
     def _step(self) -> None:
         self._fill()
@@ -217,7 +222,7 @@ class EngineHost(Closing):
         try:
             function()
         except BaseException as error:
-            self._error = error
+            self._error = self._error or error
             self._fail_all(error)
 
     def _fail_all(self, error: BaseException) -> None:

@@ -187,13 +187,13 @@ class TorchEngine(Engine):
 
     def step(self) -> list[Rollout]:
         """See `Engine.step`."""
-        finished, self._undelivered = self._undelivered, []
         while self._waiting and self._table.add(self._waiting[0]):
             self._waiting.popleft()
-        if self._table.num_rows == 0:
-            return finished
         with threads(self._num_threads):
-            return finished + self._advance()
+            ended = self._advance() if self._table.num_rows else []
+        # Only now: a pass may fail.
+        finished, self._undelivered = self._undelivered, []
+        return finished + ended
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """See `Engine.peek`."""
@@ -273,7 +273,15 @@ class TorchEngine(Engine):
             )
 
     def _advance(self) -> list[Rollout]:
-        """Runs one pass over the running rows."""
+        """Runs one pass over the running rows; after one that failed, all keys and values are computed again."""
+        try:
+            return self._run_pass()
+        except BaseException:
+            # Prompts count as computed, and drafts as moved, before they are.
+            self._table.invalidate()
+            raise
+
+    def _run_pass(self) -> list[Rollout]:
         begun = self._clock()
         table = self._table
         if self._speculation.wants_costs:

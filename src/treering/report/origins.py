@@ -19,7 +19,7 @@ from treering.types import PromptId
 LETTERS = "hsox"
 """One letter for each of `SOURCES`."""
 GIVEN, SAMPLED = "g", "n"
-_SETTINGS = ("max_draft", "min_acceptance", "policy", "shape", "sources")
+_SETTINGS = ("max_draft", "min_acceptance", "shape", "sources")
 _NOT_DRAFTED = -1
 
 

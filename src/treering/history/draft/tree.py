@@ -128,9 +128,7 @@ def _expand(
     The node is number `index` of the taken ones, or the context for -1; the token before it is `before`.
     """
     num_waiting, num_made, num_members = so_far
-    num: int = count_votes(
-        texts, matches, workspace, parent.begin, parent.end, parent.depth + 1, parent.longest
-    )
+    num: int = count_votes(texts, matches, workspace, parent.begin, parent.end, parent.depth + 1, parent.longest)
     num_made = _judge(matches, workspace, parent, index, before, num, model, state, num_made)
     num_waiting = _admit(workspace, num, least, model.is_chain, num_waiting)
     return Grown(num_waiting, num_made, _part(workspace, parent, num, num_members))

@@ -179,8 +179,19 @@ def _put_running(
     length, edit = measure(live.tokens, at, context, 0 if is_prompt else num_prompt)
     if length < least:
         return num
-    shift = 0 if source == OWN else shift_bucket(at - running.begins[np.uintp(owner)] - (context.size - num_prompt))
+    shift = 0
+    if source == SIBLINGS:
+        shift = shift_bucket(_position_of(running, owner, at, num_prompt) - (context.size - num_prompt))
     return int(put(matches, num, source, IN_RUNNING, at + 1, length, edit, shift))
+
+
+@lean
+def _position_of(running: Running, owner: int, at: int, num_prompt: int) -> int:
+    """Entries of a sibling's rollout before a position, its marker included; its prompt is as long as the row's."""
+    slot = np.uintp(owner)
+    begin = running.begins[slot]
+    num_dropped = running.first[slot] - num_prompt if running.chains.tokens[begin] == _CUT else 0
+    return int(at - begin + num_dropped)
 
 
 @lean
