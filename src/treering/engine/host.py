@@ -217,7 +217,7 @@ class EngineHost(Closing):
             if answer is not None and answer.set_running_or_notify_cancel():
                 answer.set_result(rollout)
 
-    def _attempt(self, function: Callable[[], None]) -> None:
+    def _attempt(self, function: Callable[[], object]) -> None:
         """Runs a function whose error ends the service: every caller gets it, now and later."""
         try:
             function()
