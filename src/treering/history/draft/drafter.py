@@ -38,7 +38,8 @@ class Drafter:
     A drafter belongs to one engine and so to one thread; a store can serve many drafters.
 
     Args:
-        store: its newest snapshot is read at each `propose`.
+        store: its newest snapshot is read at each `propose`; of other prompts, where all rows are new, and else once in
+            a step for every 64 tokens of them.
         max_draft: tokens per row at most, 1 to 64.
         min_acceptance: in (0, 1]: least probability that a row's first drafted token is accepted, while the cost of
             passes is unknown. Later tokens must be likelier to be reached and accepted: by 0.036 after 8 others, by
