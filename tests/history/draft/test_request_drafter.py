@@ -233,7 +233,7 @@ def test_counts_beyond_the_columns_are_refused_also_after_a_draft() -> None:
     add(guest, "r")
     tokens = np.array([[5, 1, 2]], np.int32)
     assert guest.propose(["r"], tokens, np.array([2]), np.array([4])) == [[2, 3, 4, 5]]
-    with pytest.raises(InputError, match="num_tokens <= 3 columns .* in row 0; correct the counts"):
+    with pytest.raises(InputError, match=r"num_tokens <= 3 columns .* in row 0; correct the counts"):
         guest.propose(["r"], tokens, np.array([6]), np.array([4]))
 
 
