@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -92,6 +93,7 @@ def test_a_caller_that_leaves_gives_its_row_back() -> None:
         waiting = host.submit(request_of(90, call=2))
         other = host.submit(request_of(3, call=3))
         assert waiting.cancel()
+        assert wait([waiting], timeout=30).done == {waiting}
         engine.may_step.set()
         assert other.result().num_tokens == 3
         wait_for(lambda: host.is_waiting)

@@ -4,7 +4,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from queue import SimpleQueue
@@ -105,6 +106,8 @@ class EngineHost(Closing):
 
         def note_leaving(future: "Future[Rollout]") -> None:
             if future.cancelled():
+                # Only now is it done for those who wait for several futures.
+                future.set_running_or_notify_cancel()
                 self._inbox.put(_Left(request.key, future))
 
         answer.add_done_callback(note_leaving)
@@ -214,8 +217,10 @@ class EngineHost(Closing):
         self._is_settled = not finished
         for rollout in finished:
             answer = self._open.pop(rollout.key, None)
-            if answer is not None and answer.set_running_or_notify_cancel():
-                answer.set_result(rollout)
+            if answer is not None:
+                # Its caller may have left.
+                with suppress(InvalidStateError):
+                    answer.set_result(rollout)
 
     def _attempt(self, function: Callable[[], object]) -> None:
         """Runs a function whose error ends the service: every caller gets it, now and later."""
@@ -234,5 +239,5 @@ class EngineHost(Closing):
 
 
 def _fail(answer: "Future[Rollout]", error: BaseException) -> None:
-    if answer.set_running_or_notify_cancel():
+    with suppress(InvalidStateError):
         answer.set_exception(error)
