@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from tests.engine.protocol_laws import LAWS, MakeEngine
 from tests.models import VOCAB, build, build_float64
-from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.support import FAMILIES
 from treering.engine.protocol import Engine
 from treering.engine.request import Request, Sampling
@@ -111,22 +110,24 @@ def test_requests_that_join_while_others_run_change_no_token(model: PreTrainedMo
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 4])
+@pytest.mark.parametrize("fails", ["run", "give_feedback"], ids=["computing", "after sampling"])
 @pytest.mark.parametrize("asks_again", [False, True])
 def test_what_a_failed_pass_left_is_computed_again(
-    model: PreTrainedModel, plain: Rollouts, num_before: int, asks_again: bool
+    model: PreTrainedModel, plain: Rollouts, num_before: int, fails: str, asks_again: bool
 ) -> None:
     requests = group_requests(stop_tokens=(7,))[-16:]
     engine = TorchEngine(model, drafter_of(plain), max_batch=5, max_prefill=9, costs="none")
-    compute, num_passes = engine._decoder.run, 0
+    part = engine._decoder if fails == "run" else engine._speculation
+    call, num_calls = getattr(part, fails), 0
 
-    def run_pass(batch: TokenBatch) -> torch.Tensor:
-        nonlocal num_passes
-        num_passes += 1
-        if num_passes == 1 + num_before:
+    def fail_once(argument: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1 + num_before:
             raise MemoryError
-        return compute(batch)
+        return call(argument)
 
-    engine._decoder.run = run_pass
+    setattr(part, fails, fail_once)
     engine.submit(requests)
     finished: list[Rollout] = []
     for _ in range(num_before):
