@@ -66,14 +66,14 @@ class Table:
         if own_start is None:
             prefix.num_running -= 1
             return False
-        for copy in self._prefix_copies(prefix):
-            assert prefix.start is not None
-            self._copy(copy, prefix.start)
-            self.prefixes.allocator.set_computed(prefix.start, copy.first + copy.num_tokens)
-        self._fill_row(self.num_rows, request, prefix, own_start)
-        for copy in self._own_copies(request, prefix):
-            self._copy(copy, own_start - prefix.num_tokens)
-            self.columns.num_computed[self.num_rows] += copy.num_tokens
+        try:
+            self._fill_row(self.num_rows, request, prefix, own_start)
+            self._copy_known(self.num_rows, request, prefix)
+        except BaseException:
+            # As before it came: it is tried again.
+            self.prefixes.allocator.free(own_start)
+            prefix.num_running -= 1
+            raise
         self.requests.append(request)
         self._row_prefixes.append(prefix)
         self.num_changes += 1
@@ -178,6 +178,18 @@ class Table:
     def _try_allocate(self, prefix: Prefix, num_own: int) -> int | None:
         return self.prefixes.allocator.allocate(num_own) if self.prefixes.allocate(prefix) else None
 
+    def _copy_known(self, row: int, request: Request, prefix: Prefix) -> None:
+        """Copies the keys and values of a new row's tokens that are computed elsewhere."""
+        c = self.columns
+        for copy in self._prefix_copies(prefix):
+            assert prefix.start is not None
+            self._copy(copy, prefix.start)
+            self.prefixes.allocator.set_computed(prefix.start, copy.first + copy.num_tokens)
+        c.is_ready[row] = prefix.is_complete
+        for copy in self._own_copies(request, prefix):
+            self._copy(copy, int(c.own_start[row]) - prefix.num_tokens)
+            c.num_computed[row] += copy.num_tokens
+
     def _prefix_copies(self, prefix: Prefix) -> list[Copy]:
         """What a prefix can copy of its missing tokens."""
         # What more than one row runs has been copied when the first one came.
@@ -240,7 +252,6 @@ class Table:
         c.limit[row] = num_prompt + sampling.max_tokens
         c.num_computed[row] = c.num_prefix[row] = prefix.num_tokens
         c.prefix_start[row], c.own_start[row] = prefix.start or 0, own_start
-        c.is_ready[row] = prefix.is_complete
         c.keys[row] = row_key(self._seed, request.prompt_id, request.draw, request.sample, request.call)
         c.groups[row] = self._group_of(request)
         c.row_ids[row] = self._num_added
