@@ -42,6 +42,9 @@ SUBJECTS = {
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 
+LOG_WIDTH = 160
+"""Columns of a table that goes to a file, whose width rich takes for 80."""
+
 
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
@@ -100,7 +103,7 @@ def _run(name: str, json_output: bool, out: Path | None, options: dict[str, obje
     if json_output:
         print(text)
     else:
-        show(report, benchmark.TABLES, Console())
+        show(report, benchmark.TABLES, Console(width=None if sys.stdout.isatty() else LOG_WIDTH))
     # Last, where a log that is cut to its end still has them.
     for note in report.get("notes", ()):
         console.print(note, soft_wrap=True)

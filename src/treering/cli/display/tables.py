@@ -7,10 +7,13 @@ from rich.table import Table
 
 
 def figures_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
-    """Rows of cells: the first column, on the left, names what the figures on the right belong to."""
+    """Rows of cells: the first column, on the left, names what the figures on the right belong to.
+
+    A word that is too long for its column goes on in the next line: nothing is cut off.
+    """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=not number)
+        table.add_column(name, justify="right" if number else "left", no_wrap=not number, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
