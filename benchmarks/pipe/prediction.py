@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from benchmarks.loop.runs import LoopRun
 from benchmarks.pipe.passes import LOAD, PASS
+from treering.cli.train.settings import cluster_of
 from treering.config import RlConfig
 from treering.errors import InputError
 from treering.history.budget.pass_times import non_decreasing
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import STANDARD, Latency
+from treering.schedule.latency import Latency
 from treering.schedule.policies import make_policy
 from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
 from treering.schedule.predict.lengths import make_predictor
@@ -144,14 +144,7 @@ def predict(own: TimedRun, alone: Latency, factors: NDArray[np.float64]) -> floa
     Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
     """
     config = own.config
-    believed = Cluster(
-        num_workers=config.runtime.workers,
-        num_slots=config.engine.max_batch,
-        max_tokens=config.sampling.max_tokens,
-        staleness=config.rl.staleness,
-        latency=STANDARD,
-        rebalancing=config.runtime.rebalance,
-    )
+    believed = cluster_of(config)
     trace, factor = _trace(config, own.run.lengths()), 1.0
     for _ in range(_NUM_ROUNDS):
         policy = MeasuredLatencyPolicy(make_policy(config.schedule), own.run.measured)
@@ -195,7 +188,7 @@ def _num_covering(times: NDArray[np.float64], spans: NDArray[np.float64]) -> NDA
 
 def _trace(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
     """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned."""
-    predictor = make_predictor(config.lengths, max_tokens=config.sampling.max_tokens)
+    predictor = make_predictor(max_tokens=config.sampling.max_tokens)
     plan = StepPlan(num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed)
     prompts, size = [plan.tasks_of(step) for step in range(1, len(lengths) + 1)], config.rl.group_size
     steps = []
