@@ -92,6 +92,16 @@ def test_every_latency_is_one_that_plans_can_be_made_with(passes):
         assert (latency.token_s(64)[1:] > 0).all()
 
 
+@given(st.lists(st.tuples(COUNTS, st.integers(1, 4)), min_size=1, max_size=12))
+def test_passes_that_were_timed_together_give_a_latency_that_plans_can_be_made_with(steps):
+    times = PassTimes()
+    for rows, num_passes in steps * 16:
+        times.note_pass(0.01, num_rows=rows, num_prefilled=0, num_sampled=rows, num_passes=num_passes)
+    latency = times.latency()
+    if latency is not None:
+        assert (latency.token_s(64)[1:] > 0).all()
+
+
 @pytest.mark.parametrize(
     "passes",
     [

@@ -150,6 +150,11 @@ def test_temperature_zero_takes_the_likeliest_token_and_tells_its_probability(se
         ({"temperature": "hot"}, "temperature of sampling_params is of the type integer or number"),
         ({"temperature": -1.0}, "temperature is a positive number"),
         ({"max_tokens": 0}, "max_tokens is at least 1"),
+        ({"max_tokens": -1}, "max_tokens is at least 1"),
+        ({"max_completion_tokens": 4}, "max_tokens and max_completion_tokens are one number"),
+        ({"seed": -5}, "a seed is a whole number from 0 on, got -5"),
+        ({"top_k": -2}, "top_k is a whole number"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"max_tokens": 1000}, "positions"),
         ({"logprobs": 5}, "logprobs=5"),
         ({"n": 0}, r"n lies in \[1, 1024\]"),
@@ -166,6 +171,7 @@ def test_what_would_change_the_answer_and_is_not_done_is_refused(
     ("body", "status", "words"),
     [
         (b"{", 400, "a body is JSON"),
+        (b"[" * 100_000, 400, "a body is JSON"),
         (b"[1]", 400, "a body is a JSON object"),
         ({}, 400, "no token_ids"),
         ({"token_ids": []}, 400, "no token_ids|one at least"),
@@ -194,6 +200,8 @@ def test_text_goes_in_and_out_and_ends_before_its_stop(server: Server) -> None:
     assert tokens == ids(generate(server, [3, 5], seed=3))[0]
     assert choice["logprobs"]["tokens"] == [Letters().decode([token]) for token in tokens]
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    _, other = ask(server, "/v1/completions", body | {"logprobs": 0})
+    assert other["choices"][0]["logprobs"] == choice["logprobs"]
     stopped = {}
     for name, stop in (("stop", choice["text"][2:4]), ("stop_token_ids", [tokens[3]])):
         _, answer = ask(server, "/v1/completions", body | {name: stop})
@@ -217,6 +225,7 @@ def test_only_those_with_the_key_are_served() -> None:
         body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
         assert ask(server, GENERATE, body)[0] == 401
         assert ask(server, GENERATE, body, Authorization="Bearer wrong")[0] == 401
+        assert ask(server, GENERATE, body, Authorization="Bearer \xff")[0] == 401
         assert ask(server, GENERATE, body, Authorization="Bearer secret")[0] == 200
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(server.url + "/v1/models", timeout=60)

@@ -214,7 +214,8 @@ class Server(Closing):
     def _unknown_key(self, request: "web.Request") -> Refusal | None:
         key = self._settings.api_key
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key is None or hmac.compare_digest(given.encode(), key.encode()):
+        # A header of other bytes than UTF-8 is read with surrogates.
+        if key is None or hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
             return None
         return Refusal(401, "this server needs its key; send Authorization: Bearer KEY")
 
@@ -229,7 +230,7 @@ class Server(Closing):
             raise Refusal(413, f"a body has at most {self._settings.max_body_bytes} bytes; send less") from None
         try:
             body = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refusal(400, f"a body is JSON, got something else ({error}); send a JSON object") from None
         if not isinstance(body, dict):
             raise Refusal(400, f"a body is a JSON object, got {type(body).__name__}; send an object")

@@ -78,3 +78,9 @@ def test_what_is_no_law_is_refused_with_how_it_is_written(text):
     known = colon and name != "normal"
     with pytest.raises(InputError, match=f"got '{text}'; write {name}:" if known else r"lognormal:MU,SIGMA\[,MAX\]"):
         parse_law(text)
+
+
+@pytest.mark.parametrize("spec", ["constant:5e18", "lognormal:60,1", "exponential:1e300"])
+def test_lengths_that_no_rollout_has_are_refused(spec):
+    with pytest.raises(InputError, match="at most 2,147,483,647 tokens, and the law of lengths gave"):
+        synthetic_trace(spec, num_steps=1, num_rollouts=8, seed=0)

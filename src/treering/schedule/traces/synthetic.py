@@ -19,6 +19,9 @@ FORMS = "lognormal:MU,SIGMA[,MAX]; exponential:MEAN[,MAX]; bimodal:SHORT,LONG,SH
 DEFAULT_SPREAD = 0.3
 """Sigma of the logarithm around either length of a bimodal law."""
 
+_MOST_TOKENS = 2**31 - 1
+"""As in a log; sums over a run then fit 64 bits."""
+
 Sampler = Callable[[np.random.Generator, int], NDArray[np.float64]]
 
 
@@ -66,7 +69,13 @@ def parse_law(text: str) -> LengthLaw:
 
 def _whole_lengths(lengths: NDArray[np.float64], law: LengthLaw) -> NDArray[np.int64]:
     """Lengths as token counts: rounded, at least 1, at most what the law allows."""
-    return np.rint(np.clip(lengths, 1.0, law.max_tokens)).astype(np.int64)
+    limited = np.clip(lengths, 1.0, law.max_tokens)
+    if limited.max() > _MOST_TOKENS:
+        raise InputError(
+            f"a rollout has at most {_MOST_TOKENS:,} tokens, and the law of lengths gave {limited.max():.3g}; lower it, "
+            "or give it a MAX"
+        )
+    return np.rint(limited).astype(np.int64)
 
 
 def _lognormal(numbers: list[float]) -> LengthLaw | None:
