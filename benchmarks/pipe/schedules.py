@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipe.schedules [--out FILE] [--only TEXT]
 
-Runs `treering simulate` on every case of docs/schedule.md, in virtual time: four sizes of a step, three laws of lengths,
-and staleness 0. Results are written after each case; a case that the file has is left out, so that the command goes on
-where it was cut off. Takes about twenty minutes.
+Runs `treering simulate` on every case of docs/schedule.md, in virtual time: four sizes of a step, three laws of
+lengths, and staleness 0. Results are written after each case; a case that the file has is left out, so that the
+command goes on where it was cut off. Takes about twenty minutes.
 """
 
 import argparse

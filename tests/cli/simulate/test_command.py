@@ -134,8 +134,12 @@ def test_what_makes_no_case_is_refused(changes, message):
 
 @pytest.mark.parametrize(
     ("flag", "made_up"),
-    [("lengths", {"lengths": "constant:5"}), ("noise", {"noise": 0.0}), ("waits", {"waits": "0.5"})]
-    + [("seeds", {"num_seeds": 2})],
+    [
+        ("lengths", {"lengths": "constant:5"}),
+        ("noise", {"noise": 0.0}),
+        ("waits", {"waits": "0.5"}),
+        ("seeds", {"num_seeds": 2}),
+    ],
 )
 def test_a_log_takes_no_options_of_made_up_rollouts(log, flag, made_up):
     with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{flag} makes"):

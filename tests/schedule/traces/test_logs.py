@@ -96,9 +96,7 @@ def test_what_comes_later_never_changes_a_prediction(tmp_path):
         for p, n in zip(range(5), random.integers(1, 99, 5), strict=True)
     ]
     other = rows[:15] + [{**row, "length": 100 - row["length"]} for row in rows[15:]]
-    first, second = (
-        predicted_steps(steps_of(tmp_path, log), LengthPredictor(guess=50.0)) for log in (rows, other)
-    )
+    first, second = (predicted_steps(steps_of(tmp_path, log), LengthPredictor(guess=50.0)) for log in (rows, other))
     for at in range(4):
         assert np.array_equal(first[at].forecast.lengths, second[at].forecast.lengths)
     assert not np.array_equal(first[4].forecast.lengths, second[4].forecast.lengths)

@@ -60,9 +60,7 @@ def test_neither_lengths_nor_predictions_leave_the_limits():
     assert unlimited.max_tokens == pairs(unlimited)[1].max() == pairs(unlimited)[0].max()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"num_steps": 0}, {"num_rollouts": 0}, {"noise": -1.0}, {"noise": np.nan}]
-)
+@pytest.mark.parametrize("wrong", [{"num_steps": 0}, {"num_rollouts": 0}, {"noise": -1.0}, {"noise": np.nan}])
 def test_counts_that_do_not_fit_are_refused(wrong):
     with pytest.raises(InputError):
         synthetic_trace("constant:5", seed=0, **{"num_steps": 1, "num_rollouts": 4} | wrong)

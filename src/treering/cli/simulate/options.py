@@ -89,7 +89,5 @@ class SimulateOptions:
     policies: Annotated[
         str | None, _of_output(metavar="NAMES", help="Only these, such as histopipe,fifo; sync always runs.")
     ] = None
-    timeline: Annotated[
-        Path | None, _of_output(metavar="FILE.html", help="Draw a timeline of the first seed.")
-    ] = None
+    timeline: Annotated[Path | None, _of_output(metavar="FILE.html", help="Draw a timeline of the first seed.")] = None
     json_output: JsonOutput = False

@@ -72,8 +72,8 @@ def _whole_lengths(lengths: NDArray[np.float64], law: LengthLaw) -> NDArray[np.i
     limited = np.clip(lengths, 1.0, law.max_tokens)
     if limited.max() > _MOST_TOKENS:
         raise InputError(
-            f"a rollout has at most {_MOST_TOKENS:,} tokens, and the law of lengths gave {limited.max():.3g}; lower it, "
-            "or give it a MAX"
+            f"a rollout has at most {_MOST_TOKENS:,} tokens, and the law of lengths gave {limited.max():.3g}; lower "
+            "it, or give it a MAX"
         )
     return np.rint(limited).astype(np.int64)
 
@@ -137,8 +137,8 @@ def synthetic_trace(
 ) -> Trace:
     """Lengths sampled from a law; each prediction is the length times exp(noise z), z standard normal.
 
-    Each rollout has a prompt of its own. Predictions are at most the law's largest length, or the longest rollout if the
-    law has no limit.
+    Each rollout has a prompt of its own. Predictions are at most the law's largest length, or the longest rollout if
+    the law has no limit.
 
     Args:
         spec: a law, or its text as `parse_law` reads it.
