@@ -92,16 +92,6 @@ def test_every_latency_is_one_that_plans_can_be_made_with(passes):
         assert (latency.token_s(64)[1:] > 0).all()
 
 
-@given(st.lists(st.tuples(COUNTS, st.integers(1, 4)), min_size=1, max_size=12))
-def test_passes_that_were_timed_together_give_a_latency_that_plans_can_be_made_with(steps):
-    times = PassTimes()
-    for rows, num_passes in steps * 16:
-        times.note_pass(0.01, num_rows=rows, num_prefilled=0, num_sampled=rows, num_passes=num_passes)
-    latency = times.latency()
-    if latency is not None:
-        assert (latency.token_s(64)[1:] > 0).all()
-
-
 @pytest.mark.parametrize(
     "passes",
     [
@@ -130,6 +120,14 @@ def test_loads_and_updates_count_with_their_median():
     assert (times.latency().load_s, times.latency().training_s) == (0.2, 1.5)
     unseen = told(lawful(0.1, 0.1, 0.0)).latency()
     assert (unseen.load_s, unseen.training_s) == (0.0, 0.0)
+
+
+def test_passes_of_hardly_a_row_each_give_no_latency():
+    times = PassTimes()
+    # Means of 0.6 and 4 / 3 rows: a row in both.
+    for num_rows, num_passes in [(1, 2)] * 20 + [(1, 1)] * 10 + [(4, 3)] * 20:
+        times.note_pass(0.01 * num_passes, num_rows=num_rows, num_prefilled=0, num_sampled=1, num_passes=num_passes)
+    assert times.latency() is None
 
 
 def test_passes_that_were_timed_together_count_as_so_many():
