@@ -149,6 +149,7 @@ def test_temperature_zero_takes_the_likeliest_token_and_tells_its_probability(se
         ({"tempreature": 0.5}, "tempreature"),
         ({"temperature": "hot"}, "temperature of sampling_params is of the type integer or number"),
         ({"temperature": -1.0}, "temperature is a positive number"),
+        ({"temperature": 10**400}, "temperature of sampling_params is a number that a float holds"),
         ({"max_tokens": 0}, "max_tokens is at least 1"),
         ({"max_tokens": -1}, "max_tokens is at least 1"),
         ({"max_completion_tokens": 4}, "max_tokens and max_completion_tokens are one number"),
@@ -210,6 +211,11 @@ def test_text_goes_in_and_out_and_ends_before_its_stop(server: Server) -> None:
     assert stopped["stop"]["token_ids"] == tokens[:4]
     assert stopped["stop_token_ids"]["text"] == choice["text"][: tokens.index(tokens[3])]
     assert {each["finish_reason"] for each in stopped.values()} == {"stop"}
+
+
+def test_a_text_that_is_no_unicode_is_refused(server: Server) -> None:
+    status, answer = ask(server, "/v1/completions", {"prompt": "a\ud83d"})
+    assert (status, "prompt must be valid Unicode" in answer["error"]["message"]) == (400, True)
 
 
 def test_a_server_says_what_it_serves_and_that_it_lives(server: Server) -> None:
