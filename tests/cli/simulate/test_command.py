@@ -111,6 +111,8 @@ def test_the_timeline_holds_the_policies_that_were_asked_for(tmp_path):
     assert "256 rollouts in 4 steps, 4 workers of 8 slots" in text
     assert "longest_first" in text
     assert "histopipe" not in text
+    with pytest.raises(InputError, match="--timeline names a file, got the folder"):
+        run(replace(SMALL, timeline=tmp_path, lengths="nonsense"))
     with pytest.raises(InputError, match="--timeline needs an existing folder"):
         run(replace(SMALL, timeline=tmp_path / "absent" / "x", lengths="nonsense"))
 

@@ -21,11 +21,13 @@ def run(options: SimulateOptions) -> None:
 
     Raises:
         ConfigError: see `make_cases`; an unknown policy.
-        InputError: see `make_cases`; a page whose folder does not exist.
+        InputError: see `make_cases`; a page that is a folder, or whose folder does not exist.
     """
     page = options.timeline
     if page is not None and not page.absolute().parent.is_dir():
         raise InputError(f"--timeline needs an existing folder, got {page}: create {page.parent} first")
+    if page is not None and page.is_dir():
+        raise InputError(f"--timeline names a file, got the folder {page}: add the name of a page")
     names = None if options.policies is None else [name.strip() for name in options.policies.split(",")]
     cases = make_cases(options)
     setups = policy_setups(options.staleness, names, has_waits=cases[0][0].has_waits)
