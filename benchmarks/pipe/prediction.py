@@ -49,10 +49,12 @@ class TimedRun:
     def training_s(self) -> float:
         """Seconds of an update, with those of a step in which nothing is sampled or trained where none overlap."""
         phases = [report.phases for report in self.run.reports[self.first :]]
+        updates_s = np.array([phase.train_s + phase.update_s for phase in phases])
         if self.config.rl.staleness:
-            return sum(phase.train_s + phase.update_s for phase in phases) / len(phases)
-        # Messages, rewards and advantages.
-        return sum(phase.step_s - phase.rollout_s for phase in phases) / len(phases)
+            return float(updates_s.mean())
+        # Messages, rewards and advantages. A step's first rollouts begin before the call of the one before has ended.
+        rest_s = np.diff(self.run.ended_s[self.first - 1 :]) - [phase.rollout_s for phase in phases]
+        return float(np.maximum(rest_s, updates_s).mean())
 
     @property
     def num_rollouts(self) -> int:
