@@ -243,6 +243,20 @@ def test_other_machines_are_served_with_a_key_only() -> None:
     assert ServerSettings(host="0.0.0.0", api_key="secret").host == "0.0.0.0"
 
 
+def test_an_address_that_is_none_or_taken_is_refused(server: Server) -> None:
+    with pytest.raises(ConfigError, match="an IP address, got host='localhost'"):
+        ServerSettings(host="localhost")
+    taken = server._socket.getsockname()[1]
+    for host, port in (("127.0.0.1", taken), ("192.0.2.1", 0)):
+        with pytest.raises(ConfigError, match=f"got port {port} of {host}"):
+            Server(
+                server._sampler,
+                model="tiny",
+                num_positions=1,
+                settings=ServerSettings(host=host, port=port, api_key="secret"),
+            )
+
+
 def test_a_body_is_bounded_in_size_and_time() -> None:
     with serving(max_body_bytes=1000, body_timeout_s=0.2) as (server, _):
         assert ask(server, GENERATE, {"token_ids": [1] * 2000})[0] == 413
