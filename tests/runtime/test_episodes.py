@@ -122,7 +122,7 @@ def in_workers(
             num_workers=num_workers, num_slots=MAX_ROWS, max_tokens=500, staleness=staleness, latency=STANDARD
         ),
         policy=policy or Dealt("queued"),
-        predictor=make_predictor("median", max_tokens=500),
+        predictor=make_predictor(max_tokens=500),
     )
 
 

@@ -1,6 +1,7 @@
 """Reads typed fields of a JSON body, and refuses by name what is left: a setting that is ignored changes results."""
 
 from collections.abc import Collection, Mapping
+from sys import float_info
 from typing import Any, TypeVar
 
 from treering.errors import InputError, UnsupportedError
@@ -34,9 +35,11 @@ class Fields:
         """The field, or its default where it is absent or null; an integer will do for a float.
 
         Raises:
-            InputError: a value of another type.
+            InputError: a value of another type, or one that a float does not hold.
         """
-        value: T = self.take_any(name, (int, float) if kind is float else (kind,), default)
+        value: Any = self.take_any(name, (int, float) if kind is float else (kind,), default)
+        if kind is float and abs(value) > float_info.max:
+            raise InputError(f"{name} of {self._where} is a number that a float holds, got {_short(value)}; correct it")
         return kind(value) if kind is float else value  # type: ignore[call-arg]
 
     def take_any(self, name: str, kinds: tuple[type, ...], default: Any) -> Any:

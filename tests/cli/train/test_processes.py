@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM
 from tests.cli.runs import Call
 from tests.cli.train.test_command import config, prompts
 from treering.cli.train.summary import times_of
-from treering.config.runtime import Lengths, Schedule
+from treering.config.runtime import Schedule
 from treering.data import read_trajectories
 from treering.errors import StateError
 from treering.report.timeline import read_timeline
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policies import POLICIES
-from treering.schedule.predict.lengths import PredictorName
 
 REWARD = "tests.cli.train.test_command:length_of"
 
@@ -66,7 +65,7 @@ def test_workers_change_neither_rollouts_nor_weights(folder: Path, train: Call) 
 
 def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, train: Call) -> None:
     path = prompts(folder, REWARD)
-    overrides = ("run.dir=out", "runtime.workers=2", "rl.staleness=1", "schedule=longest_first", "lengths=ema")
+    overrides = ("run.dir=out", "runtime.workers=2", "rl.staleness=1", "schedule=longest_first")
     train(path, *overrides, "rl.num_steps=2")
     with pytest.raises(StateError, match=r"rl\.staleness is 1 there"):
         train(path, "run.dir=out", "rl.num_steps=3")
@@ -104,4 +103,3 @@ def test_measured_times_are_a_line() -> None:
 
 def test_settings_name_what_there_is() -> None:
     assert get_args(Schedule) == tuple(POLICIES)
-    assert get_args(Lengths) == get_args(PredictorName)

@@ -28,6 +28,8 @@ from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
 from treering.rl.options import RlOptions
+from treering.schedule.cluster import Cluster
+from treering.schedule.latency import STANDARD
 from treering.train.loop.adapters import weights_checksum
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
@@ -69,6 +71,18 @@ def make_drafting(config: RlConfig, *, shares_host: bool = True) -> Drafting | N
     is_read = config.engine.kind == "vllm" or (config.runtime.workers > 0 and shares_host)
     folder = config.run.dir / SHARED_HISTORY_FOLDER if is_read else None
     return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts", "verify_costs"})), folder)
+
+
+def cluster_of(config: RlConfig) -> Cluster:
+    """The workers as policies plan for them, with usual times until the run has measured its own."""
+    return Cluster(
+        num_workers=config.runtime.workers,
+        num_slots=config.engine.max_batch,
+        max_tokens=config.sampling.max_tokens,
+        staleness=config.rl.staleness,
+        latency=STANDARD,
+        rebalancing=config.runtime.rebalance,
+    )
 
 
 def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:

@@ -90,6 +90,11 @@ class ChatMemory:
         self._chat = chat
         self._known: list[_Known] = []
 
+    @property
+    def num_tokens(self) -> int:
+        """Ids of all chats that it knows."""
+        return sum(known.tokens.size for known in self._known)
+
     def context(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
         """The ids of a chat up to the policy's next turn, int32 [N].
 
