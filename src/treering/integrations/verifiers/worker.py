@@ -251,7 +251,8 @@ def main() -> None:
 
     def send(record: Record) -> None:
         with lock, suppress(BrokenPipeError):
-            answers.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+            # A reward that is no number is refused where it is read; not to answer would hold the episode up.
+            answers.write(json.dumps(record).encode() + b"\n")
             answers.flush()
 
     loop = asyncio.new_event_loop()
