@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,9 @@ def test_a_resumed_run_samples_as_one_that_was_not_stopped(tmp_path: Path) -> No
     assert resumed._ids.state() == whole._ids.state()
     # Rollouts from before the checkpoint, for drafts.
     assert resumed._history.latest().keys() == whole._history.latest().keys()
+    elsewhere = trainer_of(tmp_path / "elsewhere", HistoryRollouts(), **{**options, "max_steps": 5})
+    with pytest.warns(UserWarning, match="prompts are drawn as in a new run"):
+        elsewhere.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-4"))
 
 
 def test_every_epoch_draws_each_prompt_afresh_by_its_id(tmp_path: Path) -> None:
@@ -233,6 +237,10 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, HistoryRollouts())
     with pytest.raises(StateError, match="rollout_func"):
         HistoryRollouts().attach(trainer)
+    with pytest.raises(ConfigError, match="know it by their hash, got id_column='id'"):
+        HistoryRollouts(id_column="id").attach(trainer_of(tmp_path, None))
+    with pytest.raises(UnsupportedError, match="this SimpleNamespace has no tools"):
+        HistoryRollouts().attach(SimpleNamespace(rollout_func=None))
 
 
 @pytest.mark.parametrize(

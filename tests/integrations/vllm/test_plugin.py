@@ -221,6 +221,11 @@ def test_a_failure_warns_once_drafts_nothing_and_ends(proposer: Any) -> None:
     assert proposer.propose([[1]], None, tokens) == [[]]
     assert proposer.num_failures == 2
     assert proposer.propose([[1]], counts, tokens) == [[2, 3, 4, 7]]
+    longer = buffer([5, 6, 1, 2, 3, 9])
+    proposer.propose([[2, 3, 9]], *longer)
+    assert proposer.propose([[1]], None, tokens) == [[]]
+    requests = proposer.session.requests
+    assert (requests.num_drafted, requests.num_accepted) == (4, 2)
 
 
 def test_the_longest_prompt_that_a_row_begins_with_is_its_prompt() -> None:

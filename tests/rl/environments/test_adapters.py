@@ -75,6 +75,11 @@ def test_public_methods_are_tools_and_their_results_come_back() -> None:
     assert [tool["function"]["name"] for tool in policy.tools] == ["add", "half"]
     assert policy.seen[0] == {"role": "user", "content": "What is 2+2? Use the tools."}
     assert [message["content"] for message in policy.seen if message["role"] == "tool"] == ["4", '{"half": 4.0}']
+    parts = [{"type": "text", "text": "What is 2+2?"}]
+    in_parts = EnvTask(id="q", data={"prompt": [{"role": "user", "content": parts}], "answer": 4})
+    policy = Spoken("done")
+    assert asyncio.run(environment.run(in_parts, policy)) == 0.0
+    assert policy.seen[0]["content"] == [*parts, {"type": "text", "text": " Use the tools."}]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,15 @@ def test_a_call_is_worth_what_its_run_earns_from_it_on() -> None:
     assert other.tolist() == [0, 0, 0, -2, -2, -2]
 
 
+def test_a_run_without_rewards_of_calls_may_have_more_calls_than_those_with_some() -> None:
+    group = group_of([0.0, 1.0], (0, 1, 1), turn_rewards=((1.0,), ()))
+    first, other, later = branch_advantages(group, "dr_grpo")
+    # The first calls are worth 1 and 1, the second ones, where there is none, 0, and 1.
+    assert not first.any()
+    assert not other.any()
+    assert later.tolist() == [0, 0, 0, 0.5, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("normalizer", ["sequence_mean", "sequence_sum", "token_mean"])
 def test_a_mean_over_sequences_is_one_over_runs(normalizer: str) -> None:
     """Each run's trained tokens have the weights that they would have in one sequence."""

@@ -172,6 +172,12 @@ def test_trls_rewards_get_the_group_as_lists_and_chats_as_messages() -> None:
     assert [only(score) for score in reward.scores(chat, ["a"])] == [len("assistanta")]
 
 
+def test_trls_rewards_get_the_question_of_a_line_whose_prompt_is_null() -> None:
+    reward = reward_of("def f(prompts, completions, **kwargs):\n    return [len(prompts[0])]\n")
+    [score] = reward.scores(prompt_with(prompt=None, question="2+2?"), ["a"])
+    assert only(score) == 4
+
+
 @pytest.mark.parametrize(
     ("answer", "got"), [("[1.0]", "returned 1"), ("1.0", r"returned 1.0 \(float\)"), ("'ab'", "str")]
 )

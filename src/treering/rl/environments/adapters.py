@@ -83,7 +83,7 @@ class ToolEnvironment(Environment):
         thing = self._factory()
         more = await asyncio.to_thread(thing.reset, **data)
         if more:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{more}"}
+            messages[-1] = _extended(messages[-1], more)
         try:
             for _ in range(self._max_turns):
                 reply = await policy.chat(messages, tools=self.tools)
@@ -200,6 +200,14 @@ def _opening(prompt: object, task: EnvTask) -> list[Mapping[str, Any]]:
     if isinstance(prompt, list | tuple) and prompt:
         return list(prompt)
     raise InputError(f'the data of a task have a "prompt", a text or messages, got {prompt!r:.60} in {task.id!r}')
+
+
+def _extended(message: Mapping[str, Any], more: str) -> Mapping[str, Any]:
+    """A message with more text at its end; its content is a text or a list of parts."""
+    content = message["content"]
+    if isinstance(content, list):
+        return {**message, "content": [*content, {"type": "text", "text": more}]}
+    return {**message, "content": f"{content}{more}"}
 
 
 async def _answer(thing: object, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -132,11 +132,15 @@ class Judge:
             headers["Authorization"] = f"Bearer {key}"
         request = Request(f"{self._settings.url.rstrip('/')}/chat/completions", data, headers)
         with urlopen(request, timeout=self._settings.time_limit_s) as response:
-            answer = json.load(response)
+            answer = response.read()
         try:
-            return str(answer["choices"][0]["message"]["content"])
-        except (LookupError, TypeError) as error:
+            text = json.loads(answer)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError) as error:
             raise StateError(f"a judge answers with choices, got {answer!r:.200}; check task.judge.url") from error
+        # A reply that only thinks, or was cut before its text, has none.
+        if not isinstance(text, str):
+            raise StateError(f"a judge answers with text, got {answer!r:.200}; raise its max_tokens")
+        return text
 
     def _refused(self, error: HTTPError) -> StateError:
         text = error.read(200).decode(errors="replace")
@@ -162,9 +166,15 @@ def _number(reply: str, pattern: str | None) -> float:
 
 
 def _text_of(value: Any) -> str:
-    """A text, or the messages of a chat one after another."""
+    """A text, or the messages of a chat one after another; of parts of a message those that are text."""
     if isinstance(value, str):
         return value
-    if len(value) == 1:
-        return str(value[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in value)
+    texts = [_content_of(message) for message in value]
+    if len(texts) == 1:
+        return texts[0]
+    return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(value, texts, strict=True))
+
+
+def _content_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
