@@ -219,6 +219,11 @@ def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
             logits = trainer.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1] / 0.9
         expected = logits.log_softmax(-1).gather(1, ids[0, len(context) :, None])[:, 0]
         np.testing.assert_allclose(values, expected.numpy(), atol=2.5e-5)
+    # History has all rollouts of the draw, those that have ended too.
+    (kept,) = rollouts._history.latest().values()
+    tails = {2: [9, 8, *second[0]], 0: [9, 8, *second[1]]}
+    whole = {sample: [*tokens, *tails.get(sample, [])] for sample, tokens in enumerate(first)}
+    assert {sample: tokens.tolist() for sample, tokens in kept.tokens.items()} == whole
     undo()
     assert "_generate_single_turn" not in vars(trainer)
 

@@ -197,7 +197,7 @@ class HistoryRollouts:
     def _sample(self, requests: list[Request]) -> list[Rollout]:
         """The rollouts of requests, in their order, under the trainer's present weights."""
         if self._drafts == "auto":
-            self._history.prepare(dict.fromkeys(request.prompt_id for request in requests))
+            self._history.prepare(requests)
         engine = self._engine.ready_for(requests, self._trainer, self._history.drafter)
         before = engine.stats
         found = {rollout.key: rollout for rollout in engine.generate(requests)}
