@@ -147,6 +147,8 @@ def test_steps_have_their_rewards_and_end_the_episode() -> None:
             "a  b",
             (ToolCall(name="f", arguments={}),),
         ),
+        # Minutes where each beginning is searched for an end.
+        pytest.param("<tool_call> " * 20_000, "<tool_call> " * 20_000, (), id="begun and never ended"),
     ],
 )
 def test_tool_calls_are_read_and_other_text_stays(text: str, rest: str, calls: tuple[ToolCall, ...]) -> None:
