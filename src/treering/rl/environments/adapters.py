@@ -143,7 +143,7 @@ class StepEnvironment(Environment):
                     break
         except ContextFullError:
             pass
-        return Outcome(reward=0.0, turn_rewards=rewards, numbers={"return": sum(rewards.values())})
+        return Outcome(reward=0.0, turn_rewards=rewards)
 
 
 def tool_schema(function: Callable[..., Any], name: str) -> Mapping[str, Any]:
