@@ -150,10 +150,25 @@ class Walk:
         return f"{self.left} to go", float(action == "right"), self.left == 0, False, {}
 
 
-def test_steps_have_their_rewards_and_end_the_episode() -> None:
+class PlainWalk(Walk):
+    """Says only that it is over."""
+
+    def step(self, action: str) -> Any:
+        return super().step(action)[:3]
+
+
+class OldWalk(Walk):
+    """As Gym had it."""
+
+    def step(self, action: str) -> Any:
+        return *super().step(action)[:3], {"left": self.left}
+
+
+@pytest.mark.parametrize("walk", [Walk, PlainWalk, OldWalk])
+def test_steps_have_their_rewards_and_end_the_episode(walk: type[Walk]) -> None:
     task = EnvTask(id="w", data={"length": 2})
     policy = Spoken("right", "left", "right", "never said")
-    outcome = asyncio.run(StepEnvironment(Walk, [task], system="Go right.").run(task, policy))
+    outcome = asyncio.run(StepEnvironment(walk, [task], system="Go right.").run(task, policy))
     assert list(outcome.turn_rewards.values()) == [1.0, 0.0, 1.0]
     assert policy.seen[0]["role"] == "system"
     assert [message["content"] for message in policy.seen[1::2]] == ["2 to go", "1 to go", "1 to go"]

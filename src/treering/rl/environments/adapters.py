@@ -144,7 +144,8 @@ class StepEnvironment(Environment):
                 messages.append(reply.message)
                 observed, reward, *ends = await asyncio.to_thread(thing.step, reply.text)
                 rewards[reply.call] = float(reward)
-                if any(ends[:2]):
+                # Gym before Gymnasium has its info in the place of the second.
+                if any(end for end in ends[:2] if not isinstance(end, Mapping)):
                     break
         except ContextFullError:
             pass
