@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.integrations.trl import runs
 from tests.integrations.trl.test_exactness import GRADIENTS
@@ -129,15 +128,8 @@ def test_attached_rollouts_have_the_trainers_log_probs_in_trls_own_loop(
     generate, errors = trainer._generate, []
 
     def checked(prompts: list[Any]) -> Any:
-        found = generate(prompts)
-        for prompt, answer, is_sampled, logprobs in zip(found[0], found[1], found[2], found[4], strict=True):
-            ids = torch.tensor([prompt + answer])
-            with torch.no_grad():
-                expected, *_ = trainer._get_per_token_logps_and_entropies(
-                    trainer.model, ids, torch.ones_like(ids), len(answer)
-                )
-            difference = (expected[0] - torch.tensor(logprobs))[torch.tensor(is_sampled).bool()]
-            errors.append(float(difference.abs().max()))
+        prompt_ids, answers, masks, _, logprobs, *_ = found = generate(prompts)
+        errors.extend(runs.logprob_errors(trainer, prompt_ids, answers, logprobs, masks))
         return found
 
     monkeypatch.setattr(trainer, "_generate", checked)
