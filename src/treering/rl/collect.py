@@ -81,6 +81,13 @@ class Group:
         of_rollouts = np.array([rollout.reward for rollout in self.rollouts], np.float64)
         return of_rollouts if self.runs is None else of_rollouts[np.unique(self.runs.of, return_index=True)[1]]
 
+    @property
+    def returns(self) -> NDArray[np.float64]:
+        """float64 [G], what each has earned in all: for an environment a run's reward and those of its calls."""
+        if self.runs is None:
+            return self.rewards
+        return self.rewards + np.array([sum(values) for values in self.runs.turn_rewards], np.float64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collected:

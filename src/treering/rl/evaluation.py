@@ -70,7 +70,7 @@ class EvalReport:
     """The rewards of held-out prompts, or of each agent's runs of held-out tasks.
 
     Attributes:
-        reward: mean over the rollouts with a reward; None if there is none.
+        reward: mean over the rollouts with a reward, or the runs, whose calls' rewards count; None if there is none.
         pass_at: mean chance that one of k samples passes, by k; a rollout without a reward does not pass.
         length_mean: tokens of a rollout with a reward, or of all branches of a run; None if there is none.
         num_reward_errors: rollouts whose reward raised.
@@ -171,8 +171,8 @@ def eval_seed(seed: int) -> int:
 def _report(collected: Collected, options: EvalOptions) -> EvalReport:
     num_tokens = sum(rollout.num_tokens for group in collected.groups for rollout in group.rollouts)
     num_rollouts = collected.num_rollouts
-    num_passed = [int((group.rewards >= options.pass_reward).sum()) for group in collected.groups]
-    total = sum(float(group.rewards.sum()) for group in collected.groups)
+    num_passed = [int((group.returns >= options.pass_reward).sum()) for group in collected.groups]
+    total = sum(float(group.returns.sum()) for group in collected.groups)
     return EvalReport(
         reward=total / num_rollouts if num_rollouts else None,
         pass_at=mean_pass_at_k(options.num_samples, num_passed),

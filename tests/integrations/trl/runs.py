@@ -171,6 +171,20 @@ def episodes(texts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
+def logprob_errors(trainer: Any, prompts: Any, answers: Any, logprobs: Any, masks: Any = None) -> list[float]:
+    """Of each answer how far its log-probs are from the trainer's own, at most; masks leave tokens out."""
+    errors = []
+    masks = masks or [[1] * len(answer) for answer in answers]
+    for prompt, answer, found, mask in zip(prompts, answers, logprobs, masks, strict=True):
+        ids = torch.tensor([[*prompt, *answer]])
+        with torch.no_grad():
+            expected, *_ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, torch.ones_like(ids), len(answer)
+            )
+        errors.append(float((expected[0] - torch.tensor(found))[torch.tensor(mask).bool()].abs().max()))
+    return errors
+
+
 def made_up(prompt_ids: Any, *_: Any, **__: Any) -> tuple[Any, None]:
     return completions(prompt_ids), None
 

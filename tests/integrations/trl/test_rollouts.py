@@ -81,31 +81,17 @@ class Recording(HistoryRollouts):
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         output = super().__call__(prompts, trainer)
         self.calls.append(output)
-        self.errors.append(_largest_error(output, trainer))
+        names = ("prompt_ids", "completion_ids", "logprobs")
+        self.errors += runs.logprob_errors(trainer, *(output[name] for name in names))
         return output
 
 
-def _largest_error(output: dict[str, Any], trainer: Any) -> float:
-    errors = []
-    for prompt, tokens, logprobs in zip(
-        output["prompt_ids"], output["completion_ids"], output["logprobs"], strict=True
-    ):
-        ids = torch.tensor([prompt + tokens])
-        with torch.no_grad():
-            logps, *_ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, torch.ones_like(ids), len(tokens)
-            )
-        errors.append(float((logps[0] - torch.tensor(logprobs)).abs().max()))
-    return max(errors)
-
-
 def eager(rollouts: HistoryRollouts) -> HistoryRollouts:
-    """With a budget that lets drafts begin at once, as in a long run."""
-    rollouts._costs._max_loss = 1.0
-    rollouts._note_call = lambda tokens_per_forward, note=rollouts._note_call: (
-        note(tokens_per_forward),
-        setattr(rollouts._costs, "horizon_s", 1e6),
-    )
+    """Drafts wherever a step's time is known, whatever drafts gain: what a clock says decides nothing."""
+    costs: Any = rollouts._costs
+    costs.may_draft = costs._steps.knows
+    costs.is_promising, costs.can_spend = lambda: True, lambda seconds: True
+    costs.new_costs = lambda: None
     return rollouts
 
 
@@ -219,6 +205,11 @@ def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
             logits = trainer.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1] / 0.9
         expected = logits.log_softmax(-1).gather(1, ids[0, len(context) :, None])[:, 0]
         np.testing.assert_allclose(values, expected.numpy(), atol=2.5e-5)
+    # History has all rollouts of the draw, those that have ended too.
+    (kept,) = rollouts._history.latest().values()
+    tails = {2: [9, 8, *second[0]], 0: [9, 8, *second[1]]}
+    whole = {sample: [*tokens, *tails.get(sample, [])] for sample, tokens in enumerate(first)}
+    assert {sample: tokens.tolist() for sample, tokens in kept.tokens.items()} == whole
     undo()
     assert "_generate_single_turn" not in vars(trainer)
 

@@ -47,8 +47,8 @@ def check_trainer(trainer: Any) -> None:
     missing = next((name for name in _READ if not hasattr(trainer, name)), None)
     if missing is not None:
         raise UnsupportedError(
-            f"HistoryRollouts samples for GRPOTrainer as in TRL 1.16, and this {type(trainer).__name__} has no {missing}; "
-            "take that one, or leave HistoryRollouts out"
+            f"HistoryRollouts samples for GRPOTrainer as in TRL 1.16, and this {type(trainer).__name__} has no "
+            f"{missing}; take that one, or leave HistoryRollouts out"
         )
     if trainer._is_vlm:
         raise UnsupportedError(

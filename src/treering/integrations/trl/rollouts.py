@@ -156,9 +156,8 @@ class HistoryRollouts:
     def _resume(self, folder: Path | None) -> None:
         if folder is None:
             warnings.warn(
-                f"the run goes on at step {self._first_step}, and neither args.resume_from_checkpoint nor args.output_dir "
-                "has the state of its rollouts: prompts are drawn as in a new run. Name the checkpoint by "
-                "args.resume_from_checkpoint",
+                f"the run goes on at step {self._first_step}, and its rollouts have no state in args.output_dir or "
+                "args.resume_from_checkpoint: prompts are drawn as in a new run; name the checkpoint by the latter",
                 stacklevel=2,
             )
             return
@@ -198,7 +197,7 @@ class HistoryRollouts:
     def _sample(self, requests: list[Request]) -> list[Rollout]:
         """The rollouts of requests, in their order, under the trainer's present weights."""
         if self._drafts == "auto":
-            self._history.prepare(dict.fromkeys(request.prompt_id for request in requests))
+            self._history.prepare(requests)
         engine = self._engine.ready_for(requests, self._trainer, self._history.drafter)
         before = engine.stats
         found = {rollout.key: rollout for rollout in engine.generate(requests)}

@@ -98,8 +98,7 @@ class EnvironmentTask(Task):
         tasks = _checked_tasks(environment)
         self.tasks = {task.id: task for task in tasks}
         self._prompts = tuple(
-            TaskPrompt(prompt_id=task.id, tokens=np.zeros(0, np.int32), columns={"data": task.data})
-            for task in tasks
+            TaskPrompt(prompt_id=task.id, tokens=np.zeros(0, np.int32), columns={"data": task.data}) for task in tasks
         )
 
     @property
