@@ -34,9 +34,11 @@ def test_the_content_decides_how_a_file_is_read_and_not_its_name(tmp_path, conte
 
 
 def test_an_object_over_many_lines_is_one_record(tmp_path):
-    file = tmp_path / "one.json"
-    file.write_text(json.dumps(RECORDS[0], indent=1), encoding="utf-8")
-    assert list(read_records(file)) == [(str(file), RECORDS[0])]
+    text = json.dumps(RECORDS[0], indent=1).encode()
+    for name, content in (("one.json", text), ("one.JSON", text[:1] + text[2:]), ("one.json.gz", text[:1] + text[2:])):
+        file = tmp_path / name
+        file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        assert list(read_records(file)) == [(str(file), RECORDS[0])]
 
 
 @pytest.mark.parametrize(
