@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from tests.cli.train.test_command import prompts
+from treering import extras
 from treering.cli.doctor.command import EXIT_FAULT
 from treering.cli.doctor.command import run as doctor
 from treering.cli.doctor.mismatch import bins_of, measure_mismatch
 from treering.cli.doctor.run_folder import check_run
 from treering.cli.training import run_train
-from treering.errors import InputError
+from treering.errors import InputError, MissingExtraError
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,20 @@ def test_truncated_log_probs_are_not_compared(tmp_path: Path) -> None:
     found = measure_mismatch(folder, check_run(folder).checkpoints)
     assert found.bins == ()
     assert found.words == "rollouts hold log-probs after top_p, and a trainer computes them before"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"sampling": {"temperature": 1.0}}', '{"sampling": 1, "model": {}}'])
+def test_damaged_settings_leave_nothing_to_compare(content: str, folder: Path) -> None:
+    (folder / "config.json").write_text(content)
+    found = measure_mismatch(folder, check_run(folder).checkpoints)
+    assert found.bins == ()
+    assert found.words.startswith("config.json does not say how rollouts were sampled")
+
+
+def test_a_run_is_not_passed_over_where_torch_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="treering doctor RUN needs torch"):
+        doctor(folder, json_output=True)
 
 
 def test_gaps_stand_in_the_bin_of_their_place() -> None:
