@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.cache.datasets import dataset_of
 from treering.cli.inspect.command import inspect_files, run
-from treering.cli.inspect.file_report import FileReport
+from treering.cli.inspect.file_report import FileReport, measure
 from treering.cli.inspect.options import InspectOptions
-from treering.data import Message, Trajectory, write_trajectories
+from treering.data import Message, RenderedTrajectory, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError
 from treering.types import NAMED_SHAPES
 
@@ -55,6 +56,17 @@ def test_figures_are_one_tree_per_task_summed(two_tasks):
     assert report.token_bound == 1.3
     # Paths of task a: 1 2 3 at depths 1-3, then 6 7 8 at 4-6 and 5 at 4; of task b: depths 1-3.
     assert report.flop_bound == pytest.approx(flops(13, 21 + 10 + 6) / flops(10, 6 + 15 + 4 + 6))
+
+
+def test_the_branches_of_a_chat_are_rows_of_one_trajectory():
+    def row(index: int, *tokens: int) -> RenderedTrajectory:
+        return RenderedTrajectory(
+            task_id="a", tokens=np.array(tokens, np.int32), loss_mask=np.ones(len(tokens), np.bool_),
+            turn_ends=np.array([len(tokens)], np.int32), index=index, reward=1.0,
+        )  # fmt: skip
+
+    report = measure(dataset_of([row(0, 1, 2), row(0, 1, 3, 4), row(1, 5)]), NAMED_SHAPES["qwen3-8b"])
+    assert (report.trajectories, report.rows, report.rewards.num_rewards) == (2, 3, 2)
 
 
 def test_prompt_only_sharing_merges_prompts_and_computes_every_response(two_tasks):

@@ -1,6 +1,7 @@
 """`treering init`: reads a file and a model, and writes the configuration that trains one on the other."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,7 @@ def init(
         text = rl_text(file, named, facts, reward=reward, run_dir=run_dir)
     else:
         text = sft_text(file, named, facts, run_dir=run_dir, format=format)
-    line = f"treering {command} {path}"
+    line = f"treering {command} {shlex.quote(str(path))}"
     head = comments(f"For {file} and {model}, by treering init. It runs as it is: {line}")
     with path.open("x", encoding="utf-8") as stream:
         stream.write(head + comments(f"All settings: treering {command} --help") + "#\n" + text)
