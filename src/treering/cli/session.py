@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
@@ -101,8 +101,8 @@ class Session(Generic[ReportT]):
         checkpoints: where it is saved.
         num_steps: of the whole run.
         console: writes to stderr.
-        interruption: ends the steps at a signal.
         unit: what steps are called.
+        interruption: ends the steps at a signal; made here.
     """
 
     config: SftConfig | RlConfig
@@ -110,8 +110,11 @@ class Session(Generic[ReportT]):
     checkpoints: CheckpointStore
     num_steps: int
     console: Console
-    interruption: Interruption
     unit: str = "step"
+    interruption: Interruption = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "interruption", Interruption(self.checkpoints.group))
 
     def open(self) -> Opened:
         """Opens a new run, or loads the newest checkpoint; what is damaged is said."""
