@@ -16,7 +16,6 @@ from treering.data.formats.tool_calls import nested_tools
 from treering.data.trajectory import Message, TaskId, Trajectory
 from treering.errors import InputError
 
-PREFIX = "ATIF"
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 _KEYS = (*TASK_KEYS, "task_name")
 _IDS = ("prompt_token_ids", "completion_token_ids", "logprobs")
