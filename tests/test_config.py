@@ -167,8 +167,6 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (["model.num_heads=4", "model.num_kv_heads=3"], "3 does not divide 4"),
         (['data.files=["a"]'], "reads no files"),
         (["data.source=files"], "at least one file"),
-        (["data.source=files", 'data.files=["a"]', "data.stand_in.seed=1"], "does not read stand_in"),
-        (["data.max_tasks=3", "data.failed=kept"], "does not read failed, max_tasks"),
         (["data.template=hf"], "neither data.tokenizer nor model.path is set"),
         (["train.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
         (["train.divisor=3"], 'normalizer = "token_mean" with divisor = 3.0'),

@@ -82,12 +82,6 @@ class DataConfig(Config):
                 f'source = "{self.source}" needs at least one file, and files is empty; name some in files = [...], '
                 'or set source = "generated"'
             )
-        unread = {"files": {"stand_in"}, "generated": {"format", "failed", "tokenizer", "max_tasks"}}
-        if given := sorted(unread.get(self.source, set()) & self.model_fields_set):
-            raise ConfigError(
-                f'source = "{self.source}" does not read {", ".join(given)}; remove what it does not read, or set '
-                "another source"
-            )
         return self
 
 
