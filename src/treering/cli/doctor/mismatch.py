@@ -133,9 +133,7 @@ def _sampled_by(files: list[Path], version: int | None) -> Iterator[Trajectory]:
             continue
 
 
-def _compare(
-    checkpoint: Path, rollouts: list[Trajectory], temperature: float, autocast: Autocast
-) -> MismatchReport:
+def _compare(checkpoint: Path, rollouts: list[Trajectory], temperature: float, autocast: Autocast) -> MismatchReport:
     model = load_checkpoint(checkpoint).eval()
     forest = Forest.from_sequences([_tokens(rollout) for rollout in rollouts])
     with torch.no_grad(), precision(model, autocast):

@@ -11,6 +11,7 @@ from treering.cli.options import RunOrModel, Step, one_of
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float64")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """What is served, where, and with how much room."""
