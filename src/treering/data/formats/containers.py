@@ -123,7 +123,7 @@ def _file_records(
 
 
 def _check_no_csv(path: Path, line: bytes) -> None:
-    is_likely = path.suffix.lower() in (".csv", ".tsv") or _HEADER.fullmatch(line.strip())
+    is_likely = _name(path).endswith((".csv", ".tsv")) or _HEADER.fullmatch(line.strip())
     if not is_likely or is_json(line.strip()):
         return
     raise InputError(
@@ -149,5 +149,9 @@ def _line_records(
 def _is_object(text: bytes, path: Path) -> bool:
     """Whether a file with this first line is one JSON object, over several lines."""
     # Only an object that is written over several lines ends its first line so; a cut line of JSON Lines does not.
-    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
-    return text == b"{" or (name.endswith((".json", ".traj")) and not is_json(text))
+    return text == b"{" or (_name(path).endswith((".json", ".traj")) and not is_json(text))
+
+
+def _name(path: Path) -> str:
+    """The name of a file in lower case, without the ending of its compression."""
+    return path.name.lower().removesuffix(".gz").removesuffix(".zst")
