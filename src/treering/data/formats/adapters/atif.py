@@ -67,7 +67,8 @@ def _trajectories(
 
 
 def _step(step: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(step, dict) or step.get("source") not in _ROLES:
+    source = step.get("source") if isinstance(step, dict) else None
+    if not isinstance(step, dict) or not isinstance(source, str) or source not in _ROLES:
         raise InputError(
             f"{where} must be an object with source, one of {', '.join(_ROLES)}, got {show(step)}; repair it"
         )
