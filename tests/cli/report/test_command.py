@@ -33,6 +33,12 @@ def test_json_is_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "a" / "report.html").exists()
 
 
+def test_a_page_that_is_not_written_is_not_opened(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match="--open shows a page, and with --json none is written"):
+        run([tmp_path / "a"], out=None, open_page=True, rollouts=None, json_output=True)
+
+
 def test_a_page_does_not_replace_a_folder(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     with pytest.raises(StateError, match="belongs to a file"):

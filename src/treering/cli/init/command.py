@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from treering.cli.options import Format, JsonOutput
-from treering.errors import InputError
+from treering.errors import ConfigError, InputError
 from treering.extras import require
+
+_REWARD = "exact_answer"
 
 
 def init(
@@ -27,7 +29,7 @@ def init(
             metavar="NAME",
             help="With --rl: exact_answer, contains_answer, math_verify, or package.module:function of your own.",
         ),
-    ] = "exact_answer",
+    ] = _REWARD,
     out: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="The file to write: sft.toml, or train.toml with --rl.")
     ] = None,
@@ -48,6 +50,10 @@ def init(
     from treering.cli.init.texts import rl_text, sft_text
     from treering.cli.toml import comments
 
+    if rl and format != "auto":
+        raise ConfigError(f"--format is of trajectories, and --rl reads prompts, got {format}; leave one of them out")
+    if not rl and reward != _REWARD:
+        raise ConfigError(f"--reward is of prompts, and without --rl trajectories are read, got {reward}; add --rl")
     command = "train" if rl else "sft"
     path = out or Path(f"{command}.toml")
     _check_free(path)

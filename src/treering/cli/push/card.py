@@ -82,7 +82,9 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
     task, data, lora = (_section(config, name) for name in ("task", "data", "lora"))
     facts = {"base model": _base_in_words(config)}
     if task:
-        facts["task"] = f"{_name(task['file'])}, reward {task['reward']}" if task.get("file") else str(task["kind"])
+        facts["task"] = (
+            f"{_name(task['file'])}, reward {task.get('reward')}" if task.get("file") else str(task.get("kind"))
+        )
     if data:
         facts["data"] = ", ".join(_name(file) for file in data.get("files", ())) or "generated"
     facts["objective"] = _objective(config)
