@@ -205,12 +205,12 @@ def _condense(args: Mapping[str, Any], run: _Run, where: str) -> None:
     """Ends a stretch; the next one begins with what is kept, and with the summary where one was written."""
     run.before.append([message for _, message in run.messages])
     start, end = args.get("forgotten_events_start_id"), args.get("forgotten_events_end_id")
-    is_range = isinstance(start, int) and isinstance(end, int)
+    span = (start, end) if isinstance(start, int) and isinstance(end, int) else None
     named = array(f"{where}.forgotten_event_ids", args.get("forgotten_event_ids") or [])
 
     def is_forgotten(event_id: _Id) -> bool:
-        if is_range:
-            return isinstance(event_id, int) and start <= event_id <= end
+        if span:
+            return isinstance(event_id, int) and span[0] <= event_id <= span[1]
         return event_id is not None and event_id in named
 
     kept = [(event_id, _context(message)) for event_id, message in run.messages if not is_forgotten(event_id)]
