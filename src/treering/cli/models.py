@@ -111,14 +111,18 @@ def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -
     return model.to(choose_device(config.device), dtype)
 
 
-def load_checkpoint(folder: Path) -> nn.Module:
+def load_checkpoint(folder: Path, *, takes_pictures: bool = False) -> nn.Module:
     """The model of a checkpoint, with float32 weights; adapters around their base model.
 
+    Args:
+        folder: the checkpoint, or a model.
+        takes_pictures: whether it is to be a model that takes pictures, or one of text.
+
     Raises:
-        InputError: the base model of adapters is no longer found.
+        InputError: it is not such a model, or the base model of adapters is no longer found.
     """
     if not (folder / ADAPTER_CONFIG_FILE).is_file():
-        plain: nn.Module = _load(folder, "the checkpoint")
+        plain: nn.Module = _load(folder, "the checkpoint", takes_pictures=takes_pictures)
         return plain
     require("a checkpoint of adapters", "peft")
     from peft import PeftModel
@@ -126,7 +130,8 @@ def load_checkpoint(folder: Path) -> nn.Module:
     settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())
     name, revision = settings["base_model_name_or_path"], settings["revision"]
     base = find_folder(name, [Path()], setting="the base model of the adapters", revision=revision)
-    loaded: nn.Module = PeftModel.from_pretrained(_load(base, "the base model of the adapters"), folder)
+    model = _load(base, "the base model of the adapters", takes_pictures=takes_pictures)
+    loaded: nn.Module = PeftModel.from_pretrained(model, folder)
     return loaded
 
 
