@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from tests.cli.train.test_command import prompts
 from treering import extras
+from treering.cli.doctor import mismatch
 from treering.cli.doctor.command import EXIT_FAULT
 from treering.cli.doctor.command import run as doctor
 from treering.cli.doctor.mismatch import bins_of, measure_mismatch
 from treering.cli.doctor.run_folder import check_run
 from treering.cli.training import run_train
 from treering.errors import InputError, MissingExtraError
+from treering.model.forward import forward
+from treering.tree.forest import Forest
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +133,27 @@ def test_other_weights_are_seen_in_the_mismatch(folder: Path) -> None:
     newest, older = check_run(folder).checkpoints
     shutil.copyfile(newest / "model.safetensors", older / "model.safetensors")
     assert measure_mismatch(folder, (older,)).bins[0].mean > 1e-3
+
+
+def test_prompts_are_computed_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def counted(model: nn.Module, forest: Forest, **settings: Any) -> Any:
+        seen.append(forest.num_branches)
+        return forward(model, forest, **settings)
+
+    monkeypatch.setattr(mismatch, "forward", counted)
+    assert measure_mismatch(folder, check_run(folder).checkpoints).num_rollouts == 6
+    assert seen == [3, 3]
+
+
+def test_a_model_that_takes_pictures_leaves_nothing_to_compare(folder: Path) -> None:
+    checkpoints = check_run(folder).checkpoints
+    for checkpoint in checkpoints:
+        (checkpoint / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    found = measure_mismatch(folder, checkpoints)
+    assert found.bins == ()
+    assert found.words.startswith("the trainer computes stored rollouts as text, and the checkpoint needs")
 
 
 def test_truncated_log_probs_are_not_compared(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ after it, until the next update. So both sides are of the same weights, and what
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from treering.arrays import Float64Array, Int64Array
 from treering.cli.models import load_checkpoint
@@ -134,23 +135,34 @@ def _sampled_by(files: list[Path], version: int | None) -> Iterator[Trajectory]:
 
 
 def _compare(checkpoint: Path, rollouts: list[Trajectory], temperature: float, autocast: Autocast) -> MismatchReport:
-    model = load_checkpoint(checkpoint).eval()
+    try:
+        model = load_checkpoint(checkpoint).eval()
+    except InputError as error:
+        # Such as a model that takes pictures, which rollouts are stored without.
+        return _nothing(f"the trainer computes stored rollouts as text, and {error}")
+    # All prompts in one forest need not fit in memory.
+    prompts = [list(group) for _, group in groupby(rollouts, key=lambda rollout: rollout.task_id)]
+    gaps = [gap for group in prompts for gap in _gaps(model, group, temperature, autocast)]
+    return MismatchReport(
+        checkpoint=checkpoint.name,
+        num_rollouts=len(rollouts),
+        bins=bins_of(np.concatenate(gaps), np.concatenate([np.arange(gap.size) for gap in gaps])),
+        words=f"|engine's log-prob - trainer's| of {len(rollouts)} rollouts under the weights of {checkpoint.name}",
+    )
+
+
+def _gaps(
+    model: nn.Module, rollouts: Sequence[Trajectory], temperature: float, autocast: Autocast
+) -> Iterator[Float64Array]:
+    """Of each rollout |engine's log-prob - trainer's| of its sampled tokens, in order."""
     forest = Forest.from_sequences([_tokens(rollout) for rollout in rollouts])
     with torch.no_grad(), precision(model, autocast):
         logprobs = forward(model, forest, temperature=temperature).logprobs
     own = logprobs.double().numpy()
-    gaps, places = [], []
     for branch, rollout in enumerate(rollouts):
         assert rollout.logprobs is not None
         sampled = np.flatnonzero(np.asarray(rollout.loss_mask))
-        gaps.append(np.abs(np.asarray(rollout.logprobs)[sampled] - own[forest.path(branch)][sampled]))
-        places.append(np.arange(sampled.size))
-    return MismatchReport(
-        checkpoint=checkpoint.name,
-        num_rollouts=len(rollouts),
-        bins=bins_of(np.concatenate(gaps), np.concatenate(places)),
-        words=f"|engine's log-prob - trainer's| of {len(rollouts)} rollouts under the weights of {checkpoint.name}",
-    )
+        yield np.abs(np.asarray(rollout.logprobs)[sampled] - own[forest.path(branch)][sampled])
 
 
 def _tokens(rollout: Trajectory) -> np.ndarray:
