@@ -134,6 +134,13 @@ def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass(tmp_pa
         report_of(tmp_path / "set.jsonl")
 
 
+def test_the_folder_of_a_run_is_refused_with_its_rollouts_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=f"is the folder of a run.* name .*{tmp_path / 'rollouts'}"):
+        report_of(tmp_path)
+
+
 def test_an_unknown_model_shape_is_refused_before_any_file_is_read(tmp_path):
     with pytest.raises(ConfigError, match="qwen3-8b"):
         report_of(tmp_path / "absent.jsonl", model_shape="qwen3-9b")
