@@ -76,15 +76,16 @@ def agreed_compute(
 
 
 def checkpoint_store(
-    config: SftConfig | RlConfig, identity: Identity, tokenizer: Path | None, group: RankGroup
+    config: SftConfig | RlConfig, model: nn.Module, identity: Identity, tokenizer: Path | None, group: RankGroup
 ) -> CheckpointStore:
     """The checkpoints of a run, with the tokenizer, a model card and, of `train`, the history as hints."""
     folder = config.run.dir
+    takes_pictures = getattr(getattr(model, "config", None), "vision_config", None) is not None
     return CheckpointStore(
         folder=folder / CHECKPOINTS_FOLDER,
         identity=identity,
         keep=config.run.keep,
-        card=partial(model_card, folder, has_tokenizer=tokenizer is not None),
+        card=partial(model_card, folder, has_tokenizer=tokenizer is not None, takes_pictures=takes_pictures),
         tokenizer=tokenizer,
         hints=folder / HISTORY_FOLDER if isinstance(config, RlConfig) else None,
         group=group,

@@ -117,19 +117,27 @@ def test_a_frozen_vision_part_stays_and_the_rest_is_trained(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_a_checkpoint_is_evaluated_as_its_run_evaluates_it(tmp_path, monkeypatch, capsys, model, rank):
+def test_a_checkpoint_is_evaluated_as_its_run_evaluates_it_and_loads_as_its_card_says(
+    tmp_path, monkeypatch, capsys, model, rank
+):
     if rank:
         pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path)
     write_rows(tmp_path, "held.jsonl", range(3, 5))
     adapters = [f"lora.rank={rank}"] if rank else []
-    losses(tmp_path, capsys, model, "tree", "train.num_steps=1", 'eval.files=["held.jsonl"]', *adapters)
+    summary, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=1", 'eval.files=["held.jsonl"]', *adapters)
     last = json.loads((tmp_path / "tree" / "metrics.jsonl").read_text().splitlines()[-1])
     evaluate(EvalOptions(name="tree", json_output=True))
     found = json.loads(capsys.readouterr().out)
     # One computation on one thread.
     assert found["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
+    card = (tmp_path / summary["checkpoint"] / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
+    loaded = {}
+    exec(card.split("```python")[1].split("```")[0].replace("path/to/this/folder", summary["checkpoint"]), loaded)
+    assert type(loaded["model"]).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert any("lora_B" in name for name, _ in loaded["model"].named_parameters()) == bool(rank)
 
 
 def weights_of(checkpoint, name="model.safetensors"):

@@ -55,7 +55,7 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
     note_compiling(console, fill_forest)
     compute = agreed_compute(config, config.train, model, group, length.total)
     # The identity is that of weights before they are sharded.
-    checkpoints = checkpoint_store(config, identity(config, corpus, model), corpus.tokenizer, group)
+    checkpoints = checkpoint_store(config, model, identity(config, corpus, model), corpus.tokenizer, group)
     loop = _make_loop(config, config_dir, corpus, model, compute, length.total, group)
     session = Session(config=config, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console)
     opened = session.open()

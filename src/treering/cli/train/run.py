@@ -98,7 +98,7 @@ def _opened(config: RlConfig, config_dir: Path, console: Console, group: RankGro
     length = run_length(config, len(source.task.prompts))
     compute = agreed_compute(config, config.rl, model, group, length.total, config.rl.num_train_threads)
     # The identity is that of weights before they are sharded.
-    checkpoints = checkpoint_store(config, identity(config, source, model), source.tokenizer, group)
+    checkpoints = checkpoint_store(config, model, identity(config, source, model), source.tokenizer, group)
     loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=length.total, group=group)
     if isinstance(loop, PipelineLoop):
         stack.enter_context(loop)
