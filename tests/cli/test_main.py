@@ -109,6 +109,8 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         (["inspekt"], "inspekt"),
         (["simulate", "--workers", "0"], "Invalid value for '--workers'"),
         (["inspect", "a", "--template", "none"], "'none' is not one of"),
+        (["serve", "model", "--device", "cdua"], "'cdua' is not one of"),
+        (["serve", "model", "--dtype", "int8"], "'int8' is not one of"),
     ],
 )
 def test_a_mistyped_call_is_one_line_on_stderr_and_exit_code_2(

@@ -222,6 +222,7 @@ FAILED = {
     "error": {"error": "ModelError"},
     "errors": {"errors": [{"type": "E"}]},
     "not completed": {"is_completed": False},
+    "not completed, as a number": {"is_completed": 0},
     "status": {"status": "aborted"},
     "exit": {"info": {"exit_status": "RetryError"}},
     "autosubmitted": {"info": {"exit_status": "submitted (exit_error)"}},
@@ -245,6 +246,7 @@ def test_a_failed_run_is_left_out_and_counted_and_may_be_kept(tmp_path, name, ki
     "fields",
     [
         *({"reward": 0.0}, {"status": "completed"}, {"error": None}, {"errors": []}, {"has_error": False}),
+        *({"has_error": 0}, {"errors": 0}, {"error": ""}, {"is_completed": None}, {"completed": 1}),
         *({"info": {"exit_status": "submitted"}}, {"is_completed": True}, {"source": "errors"}, {"resolved": False}),
     ],
 )

@@ -120,6 +120,17 @@ def test_data_that_could_not_be_trained_is_refused_before_anything_is_written(
     assert not (folder / "sft.toml").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [(["--rl", "--format", "trl"], "--rl reads prompts, got trl"), (["--reward", "a:b"], "without --rl")],
+)
+def test_options_of_the_other_kind_of_file_are_refused(folder, monkeypatch, capsys, options, part):
+    write_set(folder / "traces.jsonl", 1)
+    code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", *options)
+    assert code == 2
+    assert part in err
+
+
 def test_a_model_without_a_configuration_is_refused_by_name(folder, monkeypatch, capsys):
     write_set(folder / "traces.jsonl", 1)
     (folder / "empty").mkdir()

@@ -9,7 +9,7 @@ from tests.cli.inspect.runs import NUM_PROMPTS, call, write_run
 from tests.history.recordings import Line, trajectories
 from treering.cli.inspect.history import inspect_history, run
 from treering.cli.inspect.options import InspectOptions
-from treering.cli.inspect.rollouts import trajectory_files
+from treering.cli.inspect.rollouts import rollout_files
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import InputError
 
@@ -72,7 +72,7 @@ def test_predictions_are_medians_of_the_epoch_before_and_reach_as_far_as_its_lon
 
 def test_a_run_its_rollouts_and_its_files_are_one_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted((folder / "rollouts").glob("*.jsonl"))
-    assert trajectory_files([folder]) == trajectory_files([folder / "rollouts"]) == trajectory_files(files) == files
+    assert rollout_files(folder) == rollout_files(folder / "rollouts") == files
     reports = [as_json(capsys, *paths) for paths in ([folder], [folder / "rollouts"], files)]
     assert reports[0]["epochs"][1]["reuse"] == reports[1]["epochs"][1]["reuse"] == reports[2]["epochs"][1]["reuse"]
 

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer
 
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
 from treering.cli.corpus import load_corpus
+from treering.cli.eval.command import run as evaluate
+from treering.cli.eval.options import EvalOptions
 from treering.cli.sft.held_out import split_corpus
 from treering.cli.training import run_sft
 from treering.config import SftConfig, load
@@ -85,7 +87,7 @@ def losses(folder, capsys, model, layout, *overrides):
     run_sft(config_path=folder / f"{layout}.toml", overrides=list(overrides), json_output=True)
     summary = json.loads(capsys.readouterr().out)
     rows = [json.loads(line) for line in (folder / layout / "metrics.jsonl").read_text().splitlines()]
-    return summary, [row["train/loss"] for row in rows]
+    return summary, [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 def test_trees_and_separate_sequences_train_alike(tmp_path, monkeypatch, capsys, model):
@@ -112,6 +114,30 @@ def test_a_frozen_vision_part_stays_and_the_rest_is_trained(tmp_path, monkeypatc
     first = dict(transformers.AutoModelForImageTextToText.from_pretrained(model).named_parameters())
     stays = {name: torch.equal(weight, first[name]) for name, weight in weights.named_parameters()}
     assert {name for name, same in stays.items() if same} == {name for name in stays if "visual" in name}
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_checkpoint_is_evaluated_as_its_run_evaluates_it_and_loads_as_its_card_says(
+    tmp_path, monkeypatch, capsys, model, rank
+):
+    if rank:
+        pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+    write_rows(tmp_path, "held.jsonl", range(3, 5))
+    adapters = [f"lora.rank={rank}"] if rank else []
+    summary, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=1", 'eval.files=["held.jsonl"]', *adapters)
+    last = json.loads((tmp_path / "tree" / "metrics.jsonl").read_text().splitlines()[-1])
+    evaluate(EvalOptions(name="tree", json_output=True))
+    found = json.loads(capsys.readouterr().out)
+    # One computation on one thread.
+    assert found["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
+    card = (tmp_path / summary["checkpoint"] / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
+    loaded = {}
+    exec(card.split("```python")[1].split("```")[0].replace("path/to/this/folder", summary["checkpoint"]), loaded)
+    assert type(loaded["model"]).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert any("lora_B" in name for name, _ in loaded["model"].named_parameters()) == bool(rank)
 
 
 def weights_of(checkpoint, name="model.safetensors"):

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.corpus import load_corpus
+from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.display.progress import WorkProgress, warnings_as_lines
 from treering.cli.display.tables import facts_table
 from treering.cli.eval.options import EvalOptions
@@ -164,26 +164,31 @@ def run(options: EvalOptions) -> None:
 
 def _measure(target: Target, stack: ExitStack) -> Measure:
     config = target.config
-    model = load_checkpoint(target.weights).to(choose_device(config.model.device))
     if isinstance(config, RlConfig):
-        held = load_held_out(config, Path())
-        assert held is not None, "find_target checks it"
-        stack.callback(held.close)
-        return measure_rewards(config, held, lambda: model)
-    return _loss(config, model)
+        prompts = load_held_out(config, Path())
+        assert prompts is not None, "find_target checks it"
+        stack.callback(prompts.close)
+        policy = _model(target, takes_pictures=prompts.has_pictures)
+        return measure_rewards(config, prompts, lambda: policy)
+    corpus = _held_out(config)
+    model = _model(target, takes_pictures=corpus.has_pictures)
+    compute = compute_options(config.model, config.train)
+    return HeldOutLoss(model, corpus.tasks, compute=compute, layout=config.train.layout)
 
 
-def _loss(config: SftConfig, model: nn.Module) -> HeldOutLoss:
+def _model(target: Target, *, takes_pictures: bool) -> nn.Module:
+    model = load_checkpoint(target.weights, takes_pictures=takes_pictures)
+    return model.to(choose_device(target.config.model.device))
+
+
+def _held_out(config: SftConfig) -> Corpus:
     folder = find_model(config.model, Path())
     if config.eval.files:
-        held = read_files(config, config_dir=Path(), model=folder)
-    else:
-        corpus = load_corpus(config.data, config_dir=Path(), model=folder)
-        _, part = split_corpus(config, corpus, config_dir=Path(), model=folder)
-        assert part is not None, "find_target checks it"
-        held = part
-    compute = compute_options(config.model, config.train)
-    return HeldOutLoss(model, held.tasks, compute=compute, layout=config.train.layout)
+        return read_files(config, config_dir=Path(), model=folder)
+    corpus = load_corpus(config.data, config_dir=Path(), model=folder)
+    _, held = split_corpus(config, corpus, config_dir=Path(), model=folder)
+    assert held is not None, "find_target checks it"
+    return held
 
 
 def _table(target: Target, values: dict[str, float]) -> Table:

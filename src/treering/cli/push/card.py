@@ -19,7 +19,7 @@ _PACKAGES = ("treering", "torch", "transformers", "peft", "vllm")
 _SECTIONS = ("rl", "train", "sampling", "optim", "lora", "teacher", "router")
 
 
-def model_card(run_dir: Path, step: int, *, has_tokenizer: bool) -> str:
+def model_card(run_dir: Path, step: int, *, has_tokenizer: bool, takes_pictures: bool = False) -> str:
     """The card of a run's checkpoint, as Markdown with the metadata that the hub reads.
 
     It holds settings and figures up to this step, no rollout, no path and nothing of the environment. What cannot be
@@ -29,6 +29,7 @@ def model_card(run_dir: Path, step: int, *, has_tokenizer: bool) -> str:
         run_dir: folder of the run; of its files `config.json` and `metrics.jsonl` are read.
         step: of the checkpoint.
         has_tokenizer: whether the checkpoint has one.
+        takes_pictures: whether its model does.
 
     Example: of a run of GRPO on Qwen/Qwen3-0.6B the first lines have "base_model: Qwen/Qwen3-0.6B" and "- grpo".
     """
@@ -38,11 +39,11 @@ def model_card(run_dir: Path, step: int, *, has_tokenizer: bool) -> str:
         run = RunData(name=run_dir.resolve().name, folder=run_dir, rows=(), config={}, notes=())
     rows = [row for row in run.rows if row["step"] <= step]
     parts = [
-        _metadata(run.config),
+        _metadata(run.config, takes_pictures=takes_pictures),
         f"# {run.name}, step {step}",
         "Trained with Treering, which computes each shared token once and drafts rollouts from earlier ones.",
         _table(_facts(run.config) | {"steps": str(step)} | _measured(rows) | {"versions": _versions()}),
-        f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer)}",
+        f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer, takes_pictures=takes_pictures)}",
         f"## Settings\n\n{_settings(run.config)}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -66,13 +67,13 @@ def hub_base(config: Mapping[str, Any]) -> str | None:
     return str(model["path"]) if model.get("path") and model.get("revision") else None
 
 
-def _metadata(config: Mapping[str, Any]) -> str:
+def _metadata(config: Mapping[str, Any], *, takes_pictures: bool) -> str:
     """What the hub sorts and links models by."""
     base = hub_base(config)
     lines = [
         *([] if base is None else [f"base_model: {base}"]),
         f"library_name: {'peft' if _has_adapters(config) else 'transformers'}",
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {'image-text-to-text' if takes_pictures else 'text-generation'}",
         *["tags:", "- treering", f"- {_objective(config)}", *(["- lora"] if _has_adapters(config) else [])],
     ]
     return "\n".join(["---", *lines, "---"])
@@ -82,7 +83,9 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
     task, data, lora = (_section(config, name) for name in ("task", "data", "lora"))
     facts = {"base model": _base_in_words(config)}
     if task:
-        facts["task"] = f"{_name(task['file'])}, reward {task['reward']}" if task.get("file") else str(task["kind"])
+        facts["task"] = (
+            f"{_name(task['file'])}, reward {task.get('reward')}" if task.get("file") else str(task.get("kind"))
+        )
     if data:
         facts["data"] = ", ".join(_name(file) for file in data.get("files", ())) or "generated"
     facts["objective"] = _objective(config)
@@ -138,9 +141,12 @@ def _versions() -> str:
     return ", ".join(found)
 
 
-def _loading(config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
+def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_pictures: bool) -> str:
     kind, package = ("AutoModelForCausalLM", "transformers")
-    if _has_adapters(config):
+    if takes_pictures:
+        # It takes adapters too, for which peft has no class of this kind.
+        kind = "AutoModelForImageTextToText"
+    elif _has_adapters(config):
         kind, package = ("AutoPeftModelForCausalLM", "peft")
     lines = [f"from {package} import {kind}", "", f'model = {kind}.from_pretrained("{_HERE}")']
     if has_tokenizer:

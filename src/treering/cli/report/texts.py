@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from treering.data import data_folder
-from treering.errors import MissingExtraError
+from treering.errors import TreeringError
 from treering.report.content import CHECKPOINTS_FOLDER
 from treering.report.run import RunData
 
@@ -14,7 +14,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def find_text(run: RunData) -> Callable[[int], str] | None:
-    """A function of a token id; None where the run's tokenizer is not found, or `treering[train]` not installed.
+    """A function of a token id; None without a whole tokenizer of the run, or without `treering[train]`.
 
     It is looked up in the newest checkpoint, then where the settings say.
 
@@ -27,7 +27,7 @@ def find_text(run: RunData) -> Callable[[int], str] | None:
         if kind == "sums":
             return _text_of_symbols()
         return None if folder is None else _text_of_tokenizer(folder)
-    except (ImportError, MissingExtraError):
+    except (ImportError, TreeringError):
         return None
 
 

@@ -15,8 +15,8 @@ from treering.extras import require
 _PARQUET = b"PAR1"
 _ARROW_FILE = b"ARROW1"
 _ARROW_STREAM = b"\xff\xff\xff\xff"
-_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}\.parquet")
-"""A Parquet file's name on the Hugging Face Hub."""
+_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}(-[0-9a-f]{16})?\.parquet")
+"""A Parquet file's name on the Hugging Face Hub; older ones end in a digest."""
 _DEFAULT_SPLIT = "train"
 _VALUES = ("arguments", "args", "input", "parameters")
 """Columns of objects whose keys are data: a table stores the keys of all rows in each."""
@@ -32,7 +32,7 @@ def is_dataset_folder(folder: Path) -> bool:
     return _is_saved(folder) or (folder / "dataset_dict.json").is_file() or bool(_parquet_files(folder))
 
 
-def table_records(file: Path, first_row: int = 1, position: ReadPosition | None = None) -> Iterator[tuple[str, object]]:
+def table_records(file: Path, position: ReadPosition | None = None) -> Iterator[tuple[str, object]]:
     """Each row of a table with its place; keys without a value inside objects are left out.
 
     Raises:
@@ -44,7 +44,7 @@ def table_records(file: Path, first_row: int = 1, position: ReadPosition | None 
 
     is_told = False
     try:
-        for number, row in enumerate(_rows(file, position or ReadPosition()), start=first_row):
+        for number, row in enumerate(_rows(file, position or ReadPosition()), start=1):
             record, has_holes = _without_nulls(row)
             if has_holes and not is_told:
                 is_told = True
