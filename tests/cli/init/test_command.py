@@ -136,7 +136,7 @@ def test_a_model_without_a_configuration_is_refused_by_name(folder, monkeypatch,
     (folder / "empty").mkdir()
     code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "empty")
     assert code == 2
-    assert "empty/config.json cannot be read" in err
+    assert "empty/config.json is a JSON object, and this one cannot be read" in err
 
 
 def test_no_text_of_a_file_ends_its_comment_or_its_value():
