@@ -13,7 +13,7 @@ import pytest
 from treering.config import RlConfig, load
 from treering.errors import ConfigError, InputError, StateError
 from treering.rl.tasks.rewards import judge as judge_module
-from treering.rl.tasks.rewards.judge import Judge, JudgeSettings
+from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.score import Score
 from treering.rl.tasks.task import Prompt
@@ -70,7 +70,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def judge_at(url: str, cache: Path, **changes: Any) -> Judge:
     template = changes.pop("template", "{prompt}|{response}|{level}")
-    return Judge(JudgeSettings(url=url, model="m", template=template, cache=cache, **changes))
+    return Judge(url=url, model="m", template=template, cache=cache, **changes)
 
 
 def ask(judge: Judge, *texts: str) -> list[float | Exception]:
