@@ -11,7 +11,8 @@ from treering.errors import ConfigError, UnsupportedError
 from treering.integrations.trl.requirements import ROLLOUT_TRAINERS, kind_of
 from treering.integrations.vllm.engine.llm_requirements import EXTENSION, set_verification
 from treering.integrations.vllm.requirements import PROPOSER, speculative_config
-from treering.integrations.vllm.settings import HISTORY_VARIABLE, environment_with
+from treering.integrations.vllm.settings import HISTORY_VARIABLE
+from treering.runtime.ipc.environment import environment_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,7 @@ Read when vLLM makes the drafter, before numba may be imported, so nothing here 
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,20 +72,6 @@ def read_settings(environment: Mapping[str, str] | None = None) -> PluginSetting
     file, folder = variables.get(CONFIG_VARIABLE), variables.get(HISTORY_VARIABLE)
     values = {} if not file else _checked(Path(file), _read(Path(file)))
     return PluginSettings(history=Path(folder) if folder else None, **values)
-
-
-@contextmanager
-def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
-    """Inside, variables that vLLM's workers read at their start have the values of `changes`; then what they had."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _read(file: Path) -> dict[str, Any]:
