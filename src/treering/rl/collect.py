@@ -131,7 +131,7 @@ def collect(
     sampling: Sampling,
     order: Order = "by_prompt",
     on_finished: Callable[[Rollout], None] | None = None,
-    on_engine_step: Callable[[], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Collected:
     """Samples a group for each prompt and rewards finished rollouts.
 
@@ -146,7 +146,7 @@ def collect(
         sampling: of all; the task's stop tokens belong in it.
         order: see `Order`; changes speed, never a rollout.
         on_finished: called with each finished rollout; its reward is set unless it is left out, or its group's.
-        on_engine_step: called before each step of the engine.
+        on_progress: called with the number of rollouts that have finished since, also before each step of the engine.
 
     Raises:
         ConfigError: a group_size below 1.
@@ -165,14 +165,16 @@ def collect(
     engine.submit(requests)
     try:
         while engine.num_unfinished > 0:
-            if on_engine_step is not None:
-                on_engine_step()
+            if on_progress is not None:
+                on_progress(0)
             for rollout in engine.step():
                 prompt = run.prompt_of(rollout)
                 result = evaluate_rollout(task, prompt, rollout)
                 run.take(result)
                 if on_finished is not None:
                     on_finished(result.rollout)
+                if on_progress is not None:
+                    on_progress(1)
                 if group := run.full_group(prompt.prompt_id):
                     for rewarded in evaluate_group(task, prompt, group):
                         run.take(rewarded)

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import comb
 
 from treering import metrics
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
-from treering.engine.rollout import Rollout
 from treering.engine.sampling.noise import row_key
 from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
@@ -130,31 +130,18 @@ class HeldOutRewards:
         prompts, options = self._task.prompts, self._options
         own = prompts[self._group.rank :: self._group.size]
         progress = PhaseProgress("sampling", len(own) * options.num_samples, on_progress)
-
-        def on_finished(_: Rollout) -> None:
-            progress.add(1)
-
+        sample = collect
         if isinstance(self._task, EnvironmentTask):
-            collected = collect_episodes(
-                self._make_engine(),
-                self._task,
-                own,
-                {},
-                group_size=options.num_samples,
-                sampling=self._sampling,
-                num_episodes=len(prompts) * options.num_samples,
-                on_progress=progress.add,
-            )
-        else:
-            collected = collect(
-                self._make_engine(),
-                self._task,
-                own,
-                {},
-                group_size=options.num_samples,
-                sampling=self._sampling,
-                on_finished=on_finished,
-            )
+            sample = partial(collect_episodes, num_episodes=len(prompts) * options.num_samples)
+        collected = sample(
+            self._make_engine(),
+            self._task,
+            own,
+            {},
+            group_size=options.num_samples,
+            sampling=self._sampling,
+            on_progress=progress.add,
+        )
         return _report(join(prompts, self._group.gather(collected)), options)
 
 
