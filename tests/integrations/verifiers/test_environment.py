@@ -138,18 +138,18 @@ def test_what_an_episode_raises_is_counted_and_the_others_are_as_without_it() ->
 
 def test_an_episode_that_hangs_is_counted_its_process_killed_and_started_again() -> None:
     with environment_of("hangs") as environment:
-        before = environment.worker_pid
+        before = environment._worker.pid
         found = collect(environment, episode_timeout_s=3.0)
         assert found.error_counts == {"no end within 3 s (task.episode_timeout)": 2}
         wait_until(lambda: not lives(before))
         again = collect(environment, draw=1, episode_timeout_s=3.0)
         assert again.num_reward_errors == 2
-        assert environment.worker_pid != before
+        assert environment._worker.pid != before
 
 
 def test_a_process_that_dies_fails_its_episodes_by_name_and_is_started_again() -> None:
     with environment_of("dies") as environment:
-        before = environment.worker_pid
+        before = environment._worker.pid
         found = collect(environment)
         assert 2 <= found.num_reward_errors <= 6
         assert {error.split(";")[0] for error in found.error_counts} <= {
@@ -157,13 +157,13 @@ def test_a_process_that_dies_fails_its_episodes_by_name_and_is_started_again() -
         }
         again = collect(environment, draw=1)
         assert again.num_reward_errors >= 2
-        assert environment.worker_pid != before
+        assert environment._worker.pid != before
 
 
 def test_nothing_outlives_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with environment_of("leaves", file=str(file)) as environment:
-        worker, child = environment.worker_pid, int(file.read_text())
+        worker, child = environment._worker.pid, int(file.read_text())
         assert lives(worker)
         assert lives(child)
     wait_until(lambda: not lives(worker) and not lives(child))

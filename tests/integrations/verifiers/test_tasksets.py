@@ -85,7 +85,7 @@ def test_seats_are_groups_of_their_own_and_the_judge_is_not_trained(
 
 def test_episodes_with_faults_are_counted_by_cause_and_the_run_goes_on(python: str, tokenizer: Path) -> None:
     with environment_of(python, tokenizer, "faulty_taskset") as environment:
-        pid = environment.worker_pid
+        pid = environment._worker.pid
         found = collect(environment, episode_timeout_s=20.0)
         assert sum(len(group.rollouts) for group in found.groups) == 2
         causes = sorted(found.error_counts.items())
@@ -95,7 +95,7 @@ def test_episodes_with_faults_are_counted_by_cause_and_the_run_goes_on(python: s
         assert "planted" in causes[1][0]
         assert "planted" in causes[2][0]
         assert any("SystemExit: planted exit" in cause for cause, _ in causes)
-        assert environment.worker_pid == pid
+        assert environment._worker.pid == pid
         assert lives(pid)
     wait_until(lambda: not lives(pid))
 
