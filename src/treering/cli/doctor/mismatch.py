@@ -16,10 +16,11 @@ from torch import nn
 
 from treering.arrays import Float64Array, Int64Array
 from treering.cli.models import load_checkpoint
-from treering.cli.run_folder import CONFIG_FILE, ROLLOUTS_FOLDER
 from treering.data import Trajectory, read_trajectories
 from treering.errors import InputError
 from treering.model.forward import forward
+from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.report.run import CONFIG_FILE
 from treering.train.loop.compute import Autocast, precision
 from treering.train.loop.restore import STATE_FILE
 from treering.tree.forest import Forest

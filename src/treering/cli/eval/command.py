@@ -26,6 +26,7 @@ from treering.cli.train.held_out import load_held_out, measure_rewards
 from treering.config import RlConfig, SftConfig, load
 from treering.config.load import load_written
 from treering.errors import ConfigError, InputError
+from treering.files.json_object import read_object
 from treering.report.run import CONFIG_FILE
 from treering.train.loop.held_out import HeldOutLoss, Measure
 from treering.train.loop.run import CHECKPOINTS_FOLDER
@@ -94,13 +95,8 @@ def find_weights(name: str, step: int | None) -> Path:
 
 
 def _written(folder: Path) -> Mapping[str, Any]:
-    try:
-        written = dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(
-            f"{folder / CONFIG_FILE} holds the settings of a run, and it cannot be read ({error}); name a checkpoint "
-            f"in {folder / CHECKPOINTS_FOLDER} instead, with --file"
-        ) from error
+    instead = f"name a checkpoint in {folder / CHECKPOINTS_FOLDER} instead, with --file"
+    written = read_object(folder / CONFIG_FILE, fix=instead)
     # It stands beside the sections, for `watch`.
     return {name: value for name, value in written.items() if name != "num_steps"}
 

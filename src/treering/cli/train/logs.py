@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from treering.cli.run_folder import ROLLOUTS_FOLDER
 from treering.cli.train.task import TaskSource
 from treering.closing import Closing
 from treering.config import RlConfig
@@ -18,6 +17,7 @@ from treering.data import Trajectory
 from treering.files.step_lines import append, reopen
 from treering.files.writing import check_regular, writing
 from treering.metrics import Completion, Metrics, num_logged
+from treering.report.rollouts import ROLLOUTS_FOLDER
 from treering.report.timeline import TIMELINE_FILE
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
