@@ -3,10 +3,10 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from treering.engine.protocol import EngineStats
 from treering.errors import ConfigError, UnsupportedError
 from treering.integrations.trl.requirements import ROLLOUT_TRAINERS, kind_of
 from treering.integrations.vllm.engine.llm_requirements import EXTENSION, set_verification
@@ -15,34 +15,14 @@ from treering.integrations.vllm.settings import HISTORY_VARIABLE
 from treering.runtime.ipc.environment import environment_with
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCounts:
-    """What the drafter counted so far."""
-
-    num_rows: int
-    """Rows of steps, summed over the steps."""
-    num_drafted: int
-    """Drafted tokens."""
-    num_accepted: int
-    """Those of them that were accepted."""
-
-    def since(self, before: "DraftCounts") -> "DraftCounts":
-        """What was counted after `before`."""
-        return DraftCounts(
-            num_rows=self.num_rows - before.num_rows,
-            num_drafted=self.num_drafted - before.num_drafted,
-            num_accepted=self.num_accepted - before.num_accepted,
-        )
-
-
 class VLLMHost(Protocol):
     """The drafter of a trainer's vLLM, as this process sees it."""
 
     def refresh(self) -> None:
         """Lets the drafter read the newest history."""
 
-    def counts(self) -> DraftCounts:
-        """Its counts; another process's are 0 here."""
+    def counts(self) -> EngineStats:
+        """What it has counted of rows and drafts, and nothing else; another process's counts are 0 here."""
 
 
 def check_sampling(trainer: Any, generation: Any) -> None:
@@ -93,7 +73,7 @@ class Colocated:
         """See `VLLMHost`."""
         self._llm.collective_rpc("treering_refresh")
 
-    def counts(self) -> DraftCounts:
+    def counts(self) -> EngineStats:
         """See `VLLMHost`."""
         return _counts_of(self._llm.collective_rpc("treering_stats")[0])
 
@@ -137,10 +117,10 @@ class Served:
         if self._client is not None:
             self._call("treering_refresh")
 
-    def counts(self) -> DraftCounts:
+    def counts(self) -> EngineStats:
         """See `VLLMHost`."""
         if self._client is None:
-            return DraftCounts(num_rows=0, num_drafted=0, num_accepted=0)
+            return EngineStats()
         return _counts_of(self._call("treering_stats"))
 
     def _call(self, method: str, *args: str) -> Any:
@@ -151,8 +131,8 @@ class Served:
         return answer.json()["results"][0]
 
 
-def _counts_of(stats: dict[str, Any]) -> DraftCounts:
-    return DraftCounts(**{name: stats[name] for name in ("num_rows", "num_drafted", "num_accepted")})
+def _counts_of(stats: dict[str, Any]) -> EngineStats:
+    return EngineStats(**{name: stats[name] for name in ("num_rows", "num_drafted", "num_accepted")})
 
 
 def _flags() -> str:
