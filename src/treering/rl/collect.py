@@ -6,7 +6,7 @@ Results depend on prompts and samples, never on the order in which rollouts fini
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,17 +89,12 @@ class Group:
         return self.rewards + np.array([sum(values) for values in self.runs.turn_rewards], np.float64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Collected:
-    """The groups of a step, with counts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCounts:
+    """What became of the rollouts of a step that are in no group, and how long all of them were."""
 
-    Example: 2 prompts in groups of 4, of which one reward raised, give groups of 4 and 3 and `num_reward_errors` 1.
-    """
-
-    groups: tuple[Group, ...]
-    """One per prompt, and for an environment one per task and agent; in the order of the prompts."""
     num_reward_errors: int
-    """Rollouts left out because the task raised or returned no finite number."""
+    """Rollouts left out because the task raised or returned no finite number, and episodes that failed."""
     num_unscored: int
     """Rollouts left out because no reward scored them."""
     num_empty: int
@@ -108,8 +103,23 @@ class Collected:
     """Rollouts that reached their maximum length."""
     num_turns: int
     """Rollouts, or the calls of an environment's."""
-    reward_errors: tuple[str, ...]
+    reward_errors: tuple[str, ...] = ()
     """The first few messages, in order of prompts and samples."""
+
+    def counts(self) -> dict[str, Any]:
+        """These counts by name, for another record with them."""
+        return {name: getattr(self, name) for name in RolloutCounts.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collected(RolloutCounts):
+    """The groups of a step, with counts.
+
+    Example: 2 prompts in groups of 4, of which one reward raised, give groups of 4 and 3 and `num_reward_errors` 1.
+    """
+
+    groups: tuple[Group, ...]
+    """One per prompt, and for an environment one per task and agent; in the order of the prompts."""
     error_counts: Mapping[str, int]
     """How often each error occurred, without its prompt and sample."""
     numbers: Mapping[str, Sequence[float]]
