@@ -139,6 +139,12 @@ def _rows(file: Path, notes: list[str]) -> tuple[Row, ...]:
     return tuple(rows[step] for step in sorted(rows))
 
 
+def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a run's settings; empty if it is missing or no section."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _object(file: Path, notes: list[str]) -> dict[str, Any]:
     try:
         check_regular(file)

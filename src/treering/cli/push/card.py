@@ -10,7 +10,7 @@ from treering import metrics
 from treering.cli.toml import pair, section
 from treering.errors import TreeringError
 from treering.report.epochs import figures, total
-from treering.report.run import Row, RunData, number, read_run
+from treering.report.run import Row, RunData, number, read_run, section_of
 
 CARD_FILE = "README.md"
 
@@ -63,7 +63,7 @@ def hub_base(config: Mapping[str, Any]) -> str | None:
 
     Only a hub id has a revision in the settings of a run.
     """
-    model = _section(config, "model")
+    model = section_of(config, "model")
     return str(model["path"]) if model.get("path") and model.get("revision") else None
 
 
@@ -80,7 +80,7 @@ def _metadata(config: Mapping[str, Any], *, takes_pictures: bool) -> str:
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, str]:
-    task, data, lora = (_section(config, name) for name in ("task", "data", "lora"))
+    task, data, lora = (section_of(config, name) for name in ("task", "data", "lora"))
     facts = {"base model": _base_in_words(config)}
     if task:
         facts["task"] = (
@@ -156,10 +156,10 @@ def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_pictures: 
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    is_used = {"lora": _has_adapters(config), "teacher": bool(_section(config, "teacher").get("path"))}
+    is_used = {"lora": _has_adapters(config), "teacher": bool(section_of(config, "teacher").get("path"))}
     lines: list[str] = []
     for name in _SECTIONS:
-        values = {} if not is_used.get(name, True) else _section(config, name)
+        values = {} if not is_used.get(name, True) else section_of(config, name)
         own = [pair(key, value) for key, value in values.items() if _is_shown(key, value)]
         lines += [section(name, own)] if own else []
     return f"```toml{''.join(lines).rstrip()}\n```"
@@ -175,23 +175,18 @@ def _table(facts: Mapping[str, str]) -> str:
 
 
 def _base_in_words(config: Mapping[str, Any]) -> str:
-    model, base = _section(config, "model"), hub_base(config)
+    model, base = section_of(config, "model"), hub_base(config)
     if base is not None:
         return f"{base} at {model['revision']}"
     return f"{_name(model['path'])}, a folder" if model.get("path") else "random weights"
 
 
 def _objective(config: Mapping[str, Any]) -> str:
-    return str({**_section(config, "rl"), **_section(config, "train")}.get("objective", "unknown"))
+    return str({**section_of(config, "rl"), **section_of(config, "train")}.get("objective", "unknown"))
 
 
 def _has_adapters(config: Mapping[str, Any]) -> bool:
-    return bool(_section(config, "lora").get("rank"))
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    return bool(section_of(config, "lora").get("rank"))
 
 
 def _name(path: object) -> str:
