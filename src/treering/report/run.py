@@ -58,8 +58,7 @@ class RunData:
     @property
     def runs_episodes(self) -> bool:
         """Whether its rollouts are runs of an environment, each of one branch or several."""
-        task = self.config.get("task")
-        return isinstance(task, Mapping) and task.get("kind") in ("environment", "verifiers")
+        return section_of(self.config, "task").get("kind") in ("environment", "verifiers")
 
 
 def read_runs(folder: Path, user: str = "treering report") -> tuple[RunData, ...]:

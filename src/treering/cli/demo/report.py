@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from rich.table import Table
 from treering.cli.demo.policy import WarmStart
 from treering.cli.demo.run import Comparison, DemoSize, Side
 from treering.cli.train.summary import RlTotals, totals
+from treering.extras import versions_of
 from treering.tree.stats import work_bounds
 from treering.types import read_shape
 
@@ -75,7 +75,7 @@ def make_report(
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         num_threads=torch.get_num_threads(),
         engine_threads=dict(threads),
-        versions={name: version(name) for name in ("torch", "transformers", "numpy", "numba")},
+        versions=versions_of(("torch", "transformers", "numpy", "numba")),
     )
 
 

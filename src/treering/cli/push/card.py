@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from treering import metrics
 from treering.cli.toml import pair, section
 from treering.errors import TreeringError
+from treering.extras import versions_of
 from treering.report.epochs import figures, total
 from treering.report.run import Row, RunData, number, read_run, section_of
 
@@ -38,11 +38,12 @@ def model_card(run_dir: Path, step: int, *, has_tokenizer: bool, takes_pictures:
     except (OSError, TreeringError):
         run = RunData(name=run_dir.resolve().name, folder=run_dir, rows=(), config={}, notes=())
     rows = [row for row in run.rows if row["step"] <= step]
+    versions = ", ".join(f"{name} {version}" for name, version in versions_of(_PACKAGES).items())
     parts = [
         _metadata(run.config, takes_pictures=takes_pictures),
         f"# {run.name}, step {step}",
         "Trained with Treering, which computes each shared token once and drafts rollouts from earlier ones.",
-        _table(_facts(run.config) | {"steps": str(step)} | _measured(rows) | {"versions": _versions()}),
+        _table(_facts(run.config) | {"steps": str(step)} | _measured(rows) | {"versions": versions}),
         f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer, takes_pictures=takes_pictures)}",
         f"## Settings\n\n{_settings(run.config)}",
     ]
@@ -129,16 +130,6 @@ def _held_out(rows: list[Row]) -> dict[str, str]:
 
 def _k_of(name: str) -> int:
     return int(name.removeprefix(metrics.EVAL_PASS_AT))
-
-
-def _versions() -> str:
-    found = []
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
 
 
 def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_pictures: bool) -> str:

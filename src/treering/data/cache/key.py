@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable, Mapping
 from datetime import date as Date
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from treering.data.formats.containers import source_files
 from treering.data.formats.parts import missing_parts
 from treering.data.rendering.renderer import Renderer
+from treering.extras import versions_of
 
 CACHE_VERSION = 3
 """Of the arrays and their files."""
@@ -78,14 +78,8 @@ def code_digest(folder: Path) -> str:
 
 @cache
 def _code() -> list[str]:
-    return [code_digest(_CODE), np.__version__, *map(_version, _PACKAGES)]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    found = versions_of(_PACKAGES)
+    return [code_digest(_CODE), np.__version__, *(found.get(package, "") for package in _PACKAGES)]
 
 
 def _digest(file: Path) -> str:
