@@ -121,7 +121,8 @@ class Drafting:
     def state(self) -> dict[str, Tensor]:
         """The drafter's feedback and the engine's measured costs, as tensors."""
         costs = self.drafter.costs
-        arrays = {**self.drafter.state(), **({} if costs is None else _columns_of(costs))}
+        measured = {} if costs is None else {_SIZES: costs.num_tokens, _SECONDS: costs.seconds}
+        arrays = {**self.drafter.state(), **measured}
         return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -156,10 +157,6 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
         shape=options.shape,
         sources=options.sources,
     )
-
-
-def _columns_of(costs: VerifyCosts) -> dict[str, NDArray[Any]]:
-    return {_SIZES: costs.num_tokens, _SECONDS: costs.seconds}
 
 
 def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:

@@ -34,7 +34,7 @@ def run(options: SimulateOptions) -> None:
     results, timelines = _compare(setups, cases)
     lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster in cases]))
     if page is not None:
-        page.write_text(_picture(timelines, cases[0]), encoding="utf-8")
+        page.write_text(draw(timelines, title=f"Simulated rollouts: {_setting(cases[0])}"), encoding="utf-8")
     if options.json_output:
         print(as_json(results, lower_bound_s))
     else:
@@ -51,10 +51,6 @@ def _compare(setups: list[PolicySetup], cases: list[Case]) -> tuple[list[Result]
 
     with WorkProgress(Console(stderr=True)) as progress:
         return compare(setups, cases, on_run)
-
-
-def _picture(timelines: list[Timeline], case: Case) -> str:
-    return draw(timelines, title=f"Simulated rollouts: {_setting(case)}")
 
 
 def _setting(case: Case) -> str:

@@ -27,7 +27,7 @@ from treering.ranks.group import RankGroup
 from treering.rl.loop import RlLoop
 from treering.rl.step_report import RlStepReport
 from treering.runtime.pipeline import PipelineLoop
-from treering.train.loop.held_out import Evaluation, Measure
+from treering.train.loop.held_out import Evaluation
 from treering.train.loop.run import Opened
 from treering.tree.build import fill_forest
 
@@ -112,14 +112,11 @@ def _opened(config: RlConfig, config_dir: Path, console: Console, group: RankGro
     if group.rank == 0:
         with printed_warnings(console):
             on_step = step_logs(config, source, loop, opened, metrics, stack)
-    evaluation = session.evaluation(None if held is None else _measure(config, held, loop, group))
+    # Measured in this process, whatever other processes the loop has.
+    policy = loop.policy if isinstance(loop, RlLoop) else lambda: loop.model
+    evaluation = session.evaluation(None if held is None else measure_rewards(config, held, policy, group))
     steps = session.steps(metrics, evaluation, on_step)
     return OpenRun(session=session, source=source, loop=loop, opened=opened, steps=steps, evaluation=evaluation)
-
-
-def _measure(config: RlConfig, held: TaskSource, loop: Loop, group: RankGroup) -> Measure:
-    """Measures in this process, whatever other processes the loop has."""
-    return measure_rewards(config, held, loop.policy if isinstance(loop, RlLoop) else lambda: loop.model, group)
 
 
 def _notes_of(report: RlStepReport) -> Sequence[str]:

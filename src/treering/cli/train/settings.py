@@ -20,7 +20,7 @@ from treering.cli.settings import (
 from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.config.load import of_same_name
-from treering.config.rl_task import RewardConfig, TaskConfig
+from treering.config.rl_task import TaskConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, UnsupportedError
@@ -227,12 +227,15 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
     task = config.task
     # Checkpoints hold no weights of the reference: a resumed run reads it again.
     needs_reference = config.rl.kl > 0 and not config.lora.is_set
+    reward = task.reward
+    if not isinstance(reward, str):
+        reward = " + ".join(f"{each.weight} * {each.name}" for each in reward)
     return {
         **training_identity(config, model),
         **({"rl.reference": weights_checksum(model)} if needs_reference else {}),
         "task": source.digest,
         "task.kind": task.kind,
-        "task.reward": _reward_identity(task.reward),
+        "task.reward": reward,
         "task.stop_tokens": str(task.stop_tokens),
         **(_environment_identity(task) if task.runs_episodes else {}),
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
@@ -252,10 +255,6 @@ def _environment_identity(task: TaskConfig) -> dict[str, Scalar]:
         return own
     unread = {f"task.{name}": json.dumps(getattr(task, name), sort_keys=True) for name in ("verifiers", "renderer")}
     return {**own, "task.env": task.env, **unread}
-
-
-def _reward_identity(reward: str | tuple[RewardConfig, ...]) -> str:
-    return reward if isinstance(reward, str) else " + ".join(f"{each.weight} * {each.name}" for each in reward)
 
 
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:

@@ -98,9 +98,10 @@ class Served:
         info = client.get_server_info()
         speculative, workers = info["speculative_config"] or {}, info["parallel_config"]["worker_extension_cls"]
         if speculative.get("model") != PROPOSER or workers != EXTENSION:
+            flags = f"--worker-extension-cls {EXTENSION} --speculative-config '{json.dumps(speculative_config(16))}'"
             raise ConfigError(
                 f"the vLLM server at {client.base_url} does not draft from history; start it with "
-                f"{HISTORY_VARIABLE}={folder} in its environment and with {_flags()}"
+                f"{HISTORY_VARIABLE}={folder} in its environment and with {flags}"
             )
         found = self._call("treering_stats")["history"]
         if found != str(folder):
@@ -133,7 +134,3 @@ class Served:
 
 def _counts_of(stats: dict[str, Any]) -> EngineStats:
     return EngineStats(**{name: stats[name] for name in ("num_rows", "num_drafted", "num_accepted")})
-
-
-def _flags() -> str:
-    return f"--worker-extension-cls {EXTENSION} --speculative-config '{json.dumps(speculative_config(16))}'"
