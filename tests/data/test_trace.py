@@ -111,21 +111,6 @@ def test_nodes_without_tokens_are_no_matter_where_nothing_is_trained() -> None:
     assert decode_trace(record).trajectories() == []
 
 
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ([message(1, [1]), answer(0, [], [2])], r"nodes\[0\] is its own ancestor"),
-        ([message(None, [1]), answer(1, [], [2])], r"nodes\[1\] is its own ancestor"),
-        ([message(None, [1]), answer(2, [], [2])], r"nodes\[1\].parent must be an index of 2 nodes, got 2"),
-        ([message(None, [1]), answer(-1, [], [2])], r"nodes\[1\].parent must be an index of 2 nodes, got -1"),
-        ([linked(answer(None, [1], [2]), (5, "compaction"))], r"nodes\[0\].semantic_parents must be an index .* got 5"),
-    ],
-)
-def test_parents_that_make_no_tree_are_refused_with_their_node(nodes: list[Record], expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        decode_trace(run(*nodes))
-
-
 def test_without_recorded_logprobs_a_trajectory_has_none_and_a_path_with_some_is_refused() -> None:
     question, first = message(None, [1]), answer(0, [2], [3], logprobs=[])
     [found] = decode_trace(run(question, first)).trajectories()

@@ -1,11 +1,12 @@
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.cli.inspect.runs import NUM_PROMPTS, call, write_run
+from tests.cli.inspect import runs
+from tests.cli.inspect.runs import NUM_PROMPTS, call
 from tests.history.recordings import Line, trajectories
 from treering.cli.inspect.history import inspect_history, run
 from treering.cli.inspect.options import InspectOptions
@@ -13,18 +14,7 @@ from treering.cli.inspect.rollouts import rollout_files
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import InputError
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run")
-
-
-def as_json(
-    capsys: pytest.CaptureFixture[str], *paths: Path, groups: int = 4, limit: int | None = None
-) -> dict[str, Any]:
-    run(InspectOptions(files=list(paths), groups=groups, max_rollouts=limit, json_output=True))
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+as_json = partial(runs.as_json, run, groups=4)
 
 
 def test_a_run_is_measured_epoch_by_epoch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +68,7 @@ def test_a_run_its_rollouts_and_its_files_are_one_recording(folder: Path, capsys
 
 
 def test_a_sample_is_whole_prompts_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = as_json(capsys, folder, limit=12)
+    report = as_json(capsys, folder, max_rollouts=12)
     assert (report["num_rollouts"], report["num_recorded"], report["num_prompts"]) == (12, 48, 2)
     assert [epoch["num_rollouts"] for epoch in report["epochs"]] == [4, 4, 4]
     run(InspectOptions(files=[folder], groups=4, max_rollouts=12))

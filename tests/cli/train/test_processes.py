@@ -1,6 +1,5 @@
 """`treering train` with processes: the same rollouts and weights as without, an account, and settings that fit."""
 
-import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.cli.runs import Call
+from tests.cli.runs import Call, metrics_of
 from tests.cli.train.test_command import config, prompts
 from treering.cli.train.summary import times_of
 from treering.config.runtime import Schedule
@@ -69,14 +68,18 @@ def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, trai
     train(path, *overrides, "rl.num_steps=2")
     with pytest.raises(StateError, match=r"rl\.staleness is 1 there"):
         train(path, "run.dir=out", "rl.num_steps=3")
+    # As a kill after step 3 began leaves it.
+    [*_, last] = (folder / "out" / "timeline.jsonl").read_text().splitlines()
+    with (folder / "out" / "timeline.jsonl").open("a") as log:
+        log.write(last.replace('"step": 2', '"step": 3') + '\n{"step": 3, "wor')
     summary = train(path, *overrides, "rl.num_steps=4", "runtime.workers=1")[0]
     account = summary["account"]
     # Five prompts in steps of 2, 2, 1 and 2, in groups of three.
     assert summary["resumed_from_step"] == 2
     assert account["scheduled"] == account["sampled"] == account["evaluated"] == 3 * 7
     assert account["trained"] + account["without_variance"] + account["reward_errors"] + account["empty"] == 3 * 7
-    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
+    assert [row["rollout/staleness"] for row in metrics_of(folder / "out")] == [0, 1, 1, 1]
+    check_timeline(read_timeline(folder / "out"), num_steps=4)
 
 
 def test_a_run_says_what_it_has_measured(folder: Path, train: Call) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.verifiers.test_environment import check_same, collect, lives, rollouts_of, wait_until
+from tests.integrations.verifiers.test_environment import check_same, collect, rollouts_of
+from tests.processes import is_alive, wait_for_the_end_of
 from tests.rl.environments.worlds import TURN_END
 from treering.errors import ConfigError
 from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
@@ -96,8 +97,8 @@ def test_episodes_with_faults_are_counted_by_cause_and_the_run_goes_on(python: s
         assert "planted" in causes[2][0]
         assert any("SystemExit: planted exit" in cause for cause, _ in causes)
         assert environment.worker_pid == pid
-        assert lives(pid)
-    wait_until(lambda: not lives(pid))
+        assert is_alive(pid)
+    wait_for_the_end_of([pid])
 
 
 def test_what_is_not_there_ends_in_one_line_that_names_no_package_to_fetch(python: str, tokenizer: Path) -> None:
