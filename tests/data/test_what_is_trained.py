@@ -5,6 +5,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.formats.reading import read as read_all
+from tests.data.rendering.chat_folder import texts
 from treering.data import read_trajectories, render
 from treering.errors import InputError
 
@@ -18,13 +19,8 @@ def read(tmp_path, *messages, **fields):
 
 def shown(folder, trajectories) -> tuple[str, str]:
     """The text of a trajectory in the plain form, and what of it is trained."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    [rendered] = render(trajectories, folder, "plain")
-
-    def text(ids) -> str:
-        return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-
-    return text(rendered.tokens), text(rendered.tokens[rendered.loss_mask])
+    [found] = texts(folder, trajectories, "plain")
+    return found
 
 
 def answer(**fields):

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.cli.hub_cache import save_tokenizer
 from tests.cli.runs import MODEL, Call, is_same, metrics_of, started, weights_of
 from treering.config import SftConfig, load
 from treering.data import Message, Trajectory, write_trajectories
@@ -148,11 +149,8 @@ def test_tasks_without_a_trained_token_are_left_out_and_counted(folder: Path, sf
 
 
 def test_messages_are_tokenized_trained_on_answers_and_saved_with_their_tokenizer(folder: Path, sft: Call) -> None:
-    words = {word: i for i, word in enumerate(["?", "hi", "yes", "no", "maybe"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (folder / "words").mkdir()
-    tokenizer.save(str(folder / "words" / "tokenizer.json"))
+    words = ["?", "hi", "yes", "no", "maybe"]
+    save_tokenizer(folder / "words", words)
     said = [[Message(role="user", content="hi hi "), Message(role="assistant", content=word)] for word in ("yes", "no")]
     write_trajectories(
         folder / "a.jsonl", [Trajectory(task_id=0, format="raw", messages=tuple(messages)) for messages in said]

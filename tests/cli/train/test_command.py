@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.cli.hub_cache import save_tokenizer
 from tests.cli.runs import MODEL, Call, is_same, metrics_of
 from treering.cli.training import run_train as run
 from treering.data import read_trajectories
@@ -70,10 +70,7 @@ def config(folder: Path, task: str = SUMS, rl: str = "") -> Path:
 
 def prompts(folder: Path, reward: str = "tests_rewards:length_of") -> Path:
     """A configuration over five written prompts, whose rewards differ from the first step on."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (folder / "words").mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "words" / "tokenizer.json"))
+    save_tokenizer(folder / "words", WORDS)
     lines = [{"prompt": f"q q {word} {i}", "answer": word, "id": f"{word}-{i}"} for i, word in enumerate(WORDS[6:11])]
     (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     task = f'kind = "prompts"\nfile = "p.jsonl"\ntokenizer = "words"\ntemplate = "raw"\nreward = "{reward}"'

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import build_float64
+from tests.models import build_float64, flat_logprobs
 from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, World, collect, engine_of, model_of, task_of, user
 from treering.engine.request import Sampling
 from treering.errors import StateError
@@ -136,10 +136,9 @@ def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(world: type[
         assert group.runs is not None
         differences: dict[tuple[int, int], float] = {}
         for rollout, run, turns in zip(group.rollouts, group.runs.of, group.runs.turns, strict=True):
-            ids = torch.from_numpy(rollout.tokens).long()[None]
             with torch.no_grad():
-                logprobs = before(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
-            terms = rollout.policy_logprobs - np.concatenate([[0.0], logprobs])
+                logprobs, _ = flat_logprobs(before, rollout.tokens.tolist())
+            terms = rollout.policy_logprobs - np.concatenate([[0.0], logprobs.numpy()])
             # A call that is on several branches has the same number on each.
             differences |= {(run, int(turn)): float(terms[turns == turn].sum()) for turn in set(turns[turns >= 0])}
         sums = [sum(v for (of, _), v in differences.items() if of == run) for run in sorted(set(group.runs.of))]

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from tests.data.conftest import CHAT_TEMPLATE, CORPUS, build_tokenizer
+from tests.data.conftest import CHAT_TEMPLATE, save_tokenizer
 from tests.rl.rollouts import rollout_of
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.prompts_file import PromptsFile
@@ -19,31 +18,23 @@ from treering.rl.tasks.task import Prompt, prompt_id_of
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def write_tokenizer(folder: Path, special_tokens: list[str], settings: Mapping[str, object]) -> Path:
-    folder.mkdir()
-    build_tokenizer(special_tokens, CORPUS, use_regex=True).save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"chat_template": "SYSTEM " + CHAT_TEMPLATE, "eos_token": "<|endoftext|>"}
-    return write_tokenizer(tmp_path_factory.mktemp("prompts") / "chat", SPECIAL, settings)
+    return save_tokenizer(tmp_path_factory.mktemp("chat"), SPECIAL, **settings)
 
 
 @pytest.fixture(scope="module")
 def markerless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer without chat markers, whose end of text is an object with settings."""
-    settings = {"eos_token": {"content": "</s>", "lstrip": False}}
-    return write_tokenizer(tmp_path_factory.mktemp("prompts") / "markerless", ["</s>"], settings)
+    end = {"content": "</s>", "lstrip": False}
+    return save_tokenizer(tmp_path_factory.mktemp("markerless"), ["</s>"], eos_token=end)
 
 
 @pytest.fixture(scope="module")
 def prefixing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer that adds a token before every text."""
-    folder = write_tokenizer(tmp_path_factory.mktemp("prompts") / "prefixing", SPECIAL, {})
+    folder = save_tokenizer(tmp_path_factory.mktemp("prefixing"), SPECIAL)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
