@@ -18,17 +18,6 @@ def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
     return [trajectory.tokens.tolist() for trajectory in trajectories if trajectory.tokens is not None]
 
 
-def test_a_linear_trace_is_one_trajectory_of_its_nodes_one_after_another() -> None:
-    [found] = decode_trace(
-        run(message(None, [1, 2]), answer(0, [3], [4, 5]), message(1, [6]), answer(2, [7], [8]))
-    ).trajectories()
-    assert found.tokens.dtype == np.int32
-    assert found.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert found.loss_mask.tolist() == [False, False, False, True, True, False, False, True]
-    assert found.logprobs.tolist() == [0, 0, 0, -4 / 7, -5 / 7, 0, 0, -8 / 7]
-    assert (found.task_id, found.reward, found.advantages) == ("task", 1.0, None)
-
-
 def test_branches_and_further_roots_are_trajectories_in_the_order_of_their_leaves() -> None:
     # Two answers to one question; a sub-agent with a prompt of its own; the first answer goes on.
     trace = decode_trace(
