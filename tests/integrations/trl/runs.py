@@ -272,6 +272,18 @@ def train(
     return Run(gradients=recorder.gradients, logs=recorder.logs, handle=handle, trainer=trainer)
 
 
+def misplaced(stock: Callable[..., Any], is_wrong: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
+    """`TreePatch._batch` of a wrong tree: every row reads the state of the token before its own."""
+
+    def batch(self: Any, args: Any, kwargs: Any) -> Any:
+        found = stock(self, args, kwargs)
+        if found is not None and is_wrong():
+            found.places[:, 1:] = found.places[:, :-1].copy()
+        return found
+
+    return batch
+
+
 def apart(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> float:
     """The largest relative distance of the gradients of a step: L2 over all parameters."""
     assert len(one) == len(other)
