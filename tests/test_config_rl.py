@@ -138,6 +138,11 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["task.kind=environment"], "task.class is not set"),
         (["task.env=x"], 'kind = "sums" has no env, which belong to "verifiers"'),
         (["task.kind=chess"], "task.kind: expected 'sums', 'prompts', .* got 'chess'"),
+        (["eval.every=2"], "an evaluation needs held-out data, and every is set without"),
+        (["eval.share=0.5", 'eval.file="p.jsonl"'], "remove one of them"),
+        (["eval.share=0.5", "eval.num_samples=4"], "at temperature = 0 all rollouts of a prompt are the same"),
+        (['eval.file="p.jsonl"'], "reads no prompts, and eval.file is set"),
+        (["eval.share=0.5", "engine.kind=vllm"], 'engine.kind is "vllm"; remove \\[eval\\]'),
     ],
 )
 def test_settings_that_contradict_are_refused(overrides: list[str], rule: str) -> None:
