@@ -184,6 +184,23 @@ def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(before: dic
     assert done.stdout.splitlines()[-1] == f"{after} False"
 
 
+@pytest.mark.parametrize("line", ["cache", "cache --json"])
+def test_a_result_that_nobody_takes_ends_the_command_without_a_traceback(tmp_path: Path, line: str) -> None:
+    def ended(stdout: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "treering", *line.split()]
+        given = os.environ | {"TREERING_CACHE": str(tmp_path)}
+        done = subprocess.run(command, env=given, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(stdout)
+        return done.returncode, done.stderr
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert ended(writer) == (1, "")
+    code, said = ended(os.open("/dev/full", os.O_WRONLY))
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("treering: the result cannot be written (No space left on device); free space")
+
+
 def test_notes_about_data_are_one_line_each_on_stderr_and_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def test_each_turn_goes_on_after_the_sampled_ids_and_calls_are_read(server: Serv
     assert json.loads(call["function"]["arguments"]) == {"a": 1}
     assert second["finish_reason"] == "tool_calls"
     assert len(second["logprobs"]["content"]) == len(second["token_ids"])
+    assert "".join(each["token"] for each in second["logprobs"]["content"]) == f"{ADD}<|im_end|>"
     messages += [second["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2"}]
     third = chat(server, messages, tools=[TOOL])
     assert third["message"]["content"] == "three"

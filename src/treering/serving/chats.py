@@ -15,7 +15,7 @@ from treering.data.trajectory import Message, ToolCall
 from treering.engine.rollout import Rollout
 from treering.errors import InputError, UnsupportedError
 from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools, split_calls, turn_message
-from treering.serving.completions import ids_of, text_of
+from treering.serving.completions import ids_of, text_of, token_texts
 from treering.serving.fields import Fields
 from treering.serving.sampler import MAX_IDENTITIES
 from treering.serving.sampling_params import Asked
@@ -112,8 +112,7 @@ class Chats:
         return split_calls(text) if chat.tools else (text, ())
 
     def _logprobs(self, rollout: Rollout, asked: Asked) -> dict[str, Any]:
-        texts = [self.tokens.text.text_of(token) or "" for token in rollout.tokens.tolist()]
-        pairs = zip(texts, logprobs_of(rollout, asked), strict=True)
+        pairs = zip(token_texts(rollout, self.tokens.text), logprobs_of(rollout, asked), strict=True)
         return {"content": [{"token": text, "logprob": value, "top_logprobs": []} for text, value in pairs]}
 
     def _memory(self, session: str | None) -> ChatMemory:

@@ -74,11 +74,19 @@ def _choice(
         "logprobs": None,
     }
     if asked.has_logprobs:
-        tokens = [texts.text_of(token) or "" for token in rollout.tokens.tolist()]
-        choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs_of(rollout, asked)}
+        choice["logprobs"] = {"tokens": token_texts(rollout, texts), "token_logprobs": logprobs_of(rollout, asked)}
     if has_ids:
         choice |= ids_of(context, rollout)
     return choice
+
+
+def token_texts(rollout: Rollout, texts: TextTokens) -> list[str]:
+    """The text of each sampled token; of a special one, which text leaves out, its name.
+
+    Example: the tokens of "4 apples" and an end are "4", " apples" and "<|im_end|>".
+    """
+    tokens = rollout.tokens
+    return [texts.decode(tokens[i : i + 1]) or texts.text_of(int(tokens[i])) or "" for i in range(tokens.size)]
 
 
 def ids_of(context: TokenIds, rollout: Rollout) -> dict[str, Any]:

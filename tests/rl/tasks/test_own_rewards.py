@@ -65,7 +65,7 @@ def test_a_file_is_looked_up_beside_the_configuration_then_in_the_shells_folder(
     assert find_reward("b.py:f", folders)(None, "") == "beside"
     assert find_reward(f"{shell / 'a.py'}:f", folders)(None, "") == "shell"
     with pytest.raises(ConfigError, match=rf"c\.py is not in {conf}, {shell}; check the path"):
-        find_reward("c.py:f", folders)
+        find_reward("c.py:f", [*folders, conf])
 
 
 def test_a_module_of_these_folders_is_imported_by_its_dotted_name(tmp_path: Path) -> None:
