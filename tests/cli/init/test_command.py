@@ -103,6 +103,11 @@ def test_nothing_is_overwritten_and_paths_hold_where_another_folder_is_named(fol
     assert settings["data"]["files"] == [str(folder / "traces.jsonl")]
     assert settings["model"]["path"] == str(folder / "model")
     assert call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", "--out", "no/a.toml")[0] == 2
+    (folder / "prompts.jsonl").write_text('{"prompt": "1 2", "answer": "3"}\n')
+    (folder / "own.py").write_text("def short(prompt, text): return -len(text)\n")
+    words = ["prompts.jsonl", "--model", "model", "--rl", "--reward", "own.py:short", "--out", "conf/b.toml"]
+    assert call(monkeypatch, capsys, "init", *words)[0] == 0
+    assert tomllib.loads((folder / "conf" / "b.toml").read_text())["task"]["reward"] == f"{folder / 'own.py'}:short"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def init(
     facts = read_model(model if is_here or is_hub_id(model, [Path()]) else str(Path(model).absolute()))
     run_dir = f"runs/{file.name.partition('.')[0]}-{command}"
     if rl:
+        is_file = reward.rpartition(":")[0].endswith(".py")
+        reward = str(Path(reward).absolute()) if is_file and not is_here else reward
         text = rl_text(file, named, facts, reward=reward, run_dir=run_dir)
     else:
         text = sft_text(file, named, facts, run_dir=run_dir, format=format)
