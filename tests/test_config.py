@@ -180,6 +180,7 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (["train.objective=distill", "teacher.path=m", "teacher.weight=1"], '"distill" with teacher.weight = 1.0'),
         (["train.objective=distill", "teacher.path=m"], "ids of its own tokenizer"),
         (["train.objective=distill", "teacher.path=m", "teacher.beta=0.5"], 'beta belongs to divergence = "jsd"'),
+        (['eval.files=["a.jsonl"]'], r"set eval\.share instead"),
     ],
 )
 def test_settings_that_contradict_are_refused(minimal: Path, overrides: list[str], rule: str) -> None:

@@ -19,6 +19,7 @@ from treering.train.loop.compute import ComputeOptions
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = "rl.num_steps=20"
 PROMPTS = ("task.kind=prompts", "task.file=p.jsonl", "task.tokenizer=t")
+JUDGE = ("task.judge.url=http://127.0.0.1:8000/v1", "task.judge.model=m")
 
 
 def refusal(*overrides: str) -> str:
@@ -62,6 +63,7 @@ def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() ->
         ("histroy=3", "history"),
         ("engine.max_batches=3", "engine.max_batch"),
         ("rl.max_new_tokens=3", "sampling.max_tokens"),
+        ("task.judge.mode=m", "task.judge.model"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, near: str) -> None:
@@ -137,7 +139,18 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["task.class=x"], 'kind = "sums" has no class, which belong to "environment"'),
         (["task.kind=environment"], "task.class is not set"),
         (["task.env=x"], 'kind = "sums" has no env, which belong to "verifiers"'),
+        ([*PROMPTS, "task.reward=judge"], r"set task\.judge\.url and task\.judge\.model"),
+        ([*PROMPTS, *JUDGE], r'task\.judge belongs to the reward "judge"'),
+        ([*PROMPTS, *JUDGE, "task.reward=judge", "task.judge.pattern=score"], r"task\.judge\.pattern: a regular expr"),
+        ([*PROMPTS, "task.reward=[]"], r"a name, or an array of tables with name and weight, got \[\]"),
+        ([*PROMPTS, "task.reward=3"], "weight, got 3"),
+        ([*PROMPTS, 'task.reward=[{nam = "a"}]'], "unknown key 'nam'; did you mean 'name'"),
         (["task.kind=chess"], "task.kind: expected 'sums', 'prompts', .* got 'chess'"),
+        (["eval.every=2"], "an evaluation needs held-out data, and every is set without"),
+        (["eval.share=0.5", 'eval.file="p.jsonl"'], "remove one of them"),
+        (["eval.share=0.5", "eval.num_samples=4"], "at temperature = 0 all rollouts of a prompt are the same"),
+        (['eval.file="p.jsonl"'], "reads no prompts, and eval.file is set"),
+        (["eval.share=0.5", "engine.kind=vllm"], 'engine.kind is "vllm"; remove \\[eval\\]'),
     ],
 )
 def test_settings_that_contradict_are_refused(overrides: list[str], rule: str) -> None:

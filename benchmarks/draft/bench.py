@@ -44,9 +44,8 @@ BASELINES: dict[str, Callable[[], ChainDrafter]] = {
     "released": lambda: Rhyme("released", "frequency"),
 }
 DRAFTERS = ("none", *BASELINES, "arctic", *OURS)
-ABLATION = ("naive_reward", "treering_frequency")
-"""Only replayed if named."""
-DEFAULT = tuple(name for name in DRAFTERS if name not in ABLATION)
+DEFAULT = tuple(name for name in DRAFTERS if name != "naive_reward")
+"""What is replayed unless drafters are named."""
 
 WITHOUT_HISTORY = ("none", "ngram")
 WITHOUT_CONTEXT = ("paper", "paper_frequency", "released")

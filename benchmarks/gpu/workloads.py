@@ -58,13 +58,13 @@ def star(*, prompt: int, response: int, group: int) -> Forest:
     return Forest.from_sequences([np.concatenate([shared, _run(rng, response, first=i)]) for i in range(group)])
 
 
-def deep_tree(*, segment: int, depth: int, fan: int = 2) -> Forest:
-    """Every segment has `fan` children, down to `depth` segments.
+def deep_tree(*, segment: int, depth: int) -> Forest:
+    """Every segment has two children, down to `depth` segments.
 
     Example: a depth of 3 with segments of 10 is 1 + 2 + 4 segments: 70 tokens.
     """
     rng = np.random.default_rng(8)
-    return Forest.from_sequences(list(_grown(rng, np.empty(0, np.int32), segment, depth, fan)))
+    return Forest.from_sequences(list(_grown(rng, np.empty(0, np.int32), segment, depth)))
 
 
 def forest_of(workload: Workload, max_tokens: int) -> Forest:
@@ -78,13 +78,13 @@ def forest_of(workload: Workload, max_tokens: int) -> Forest:
     return Forest.concatenate(forests)
 
 
-def _grown(rng: np.random.Generator, above: TokenIds, segment: int, depth: int, fan: int) -> Iterator[TokenIds]:
-    for i in range(fan if above.size else 1):
+def _grown(rng: np.random.Generator, above: TokenIds, segment: int, depth: int) -> Iterator[TokenIds]:
+    for i in range(2 if above.size else 1):
         path = np.concatenate([above, _run(rng, segment, first=i)])
         if depth == 1:
             yield path
             continue
-        yield from _grown(rng, path, segment, depth - 1, fan)
+        yield from _grown(rng, path, segment, depth - 1)
 
 
 def _run(rng: np.random.Generator, length: int, *, first: int | None = None) -> TokenIds:

@@ -34,7 +34,7 @@ TARGET = 0.15
 SIZE = RunSize(num_train_threads=1)
 """One thread a process, so that processors are shared by processes alone."""
 
-POLICIES = ("fifo", "work_stealing", "longest_first", "equal_groups", "halves", "histopipe")
+POLICIES = ("fifo", "work_stealing", "longest_first", "equal_groups", "histopipe")
 
 
 def variants(policies: Sequence[str] = POLICIES) -> list[list[Variant]]:

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from benchmarks.loop.runs import LoopRun
 from benchmarks.pipe.passes import LOAD, PASS
+from treering.cli.train.settings import cluster_of
 from treering.config import RlConfig
 from treering.errors import InputError
 from treering.history.budget.pass_times import non_decreasing
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import STANDARD, Latency
+from treering.schedule.latency import Latency
 from treering.schedule.policies import make_policy
 from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
 from treering.schedule.predict.lengths import make_predictor
@@ -49,10 +49,12 @@ class TimedRun:
     def training_s(self) -> float:
         """Seconds of an update, with those of a step in which nothing is sampled or trained where none overlap."""
         phases = [report.phases for report in self.run.reports[self.first :]]
+        updates_s = np.array([phase.train_s + phase.update_s for phase in phases])
         if self.config.rl.staleness:
-            return sum(phase.train_s + phase.update_s for phase in phases) / len(phases)
-        # Messages, rewards and advantages.
-        return sum(phase.step_s - phase.rollout_s for phase in phases) / len(phases)
+            return float(updates_s.mean())
+        # Messages, rewards and advantages. A step's first rollouts begin before the call of the one before has ended.
+        rest_s = np.diff(self.run.ended_s[self.first - 1 :]) - [phase.rollout_s for phase in phases]
+        return float(np.maximum(rest_s, updates_s).mean())
 
     @property
     def num_rollouts(self) -> int:
@@ -144,14 +146,7 @@ def predict(own: TimedRun, alone: Latency, factors: NDArray[np.float64]) -> floa
     Example: steps that end at 2, 3 and 5 s are predicted at 1.5 s from the second one on.
     """
     config = own.config
-    believed = Cluster(
-        num_workers=config.runtime.workers,
-        num_slots=config.engine.max_batch,
-        max_tokens=config.sampling.max_tokens,
-        staleness=config.rl.staleness,
-        latency=STANDARD,
-        rebalancing=config.runtime.rebalance,
-    )
+    believed = cluster_of(config)
     trace, factor = _trace(config, own.run.lengths()), 1.0
     for _ in range(_NUM_ROUNDS):
         policy = MeasuredLatencyPolicy(make_policy(config.schedule), own.run.measured)
@@ -195,7 +190,7 @@ def _num_covering(times: NDArray[np.float64], spans: NDArray[np.float64]) -> NDA
 
 def _trace(config: RlConfig, lengths: Sequence[NDArray[np.int64]]) -> Trace:
     """A run's rollouts, int64 [R] for each step, with the lengths forecast when each step was planned."""
-    predictor = make_predictor(config.lengths, max_tokens=config.sampling.max_tokens)
+    predictor = make_predictor(max_tokens=config.sampling.max_tokens)
     plan = StepPlan(num_tasks=config.task.num_prompts, trees_per_step=config.rl.prompts_per_step, seed=config.rl.seed)
     prompts, size = [plan.tasks_of(step) for step in range(1, len(lengths) + 1)], config.rl.group_size
     steps = []

@@ -93,16 +93,14 @@ def published_cases() -> list[Case]:
     return [star(), two_level(), caterpillar()]
 
 
-def build_model(
-    *, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> PreTrainedModel:
+def build_model(*, shape: ModelShape = SHAPE) -> PreTrainedModel:
     """A Qwen3 of that shape with seeded random weights, training mode, stock SDPA attention."""
     config = Qwen3Config(**model_settings(shape))
     config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
-    return model.to(device=device, dtype=dtype).train()
+    return model.train()
 
 
 def model_settings(shape: ModelShape = SHAPE) -> dict[str, int]:

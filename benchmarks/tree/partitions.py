@@ -31,26 +31,24 @@ PARENTS: tuple[Parents, ...] = ("keep", "recompute")
 OnWords = Callable[[str], None]
 
 
-def big_tree(budget: int = BUDGET) -> Forest:
-    """A prompt, three middles and two leaves on each, `budget` tokens every one: ten in all."""
+def big_tree() -> Forest:
+    """A prompt, three middles and two leaves on each, `BUDGET` tokens every one: ten in all."""
     rng = np.random.default_rng(3)
 
     def run(first: int) -> list[int]:
-        return [first, *rng.integers(0, SHAPE.vocab_size, budget - 1).tolist()]
+        return [first, *rng.integers(0, SHAPE.vocab_size, BUDGET - 1).tolist()]
 
     prompt = run(0)
     middles = [[*prompt, *run(i)] for i in range(3)]
     return Forest.from_sequences([[*middle, *run(j)] for middle in middles for j in range(2)])
 
 
-def big_chain(budget: int = BUDGET) -> Forest:
-    """One sequence of `10 * budget` tokens."""
-    return Forest.from_sequences([np.random.default_rng(4).integers(0, SHAPE.vocab_size, 10 * budget)])
+def big_chain() -> Forest:
+    """One sequence of `10 * BUDGET` tokens."""
+    return Forest.from_sequences([np.random.default_rng(4).integers(0, SHAPE.vocab_size, 10 * BUDGET)])
 
 
-def measure_partitions(
-    model: PreTrainedModel, num_runs: int, on_words: OnWords, *, budget: int = BUDGET
-) -> list[dict[str, Any]]:
+def measure_partitions(model: PreTrainedModel, num_runs: int, on_words: OnWords) -> list[dict[str, Any]]:
     """Both trees; the caller has set the threads.
 
     `seconds` are medians of process time for one forward and backward by objective and way, of which `scoring_s` is the
@@ -59,19 +57,17 @@ def measure_partitions(
     that of one partition times the partitions of the longest chain, `recomputed_bytes_share` that with parents
     recomputed over one partition and the chain's keys and values.
     """
-    trees = {"tree": big_tree(budget), "chain": big_chain(budget)}
-    return [_measure(model, name, tree, num_runs, on_words, budget) for name, tree in trees.items()]
+    trees = {"tree": big_tree(), "chain": big_chain()}
+    return [_measure(model, name, tree, num_runs, on_words) for name, tree in trees.items()]
 
 
-def _measure(
-    model: PreTrainedModel, name: str, tree: Forest, num_runs: int, on_words: OnWords, budget: int
-) -> dict[str, Any]:
-    ways = _ways(model, tree, budget)
+def _measure(model: PreTrainedModel, name: str, tree: Forest, num_runs: int, on_words: OnWords) -> dict[str, Any]:
+    ways = _ways(model, tree)
     on_words(f"partitions, {name}: gradients")
     results, errors = _gradients(model, ways)
     on_words(f"partitions, {name}: memory")
     saved = {way: peak_saved_bytes(ways[f"sft {way}"], model.parameters()) for way in ("whole", *PARENTS)}
-    one_chain = Forest.from_sequences([np.zeros(budget, np.int32)])
+    one_chain = Forest.from_sequences([np.zeros(BUDGET, np.int32)])
     one = peak_saved_bytes(lambda: backward(model, one_chain, sft()), model.parameters())
     (cut,) = results["sft keep"].plan.partitioned
     key_value_bytes = 2 * 4 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_size * cut.chain_tokens
@@ -84,7 +80,7 @@ def _measure(
     return {
         "tree": name,
         "unique_tokens": tree.num_tokens,
-        "max_tokens": budget,
+        "max_tokens": BUDGET,
         "num_partitions": len(cut.partitions),
         "chain_tokens": cut.chain_tokens,
         "num_recomputed_tokens": {way: results[f"sft {way}"].num_recomputed_tokens for way in PARENTS},
@@ -92,7 +88,7 @@ def _measure(
         "scoring_s": float(np.median(scoring)),
         "saved_bytes": saved,
         "one_partition_bytes": one,
-        "kept_bytes_share": saved["keep"] / (one * cut.chain_tokens / budget),
+        "kept_bytes_share": saved["keep"] / (one * cut.chain_tokens / BUDGET),
         "recomputed_bytes_share": saved["recompute"] / (one + key_value_bytes),
         "grad_errors": errors,
     }
@@ -112,13 +108,13 @@ def _gradients(
     return results, {key: relative_error(gradients[key], wholes[key]) for key in ways}
 
 
-def _ways(model: PreTrainedModel, tree: Forest, budget: int) -> dict[str, Callable[[], BackwardResult]]:
+def _ways(model: PreTrainedModel, tree: Forest) -> dict[str, Callable[[], BackwardResult]]:
     objectives = {"sft": sft(), "gspo": _sequence_objective(tree)}
     ways: dict[str, Callable[[], BackwardResult]] = {}
     for name, objective in objectives.items():
         ways[f"{name} whole"] = _way(model, tree, objective, None, "keep")
         for parents in PARENTS:
-            ways[f"{name} {parents}"] = _way(model, tree, objective, budget, parents)
+            ways[f"{name} {parents}"] = _way(model, tree, objective, BUDGET, parents)
     return ways
 
 

@@ -86,14 +86,12 @@ def tokens_at_peak(groups: Sequence[Sequence[TokenIds]], max_tokens: int) -> int
     return max([*whole, *(tree.chain_tokens for tree in plan.partitioned)], default=0)
 
 
-def measure_sets(
-    samples: Sequence[TaskSample], num_runs: int | None, on_share: OnShare, *, max_tokens: int = MAX_TOKENS
-) -> list[dict[str, Any]]:
+def measure_sets(samples: Sequence[TaskSample], num_runs: int | None, on_share: OnShare) -> list[dict[str, Any]]:
     """Measures sets one after another, all with one model; `num_runs` of None is `default_runs` for each."""
     if not samples:
         return []
     model = build_model(shape=SHAPE)
-    _warm_up(model, samples[0], max_tokens)
+    _warm_up(model, samples[0])
     results = []
     for number, sample in enumerate(samples):
         counts = count(sample)
@@ -102,15 +100,15 @@ def measure_sets(
             on_share(f"{name}: {way}", done)
 
         runs = num_runs or default_runs(counts)
-        results.append(measure_set(model, sample, counts, num_runs=runs, max_tokens=max_tokens, on_way=on_way))
+        results.append(measure_set(model, sample, counts, num_runs=runs, on_way=on_way))
     return results
 
 
-def _warm_up(model: PreTrainedModel, sample: TaskSample, max_tokens: int) -> None:
+def _warm_up(model: PreTrainedModel, sample: TaskSample) -> None:
     """Runs every way on two branches, so that loading and compiling on first use is not timed."""
     task = min(sample.tasks, key=num_flat_tokens)
     pair = replace(task, sequences=task.sequences[:2], loss_masks=task.loss_masks[:2])
-    for step in build_steps(model, replace(sample, tasks=(pair,)), max_tokens).values():
+    for step in build_steps(model, replace(sample, tasks=(pair,)), MAX_TOKENS).values():
         step()
 
 
@@ -120,7 +118,6 @@ def measure_set(
     counts: Mapping[str, Any],
     *,
     num_runs: int,
-    max_tokens: int = MAX_TOKENS,
     on_way: Callable[[str], None] = lambda way: None,
 ) -> dict[str, Any]:
     """Times every way to train a sample, compares their gradients and counts what the tree step keeps in memory.
@@ -132,7 +129,7 @@ def measure_set(
     Raises:
         InputError: fewer than one run.
     """
-    steps = build_steps(model, sample, max_tokens)
+    steps = build_steps(model, sample, MAX_TOKENS)
     seconds, errors, saved = _first_round(model, steps, on_way)
     if num_runs != 1:
         later = {name: steps[name] for name in ("tree", *fastest_baselines(seconds))}
@@ -156,8 +153,8 @@ def measure_set(
         "baseline_grad_errors": {name: errors[name] for name in BASELINES},
         "saved_bytes": saved["tree"],
         "flat_saved_bytes": saved["packed_chains"],
-        "tokens_at_peak": tokens_at_peak(sample.groups, max_tokens),
-        "flat_tokens_at_peak": tokens_at_peak([[branch] for group in sample.groups for branch in group], max_tokens),
+        "tokens_at_peak": tokens_at_peak(sample.groups, MAX_TOKENS),
+        "flat_tokens_at_peak": tokens_at_peak([[branch] for group in sample.groups for branch in group], MAX_TOKENS),
     }
 
 

@@ -6,7 +6,7 @@ chunks, and batches keep the same token budget as the tree step.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from benchmarks.common.timing import Step
+from treering.train.gradient.auto_tokens import MaxTokens
 from treering.train.gradient.backward import backward
 from treering.train.objectives import sft
 from treering.tree.forest import Forest
@@ -75,30 +76,26 @@ def padded_batch(model: PreTrainedModel, batch: Trainable, max_tokens: int | Non
     return _stock_steps(model, batch, padded_micro_batches([s.size for s in _sequences(batch)], budget))
 
 
-def packed_chains(
-    model: PreTrainedModel, batch: Trainable, max_tokens: int | Literal["auto"] | None = None, *, backend: str = "auto"
-) -> Step:
+def packed_chains(model: PreTrainedModel, batch: Trainable, max_tokens: MaxTokens = None) -> Step:
     """Treering without sharing: every branch a chain of its own, packed in rows without padding."""
     sequences, masks = _sequences(batch), batch.loss_masks()
 
     def step() -> None:
         model.zero_grad()
         chains = [Forest.from_sequences([sequence]) for sequence in sequences]
-        backward(model, chains, sft(masks), max_tokens, backend=backend)
+        backward(model, chains, sft(masks), max_tokens)
 
     return step
 
 
-def tree(
-    model: PreTrainedModel, batch: Trainable, max_tokens: int | Literal["auto"] | None = None, *, backend: str = "auto"
-) -> Step:
+def tree(model: PreTrainedModel, batch: Trainable, max_tokens: MaxTokens = None) -> Step:
     """Treering: branches merged, every distinct token computed once. Merging is part of the step."""
     masks = batch.loss_masks()
 
     def step() -> None:
         model.zero_grad()
         forests = [Forest.from_sequences(group) for group in batch.groups]
-        backward(model, forests, sft(masks), max_tokens, backend=backend)
+        backward(model, forests, sft(masks), max_tokens)
 
     return step
 

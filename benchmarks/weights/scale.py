@@ -18,8 +18,6 @@ NUM_WORKERS = (1, 10, 100, 1000)
 NUM_SLOTS = 16
 ROLLOUTS_PER_WORKER = 32
 NUM_STEPS = 6
-DECODE = "0.02,0.00005"
-"""Seconds of a decode step, and of one more row."""
 
 MESSAGES_PER_ROLLOUT = 4
 """Its request, its tokens, the request of its reward, the reward; half of them wake the controller."""
@@ -85,10 +83,9 @@ def _step_s(num_workers: int, load_s: float) -> float:
         num_slots=NUM_SLOTS,
         num_rollouts=ROLLOUTS_PER_WORKER * num_workers,
         num_steps=NUM_STEPS,
-        decode=DECODE,
         load_s=load_s,
     )
-    ((trace, cluster, _),) = make_cases(options)
+    ((trace, cluster),) = make_cases(options)
     return simulate(make_policy("histopipe"), trace, workers=cluster).makespan_s / NUM_STEPS
 
 

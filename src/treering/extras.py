@@ -3,6 +3,8 @@
 Packages are looked up and not imported, so a check costs microseconds and loads no torch.
 """
 
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
 from types import MappingProxyType
 
@@ -60,3 +62,17 @@ def is_installed(package: str) -> bool:
     except (ImportError, ValueError):
         # A finder that refuses the package, or an entry of sys.modules that is None.
         return False
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed, by the name that pip knows.
+
+    Example: without vLLM, `versions_of(["numpy", "vllm"])` is `{"numpy": "2.3.5"}` or the like.
+    """
+    from importlib import metadata
+
+    found = {}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

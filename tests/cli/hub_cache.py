@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,11 +35,13 @@ def save_model(folder: Path, *, seed: int = 0, tied: bool = True, **options: Any
     return folder
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Adds a tokenizer of 32 words, the numbers 0 to 31."""
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(32)}, unk_token="0"))
+def save_tokenizer(folder: Path, words: Sequence[str] = tuple(map(str, range(32)))) -> Path:
+    """Adds a tokenizer of words, of which the first stands for unknown ones."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def add_to_cache(cache: Path, model: Path, *, commit: str, ref: str = "main") -> None:

@@ -1,6 +1,9 @@
 """Tiny runs of the commands that train, for tests of their folder."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.killing import ROOT
 from treering.cli.main import main
 
 MODEL = """
@@ -57,6 +61,26 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
+
+
+def take_signals() -> None:
+    """A program that is started in the background, or by nohup, inherits that it ignores some."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def started(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """`treering WORDS` in a process of its own, in a folder that it imports from, with more environment variables."""
+    paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, folder)))
+    return subprocess.Popen(
+        [sys.executable, "-c", "from treering.cli.start import main; main()", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_signals,
+    )
 
 
 Call = Callable[..., tuple[dict[str, Any], str]]

@@ -11,7 +11,6 @@ from treering.cli.push.card import model_card
 from treering.config import RlConfig, SftConfig, load
 from treering.config.load import load_written
 from treering.data import AgentSpec, generate_trajectories, write_trajectories
-from treering.errors import ConfigError
 
 
 @pytest.fixture
@@ -102,26 +101,6 @@ def write(name: str, *, seed: int) -> None:
 def test_a_split_with_an_empty_side_is_refused(commands: Commands) -> None:
     assert "holds out 0 of 5 tasks, and both sides need some" in commands.refused("sft", "eval.share=0.001")
     assert "holds out 4 of 4 prompts" in commands.refused("train", "eval.share=0.999")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["eval.every=2"], "an evaluation needs held-out data, and every is set without"),
-        (["eval.share=0.5", 'eval.file="p.jsonl"'], "remove one of them"),
-        (["eval.share=0.5", "eval.num_samples=4"], "at temperature = 0 all rollouts of a prompt are the same"),
-        (['eval.file="p.jsonl"'], "reads no prompts, and eval.file is set"),
-        (["eval.share=0.5", "engine.kind=vllm"], 'engine.kind is "vllm"; remove \\[eval\\]'),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load(RlConfig, None, ["rl.num_steps=1", *overrides])
-
-
-def test_held_out_files_are_refused_for_ids_without_a_tokenizer() -> None:
-    with pytest.raises(ConfigError, match=r"set eval\.share instead"):
-        load(SftConfig, None, ["train.num_steps=1", "data.source=generated", 'eval.files=["a.jsonl"]'])
 
 
 def test_the_settings_that_a_run_has_written_read_back_as_they_were() -> None:

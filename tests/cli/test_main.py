@@ -64,13 +64,12 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]
         ("simulate", SimulateOptions()),
         (
             "simulate log --policies a,b --timeline t.html --json --workers 3 --slots 4 --rollouts 5 --steps 6 "
-            "--staleness 2 --seeds 7 --lengths constant:8 --noise 0.9 --stability 0.1 --predictor ema --distort random "
-            "--decode 1,2 --training 0.3 --prefill 0.4 --load 0.5 --believed-latency 0.6",
+            "--staleness 2 --seeds 7 --lengths constant:8 --noise 0.9 "
+            "--waits 0.5 --decode 1,2 --training 0.3 --prefill 0.4 --load 0.5",
             SimulateOptions(
                 file=Path("log"), policies="a,b", timeline=Path("t.html"), json_output=True, num_workers=3, num_slots=4,
-                num_rollouts=5, num_steps=6, staleness=2, num_seeds=7, lengths="constant:8", noise=0.9, stability=0.1,
-                predictor="ema", distort="random", decode="1,2", training=0.3, prefill_ms=0.4, load_s=0.5,
-                believed_latency=0.6,
+                num_rollouts=5, num_steps=6, staleness=2, num_seeds=7, lengths="constant:8", noise=0.9,
+                waits="0.5", decode="1,2", training=0.3, prefill_ms=0.4, load_s=0.5,
             ),
         ),
     ],
@@ -109,7 +108,9 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
         (["bench", "engine"], "No such command 'bench'"),
         (["inspekt"], "inspekt"),
         (["simulate", "--workers", "0"], "Invalid value for '--workers'"),
-        (["simulate", "--distort", "none"], "'none' is not one of"),
+        (["inspect", "a", "--template", "none"], "'none' is not one of"),
+        (["serve", "model", "--device", "cdua"], "'cdua' is not one of"),
+        (["serve", "model", "--dtype", "int8"], "'int8' is not one of"),
     ],
 )
 def test_a_mistyped_call_is_one_line_on_stderr_and_exit_code_2(
@@ -181,6 +182,23 @@ def test_waiting_threads_spin_shortly_unless_the_user_says_otherwise(before: dic
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=500
     )
     assert done.stdout.splitlines()[-1] == f"{after} False"
+
+
+@pytest.mark.parametrize("line", ["cache", "cache --json"])
+def test_a_result_that_nobody_takes_ends_the_command_without_a_traceback(tmp_path: Path, line: str) -> None:
+    def ended(stdout: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "treering", *line.split()]
+        given = os.environ | {"TREERING_CACHE": str(tmp_path)}
+        done = subprocess.run(command, env=given, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(stdout)
+        return done.returncode, done.stderr
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert ended(writer) == (1, "")
+    code, said = ended(os.open("/dev/full", os.O_WRONLY))
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith("treering: the result cannot be written (No space left on device); free space")
 
 
 def test_notes_about_data_are_one_line_each_on_stderr_and_said_once(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import treering
-from treering.cli.hub import locate
+from treering.cli.hub import locate, search_places
 from treering.config import SftConfig, load
 from treering.data import read_trajectories
 from treering.errors import ConfigError, InputError
@@ -48,6 +48,8 @@ def test_a_missing_file_names_where_it_was_looked_for_and_the_nearest_names(tmp_
         f"trace.jsonl is looked up in {tmp_path / 'a'}, {tmp_path / 'b'}, and none has it"
     )
     assert f"did you mean {tmp_path / 'b' / 'traces.jsonl'}?" in str(raised.value)
+    places = search_places(Path())
+    assert len(places) == len(set(places))
     with pytest.raises(InputError, match=r"No such file or directory\); did you mean .*traces\.jsonl\? check the path"):
         read_trajectories(tmp_path / "b" / "trace.jsonl")
 

@@ -49,7 +49,6 @@ def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     ("given", "error", "words"),
     [
         ({"name": "nowhere"}, InputError, "nowhere"),
-        ({"dtype": "int8"}, ConfigError, "--dtype is one of"),
         ({"host": "0.0.0.0"}, ConfigError, "needs a key"),
         ({"step": 3}, InputError, "--step"),
     ],

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.cli.runs import take_signals
 from tests.killing import ROOT
 
 PROGRAM = """
@@ -136,12 +137,6 @@ DEFERS = """
 """
 
 
-def take_signals() -> None:
-    """A program that is started in the background, or by nohup, inherits that it ignores some."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
 def started(command: str, *, before: str = "") -> subprocess.Popen[str]:
     program = before + PROGRAM.format(command=command)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -176,15 +171,10 @@ def test_a_library_that_wraps_the_interruption_does_not_hide_it() -> None:
     assert (code, err) == (143, "treering: interrupted by SIGTERM; the same command goes on\n")
 
 
-def test_a_signal_in_a_callback_of_llvm_is_raised_once_it_has_answered() -> None:
-    code, out, err = ended(started(CALLED_BACK))
-    assert (code, out) == (143, "7\ncleaned up\n")
-    assert err == "treering: interrupted by SIGTERM; start the same command again\n"
-
-
-def test_a_signal_in_a_finaliser_is_raised_after_it() -> None:
-    code, out, err = ended(started(FINALISES))
-    assert (code, out) == (143, "cleaned up\n")
+@pytest.mark.parametrize(("command", "answer"), [(CALLED_BACK, "7\n"), (FINALISES, "")])
+def test_a_signal_in_a_callback_of_llvm_or_a_finaliser_is_raised_after_it(command: str, answer: str) -> None:
+    code, out, err = ended(started(command))
+    assert (code, out) == (143, f"{answer}cleaned up\n")
     assert err == "treering: interrupted by SIGTERM; start the same command again\n"
 
 

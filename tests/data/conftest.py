@@ -31,14 +31,20 @@ def build_tokenizer(special_tokens: list[str], corpus: list[str], *, use_regex: 
     return tokenizer
 
 
+def save_tokenizer(folder: Path, special_tokens: list[str], **settings: object) -> Path:
+    """A Hugging Face tokenizer folder with these settings."""
+    folder.mkdir(exist_ok=True)
+    build_tokenizer(special_tokens, CORPUS, use_regex=True).save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face tokenizer folder whose template is the plain chat form."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer(["<|im_start|>", "<|im_end|>"], CORPUS, use_regex=True).save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+    return save_tokenizer(folder, ["<|im_start|>", "<|im_end|>"], chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="session")

@@ -15,18 +15,21 @@ def valued(keys, values):
     return {key: list(values) for key in keys}
 
 
+SYSTEMS = ("system", "system_prompt", "instructions", "developer_prompt")
+TOOLS = ("tools", "functions", "tool_defs", "oai_tools")
+LENGTHS = ("prompt_length", "response_length", "prompt_len", "completion_length")
 MASKS = [[0, 0, 1], [0, 1], [0, 1, 1, 1]]
 # What the specifications, and trainers beside them, call masks, weights, contexts and ends.
 OF_TRAINING: dict[str, list[object]] = {
     **valued(("loss_mask", "loss_masks", "response_mask", "completion_mask", "action_mask"), MASKS),
     **valued(("assistant_mask", "assistant_masks", "env_mask", "tool_mask", "target_mask", "mask"), MASKS),
     **valued(("weights", "loss_weights", "token_weights"), [[0.0, 0.5, 1.0], [0.0, 1.0]]),
-    **valued(("prompt_length", "response_length", "prompt_len", "completion_length"), [1, 2]),
+    **valued(LENGTHS, [1, 2]),
     **valued(("images", "image", "videos", "audio"), [["a.png"]]),
     **valued(("weight", "sample_weight", "loss_weight"), [0.5]),
     **valued(("label", "chat_template_kwargs", "documents"), [{"x": 1}]),
-    **valued(("system", "system_prompt", "instructions", "developer_prompt"), ["Be brief."]),
-    **valued(("tools", "functions", "tool_defs", "oai_tools"), [[{"name": "f", "parameters": {}}]]),
+    **valued(SYSTEMS, ["Be brief."]),
+    **valued(TOOLS, [[{"name": "f", "parameters": {}}]]),
     **valued(("error", "exception"), ["timeout"]),
     **valued(("status", "exit_status", "termination_reason"), ["error", "aborted"]),
     **valued(("is_truncated", "truncated"), [True]),
@@ -34,19 +37,8 @@ OF_TRAINING: dict[str, list[object]] = {
     **valued(("is_completed", "completed"), [False]),
 }
 # What says nothing beside ids, which hold all that the policy saw, and no end that it did not write.
-OF_CHATS = {
-    "system",
-    "system_prompt",
-    "instructions",
-    "developer_prompt",
-    "tools",
-    "functions",
-    "tool_defs",
-    "oai_tools",
-}
+OF_CHATS = {*SYSTEMS, *TOOLS}
 OF_CUTS = {"is_truncated", "truncated", "finish_reason", "stop_reason"}
-# What says nothing where prompt and response are apart.
-OF_LENGTHS = {"prompt_length", "response_length", "prompt_len", "completion_length"}
 WITH_IDS = {"treering", "prime_rl", "skyrl"}
 OF_A_MESSAGE: dict[str, list[object]] = {
     **valued(("train", "trained", "training", "trainable", "is_trained", "train_on", "learn", "supervise"), [0]),
@@ -81,7 +73,8 @@ def outcome(tmp_path, record):
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("key", OF_TRAINING)
 def test_a_key_of_a_record_is_read_refused_or_said(tmp_path, name, key):
-    if (name in WITH_IDS and key in OF_CHATS | OF_CUTS) or (name != "treering" and key in OF_LENGTHS):
+    # Lengths say nothing where prompt and response are apart.
+    if (name in WITH_IDS and key in OF_CHATS | OF_CUTS) or (name != "treering" and key in LENGTHS):
         return
     plain = outcome(tmp_path, RECORDS[name])
     assert plain[0] != "refused", plain

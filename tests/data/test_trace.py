@@ -18,17 +18,6 @@ def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
     return [trajectory.tokens.tolist() for trajectory in trajectories if trajectory.tokens is not None]
 
 
-def test_a_linear_trace_is_one_trajectory_of_its_nodes_one_after_another() -> None:
-    [found] = decode_trace(
-        run(message(None, [1, 2]), answer(0, [3], [4, 5]), message(1, [6]), answer(2, [7], [8]))
-    ).trajectories()
-    assert found.tokens.dtype == np.int32
-    assert found.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert found.loss_mask.tolist() == [False, False, False, True, True, False, False, True]
-    assert found.logprobs.tolist() == [0, 0, 0, -4 / 7, -5 / 7, 0, 0, -8 / 7]
-    assert (found.task_id, found.reward, found.advantages) == ("task", 1.0, None)
-
-
 def test_branches_and_further_roots_are_trajectories_in_the_order_of_their_leaves() -> None:
     # Two answers to one question; a sub-agent with a prompt of its own; the first answer goes on.
     trace = decode_trace(
@@ -109,21 +98,6 @@ def test_a_trained_path_without_the_tokens_of_a_message_is_refused_with_what_to_
 def test_nodes_without_tokens_are_no_matter_where_nothing_is_trained() -> None:
     record = run(message(None, []), answer(0, [], []), agent={"trainable": False})
     assert decode_trace(record).trajectories() == []
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ([message(1, [1]), answer(0, [], [2])], r"nodes\[0\] is its own ancestor"),
-        ([message(None, [1]), answer(1, [], [2])], r"nodes\[1\] is its own ancestor"),
-        ([message(None, [1]), answer(2, [], [2])], r"nodes\[1\].parent must be an index of 2 nodes, got 2"),
-        ([message(None, [1]), answer(-1, [], [2])], r"nodes\[1\].parent must be an index of 2 nodes, got -1"),
-        ([linked(answer(None, [1], [2]), (5, "compaction"))], r"nodes\[0\].semantic_parents must be an index .* got 5"),
-    ],
-)
-def test_parents_that_make_no_tree_are_refused_with_their_node(nodes: list[Record], expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        decode_trace(run(*nodes))
 
 
 def test_without_recorded_logprobs_a_trajectory_has_none_and_a_path_with_some_is_refused() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from treering.data import Message, ToolCall, Trajectory, read_trajectories, write_trajectories
+from treering.data import Message, ToolCall, Trajectory
 from treering.engine.request import Request, Sampling
 from treering.errors import InputError
 
@@ -34,13 +34,6 @@ def chat(**fields) -> Trajectory:
 def test_a_trajectory_from_python_is_refused_by_field(fields, where):
     with pytest.raises(InputError, match=rf"^{where} must be valid Unicode, got .*surrogates not allowed.*repair it"):
         chat(**fields)
-
-
-def test_what_is_accepted_can_be_written_and_read(tmp_path):
-    whole = chat(task_id="😀", messages=(ASKED, Message(role="assistant", content="😀")))
-    write_trajectories(tmp_path / "set.jsonl", [whole])
-    [found] = read_trajectories(tmp_path / "set.jsonl")
-    assert (found.task_id, found.messages) == (whole.task_id, whole.messages)
 
 
 def test_the_prompt_id_of_a_request_is_refused():

@@ -5,6 +5,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data.formats.reading import read as read_all
+from tests.data.rendering.chat_folder import texts
 from treering.data import read_trajectories, render
 from treering.errors import InputError
 
@@ -18,13 +19,8 @@ def read(tmp_path, *messages, **fields):
 
 def shown(folder, trajectories) -> tuple[str, str]:
     """The text of a trajectory in the plain form, and what of it is trained."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    [rendered] = render(trajectories, folder, "plain")
-
-    def text(ids) -> str:
-        return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-
-    return text(rendered.tokens), text(rendered.tokens[rendered.loss_mask])
+    [found] = texts(folder, trajectories, "plain")
+    return found
 
 
 def answer(**fields):
@@ -222,6 +218,7 @@ FAILED = {
     "error": {"error": "ModelError"},
     "errors": {"errors": [{"type": "E"}]},
     "not completed": {"is_completed": False},
+    "not completed, as a number": {"is_completed": 0},
     "status": {"status": "aborted"},
     "exit": {"info": {"exit_status": "RetryError"}},
     "autosubmitted": {"info": {"exit_status": "submitted (exit_error)"}},
@@ -245,6 +242,7 @@ def test_a_failed_run_is_left_out_and_counted_and_may_be_kept(tmp_path, name, ki
     "fields",
     [
         *({"reward": 0.0}, {"status": "completed"}, {"error": None}, {"errors": []}, {"has_error": False}),
+        *({"has_error": 0}, {"errors": 0}, {"error": ""}, {"is_completed": None}, {"completed": 1}),
         *({"info": {"exit_status": "submitted"}}, {"is_completed": True}, {"source": "errors"}, {"resolved": False}),
     ],
 )

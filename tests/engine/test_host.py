@@ -4,13 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
 
 from treering.engine.host import EngineHost
 from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout
+from treering.engine.rollout import Rollout, RolloutKey
 from treering.engine.sampling.noise import call_id, row_key
 from treering.engine.scripted import ScriptedEngine
 from treering.errors import InputError, StateError
@@ -92,12 +93,24 @@ def test_a_caller_that_leaves_gives_its_row_back() -> None:
         waiting = host.submit(request_of(90, call=2))
         other = host.submit(request_of(3, call=3))
         assert waiting.cancel()
+        assert wait([waiting], timeout=30).done == {waiting}
         engine.may_step.set()
         assert other.result().num_tokens == 3
         wait_for(lambda: host.is_waiting)
     assert engine.num_unfinished == 0
     # The left calls had 90 tokens each.
     assert engine.num_steps < 90
+
+
+def test_a_caller_that_leaves_takes_no_other_call_of_its_key_along() -> None:
+    engine = CountedEngine()
+    engine.may_step.clear()
+    with EngineHost(engine) as host:
+        first = host.submit(request_of(5))
+        wait_for(lambda: engine.num_unfinished == 1)
+        assert host.submit(request_of(5)).cancel()
+        engine.may_step.set()
+        assert first.result(timeout=30).num_tokens == 5
 
 
 def test_a_refused_request_is_its_own_callers_error() -> None:
@@ -124,6 +137,30 @@ def test_an_engines_error_reaches_every_caller_also_later() -> None:
             with pytest.raises(StateError, match="logits are NaN"):
                 call.result()
     assert engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize("fails_in_steps", [True, False])
+def test_callers_of_an_engine_whose_abort_fails_too_do_not_wait_for_ever(fails_in_steps: bool) -> None:
+    class Dead(CountedEngine):
+        def step(self) -> list[Rollout]:
+            finished = super().step()
+            if fails_in_steps:
+                raise StateError("the engine is dead")
+            return finished
+
+        def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+            raise StateError("the engine is dead")
+
+    engine = Dead(max_batch=1)
+    engine.may_step.clear()
+    with EngineHost(engine) as host:
+        leaving, call = (host.submit(request_of(50, call=i)) for i in range(2))
+        wait_for(lambda: engine.num_unfinished > 0)
+        leaving.cancel()
+        engine.may_step.set()
+        for each in (call, host.submit(request_of(5, call=9))):
+            with pytest.raises(StateError, match="the engine is dead"):
+                each.result(timeout=30)
 
 
 def test_closing_fails_open_calls_frees_the_engine_and_refuses_later_ones() -> None:

@@ -115,6 +115,25 @@ def test_a_stop_string_that_ended_a_turn_does_not_end_the_next(model: PreTrained
         assert second.num_tokens > longer.num_tokens + 1
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_turn_that_was_aborted_is_not_ended_by_the_string_of_the_turn_before(
+    model: PreTrainedModel, num_steps: int
+) -> None:
+    whole = run(TorchEngine(model), [request_of("q", 3)])["q", 0, 0]
+    stop = letters(whole.tokens[2:4])
+    engine = TorchEngine(model, decode=letters)
+    first = run(engine, [request_of("q", 3, stop_strings=(stop,))])["q", 0, 0]
+    following = request_of("q", 3, stop_strings=(stop,), so_far=first)
+    expected = run(engine, [following])["q", 0, 0]
+    assert expected.num_tokens > first.num_tokens + 3
+    engine.submit([following])
+    for _ in range(num_steps):
+        engine.step()
+    (part,) = engine.abort([following.key])
+    again = run(engine, [request_of("q", 3, stop_strings=(stop,), so_far=part)])["q", 0, 0]
+    assert (again.tokens.tolist(), again.finish_reason) == (expected.tokens.tolist(), expected.finish_reason)
+
+
 @pytest.mark.parametrize("max_tokens", [2, 5])
 @pytest.mark.parametrize("backend", ["fused", "plain"])
 def test_the_smallest_arenas_hold_what_fits_them(model: PreTrainedModel, max_tokens: int, backend: str) -> None:

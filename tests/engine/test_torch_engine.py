@@ -109,6 +109,51 @@ def test_requests_that_join_while_others_run_change_no_token(model: PreTrainedMo
     assert_same({rollout.key: rollout for rollout in finished}, plain)
 
 
+@pytest.mark.parametrize("num_before", [0, 1, 2, 4])
+@pytest.mark.parametrize("fails", ["run", "give_feedback"], ids=["computing", "after sampling"])
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_what_a_failed_pass_left_is_computed_again(
+    model: PreTrainedModel, plain: Rollouts, num_before: int, fails: str, asks_again: bool
+) -> None:
+    requests = group_requests(stop_tokens=(7,))[-16:]
+    engine = TorchEngine(model, drafter_of(plain), max_batch=5, max_prefill=9, costs="none")
+    part = engine._decoder if fails == "run" else engine._speculation
+    call, num_calls = getattr(part, fails), 0
+
+    def fail_once(argument: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1 + num_before:
+            raise MemoryError
+        return call(argument)
+
+    setattr(part, fails, fail_once)
+    engine.submit(requests)
+    finished: list[Rollout] = []
+    for _ in range(num_before):
+        finished += engine.step()
+    with pytest.raises(MemoryError):
+        engine.step()
+    left = engine.abort([request.key for request in requests]) if asks_again else []
+    keys = {rollout.key for rollout in left}
+    finished += engine.generate([request for request in requests if request.key in keys])
+    assert_same({rollout.key: rollout for rollout in finished}, {r.key: plain[r.key] for r in requests})
+
+
+def test_rollouts_that_an_update_finished_outlive_a_pass_that_fails(model: PreTrainedModel) -> None:
+    engine = TorchEngine(model, max_batch=2)
+    requests = group_requests(1, 3)
+    engine.submit(requests)
+    engine.step()
+    engine.update_weights(1)
+    compute = engine._decoder.run
+    engine._decoder.run = lambda batch: (_ for _ in ()).throw(MemoryError)
+    with pytest.raises(MemoryError):
+        engine.step()
+    engine._decoder.run = compute
+    assert {rollout.key for rollout in engine.generate([])} == {request.key for request in requests}
+
+
 def test_another_draw_explores_afresh(model: PreTrainedModel, plain: Rollouts) -> None:
     again = run(TorchEngine(model, max_batch=16), group_requests(stop_tokens=(7,), draw=1))
     same = [again[p, 1, s].tokens.tolist() == plain[p, 0, s].tokens.tolist() for p, _, s in plain]

@@ -58,6 +58,7 @@ def test_a_log_that_a_kill_left_is_cut_without_a_word(tmp_path: Path, num_bytes:
         (b"".join(LINES[:7]) + LINES[7][:5], b"".join(LINES[:7]), "1 unreadable line, 5 missing lines of steps 3 to 4"),
         (replaced(4, 2 * LINES[4]), b"".join(LINES), "1 repeated line"),
         (replaced(4, LINES[4] + b"\n"), b"".join(LINES), "1 unreadable line"),
+        (b"x\n" + b"".join(KEPT) + KEPT[-1], b"".join(KEPT), "1 unreadable line"),
         (b"\0" * 1000, b"", "1 unreadable line, 12 missing lines of steps 1 to 4"),
         (b"", b"", "12 missing lines of steps 1 to 4"),
     ],

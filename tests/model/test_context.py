@@ -17,7 +17,6 @@ from peft import (
 )
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.neftune import neftune_post_forward_hook
 
 from tests import picture_models
 from tests.forests import SHAPES
@@ -262,11 +261,14 @@ def adapted(config: PeftConfig) -> Callable[[], nn.Module]:
     return lambda: get_peft_model(build(), config).train()
 
 
+def neftune_post_forward_hook(module: nn.Module, args: tuple[object, ...], output: torch.Tensor) -> torch.Tensor:
+    """Of the name that it has in all releases of transformers, which have it in other places."""
+    return output + torch.rand_like(output)
+
+
 def with_noisy_embedding() -> nn.Module:
     model = build()
-    embedding = model.get_input_embeddings()
-    embedding.neftune_noise_alpha = 5.0
-    embedding.register_forward_hook(neftune_post_forward_hook)
+    model.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
     return model
 
 

@@ -1,12 +1,10 @@
 """Batches spread over ranks, with masks, advantages and objectives that differ from branch to branch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tests.models import build_float64
-from treering.ranks import RankGroup
 from treering.train.objectives import Objective, dapo, distill, gspo, sft
 from treering.tree.forest import Forest
 
@@ -78,7 +76,3 @@ def batches(num_ranks: int) -> dict[str, RankBatch]:
             shares=[[*big[0], tree(50)], [tree(51)], *([[]] * (num_ranks - 2))], max_tokens=9, objective="gspo"
         ),
     }
-
-
-def own_share(items: Sequence[list[int]], group: RankGroup) -> list[list[int]]:
-    return [item for i, item in enumerate(items) if i % group.size == group.rank]

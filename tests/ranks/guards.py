@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -58,6 +59,8 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     yield "one is cut", lambda: step(prepared(), [tree(0, depth=2 + 4 * rank)], max_tokens=9)
     yield "other objective", lambda: step(prepared(), objective=dapo([1.0] * 3, [[1] * 6] * 3) if rank else sft())
     yield "one refuses", lambda: step(prepared(), [[[1, 2, 99 if rank == 1 else 3]]])
+    alike = [(np.full((6, 1), 3), np.full((6, 1), -1.0 - rank * number)) for number in range(3)]
+    yield "one teacher differs", lambda: step(prepared(build_float64()), objective=distill(alike))
     yield "other mode", lambda: step(prepared(), ranks="sharded" if rank else "gathered")
     yield "whole but sharded", lambda: step(prepared(build_float64()), ranks="sharded")
     yield "sharded but alone", lambda: step(prepared(), ranks="alone")
@@ -84,6 +87,7 @@ def guards(num_ranks: int, rank: int) -> Iterator[tuple[str, Callable[[], Any]]]
     large = tree(rank, num_branches=2, depth=800 if rank == 0 else 2)
     yield "a large tree in step", lambda: step(prepared(), [large], max_tokens=4096, ranks="sharded")
     yield "goes on after an error", lambda: goes_on(rank)
+    yield "a value head of the model", value_head_inside
 
 
 def step(
@@ -153,6 +157,20 @@ def forward_is_that_of_one(num_ranks: int, rank: int) -> None:
 def with_values() -> Objective:
     ones = [[1.0] * len(sequence) for sequence in tree(0)]
     return ppo(ones, ones, ones, returns=ones)
+
+
+def value_head_inside() -> None:
+    """A value head that is a module of the model is summed over ranks once, like one beside it."""
+    found = []
+    for is_inside in (False, True):
+        model, head = build_float64(), nn.Linear(32, 1).double()
+        nn.init.ones_(head.weight), nn.init.ones_(head.bias)
+        if is_inside:
+            model.value_head = head
+        for _ in range(2):
+            step(prepared(model), objective=with_values(), value_head=head)
+        found.append([weight.grad for weight in head.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def goes_on(rank: int) -> None:

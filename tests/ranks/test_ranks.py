@@ -138,7 +138,10 @@ GUARDS = {
     "forward of DDP": ("UnsupportedError", "treering.ranks.prepare"),
     "forward under ZeRO-3": ("UnsupportedError", "ZeRO-3 has partitioned the weights.*treering.patch"),
 }
-WORKS = ("patch under ZeRO-3", "alone", "forward", "a large tree in step", "goes on after an error")
+WORKS = (
+    *("patch under ZeRO-3", "alone", "forward", "a large tree in step", "goes on after an error"),
+    "a value head of the model",
+)
 
 
 @pytest.mark.parametrize("name", GUARDS)
@@ -150,8 +153,9 @@ def test_what_would_be_wrong_is_one_error_on_every_rank(name: str, found: Found)
         assert re.search(pattern, rank["guards"][name][1])
 
 
-def test_a_rank_that_refuses_its_share_stops_the_others_by_name(found: Found) -> None:
-    other, own = (rank["guards"]["one refuses"] for rank in found[2])
+@pytest.mark.parametrize("name", ["one refuses", "one teacher differs"])
+def test_a_rank_that_refuses_its_share_stops_the_others_by_name(name: str, found: Found) -> None:
+    other, own = (rank["guards"][name] for rank in found[2])
     assert own[0] == "InputError"
     assert other == ["StateError", f"ranks train one batch together, and rank 1 refuses its share: {own[1]}"]
 

@@ -48,8 +48,15 @@ def test_an_epoch_has_the_ratios_of_its_sums(tmp_path: Path) -> None:
 
 def test_each_rollout_is_counted_once_in_the_account(tmp_path: Path) -> None:
     write_run(tmp_path)
+    left_out = {"reward failed": 4, "not scored": 0, "empty": 4}
     account = content_of(tmp_path)["runs"][0]["account"]
-    assert account == {"trained": 16, "equal rewards in the group": 8, "reward failed": 4, "empty": 4}
+    assert account == {"trained": 16, "equal rewards in the group": 8, **left_out}
+    # Of an environment the trained branches are counted, of which a rollout may have many.
+    episodes = [row(1, **{"train/num_branches": 40, "reward/num_unscored": 3})]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in episodes))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"task": {"kind": "environment"}}))
+    account = content_of(tmp_path)["runs"][0]["account"]
+    assert account == {"with a reward": 6, "reward failed": 1, "not scored": 3, "empty": 1}
 
 
 def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:

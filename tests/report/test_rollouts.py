@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.report.folders import CONFIG, group, rollout, write_run
-from treering.data import Trajectory
+from treering.data import Trajectory, write_trajectories
 from treering.report.forest import bounds_of, draw
 from treering.report.origins import token_origins
 from treering.report.rollouts import MAX_DRAWN_TOKENS, choose_prompts, read_newest
@@ -79,6 +79,13 @@ def test_a_rollout_that_repeats_itself_drafts_from_its_own_context() -> None:
     letters = token_origins(alone, ["a"], CONFIG)["a"][0]
     assert letters[:8] == "ggnnnnnn"
     assert set(letters[20:]) == {"n", "o"}
+
+
+def test_the_newest_epoch_has_the_largest_number(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    for epoch in (998, 999, 1000):
+        write_trajectories(tmp_path / "rollouts" / f"epoch-{epoch:03d}.jsonl", group("a", epoch))
+    assert list(read_newest(tmp_path, 2).epochs) == [999, 1000]
 
 
 def test_prompts_are_drawn_until_the_page_is_full() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.models import assert_gradients_equal, build, build_float64, take_gradients
+from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from tests.rl.runs import TinyTask, scripted_loop, scripted_step
 from tests.train.loop.test_adapters import adapted
 from treering.engine.request import Sampling
@@ -31,14 +31,12 @@ def never() -> nn.Module:
     raise AssertionError("a reference was made")
 
 
-def flat_logprobs(model: nn.Module, loop: RlLoop, temperature: float) -> list[Tensor]:
+def logprobs_of_step(model: nn.Module, loop: RlLoop, temperature: float) -> list[Tensor]:
     """Log-probs of the tokens that the script writes for the first step, with the stock forward."""
-    found = []
-    for prompt, response in scripted_step(loop):
-        ids = torch.tensor([[*prompt, *response]])
-        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
-        found.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1))
-    return found
+    return [
+        flat_logprobs(model, [*prompt, *response], temperature)[0][len(prompt) - 1 :]
+        for prompt, response in scripted_step(loop)
+    ]
 
 
 @pytest.mark.parametrize(("estimator", "max_tokens"), [("k2", None), (None, 6)])
@@ -57,8 +55,8 @@ def test_in_the_loss_it_is_that_of_flat_sequences_and_trains_groups_of_equal_rew
         compute=ComputeOptions(max_tokens=max_tokens),
     )
     with torch.no_grad():
-        wanted = flat_logprobs(reference(), loop, 0.7)
-    pairs = zip(flat_logprobs(student, loop, 0.7), wanted, strict=True)
+        wanted = logprobs_of_step(reference(), loop, 0.7)
+    pairs = zip(logprobs_of_step(student, loop, 0.7), wanted, strict=True)
     differences = [own - ref for own, ref in pairs]
     terms = [d.square() / 2 if estimator == "k2" else (-d).exp() - 1 + d for d in differences]
     loss = 0.3 * torch.stack([term.mean() for term in terms]).mean()
@@ -76,7 +74,7 @@ def test_in_the_reward_its_sum_over_a_rollout_is_taken_off(task: TinyTask) -> No
     loop = scripted_loop(build_float64(), task, reference=reference, kl=0.1, kl_in="reward", **how)
     report = loop.step()
     with torch.no_grad():
-        wanted = [values.numpy() for values in flat_logprobs(reference(), loop, 1.0)]
+        wanted = [values.numpy() for values in logprobs_of_step(reference(), loop, 1.0)]
     # `Uneven` reports these log-probs of the policy, whatever the model.
     tokens = [t.tokens[t.loss_mask] for t in loop.latest]
     k1 = [-2.0 - (own % 5) / 2 - ref for own, ref in zip(tokens, wanted, strict=True)]

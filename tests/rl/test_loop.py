@@ -169,26 +169,6 @@ def test_a_step_with_equal_rewards_changes_no_weight_and_is_reported() -> None:
     assert (values[metrics.REWARD_MEAN], values[metrics.REWARD_STD]) == (0.25, 0.0)
 
 
-def test_a_reward_that_raises_and_an_empty_rollout_are_counted_and_never_fatal() -> None:
-    def reward(rollout: Rollout) -> float:
-        if rollout.prompt_id == "p0" or rollout.sample == 3:
-            raise ValueError("no judge")
-        return share_of_even_tokens(rollout)
-
-    def sometimes(request: Request) -> list[int]:
-        return [] if request.sample == 2 else script(request)
-
-    def make_engine(drafter: object, version: int) -> ScriptedEngine:
-        return ScriptedEngine(sometimes, version=version)
-
-    report = scripted_loop(task=TinyTask(2, reward), make_engine=make_engine).step()
-    assert (report.rollouts.num_rollouts, report.rollouts.num_reward_errors, report.rollouts.num_empty) == (2, 4, 2)
-    assert (report.rollouts.num_empty_groups, report.rollouts.num_zero_variance) == (1, 0)
-    assert "no judge" in report.rollouts.reward_errors[0]
-    assert report.update is not None
-    assert report.update.num_branches == 2
-
-
 def test_a_report_counts_what_the_step_did() -> None:
     loop = scripted_loop()
     report = loop.step()

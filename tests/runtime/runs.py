@@ -81,7 +81,7 @@ def planner(policy: Policy, *, num_workers: int = 2, rebalancing: Rebalancing = 
     """Of five steps of two prompts in groups of two, at staleness 1."""
     return Planner(
         policy,
-        LengthPredictor("median", guess=10),
+        LengthPredictor(guess=10),
         Cluster(
             num_workers=num_workers, num_slots=4, max_tokens=12, staleness=1, latency=GIVEN, rebalancing=rebalancing
         ),
@@ -183,7 +183,7 @@ def pipeline(
             rebalancing=rebalancing,
         ),
         policy=policy or Dealt(),
-        predictor=make_predictor("median", max_tokens=12),
+        predictor=make_predictor(max_tokens=12),
         drafting=drafting if history is None else Drafting(DraftOptions(min_acceptance=0.01), history),
         reward_time_limit_s=reward_time_limit_s,
         worker_time_limit_s=worker_time_limit_s,

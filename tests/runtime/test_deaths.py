@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.killing import ROOT
+from tests.processes import is_alive, wait_for_the_end_of
 from tests.runtime import tasks
 from tests.runtime.kills import killing
 from tests.runtime.runs import DeadlyEngines, TinyRecipe, pipeline
@@ -36,22 +36,6 @@ def is_complete(account: Account, num_rollouts: int = NUM_ROLLOUTS) -> bool:
     counts = (account.scheduled, account.sampled, account.evaluated)
     left_out = account.reward_errors + account.empty + account.without_variance
     return counts == (num_rollouts,) * 3 and account.trained + left_out == num_rollouts
-
-
-def wait_for_the_end_of(pids: list[int], timeout_s: float = 300.0) -> None:
-    """Waits until all these processes are dead, reaped or not."""
-    end_s = time.monotonic() + timeout_s
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < end_s, f"some of {pids} live on"
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def test_each_kind_of_process_may_die(undisturbed: Result) -> None:

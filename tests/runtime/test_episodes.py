@@ -17,15 +17,14 @@ import torch
 from torch import nn
 
 from tests.models import build_float64
+from tests.processes import wait_for_the_end_of
 from tests.rl.environments.worlds import TASKS, TURN_END, VOCAB, WORLDS, World, engine_of, task_of
 from tests.rl.runs import PLAIN, options
 from tests.runtime.kills import killing
 from tests.runtime.runs import Dealt
-from tests.runtime.test_deaths import wait_for_the_end_of
 from tests.runtime.test_pipeline import assert_same, run, stale
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
-from treering.errors import StateError
 from treering.history.draft.drafter import Drafter
 from treering.rl.environments.environment import EnvTask, Outcome
 from treering.rl.environments.policy import Policy as Asked
@@ -122,7 +121,7 @@ def in_workers(
             num_workers=num_workers, num_slots=MAX_ROWS, max_tokens=500, staleness=staleness, latency=STANDARD
         ),
         policy=policy or Dealt("queued"),
-        predictor=make_predictor("median", max_tokens=500),
+        predictor=make_predictor(max_tokens=500),
     )
 
 
@@ -179,17 +178,6 @@ def test_episodes_that_fail_are_counted_by_cause_and_change_no_other(tmp_path: P
     assert (account.reward_errors, account.sampled, account.worker_deaths) == (3, 12, 0)
     # Each worker has closed its environment.
     assert len(list(tmp_path.glob("closed-*"))) == 2
-
-
-def test_too_many_failures_stop_the_run_with_the_commonest(tmp_path: Path) -> None:
-    recipe = EnvRecipe(world=partial(AllFaulty, str(tmp_path)))
-    with in_workers(recipe, 2) as loop, pytest.raises(StateError, match=r"of 6 did, 4 with .*no such file"):
-        loop.step()
-
-
-class AllFaulty(Faulty):
-    async def run(self, task: EnvTask, policy: Asked) -> float:
-        raise ValueError("no such file")
 
 
 def test_a_killed_worker_leaves_no_process_of_its_group() -> None:

@@ -99,7 +99,8 @@ def test_a_checkpoint_of_an_earlier_version_is_refused() -> None:
     with pipeline(num_steps=NUM_STEPS) as loop:
         state = {"num_steps_done": 1, "version": 1, "draws": {}, "optimizer": None}
         past = [{"step": 0, "label": 0, "weights": {}}]
-        for other in ({"account": {"judged": 8}}, {"past": past}, {"planner": {"told": []}}):
+        planners = {"told": []}, {"observed": [], "lengths": {"name": "ema"}}
+        for other in ({"account": {"judged": 8}}, {"past": past}, *({"planner": planner} for planner in planners)):
             with pytest.raises(StateError, match="written by an earlier one"):
                 loop.load_state(state | other)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.models import build_float64
+from tests.processes import wait_for_the_end_of
 from tests.rl.runs import sampling_loop
 from tests.runtime import tasks
 from tests.runtime.runs import TinyRecipe, pipeline
-from tests.runtime.test_deaths import is_complete, wait_for_the_end_of
+from tests.runtime.test_deaths import is_complete
 from tests.runtime.test_pipeline import Result, assert_same, run
 from treering.errors import StateError
 from treering.runtime.pipeline import PipelineLoop

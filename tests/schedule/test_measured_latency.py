@@ -122,6 +122,14 @@ def test_loads_and_updates_count_with_their_median():
     assert (unseen.load_s, unseen.training_s) == (0.0, 0.0)
 
 
+def test_passes_of_hardly_a_row_each_give_no_latency():
+    times = PassTimes()
+    # Means of 0.6 and 4 / 3 rows: a row in both.
+    for num_rows, num_passes in [(1, 2)] * 20 + [(1, 1)] * 10 + [(4, 3)] * 20:
+        times.note_pass(0.01 * num_passes, num_rows=num_rows, num_prefilled=0, num_sampled=1, num_passes=num_passes)
+    assert times.latency() is None
+
+
 def test_passes_that_were_timed_together_count_as_so_many():
     single, together = told([(0.003, 1, 0, 1)] * 20 + [(0.010, 8, 0, 8)] * 20), PassTimes()
     together.note_pass(0.06, num_rows=20, num_prefilled=0, num_sampled=20, num_passes=20)

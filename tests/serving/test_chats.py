@@ -7,12 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.rl.rollouts import rollout_of
 from tests.serving.test_server import ask, settings
 from treering.engine.host import EngineHost
 from treering.engine.request import Request
 from treering.engine.scripted import ScriptedEngine
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
 from treering.serving import HostSampler, Server
+from treering.serving import chats as module
+from treering.serving.chats import Chat, Chats
+from treering.serving.fields import Fields
+from treering.serving.sampling_params import take_sampling
 
 CHAT = "/v1/chat/completions"
 TOKENS = ChatTokens(BYTES_FOLDER)
@@ -67,6 +72,7 @@ def test_each_turn_goes_on_after_the_sampled_ids_and_calls_are_read(server: Serv
     assert json.loads(call["function"]["arguments"]) == {"a": 1}
     assert second["finish_reason"] == "tool_calls"
     assert len(second["logprobs"]["content"]) == len(second["token_ids"])
+    assert "".join(each["token"] for each in second["logprobs"]["content"]) == f"{ADD}<|im_end|>"
     messages += [second["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2"}]
     third = chat(server, messages, tools=[TOOL])
     assert third["message"]["content"] == "three"
@@ -106,3 +112,21 @@ def test_what_is_no_chat_is_refused_by_name(server: Server, body: dict[str, Any]
     status, answer = ask(server, CHAT, body)
     assert status == 400
     assert words in answer["error"]["message"]
+
+
+def test_what_is_remembered_of_chats_is_bounded_and_the_latest_sessions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = take_sampling(Fields({}, "the body"), num_left=100, default_max_tokens=None)
+    chats = Chats(TOKENS)
+
+    def answered(session: str, messages: list[Any]) -> Chat:
+        taken = chats.take(Fields({"messages": messages}, "the body"), session)
+        chats.answer("id", "tiny", taken, [rollout_of([ord("a")])], asked)
+        return taken
+
+    first: list[Any] = [{"role": "user", "content": "Hi"}]
+    size = answered("0", first).context.size + 1
+    monkeypatch.setattr(module, "MAX_CHAT_TOKENS", 8 * size)
+    memories = [answered(str(number), first).memory for number in range(1, 30)]
+    assert 4 * size <= sum(memory.num_tokens for memory in chats._memories.values()) <= 8 * size
+    assert chats.take(Fields({"messages": first}, "the body"), "29").memory is memories[-1]
+    assert chats.take(Fields({"messages": first}, "the body"), "1").memory is not memories[0]

@@ -149,7 +149,13 @@ def test_temperature_zero_takes_the_likeliest_token_and_tells_its_probability(se
         ({"tempreature": 0.5}, "tempreature"),
         ({"temperature": "hot"}, "temperature of sampling_params is of the type integer or number"),
         ({"temperature": -1.0}, "temperature is a positive number"),
+        ({"temperature": 10**400}, "temperature of sampling_params is a number that a float holds"),
         ({"max_tokens": 0}, "max_tokens is at least 1"),
+        ({"max_tokens": -1}, "max_tokens is at least 1"),
+        ({"max_completion_tokens": 4}, "max_tokens and max_completion_tokens are one number"),
+        ({"seed": -5}, "a seed is a whole number from 0 on, got -5"),
+        ({"top_k": -2}, "top_k is a whole number"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"max_tokens": 1000}, "positions"),
         ({"logprobs": 5}, "logprobs=5"),
         ({"n": 0}, r"n lies in \[1, 1024\]"),
@@ -166,6 +172,7 @@ def test_what_would_change_the_answer_and_is_not_done_is_refused(
     ("body", "status", "words"),
     [
         (b"{", 400, "a body is JSON"),
+        (b"[" * 100_000, 400, "a body is JSON"),
         (b"[1]", 400, "a body is a JSON object"),
         ({}, 400, "no token_ids"),
         ({"token_ids": []}, 400, "no token_ids|one at least"),
@@ -194,6 +201,8 @@ def test_text_goes_in_and_out_and_ends_before_its_stop(server: Server) -> None:
     assert tokens == ids(generate(server, [3, 5], seed=3))[0]
     assert choice["logprobs"]["tokens"] == [Letters().decode([token]) for token in tokens]
     assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    _, other = ask(server, "/v1/completions", body | {"logprobs": 0})
+    assert other["choices"][0]["logprobs"] == choice["logprobs"]
     stopped = {}
     for name, stop in (("stop", choice["text"][2:4]), ("stop_token_ids", [tokens[3]])):
         _, answer = ask(server, "/v1/completions", body | {name: stop})
@@ -202,6 +211,11 @@ def test_text_goes_in_and_out_and_ends_before_its_stop(server: Server) -> None:
     assert stopped["stop"]["token_ids"] == tokens[:4]
     assert stopped["stop_token_ids"]["text"] == choice["text"][: tokens.index(tokens[3])]
     assert {each["finish_reason"] for each in stopped.values()} == {"stop"}
+
+
+def test_a_text_that_is_no_unicode_is_refused(server: Server) -> None:
+    status, answer = ask(server, "/v1/completions", {"prompt": "a\ud83d"})
+    assert (status, "prompt must be valid Unicode" in answer["error"]["message"]) == (400, True)
 
 
 def test_a_server_says_what_it_serves_and_that_it_lives(server: Server) -> None:
@@ -217,6 +231,7 @@ def test_only_those_with_the_key_are_served() -> None:
         body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
         assert ask(server, GENERATE, body)[0] == 401
         assert ask(server, GENERATE, body, Authorization="Bearer wrong")[0] == 401
+        assert ask(server, GENERATE, body, Authorization="Bearer \xff")[0] == 401
         assert ask(server, GENERATE, body, Authorization="Bearer secret")[0] == 200
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(server.url + "/v1/models", timeout=60)
@@ -226,6 +241,20 @@ def test_other_machines_are_served_with_a_key_only() -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
         ServerSettings(host="0.0.0.0")
     assert ServerSettings(host="0.0.0.0", api_key="secret").host == "0.0.0.0"
+
+
+def test_an_address_that_is_none_or_taken_is_refused(server: Server) -> None:
+    with pytest.raises(ConfigError, match="an IP address, got host='localhost'"):
+        ServerSettings(host="localhost")
+    taken = server._socket.getsockname()[1]
+    for host, port in (("127.0.0.1", taken), ("192.0.2.1", 0)):
+        with pytest.raises(ConfigError, match=f"got port {port} of {host}"):
+            Server(
+                server._sampler,
+                model="tiny",
+                num_positions=1,
+                settings=ServerSettings(host=host, port=port, api_key="secret"),
+            )
 
 
 def test_a_body_is_bounded_in_size_and_time() -> None:

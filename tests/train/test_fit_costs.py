@@ -1,5 +1,6 @@
 """Fitted costs: known costs are recovered, the model is left unchanged, and a cost file is for one model only."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,7 @@ def test_a_second_call_reads_the_file(fits: Fits, tmp_path: Path) -> None:
     path = tmp_path / "new" / "costs.json"
     first = cached_costs(build(), path)
     assert cached_costs(build(seed=5), path) == first
+    assert json.loads(path.read_text())["costs"] == {"token_s": 1.0, "pair_s": 0.1, "segment_s": 0.0}
     assert fits.count == 1
     assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
 
@@ -138,7 +140,20 @@ def test_another_model_or_device_is_fitted_anew(
     assert fits.count == 2
 
 
-@pytest.mark.parametrize("text", ["[]", '{"key": {}, "costs": {"token_s": 1.0}}'])
+COSTS = '{"token_s": 1.0, "pair_s": 1.0, "segment_s": 1.0}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"key": {}, "costs": [1, 2, 3]}',
+        '{"key": {}, "costs": {"token_s": 1.0, "pair_s": 1.0}}',
+        *(f'{{"key": {{}}, "costs": {COSTS.replace("1.0", bad, 1)}}}' for bad in ("-1.0", '"fast"', "NaN")),
+        f'{{"key": {{}}, "costs": {COSTS.replace("pair_s", "bias_s")}}}',
+    ],
+)
 def test_a_corrupt_file_is_refused_by_name(fits: Fits, tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)

@@ -45,6 +45,7 @@ def test_positions_that_begin_anew_split_a_packed_row():
         ([[1, 2, 3]], [[1, 0, 1]], None, "row 0 skips before column 2"),
         ([[1, 2, 3]], None, [[0, 1, 5]], "row 0 skips before column 2"),
         ([[1, 2], [3, 4]], None, [[0, 1], [2, 3]], "row 1 begins at 2"),
+        ([[2**32 + 1, 2]], None, None, "sequence 0, token 0: id 4294967297 is out of range"),
     ],
 )
 def test_a_batch_that_has_no_sequences_is_refused(ids, mask, positions, rule):

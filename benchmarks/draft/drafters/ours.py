@@ -15,31 +15,25 @@ from treering.analysis.recording import Recorded
 from treering.analysis.replay import ReplayRows
 from treering.arrays import Int64Array
 from treering.history.draft.acceptance import calibration_error
-from treering.history.draft.settings import Shape
 from treering.history.types import Drafts
 
 OURS: dict[str, dict[str, Any]] = {
-    "treering": {"policy": "calibrated", "shape": "tree"},
-    "treering_chain": {"policy": "calibrated", "shape": "chain"},
-    "treering_frequency": {"policy": "frequency", "shape": "tree"},
+    "treering": {"shape": "tree"},
+    "treering_chain": {"shape": "chain"},
 }
-"""Names in a report, each with the drafter's own settings; the last one is the ablation."""
+"""Names in a report, each with the drafter's own settings."""
 
 MakeDrafter = Callable[[HistoryStore], Drafter]
 
 
-def make_drafter(
-    name: str, plan: Plan, store: HistoryStore, *, min_acceptance: float | None = None, shape: Shape | None = None
-) -> Drafter:
-    """A drafter as shipped, but for the least acceptance and the shape where they are given.
+def make_drafter(name: str, plan: Plan, store: HistoryStore, *, min_acceptance: float | None = None) -> Drafter:
+    """A drafter as shipped, but for the least acceptance where it is given.
 
     Other prompts are a source only where the store holds what a run would have stored.
     """
     settings = dict(OURS[name])
     if min_acceptance is not None:
         settings["min_acceptance"] = min_acceptance
-    if shape is not None:
-        settings["shape"] = shape
     if plan.history == "none":
         settings["sources"] = ("own",)
     elif plan.history == "wrong_task":

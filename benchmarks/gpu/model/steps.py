@@ -42,7 +42,7 @@ def build_step(rows: Rows, head: Head, model: PreTrainedModel, workload: Workloa
     return (varlen if rows == "varlen" else padded)(model, workload, max_tokens, head)
 
 
-def varlen(model: PreTrainedModel, workload: Workload, max_tokens: int, head: Head = "chunks") -> Step:
+def varlen(model: PreTrainedModel, workload: Workload, max_tokens: int, head: Head) -> Step:
     """Stock Hugging Face, sequences packed end to end with varlen flash attention."""
     sequences, total = workload.sequences, workload.num_trained_tokens
     micro_batches = packed_micro_batches([sequence.size for sequence in sequences], max_tokens)
@@ -60,7 +60,7 @@ def varlen(model: PreTrainedModel, workload: Workload, max_tokens: int, head: He
     return step
 
 
-def padded(model: PreTrainedModel, workload: Workload, max_tokens: int, head: Head = "chunks") -> Step:
+def padded(model: PreTrainedModel, workload: Workload, max_tokens: int, head: Head) -> Step:
     """Stock Hugging Face with SDPA, branches of similar length in batches, padded on the right to the longest.
 
     No padding mask is passed: causal attention never looks right, so SDPA keeps its fast path.

@@ -39,7 +39,7 @@ def schedules() -> None:
     """Schedules by length and their simulator (`treering simulate`)."""
     from treering.schedule import HistoPipe, simulate, synthetic_trace
 
-    simulate(HistoPipe(), synthetic_trace("constant:100", num_steps=4, num_rollouts=8, group_size=2, seed=0), workers=4)
+    simulate(HistoPipe(), synthetic_trace("constant:100", num_steps=4, num_rollouts=8, seed=0), workers=4)
 
 
 def engine() -> None:

@@ -12,6 +12,9 @@ from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.folder import cache_folder
 from treering.data.cache.open import open_dataset
 from treering.data.cache.workers import num_workers_here
+from treering.errors import InputError
+from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.report.run import METRICS_FILE
 
 OnFile = Callable[[str, BuildProgress], None]
 """Told of the reading of a file, by its name."""
@@ -38,7 +41,16 @@ def located(path: Path, places: Sequence[Path]) -> list[Path]:
 def read_file(
     path: Path, renderer: Renderer, options: ReadOptions, *, keeps_cache: bool, on_progress: OnBuild | None = None
 ) -> TokenDataset:
-    """As `open_dataset`, with the cache of the machine and its processors."""
+    """As `open_dataset`, with the cache of the machine and its processors.
+
+    Raises:
+        InputError: a bad file, or the folder of a run.
+    """
+    if (path / METRICS_FILE).is_file():
+        raise InputError(
+            f"{path} is the folder of a run, whose settings and logs are no trajectories; name those that `treering "
+            f"train` keeps, {path / ROLLOUTS_FOLDER}, or other files"
+        )
     return open_dataset(
         path,
         renderer,

@@ -49,7 +49,7 @@ def locate(path: Path, places: Sequence[Path]) -> Path:
 def search_places(config_dir: Path) -> list[Path]:
     """Where relative paths are looked up: the configuration's folder, the current one, then the real-data folder."""
     folder = data_folder()
-    return [config_dir, Path(), *([] if folder is None else [folder])]
+    return list(dict.fromkeys([config_dir, Path(), *([] if folder is None else [folder])]))
 
 
 def is_hub_id(name: str, places: Sequence[Path]) -> bool:

@@ -17,6 +17,7 @@ from treering.cli.messages import in_words_of, notes_on_stderr
 from treering.cli.ranks import num_started, speaks_of_end
 from treering.cli.signals import describe, ended_by_signals, exit_code, leave, leave_at_once
 from treering.errors import Interrupted, TreeringError
+from treering.files.writing import FULL
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -35,10 +36,18 @@ def main() -> None:
     try:
         with ended_by_signals(speaks_of_end), notes_on_stderr():
             code = _run()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except Interrupted as error:
         _say(describe(error))
         leave_at_once(exit_code(error.signal_number))
-    except Exception:
+    except BrokenPipeError:
+        # Whoever read has left, as `head` does.
+        leave_at_once(1)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            _say(f"the result cannot be written ({error.strerror}); free space where stdout goes, and start again")
+            leave_at_once(EXIT_BAD_INPUT)
         if num_started() == 1:
             raise
         traceback.print_exc()

@@ -1,14 +1,13 @@
 """Checks the files of a Hugging Face model folder before it is loaded, so that an error names the file and the fix."""
 
-import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from treering.errors import InputError
+from treering.files.json_object import read_object
 
 # In the order in which transformers takes them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -35,10 +34,12 @@ def check_model_folder(folder: Path, setting: str = "model.path") -> None:
         raise InputError(f"{folder} holds an adapter and no config.json; merge it into its model, and name that folder")
     if not config.is_file():
         raise InputError(f"a model folder holds config.json, and {folder} has none; correct {setting}")
-    if "model_type" not in _read_object(config):
+    _check_no_pointer(config)
+    described = read_object(config)
+    if "model_type" not in described:
         raise InputError(f"{config}: a model's configuration names its model_type, and this one does not; correct it")
     # Quantized weights are read by the method that the configuration names.
-    is_plain = "quantization_config" not in _read_object(config)
+    is_plain = "quantization_config" not in described
     for file in _weight_files(folder):
         not_floats = _check_weights(file)
         if is_plain and not_floats:
@@ -59,7 +60,8 @@ def _weight_files(folder: Path) -> list[Path]:
         )
     if file.suffix != ".json":
         return [file]
-    parts = _read_object(file).get("weight_map")
+    _check_no_pointer(file)
+    parts = read_object(file).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
         raise InputError(f"{file}: an index names the file of each weight in weight_map; fetch it again")
     return [folder / part for part in sorted(set(parts.values()))]
@@ -94,14 +96,3 @@ def _check_no_pointer(file: Path) -> None:
     with file.open("rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise InputError(f"{file} is a Git LFS pointer instead of the file itself; fetch it with `git lfs pull`")
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    _check_no_pointer(file)
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is a JSON object, and this one cannot be read ({error}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{file} is a JSON object, got {type(value).__name__}; fetch it again")
-    return value

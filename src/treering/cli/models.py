@@ -111,14 +111,18 @@ def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -
     return model.to(choose_device(config.device), dtype)
 
 
-def load_checkpoint(folder: Path) -> nn.Module:
+def load_checkpoint(folder: Path, *, takes_pictures: bool = False) -> nn.Module:
     """The model of a checkpoint, with float32 weights; adapters around their base model.
 
+    Args:
+        folder: the checkpoint, or a model.
+        takes_pictures: whether it is to be a model that takes pictures, or one of text.
+
     Raises:
-        InputError: the base model of adapters is no longer found.
+        InputError: it is not such a model, or the base model of adapters is no longer found.
     """
     if not (folder / ADAPTER_CONFIG_FILE).is_file():
-        plain: nn.Module = _load(folder, "the checkpoint")
+        plain: nn.Module = _load(folder, "the checkpoint", takes_pictures=takes_pictures)
         return plain
     require("a checkpoint of adapters", "peft")
     from peft import PeftModel
@@ -126,7 +130,8 @@ def load_checkpoint(folder: Path) -> nn.Module:
     settings = json.loads((folder / ADAPTER_CONFIG_FILE).read_bytes())
     name, revision = settings["base_model_name_or_path"], settings["revision"]
     base = find_folder(name, [Path()], setting="the base model of the adapters", revision=revision)
-    loaded: nn.Module = PeftModel.from_pretrained(_load(base, "the base model of the adapters"), folder)
+    model = _load(base, "the base model of the adapters", takes_pictures=takes_pictures)
+    loaded: nn.Module = PeftModel.from_pretrained(model, folder)
     return loaded
 
 
@@ -180,7 +185,29 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
     check_model_folder(folder, setting)
     described = json.loads((folder / "config.json").read_bytes())
     _check_rope(folder, described)
-    kind = described.get("model_type")
+    _check_kind(folder, described.get("model_type"), setting, takes_pictures=takes_pictures)
+    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+    # Attention follows the tree, whatever the folder asks for, which may not be installed here.
+    attention = {"attn_implementation": "eager"} if "attn_implementation" in described else {}
+    with _refused_by_name(folder, described, setting), _quiet_transformers():
+        # Training needs float32 weights; bfloat16 ones lose small updates. Other shapes are refused below, by name.
+        model, loaded = loader.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            weights_only=True,
+            **attention,
+        )
+    _check_loaded(folder, type(model).__name__, loaded)
+    is_whole = takes_pictures or getattr(model.config, "vision_config", None) is None
+    return model if is_whole else _text_model(model, folder, setting)
+
+
+def _check_kind(folder: Path, kind: object, setting: str, *, takes_pictures: bool) -> None:
+    """Refuses a model of text for pictures, and one of pictures for text alone."""
     if takes_pictures and kind not in PICTURE_FAMILIES:
         raise InputError(
             f"the data has pictures, and {folder} holds a model of type {kind!r}; use one of "
@@ -191,22 +218,13 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
             f"{setting} needs a language model of text here, and {folder} holds a model of type {kind!r}, which takes "
             "pictures: treering sft trains it on chats with pictures"
         )
-    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
-    # Attention follows the tree, whatever the folder asks for, which may not be installed here.
-    attention = {"attn_implementation": "eager"} if "attn_implementation" in described else {}
+
+
+@contextmanager
+def _refused_by_name(folder: Path, described: Mapping[str, Any], setting: str) -> Iterator[None]:
+    """Says of a folder that transformers cannot load what is wrong, and what to do."""
     try:
-        with _quiet_transformers():
-            # Training needs float32 weights; bfloat16 ones lose small updates. Other shapes are refused below, by name.
-            model, loaded = loader.from_pretrained(
-                str(folder),
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                weights_only=True,
-                **attention,
-            )
+        yield
     except ImportError as error:
         what, fix = "asks for", "remove what asks for it"
         if "quantization_config" in described:
@@ -224,9 +242,6 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
             f"{setting} needs the folder of a Hugging Face causal language model, and {folder} cannot be loaded "
             f"({error}); correct the path, or fetch the folder again"
         ) from error
-    _check_loaded(folder, type(model).__name__, loaded)
-    is_whole = takes_pictures or getattr(model.config, "vision_config", None) is None
-    return model if is_whole else _text_model(model, folder, setting)
 
 
 def _text_model(model: PreTrainedModel, folder: Path, setting: str) -> PreTrainedModel:

@@ -17,11 +17,25 @@ FORMAT_HELP = (
 )
 
 
-def _format(word: str) -> str:
-    return one_of(*get_args(FormatName))(word)
+def one_of(*words: str) -> Callable[[str], str]:
+    """A parser for `typer.Option(parser=...)` that accepts only these words.
+
+    It works in every typer since 0.12; typer reads `Literal` only since 0.19.
+
+    Example: `one_of("plain", "hf")("hff")` raises BadParameter: 'hff' is not one of 'plain', 'hf'.
+    """
+
+    def parse(word: str) -> str:
+        if word not in words:
+            raise typer.BadParameter(f"{word!r} is not one of {', '.join(map(repr, words))}.")
+        return word
+
+    return parse
 
 
-Format = Annotated[FormatName, typer.Option("--format", parser=_format, metavar="NAME", help=FORMAT_HELP)]
+Format = Annotated[
+    FormatName, typer.Option("--format", parser=one_of(*get_args(FormatName)), metavar="NAME", help=FORMAT_HELP)
+]
 
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")]
 
@@ -41,22 +55,6 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file wi
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="Settings that replace those of the file or run.")
 ]
-
-
-def one_of(*words: str) -> Callable[[str], str]:
-    """A parser for `typer.Option(parser=...)` that accepts only these words.
-
-    It works in every typer since 0.12; typer reads `Literal` only since 0.19.
-
-    Example: `one_of("plain", "hf")("hff")` raises BadParameter: 'hff' is not one of 'plain', 'hf'.
-    """
-
-    def parse(word: str) -> str:
-        if word not in words:
-            raise typer.BadParameter(f"{word!r} is not one of {', '.join(map(repr, words))}.")
-        return word
-
-    return parse
 
 
 def takes(record: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:

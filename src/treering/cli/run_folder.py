@@ -17,8 +17,8 @@ from treering.files.lock import FileLock
 from treering.files.writing import check_regular, writing
 from treering.metrics import JsonlSink, Sink, TensorBoardSink
 from treering.report.facts import STARTS_FILE
-from treering.report.rollouts import SAMPLES_FILE
-from treering.report.run import LOCK_FILE
+from treering.report.rollouts import ROLLOUTS_FOLDER, SAMPLES_FILE
+from treering.report.run import CONFIG_FILE, LOCK_FILE
 from treering.report.timeline import TIMELINE_FILE
 from treering.trackers.identity import TRACKERS_FILE
 from treering.trackers.mlflow_sink import MlflowSink
@@ -26,12 +26,10 @@ from treering.trackers.trackio_sink import TrackioSink
 from treering.trackers.wandb_sink import WandbSink
 from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, Opened, write_json
 
-CONFIG_FILE = "config.json"
 COSTS_FILE = "costs.json"
 HISTORY_FOLDER = "history"
 SHARED_HISTORY_FOLDER = "history-shared"
 """The history that rollout workers read."""
-ROLLOUTS_FOLDER = "rollouts"
 TENSORBOARD_FOLDER = "tensorboard"
 WARMUP_FOLDER = "warmup"
 _FILES = (

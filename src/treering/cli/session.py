@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
@@ -76,15 +76,16 @@ def agreed_compute(
 
 
 def checkpoint_store(
-    config: SftConfig | RlConfig, identity: Identity, tokenizer: Path | None, group: RankGroup
+    config: SftConfig | RlConfig, model: nn.Module, identity: Identity, tokenizer: Path | None, group: RankGroup
 ) -> CheckpointStore:
     """The checkpoints of a run, with the tokenizer, a model card and, of `train`, the history as hints."""
     folder = config.run.dir
+    takes_pictures = getattr(getattr(model, "config", None), "vision_config", None) is not None
     return CheckpointStore(
         folder=folder / CHECKPOINTS_FOLDER,
         identity=identity,
         keep=config.run.keep,
-        card=partial(model_card, folder, has_tokenizer=tokenizer is not None),
+        card=partial(model_card, folder, has_tokenizer=tokenizer is not None, takes_pictures=takes_pictures),
         tokenizer=tokenizer,
         hints=folder / HISTORY_FOLDER if isinstance(config, RlConfig) else None,
         group=group,
@@ -101,8 +102,8 @@ class Session(Generic[ReportT]):
         checkpoints: where it is saved.
         num_steps: of the whole run.
         console: writes to stderr.
-        interruption: ends the steps at a signal.
         unit: what steps are called.
+        interruption: ends the steps at a signal; made here.
     """
 
     config: SftConfig | RlConfig
@@ -110,8 +111,11 @@ class Session(Generic[ReportT]):
     checkpoints: CheckpointStore
     num_steps: int
     console: Console
-    interruption: Interruption
     unit: str = "step"
+    interruption: Interruption = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "interruption", Interruption(self.checkpoints.group))
 
     def open(self) -> Opened:
         """Opens a new run, or loads the newest checkpoint; what is damaged is said."""

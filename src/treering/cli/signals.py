@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -194,8 +194,10 @@ def describe(error: Interrupted) -> str:
 
 def leave_at_once(code: int) -> NoReturn:
     """Exits without tearing down the interpreter, which takes more than a second once torch is loaded."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A closed stream is None; what a full disk or a closed pipe does not take is lost either way.
+        with suppress(AttributeError, OSError):
+            stream.flush()
     os._exit(code)
 
 

@@ -2,14 +2,13 @@
 
 import os
 import platform
-from collections.abc import Iterator
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from treering.extras import versions_of
 from treering.files.writing import writing
 from treering.report.facts import STARTS_FILE, note_start
 from treering.train.loop.run import Opened
@@ -31,15 +30,7 @@ def log_start(folder: Path, opened: Opened, model: nn.Module, num_ranks: int) ->
         "machine": f"{name}; {platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "num_ranks": num_ranks,
         "parameters": f"{sum(weight.numel() for weight in model.parameters()):,}",
-        "versions": dict(_versions()),
+        "versions": versions_of(_PACKAGES),
     }
     with writing(folder / STARTS_FILE):
         note_start(folder, start)
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in _PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            continue

@@ -19,7 +19,7 @@ from treering.config.optim import OptimConfig, check_warmup
 from treering.config.rl_task import TaskConfig, WarmupConfig
 from treering.config.router import RouterConfig
 from treering.config.run import RunConfig
-from treering.config.runtime import Lengths, RuntimeConfig, Schedule
+from treering.config.runtime import RuntimeConfig, Schedule
 from treering.config.teacher import TeacherConfig, check_teacher
 from treering.config.values import Count, FilePath
 from treering.errors import ConfigError
@@ -46,11 +46,6 @@ class HistoryConfig(Config):
         default=0.018,
         description="With fixed costs: least chance of a first drafted token; later ones need more. Where a pass over "
         "more tokens takes longer, as on CPUs, drafts pay with about 0.4.",
-    )
-    policy: Literal["calibrated", "frequency"] = Field(
-        default="calibrated",
-        description="Which matches vote. calibrated: all, weighted by how often such matches were accepted. "
-        "frequency: the longest ones, each alike; at every branch only the token with the most votes is followed.",
     )
     shape: Literal["tree", "chain"] = Field(default="tree", description="Whether drafts branch.")
     sources: Annotated[tuple[Literal["history", "siblings", "own", "others"], ...], Field(strict=False)] = Field(
@@ -109,11 +104,6 @@ class RlConfig(Config):
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="The processes.")
     schedule: Schedule = Field(
         default="histopipe", description="With workers: which rollouts run where, and in which order."
-    )
-    lengths: Lengths = Field(
-        default="median",
-        description="With workers: how the length of rollouts is predicted from the prompt's earlier ones. median: of "
-        "the latest. ema: a moving mean of medians. quantile: 0.75 of the latest two epochs.",
     )
 
     @model_validator(mode="after")

@@ -117,8 +117,9 @@ class TaskConfig(Config):
     max_number: Count = Field(default=99, description="Sums: the largest number.")
     file: FilePath | None = Field(
         default=None,
-        description="Prompts: JSONL, plain or .gz, a prompt a line; it and tokenizer are looked up next to the "
-        "configuration, in the current folder, then in the real-data folder (TREERING_DATA, default ../shared/data).",
+        description="Prompts: JSON Lines, JSON or Parquet, plain, gzip or zstandard, or a folder of them; it and "
+        "tokenizer are looked up next to the configuration, in the current folder, then in the real-data folder "
+        "(TREERING_DATA, default ../shared/data).",
     )
     tokenizer: ModelPath | None = Field(
         default=None, description="Prompts: Hugging Face tokenizer folder or hub id; none: that of model.path."

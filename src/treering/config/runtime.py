@@ -1,4 +1,4 @@
-"""The [runtime] section, the schedule and the length predictor of `treering train`. Imports no torch.
+"""The [runtime] section and the schedule of `treering train`. Imports no torch.
 
 These settings change how long a run takes, never what it learns.
 """
@@ -11,13 +11,8 @@ from treering.config.load import Config
 from treering.config.values import NonNegative, Positive
 from treering.errors import ConfigError
 
-Schedule = Literal[
-    "fifo", "work_stealing", "longest_first", "equal_groups", "two_tier", "equal_work", "halves", "histopipe"
-]
+Schedule = Literal["fifo", "work_stealing", "longest_first", "equal_groups", "two_tier", "histopipe"]
 """Policies of `treering.schedule` that a run can use."""
-
-Lengths = Literal["median", "ema", "quantile"]
-"""Predictors of `treering.schedule.predict.lengths`."""
 
 Rebalancing = Literal["none", "queued", "running"]
 """See `treering.schedule.cluster`."""

@@ -59,10 +59,15 @@ def num_distinct(branches: Sequence[TokenIds]) -> int:
     """
     # In lexical order each branch shares most with the one before it; big-endian bytes have the order of their ids.
     ordered = sorted((branch.astype(">i4") for branch in branches), key=lambda branch: branch.tobytes())
-    return sum(branch.size for branch in ordered) - sum(_num_common(*pair) for pair in pairwise(ordered))
+    return sum(branch.size for branch in ordered) - sum(num_common(*pair) for pair in pairwise(ordered))
 
 
-def _num_common(left: TokenIds, right: TokenIds) -> int:
+def num_common(left: TokenIds, right: TokenIds) -> int:
+    """Tokens that two sequences begin with alike.
+
+    >>> num_common(np.array([1, 2, 3], np.int32), np.array([1, 2, 4, 5], np.int32))
+    2
+    """
     size = min(left.size, right.size)
     differ = left[:size] != right[:size]
     return int(differ.argmax()) if differ.any() else size

@@ -4,7 +4,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from queue import SimpleQueue
@@ -26,6 +27,7 @@ class _Call:
 @dataclass(frozen=True, slots=True)
 class _Left:
     key: RolloutKey
+    answer: "Future[Rollout]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +106,9 @@ class EngineHost(Closing):
 
         def note_leaving(future: "Future[Rollout]") -> None:
             if future.cancelled():
-                self._inbox.put(_Left(request.key))
+                # Only now is it done for those who wait for several futures.
+                future.set_running_or_notify_cancel()
+                self._inbox.put(_Left(request.key, future))
 
         answer.add_done_callback(note_leaving)
         return answer
@@ -162,7 +166,9 @@ class EngineHost(Closing):
         if isinstance(message, _Run):
             self._attempt(message.function)
         elif isinstance(message, _Left):
-            if self._open.pop(message.key, None) is not None:
+            # Another call may have the key: this one was refused then, or is over.
+            if self._open.get(message.key) is message.answer:
+                del self._open[message.key]
                 self._withdraw([message.key])
         elif self._error is not None:
             _fail(message.answer, self._error)
@@ -196,7 +202,9 @@ class EngineHost(Closing):
         if queued:
             self._queue = [each for each in self._queue if each[2].key not in queued]
             heapify(self._queue)
-        self._engine.abort([key for key in keys if key not in queued])
+        running = [key for key in keys if key not in queued]
+        if running:
+            self._attempt(lambda: self._engine.abort(running))
 
     def _step(self) -> None:
         self._fill()
@@ -209,15 +217,17 @@ class EngineHost(Closing):
         self._is_settled = not finished
         for rollout in finished:
             answer = self._open.pop(rollout.key, None)
-            if answer is not None and answer.set_running_or_notify_cancel():
-                answer.set_result(rollout)
+            if answer is not None:
+                # Its caller may have left.
+                with suppress(InvalidStateError):
+                    answer.set_result(rollout)
 
-    def _attempt(self, function: Callable[[], None]) -> None:
+    def _attempt(self, function: Callable[[], object]) -> None:
         """Runs a function whose error ends the service: every caller gets it, now and later."""
         try:
             function()
         except BaseException as error:
-            self._error = error
+            self._error = self._error or error
             self._fail_all(error)
 
     def _fail_all(self, error: BaseException) -> None:
@@ -229,5 +239,5 @@ class EngineHost(Closing):
 
 
 def _fail(answer: "Future[Rollout]", error: BaseException) -> None:
-    if answer.set_running_or_notify_cancel():
+    with suppress(InvalidStateError):
         answer.set_exception(error)

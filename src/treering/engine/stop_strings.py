@@ -35,6 +35,23 @@ def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: D
     return None
 
 
+def last_turn(tokens: TokenIds, strings: Sequence[str], decode: Decode) -> int:
+    """Where the turn begins that the tokens of an aborted rollout end with: after a string that is whole.
+
+    A turn ends with its first stop string, so that what follows is of another one. Only strings within reach of a token
+    that comes next are looked for.
+
+    Example: 3 of "ab;c" for the string ";", and 0 of "abc".
+    """
+    first, num_left = 0, min(window_of(strings), tokens.size)
+    while num_left > 0:
+        count = first_stop(tokens[first:], num_left, strings, decode)
+        if count is None:
+            break
+        first, num_left = tokens.size - num_left + count, num_left - count
+    return first
+
+
 def _texts(tokens: TokenIds, decode: Decode) -> tuple[str, str]:
     """The text of tokens by themselves, and as after their first one: SentencePiece drops a space at the begin.
 

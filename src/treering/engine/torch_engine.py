@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from treering.arrays import Int64Array
 from treering.engine.admission import Admission, check_duplicate_rows, check_settings
 from treering.engine.backends import Backend, Timing, make_backend
 from treering.engine.batch.commit import NOT_FINISHED, STOPPED, CommittedTokens, commit_tokens, counts_of
 from treering.engine.batch.duplicate_rows import DuplicateRows, leaders_of, resolve
 from treering.engine.batch.pictures import VisionSnapshot, with_pictures
 from treering.engine.batch.sampler import never_sampling
-from treering.engine.batch.state import StepInputs, plan_pass
+from treering.engine.batch.state import plan_pass
 from treering.engine.batch.table import Table
 from treering.engine.batch.token_batch import join, plan_chunks
 from treering.engine.decoder.support import check_decoder
@@ -187,13 +188,13 @@ class TorchEngine(Engine):
 
     def step(self) -> list[Rollout]:
         """See `Engine.step`."""
-        finished, self._undelivered = self._undelivered, []
         while self._waiting and self._table.add(self._waiting[0]):
             self._waiting.popleft()
-        if self._table.num_rows == 0:
-            return finished
         with threads(self._num_threads):
-            return finished + self._advance()
+            ended = self._advance() if self._table.num_rows else []
+        # Only now: a pass may fail.
+        finished, self._undelivered = self._undelivered, []
+        return finished + ended
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """See `Engine.peek`."""
@@ -273,7 +274,15 @@ class TorchEngine(Engine):
             )
 
     def _advance(self) -> list[Rollout]:
-        """Runs one pass over the running rows."""
+        """Runs one pass over the running rows; after one that failed, all keys and values are computed again."""
+        try:
+            return self._run_pass()
+        except BaseException:
+            # Prompts count as computed, and drafts as moved, before they are.
+            self._table.invalidate()
+            raise
+
+    def _run_pass(self) -> list[Rollout]:
         begun = self._clock()
         table = self._table
         if self._speculation.wants_costs:
@@ -294,29 +303,35 @@ class TorchEngine(Engine):
         verified = self._sampler(logits, inputs, table.columns, drafts)
         if not chunks:
             self._speculation.note_pass(inputs.batch.num_tokens, self._clock() - start)
+        num_tokens = table.columns.num_tokens[inputs.rows]
         committed = commit_tokens(table.columns, inputs, self._version, *verified)
-        if committed.sources.size:
-            self._decoder.move(committed.sources, committed.targets)
-        self._speculation.give_feedback(committed)
+        try:
+            if committed.sources.size:
+                self._decoder.move(committed.sources, committed.targets)
+            self._speculation.give_feedback(committed)
+            reasons = self._finish_reasons(inputs.rows, committed)
+        except BaseException:
+            # Taken back: sampled again, they are the same.
+            table.columns.num_tokens[inputs.rows] = num_tokens
+            raise
         counts = counts_of(inputs, committed, drafts, num_prefilled)
         for name, count in counts.items():
             self._counts[name] += count
         if counts["num_prefilled"] == 0:
             self._speculation.note_step(committed, num_waiting=len(self._waiting), seconds=self._clock() - begun)
-        return self._collect(inputs, committed)
+        # Last one first: removing a row moves only rows that are already handled.
+        return [self._remove_row(row, reason) for row, reason in reversed(reasons.items())][::-1]
 
-    def _collect(self, inputs: StepInputs, committed: CommittedTokens) -> list[Rollout]:
-        """Removes the finished rows, last one first: removing a row moves only rows that are already handled."""
-        finished = []
-        for index in reversed(range(inputs.rows.size)):
-            row, finish = int(inputs.rows[index]), int(committed.finish[index])
-            if self._decode is not None and self._table.truncate_at_stop(
-                row, int(committed.num_new[index]), self._decode
-            ):
+    def _finish_reasons(self, rows: Int64Array, committed: CommittedTokens) -> dict[int, FinishReason]:
+        """Why rows have finished, by row; drops what comes after a stop string."""
+        reasons: dict[int, FinishReason] = {}
+        columns = rows.tolist(), committed.finish.tolist(), committed.num_new.tolist()
+        for row, finish, num_new in zip(*columns, strict=True):
+            if self._decode is not None and self._table.truncate_at_stop(row, num_new, self._decode):
                 finish = STOPPED
             if finish != NOT_FINISHED:
-                finished.append(self._remove_row(row, "stop" if finish == STOPPED else "length"))
-        return finished[::-1]
+                reasons[row] = "stop" if finish == STOPPED else "length"
+        return reasons
 
     def _remove_row(self, row: int, reason: FinishReason) -> Rollout:
         rollout = self._table.rollout(row, reason)

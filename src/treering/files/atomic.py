@@ -55,7 +55,7 @@ def write_folder(target: Path, fill: Callable[[Path], None], facts: Mapping[str,
 
 
 def draft_path(target: Path) -> Path:
-    """The folder that `write_folder` fills before it becomes `target`."""
+    """What is written before it becomes `target`, a folder of `write_folder` or a file."""
     return target.parent / f"{_HIDDEN}{target.name}"
 
 

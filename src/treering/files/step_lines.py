@@ -131,7 +131,7 @@ def _opened(file: Path) -> BinaryIO:
 
 def _scan(file: Path, last_step: int, *, one_per_step: bool) -> ScannedFile:
     found, seen = ScannedFile(file=file), set[Any]()
-    start, pending = 0, list[tuple[int, int]]()
+    start, pending, num_twice = 0, list[tuple[int, int]](), 0
     with _opened(file) as lines:
         for line in lines:
             end, row = start + len(line), _parse(line)
@@ -139,13 +139,14 @@ def _scan(file: Path, last_step: int, *, one_per_step: bool) -> ScannedFile:
             key = step if one_per_step else hashlib.blake2b(line, digest_size=16).digest()
             if step is None or step > last_step or key in seen:
                 pending.append((start, end))
-                found.num_twice += key in seen and step is not None
+                num_twice += key in seen and step is not None
                 found.num_after += step is None
             else:
                 seen.add(key)
                 found.num_lines[step] += 1
+                found.num_twice += num_twice
                 found.bad, found.num_bytes, found.num_after = [*found.bad, *pending], end, 0
-                pending = []
+                pending, num_twice = [], 0
             start = end
     return found
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from treering.errors import StateError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says where a disk or a quota is full."""
+
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP)
 
@@ -76,7 +78,7 @@ def allocate(file: Path, num_bytes: int) -> None:
 
 def _advice(path: Path, error: OSError, num_bytes: int | None) -> str:
     needed = "a few thousand bytes are needed" if num_bytes is None else f"{num_bytes:,} bytes are needed"
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return f"{needed} and {_num_free(path):,} are free; free space or raise the quota there, and start again"
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]

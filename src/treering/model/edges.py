@@ -78,7 +78,7 @@ def scored_on_head(
         scores = score(head, rows)
         return tuple(getattr(scores, name) for name in names)
 
-    return EdgeScores(**dict(zip(names, parts.on_head(as_tuple, hidden), strict=True)))
+    return EdgeScores(**dict(zip(names, parts.shards.on_head(as_tuple, hidden), strict=True)))
 
 
 def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeTable:

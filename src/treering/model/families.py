@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -92,10 +92,6 @@ class ModelParts:
     def sees_whole_pictures(self) -> bool:
         """Whether a picture's tokens see all of that picture."""
         return self.vision is not None and self.vision.sees_whole_pictures
-
-    def on_head(self, run: Callable[[nn.Module, Tensor], Any], hidden: Tensor) -> Any:
-        """`run(head, hidden)`, with the head's weights gathered if they are sharded; see `Shards.on_head`."""
-        return run(self.head, hidden) if self.shards is None else self.shards.on_head(run, hidden)
 
 
 def find_parts(model: nn.Module, *, calls_modules: bool = False) -> ModelParts:

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treering.arrays import Int32Array
 from treering.data.picture import Picture, PlacedPicture
 from treering.errors import InputError, UnsupportedError
 from treering.model.pictures import VisionPart
@@ -38,7 +37,7 @@ _TYPES = MappingProxyType(
 
 
 def pictures_of_batch(
-    vision: VisionPart, sequences: Sequence[Int32Array], kwargs: Mapping[str, Any]
+    vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]]], kwargs: Mapping[str, Any]
 ) -> list[list[PlacedPicture]]:
     """The pictures of each sequence of a batch.
 
@@ -67,7 +66,7 @@ def pictures_of_batch(
     return placed
 
 
-def _check_types(vision: VisionPart, sequences: Sequence[Int32Array], kwargs: Mapping[str, Any]) -> None:
+def _check_types(vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]]], kwargs: Mapping[str, Any]) -> None:
     """Refuses types of tokens by which a stock model would see or rotate its pictures otherwise than a forest does."""
     name = _TYPES.get(vision.family)
     if name is None:
@@ -89,7 +88,7 @@ def _check_types(vision: VisionPart, sequences: Sequence[Int32Array], kwargs: Ma
             )
 
 
-def _placed(tokens: Int32Array, vision: VisionPart, left: Iterator[Picture]) -> Iterator[PlacedPicture]:
+def _placed(tokens: NDArray[np.integer[Any]], vision: VisionPart, left: Iterator[Picture]) -> Iterator[PlacedPicture]:
     places = np.flatnonzero(tokens == vision.placeholders[0])
     at = 0
     while at < places.size:

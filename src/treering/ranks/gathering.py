@@ -79,12 +79,16 @@ def summed(weights: Sequence[nn.Parameter], group: RankGroup) -> Iterator[None]:
 
 
 def whole_weights(units: Sequence[Any], *modules: nn.Module | None) -> list[nn.Parameter]:
-    """The trainable weights of some modules that no unit shards; what a forward left gathered is sharded first."""
+    """The trainable weights of some modules that no unit shards, each once.
+
+    What a forward left gathered is sharded first.
+    """
     from torch.distributed.tensor import DTensor
 
     for unit in units:
         unit.reshard()
-    weights = [weight for module in modules if module is not None for weight in module.parameters()]
+    # A value head may be a part of the model, and is then in both.
+    weights = dict.fromkeys(weight for module in modules if module is not None for weight in module.parameters())
     return [weight for weight in weights if weight.requires_grad and not isinstance(weight, DTensor)]
 
 

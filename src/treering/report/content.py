@@ -94,7 +94,7 @@ def _run_content(run: RunData) -> dict[str, Any]:
         "names": epochs.names_of(run.rows),
         "epochs": epochs.by_epoch(run.rows),
         "phases": [{"step": row["step"], **epochs.phase_seconds(row)} for row in run.rows],
-        "account": epochs.account(run.rows),
+        "account": epochs.account(run.rows, has_branches=run.runs_episodes),
         "faults": epochs.faults(run.rows),
         "timeline": read_timeline(run.folder),
         "has_workers": any(metrics.BUBBLE in row for row in run.rows),

@@ -54,16 +54,20 @@ def phase_seconds(row: Row) -> dict[str, float]:
     return found | {"other": max(0.0, step_s - sum(found.values()))} if found else {"training": step_s}
 
 
-def account(rows: Sequence[Row]) -> dict[str, int]:
-    """What became of the rollouts, by name; each is trained, or left out for one of three reasons.
+def account(rows: Sequence[Row], *, has_branches: bool = False) -> dict[str, int]:
+    """What became of the rollouts, by name; each is trained, or left out for one of four reasons.
+
+    `has_branches`: they are runs of an environment, of which metrics count the trained branches and not the trained
+    runs; then those that are trained and those of equal rewards are one count.
 
     Example: 64 rollouts of which 2 had no reward and 22 were in groups of equal rewards are 40 trained.
     """
     with_reward, trained = total(rows, metrics.NUM_ROLLOUTS), total(rows, metrics.NUM_BRANCHES)
+    scored = {"trained": trained, "equal rewards in the group": with_reward - trained}
     counts = {
-        "trained": trained,
-        "equal rewards in the group": with_reward - trained,
+        **({"with a reward": with_reward} if has_branches else scored),
         "reward failed": total(rows, metrics.NUM_REWARD_ERRORS),
+        "not scored": total(rows, metrics.NUM_UNSCORED),
         "empty": total(rows, metrics.NUM_EMPTY),
     }
     return {name: round(count) for name, count in counts.items()}

@@ -14,24 +14,25 @@ from treering.analysis.recording import record
 from treering.analysis.replay import replay
 from treering.data import Trajectory, render
 from treering.history.features import SOURCES
+from treering.report.run import section_of
 from treering.types import PromptId
 
 LETTERS = "hsox"
 """One letter for each of `SOURCES`."""
 GIVEN, SAMPLED = "g", "n"
-_SETTINGS = ("max_draft", "min_acceptance", "policy", "shape", "sources")
+_SETTINGS = ("max_draft", "min_acceptance", "shape", "sources")
 _NOT_DRAFTED = -1
 
 
 def num_history_epochs(config: Mapping[str, Any]) -> int:
     """Epochs that the history of a run keeps; 2, the default, where the settings do not say."""
-    number = _history(config).get("max_epochs", 2)
+    number = section_of(config, "history").get("max_epochs", 2)
     return number if isinstance(number, int) and number > 0 else 2
 
 
 def has_drafts(config: Mapping[str, Any]) -> bool:
     """Whether a run drafts."""
-    return _history(config).get("drafts") == "on"
+    return section_of(config, "history").get("drafts") == "on"
 
 
 def token_origins(
@@ -86,11 +87,6 @@ def drafter_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Example: a run with `history.max_draft = 5` alone in its settings has {"max_draft": 5} and all `SOURCES`.
     """
-    given = {name: value for name, value in _history(config).items() if name in _SETTINGS}
+    given = {name: value for name, value in section_of(config, "history").items() if name in _SETTINGS}
     sources = tuple(given.get("sources", SOURCES))
     return given | {"sources": sources or SOURCES}
-
-
-def _history(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = config.get("history")
-    return found if isinstance(found, Mapping) else {}

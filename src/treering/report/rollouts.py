@@ -43,7 +43,9 @@ def read_newest(folder: Path, num_epochs: int) -> Rollouts:
 
     Example: of a run with the files of epochs 0 to 7, `read_newest(folder, 3)` reads epochs 5, 6 and 7.
     """
-    files = sorted((folder / ROLLOUTS_FOLDER).glob("epoch-*.jsonl"))[-num_epochs:]
+    # From epoch 1000 on names are longer.
+    found = sorted((folder / ROLLOUTS_FOLDER).glob("epoch-*.jsonl"), key=lambda file: (len(file.name), file.name))
+    files = found[-num_epochs:]
     notes = [] if files else ["There are no rollouts: none is logged yet, or run.rollouts is off."]
     return _read(files, notes)
 

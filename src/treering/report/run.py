@@ -55,6 +55,11 @@ class RunData:
         steps = [row for row in self.rows if row["step"] > 0]
         return "train" in self.config or (bool(steps) and metrics.NUM_SAMPLED not in steps[-1])
 
+    @property
+    def runs_episodes(self) -> bool:
+        """Whether its rollouts are runs of an environment, each of one branch or several."""
+        return section_of(self.config, "task").get("kind") in ("environment", "verifiers")
+
 
 def read_runs(folder: Path, user: str = "treering report") -> tuple[RunData, ...]:
     """The run of a folder, or both runs of a demo's folder, ours last; errors begin with the `user`.
@@ -117,9 +122,11 @@ def _rows(file: Path, notes: list[str]) -> tuple[Row, ...]:
         notes.append(f'{file.name} is missing: no step is done yet, or the sink "jsonl" is off.')
         return ()
     check_regular(file)
-    found = list(read_rows(file))
+    # Counted first: a run that trains may add lines meanwhile, and these are not bad.
     with file.open("rb") as lines:
-        num_bad = sum(1 for _ in lines) - len(found)
+        num_lines = sum(1 for _ in lines)
+    found = list(read_rows(file))
+    num_bad = max(0, num_lines - len(found))
     rows = {row["step"]: row for row in found}
     if num_bad:
         notes.append(f"{file.name} has {num_bad} line{'s' * (num_bad > 1)} that cannot be read.")
@@ -129,6 +136,12 @@ def _rows(file: Path, notes: list[str]) -> tuple[Row, ...]:
     if not rows:
         notes.append("No step is done yet.")
     return tuple(rows[step] for step in sorted(rows))
+
+
+def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of a run's settings; empty if it is missing or no section."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _object(file: Path, notes: list[str]) -> dict[str, Any]:

@@ -104,7 +104,9 @@ def branch_advantages(group: Group, estimator: Estimator) -> BranchAdvantages:
         return group_advantages(group.rewards, estimator)
     if not any(runs.turn_rewards):
         return group_advantages(group.rewards, estimator)[np.array(runs.of, np.int64)]
-    worth = _worth(group.rewards, runs.turn_rewards)
+    # A run without rewards of calls may have more calls than those with some.
+    num_calls = 1 + max(int(turns.max(initial=-1)) for turns in runs.turns)
+    worth = _worth(group.rewards, runs.turn_rewards, num_calls)
     of_turns = np.stack([group_advantages(row, estimator) for row in worth])
     return [
         np.where(turns >= 0, of_turns[np.maximum(turns, 0), run], 0.0)
@@ -148,9 +150,9 @@ def _shares(group: Group, normalizer: Normalizer) -> list[float]:
     return (trained / np.maximum(totals[of], 1.0)).tolist()  # type: ignore[no-any-return]
 
 
-def _worth(rewards: Float64s, turn_rewards: Sequence[Sequence[float]]) -> Float64s:
-    """float64 [K, R]: what each run earns from its k-th call on."""
-    table = np.zeros((max(map(len, turn_rewards)), rewards.size))
+def _worth(rewards: Float64s, turn_rewards: Sequence[Sequence[float]], num_calls: int) -> Float64s:
+    """float64 [K, R]: what each run earns from its k-th call on, for the K calls of the longest run."""
+    table = np.zeros((num_calls, rewards.size))
     for run, values in enumerate(turn_rewards):
         table[: len(values), run] = values
     return rewards + table[::-1].cumsum(0)[::-1]  # type: ignore[no-any-return]

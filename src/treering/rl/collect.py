@@ -6,7 +6,7 @@ Results depend on prompts and samples, never on the order in which rollouts fini
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,18 +81,20 @@ class Group:
         of_rollouts = np.array([rollout.reward for rollout in self.rollouts], np.float64)
         return of_rollouts if self.runs is None else of_rollouts[np.unique(self.runs.of, return_index=True)[1]]
 
+    @property
+    def returns(self) -> NDArray[np.float64]:
+        """float64 [G], what each has earned in all: for an environment a run's reward and those of its calls."""
+        if self.runs is None:
+            return self.rewards
+        return self.rewards + np.array([sum(values) for values in self.runs.turn_rewards], np.float64)
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Collected:
-    """The groups of a step, with counts.
 
-    Example: 2 prompts in groups of 4, of which one reward raised, give groups of 4 and 3 and `num_reward_errors` 1.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCounts:
+    """What became of the rollouts of a step that are in no group, and how long all of them were."""
 
-    groups: tuple[Group, ...]
-    """One per prompt, and for an environment one per task and agent; in the order of the prompts."""
     num_reward_errors: int
-    """Rollouts left out because the task raised or returned no finite number."""
+    """Rollouts left out because the task raised or returned no finite number, and episodes that failed."""
     num_unscored: int
     """Rollouts left out because no reward scored them."""
     num_empty: int
@@ -101,8 +103,23 @@ class Collected:
     """Rollouts that reached their maximum length."""
     num_turns: int
     """Rollouts, or the calls of an environment's."""
-    reward_errors: tuple[str, ...]
+    reward_errors: tuple[str, ...] = ()
     """The first few messages, in order of prompts and samples."""
+
+    def counts(self) -> dict[str, Any]:
+        """These counts by name, for another record with them."""
+        return {name: getattr(self, name) for name in RolloutCounts.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collected(RolloutCounts):
+    """The groups of a step, with counts.
+
+    Example: 2 prompts in groups of 4, of which one reward raised, give groups of 4 and 3 and `num_reward_errors` 1.
+    """
+
+    groups: tuple[Group, ...]
+    """One per prompt, and for an environment one per task and agent; in the order of the prompts."""
     error_counts: Mapping[str, int]
     """How often each error occurred, without its prompt and sample."""
     numbers: Mapping[str, Sequence[float]]
@@ -124,7 +141,7 @@ def collect(
     sampling: Sampling,
     order: Order = "by_prompt",
     on_finished: Callable[[Rollout], None] | None = None,
-    on_engine_step: Callable[[], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Collected:
     """Samples a group for each prompt and rewards finished rollouts.
 
@@ -139,7 +156,7 @@ def collect(
         sampling: of all; the task's stop tokens belong in it.
         order: see `Order`; changes speed, never a rollout.
         on_finished: called with each finished rollout; its reward is set unless it is left out, or its group's.
-        on_engine_step: called before each step of the engine.
+        on_progress: called with the number of rollouts that have finished since, also before each step of the engine.
 
     Raises:
         ConfigError: a group_size below 1.
@@ -158,14 +175,16 @@ def collect(
     engine.submit(requests)
     try:
         while engine.num_unfinished > 0:
-            if on_engine_step is not None:
-                on_engine_step()
+            if on_progress is not None:
+                on_progress(0)
             for rollout in engine.step():
                 prompt = run.prompt_of(rollout)
                 result = evaluate_rollout(task, prompt, rollout)
                 run.take(result)
                 if on_finished is not None:
                     on_finished(result.rollout)
+                if on_progress is not None:
+                    on_progress(1)
                 if group := run.full_group(prompt.prompt_id):
                     for rewarded in evaluate_group(task, prompt, group):
                         run.take(rewarded)

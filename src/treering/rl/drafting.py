@@ -15,7 +15,7 @@ from treering.engine.rollout import Rollout
 from treering.errors import InputError
 from treering.history.budget.costs import VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape
+from treering.history.draft.settings import MIN_ACCEPTANCE, Shape
 from treering.history.features import SOURCES, Source
 from treering.history.store.prompt_index import MARKER, PromptIndex
 from treering.history.store.snapshot import SnapshotSource
@@ -33,7 +33,6 @@ class DraftOptions:
     max_epochs: int = 2
     max_draft: int = 64
     min_acceptance: float = MIN_ACCEPTANCE
-    policy: Policy = "calibrated"
     shape: Shape = "tree"
     sources: tuple[Source, ...] = SOURCES
     publish_new_after: int = 4
@@ -121,7 +120,8 @@ class Drafting:
     def state(self) -> dict[str, Tensor]:
         """The drafter's feedback and the engine's measured costs, as tensors."""
         costs = self.drafter.costs
-        arrays = {**self.drafter.state(), **({} if costs is None else _columns_of(costs))}
+        measured = {} if costs is None else {_SIZES: costs.num_tokens, _SECONDS: costs.seconds}
+        arrays = {**self.drafter.state(), **measured}
         return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -152,14 +152,9 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
         store,
         max_draft=options.max_draft,
         min_acceptance=options.min_acceptance,
-        policy=options.policy,
         shape=options.shape,
         sources=options.sources,
     )
-
-
-def _columns_of(costs: VerifyCosts) -> dict[str, NDArray[Any]]:
-    return {_SIZES: costs.num_tokens, _SECONDS: costs.seconds}
 
 
 def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import comb
 
 from treering import metrics
 from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
-from treering.engine.rollout import Rollout
 from treering.engine.sampling.noise import row_key
 from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
@@ -70,7 +70,7 @@ class EvalReport:
     """The rewards of held-out prompts, or of each agent's runs of held-out tasks.
 
     Attributes:
-        reward: mean over the rollouts with a reward; None if there is none.
+        reward: mean over the rollouts with a reward, or the runs, whose calls' rewards count; None if there is none.
         pass_at: mean chance that one of k samples passes, by k; a rollout without a reward does not pass.
         length_mean: tokens of a rollout with a reward, or of all branches of a run; None if there is none.
         num_reward_errors: rollouts whose reward raised.
@@ -130,31 +130,18 @@ class HeldOutRewards:
         prompts, options = self._task.prompts, self._options
         own = prompts[self._group.rank :: self._group.size]
         progress = PhaseProgress("sampling", len(own) * options.num_samples, on_progress)
-
-        def on_finished(_: Rollout) -> None:
-            progress.add(1)
-
+        sample = collect
         if isinstance(self._task, EnvironmentTask):
-            collected = collect_episodes(
-                self._make_engine(),
-                self._task,
-                own,
-                {},
-                group_size=options.num_samples,
-                sampling=self._sampling,
-                num_episodes=len(prompts) * options.num_samples,
-                on_progress=progress.add,
-            )
-        else:
-            collected = collect(
-                self._make_engine(),
-                self._task,
-                own,
-                {},
-                group_size=options.num_samples,
-                sampling=self._sampling,
-                on_finished=on_finished,
-            )
+            sample = partial(collect_episodes, num_episodes=len(prompts) * options.num_samples)
+        collected = sample(
+            self._make_engine(),
+            self._task,
+            own,
+            {},
+            group_size=options.num_samples,
+            sampling=self._sampling,
+            on_progress=progress.add,
+        )
         return _report(join(prompts, self._group.gather(collected)), options)
 
 
@@ -171,8 +158,8 @@ def eval_seed(seed: int) -> int:
 def _report(collected: Collected, options: EvalOptions) -> EvalReport:
     num_tokens = sum(rollout.num_tokens for group in collected.groups for rollout in group.rollouts)
     num_rollouts = collected.num_rollouts
-    num_passed = [int((group.rewards >= options.pass_reward).sum()) for group in collected.groups]
-    total = sum(float(group.rewards.sum()) for group in collected.groups)
+    num_passed = [int((group.returns >= options.pass_reward).sum()) for group in collected.groups]
+    total = sum(float(group.returns.sum()) for group in collected.groups)
     return EvalReport(
         reward=total / num_rollouts if num_rollouts else None,
         pass_at=mean_pass_at_k(options.num_samples, num_passed),

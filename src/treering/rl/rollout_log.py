@@ -33,7 +33,8 @@ def as_trajectories(
     Of pictures they hold the placeholders alone.
 
     `task_id` is the prompt's id, `trial` the sample number, `version` that of the last token. `logprobs` are those of
-    the distribution sampled from, 0.0 on the prompt and on what an environment wrote.
+    the distribution sampled from, 0.0 on the prompt and on what an environment wrote. `reward` is a run's with those of
+    its calls.
 
     Args:
         groups: of one step.
@@ -52,14 +53,17 @@ def as_trajectories(
             f"advantages have one number per rollout: groups of {[len(g.rollouts) for g in groups]}, advantages of "
             f"{[len(values) for values in advantages]}; align them"
         )
-    return [
-        replace(
-            _trajectory(group.prompt, rollout, epoch, step, None if advantages is None else advantages[i][j]),
-            episode=None if group.runs is None else _episode(group.runs, j),
-        )
-        for i, group in enumerate(groups)
-        for j, rollout in enumerate(group.rollouts)
-    ]
+    found = []
+    for i, group in enumerate(groups):
+        for j, rollout in enumerate(group.rollouts):
+            one = _trajectory(group.prompt, rollout, epoch, step, None if advantages is None else advantages[i][j])
+            found.append(one if group.runs is None else _of_run(one, group, group.runs, j))
+    return found
+
+
+def _of_run(trajectory: Trajectory, group: Group, runs: Runs, rollout: int) -> Trajectory:
+    """A branch with what its episode has earned, and what it is a part of."""
+    return replace(trajectory, reward=float(group.returns[runs.of[rollout]]), episode=_episode(runs, rollout))
 
 
 def _episode(runs: Runs, rollout: int) -> EpisodePart:

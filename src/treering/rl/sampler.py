@@ -1,6 +1,7 @@
 """The sampling half of an RL step: prompts in, groups of rewarded rollouts out, on one rank or on several."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from treering.engine.protocol import Engine
@@ -67,39 +68,27 @@ class Sampler:
             if self._drafting is not None:
                 self._drafting.add(rollout)
 
-        if isinstance(self._task, EnvironmentTask):
-            collected = collect_episodes(
-                engine,
-                self._task,
-                own,
-                draws,
-                group_size=self._options.group_size,
-                sampling=self._sampling,
-                num_episodes=len(prompts) * self._options.group_size,
-                forecast=self._forecast,
-                on_finished=remember,
-                on_progress=progress.add,
-            )
-            joined = self._joined(prompts, collected, finished)
-            self._forecast.observe(joined.groups)
-            return joined
-
-        def on_finished(rollout: Rollout) -> None:
-            remember(rollout)
-            progress.add(1)
-
-        collected = collect(
+        is_environment = isinstance(self._task, EnvironmentTask)
+        num_episodes = len(prompts) * self._options.group_size
+        sample = (
+            partial(collect_episodes, num_episodes=num_episodes, forecast=self._forecast)
+            if is_environment
+            else partial(collect, order=self._order(own))
+        )
+        collected = sample(
             engine,
             self._task,
             own,
             draws,
             group_size=self._options.group_size,
             sampling=self._sampling,
-            order=self._order(own),
-            on_finished=on_finished,
-            on_engine_step=progress.tick,
+            on_finished=remember,
+            on_progress=progress.add,
         )
-        return self._joined(prompts, collected, finished)
+        joined = self._joined(prompts, collected, finished)
+        if is_environment:
+            self._forecast.observe(joined.groups)
+        return joined
 
     def state(self) -> dict[str, Any]:
         """What is expected of the next episodes, for a checkpoint."""

@@ -8,12 +8,12 @@ import numpy as np
 from treering import metrics
 from treering.engine.protocol import EngineStats
 from treering.rl.advantages import scaled
-from treering.rl.collect import Collected
+from treering.rl.collect import Collected, RolloutCounts
 from treering.train.loop.update import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutReport:
+class RolloutReport(RolloutCounts):
     """The rollouts of a step. Averages leave out empty rollouts and those without a reward."""
 
     num_rollouts: int
@@ -30,18 +30,6 @@ class RolloutReport:
     """Groups with equal rewards, which are not trained."""
     num_empty_groups: int
     """Groups without any rollout."""
-    num_reward_errors: int
-    """Rollouts whose reward raised, and episodes that failed."""
-    num_unscored: int
-    """Rollouts that no reward scored."""
-    num_empty: int
-    """Rollouts without a token."""
-    num_overlong: int
-    """Rollouts that reached their maximum length."""
-    num_turns: int
-    """Rollouts, or the calls of an environment's."""
-    reward_errors: tuple[str, ...] = ()
-    """The first error messages."""
     number_means: Mapping[str, float] = field(default_factory=dict)
     """Means of the numbers that the task gave beside its rewards, by name."""
 
@@ -177,7 +165,7 @@ def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_gr
 
     Example: groups with rewards [1, 0] and [1, 1] have a mean of 0.75 and a standard deviation of 0.433.
     """
-    all_rewards, exponent = scaled(np.concatenate([np.zeros(0), *(group.rewards for group in collected.groups)]))
+    all_rewards, exponent = scaled(np.concatenate([np.zeros(0), *(group.returns for group in collected.groups)]))
     lengths: Sequence[int] = [rollout.num_tokens for group in collected.groups for rollout in group.rollouts]
     return RolloutReport(
         num_rollouts=all_rewards.size,
@@ -187,12 +175,7 @@ def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_gr
         num_groups=len(collected.groups),
         num_zero_variance=num_zero_variance,
         num_empty_groups=num_empty_groups,
-        num_reward_errors=collected.num_reward_errors,
-        num_unscored=collected.num_unscored,
-        num_empty=collected.num_empty,
-        num_overlong=collected.num_overlong,
-        num_turns=collected.num_turns,
-        reward_errors=collected.reward_errors,
+        **collected.counts(),
         number_means={name: _mean(numbers) for name, numbers in collected.numbers.items()},
     )
 

@@ -201,7 +201,8 @@ def load_own(what: str, name: str, folders: Sequence[Path] = (Path(),)) -> Modul
     """
     module = name.rpartition(":")[0]
     file = _located(what, name, module, folders) if module.endswith(".py") else None
-    own = [str(folder.absolute()) for folder in ([] if file is None else [file.parent]) + list(folders)]
+    near = [] if file is None else [file.parent]
+    own = list(dict.fromkeys(str(folder.absolute()) for folder in [*near, *folders]))
     sys.path[:] = list(dict.fromkeys([*own, *sys.path]))
     try:
         with contained():
@@ -217,7 +218,7 @@ def load_own(what: str, name: str, folders: Sequence[Path] = (Path(),)) -> Modul
 def _located(what: str, name: str, file: str, folders: Sequence[Path]) -> Path:
     found = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if found is None:
-        listed = ", ".join(str(folder.absolute()) for folder in folders)
+        listed = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
         raise ConfigError(f"the {what} {name!r} is in a file, and {file} is not in {listed}; check the path")
     return found.absolute()
 

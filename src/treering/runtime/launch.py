@@ -13,7 +13,7 @@ from treering.runtime.account import Account
 from treering.runtime.controller import Controller
 from treering.runtime.ipc.launcher import Launcher, Recipe
 from treering.runtime.ipc.messages import TrainerSettings, WorkerSettings
-from treering.runtime.ipc.weight_store import BASE
+from treering.runtime.ipc.weight_store import BASE, WeightStore
 from treering.runtime.pools.reward_client import RewardClient
 from treering.runtime.pools.rollout_pool import RolloutPool
 from treering.runtime.pools.trainer_client import TrainerClient
@@ -78,51 +78,59 @@ def start_controller(
         on_finished: see `Controller`.
     """
     num_slots, step = spec.cluster.staleness + 2, start_state.step
-    launcher = spec.launcher
-    store = launcher.open(spec.recipe, model, num_slots)
+    store = spec.launcher.open(spec.recipe, model, num_slots)
     for past in start_state.past:
         store.put(past["step"], past["weights"])
     store.write(step, model)
     store.write(step, model, BASE)
-    trainer = TrainerSettings(
-        recipe=spec.recipe,
-        optim=spec.optim,
-        options=spec.options,
-        version=step,
-        state=packed(start_state.optimizer),
-        reference=spec.reference,
-    )
-    drafting = spec.drafting
-    # Mapped files cost no message, and are in memory once for all workers.
-    folder = drafting.folder if drafting is not None and launcher.shares_host else None
-    worker = WorkerSettings(recipe=spec.recipe, drafts=None if drafting is None else drafting.options, history=folder)
     return Controller(
-        RolloutPool(
-            worker,
-            launcher,
-            num_workers=spec.cluster.num_workers,
-            time_limit_s=spec.worker_time_limit_s,
-            account=account,
-            history=drafting if folder is None else None,
-            runs_episodes=spec.runs_episodes,
-        ),
+        _rollout_workers(spec, account),
         None if spec.runs_episodes else _rewards(spec, account),
-        TrainerClient(
-            trainer,
-            store,
-            launcher,
-            model=model,
-            num_ranks=spec.num_trainer_ranks,
-            time_limit_s=spec.worker_time_limit_s,
-            account=account,
-        ),
+        _trainer(spec, start_state, model, store, account),
         store,
-        launcher,
+        spec.launcher,
         policy_versions={
             step: start_state.policy_version,
             **{past["step"]: past["policy_version"] for past in start_state.past},
         },
         on_finished=on_finished,
+    )
+
+
+def _rollout_workers(spec: RunSpec, account: Account) -> RolloutPool:
+    drafting = spec.drafting
+    # Mapped files cost no message, and are in memory once for all workers.
+    folder = drafting.folder if drafting is not None and spec.launcher.shares_host else None
+    return RolloutPool(
+        WorkerSettings(recipe=spec.recipe, drafts=None if drafting is None else drafting.options, history=folder),
+        spec.launcher,
+        num_workers=spec.cluster.num_workers,
+        time_limit_s=spec.worker_time_limit_s,
+        account=account,
+        history=drafting if folder is None else None,
+        runs_episodes=spec.runs_episodes,
+    )
+
+
+def _trainer(
+    spec: RunSpec, start_state: StartState, model: nn.Module, store: WeightStore, account: Account
+) -> TrainerClient:
+    settings = TrainerSettings(
+        recipe=spec.recipe,
+        optim=spec.optim,
+        options=spec.options,
+        version=start_state.step,
+        state=packed(start_state.optimizer),
+        reference=spec.reference,
+    )
+    return TrainerClient(
+        settings,
+        store,
+        spec.launcher,
+        model=model,
+        num_ranks=spec.num_trainer_ranks,
+        time_limit_s=spec.worker_time_limit_s,
+        account=account,
     )
 
 

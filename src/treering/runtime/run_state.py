@@ -203,7 +203,8 @@ class RunState:
 def _check_format(state: Mapping[str, Any]) -> None:
     """Refuses the checkpoints of earlier versions, whose records have other names."""
     known = Account().as_dict().keys() >= state.get("account", {}).keys()
-    is_planner_known = "observed" in state.get("planner", {"observed": ()})
+    planner = state.get("planner", {"observed": ()})
+    is_planner_known = "observed" in planner and planner.get("lengths", {}).get("name", "median") == "median"
     if not known or not is_planner_known or any("policy_version" not in each for each in state.get("past", [])):
         raise StateError(
             "a run is resumed by the version of Treering that began it, and this checkpoint was written by an earlier "

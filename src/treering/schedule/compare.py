@@ -1,6 +1,6 @@
 """Simulates several policies on the same traces and reports each one's speedup over the synchronous loop."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,10 +73,6 @@ class Result:
     """The least over the traces."""
     worst_speedup_over_sync: float
     """The least over the traces."""
-    makespan_over_one_step_off: float | None
-    """Makespan over that of `fifo` at the given staleness; None if that was not run."""
-    worst_makespan_over_one_step_off: float | None
-    """The largest over the traces."""
 
 
 def policy_setups(staleness: int, names: Sequence[str] | None = None, *, has_waits: bool = False) -> list[PolicySetup]:
@@ -107,43 +103,34 @@ def policy_setups(staleness: int, names: Sequence[str] | None = None, *, has_wai
 
 def compare(
     setups: Sequence[PolicySetup],
-    cases: Iterable[tuple[Trace, Cluster, Cluster]],
+    cases: Iterable[tuple[Trace, Cluster]],
     on_run: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Result], list[Timeline]]:
     """Runs each setup on each trace.
 
     Args:
         setups: `sync` among them.
-        cases: each a trace, the cluster that it runs on, and the cluster that policies plan with; their
-            staleness is replaced by the setup's.
+        cases: each a trace and the cluster that it runs on, whose staleness is replaced by the setup's.
         on_run: called with the name before each run.
 
     Returns:
         A result for each setup, in order, and the timelines of the first trace.
     """
     runs: list[list[Timeline]] = []
-    for trace, cluster, believed in cases:
+    for trace, cluster in cases:
         runs.append([])
         for setup in setups:
             on_run(setup.name)
-            runs[-1].append(_run(setup, trace, cluster, believed))
+            runs[-1].append(_run(setup, trace, cluster))
     by_name = {setup.name: [timelines[at] for timelines in runs] for at, setup in enumerate(setups)}
-    return [_result(setup, by_name) for setup in setups], runs[0]
+    return [_result(setup, by_name[setup.name], by_name[SYNC]) for setup in setups], runs[0]
 
 
-def with_decode_scaled(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with decode steps and prefill `factor` times as long: wrong latencies, for controls."""
-    latency = cluster.latency
-    wrong = replace(latency, decode_s=latency.decode_s * factor, prefill_s=latency.prefill_s * factor)
-    return replace(cluster, latency=wrong)
-
-
-def _run(setup: PolicySetup, trace: Trace, cluster: Cluster, believed: Cluster) -> Timeline:
+def _run(setup: PolicySetup, trace: Trace, cluster: Cluster) -> Timeline:
     timeline = simulate(
         make_policy(setup.policy),
         trace if setup.knows_waits else _without_forecast_waits(trace),
         workers=replace(cluster, staleness=setup.staleness),
-        believed=replace(believed, staleness=setup.staleness),
     )
     return replace(timeline, policy=setup.name)
 
@@ -155,10 +142,8 @@ def _without_forecast_waits(trace: Trace) -> Trace:
     return replace(trace, steps=tuple(steps))
 
 
-def _result(setup: PolicySetup, by_name: Mapping[str, Sequence[Timeline]]) -> Result:
-    timelines = by_name[setup.name]
-    speedups = _ratios(by_name[SYNC], timelines)
-    slowdowns = _ratios(timelines, by_name[ONE_STEP_OFF]) if ONE_STEP_OFF in by_name else None
+def _result(setup: PolicySetup, timelines: Sequence[Timeline], sync: Sequence[Timeline]) -> Result:
+    speedups = [plain.makespan_s / own.makespan_s for plain, own in zip(sync, timelines, strict=True)]
     of_bound = [timeline.throughput_of_bound for timeline in timelines]
     return Result(
         policy=setup.name,
@@ -175,14 +160,7 @@ def _result(setup: PolicySetup, by_name: Mapping[str, Sequence[Timeline]]) -> Re
         choices=timelines[0].choices,
         worst_throughput_of_bound=min(of_bound),
         worst_speedup_over_sync=min(speedups),
-        makespan_over_one_step_off=_mean(slowdowns) if slowdowns else None,
-        worst_makespan_over_one_step_off=max(slowdowns) if slowdowns else None,
     )
-
-
-def _ratios(left: Sequence[Timeline], right: Sequence[Timeline]) -> list[float]:
-    """Makespans over makespans, trace by trace."""
-    return [one.makespan_s / other.makespan_s for one, other in zip(left, right, strict=True)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -125,10 +125,11 @@ class PassTimes:
         sizes = _by_size(self.cells)
         by_rows = _by_rows(sizes)
         rows = [sums.num_rows / sums.num_passes for sums in by_rows]
-        if len(rows) < 2 or rows[-1] < 2 * rows[0]:
+        knots = np.unique(np.rint([1.0, *rows]).astype(np.int64))
+        # Passes that were timed together may have less than a row each.
+        if len(rows) < 2 or rows[-1] < 2 * rows[0] or knots.size < 2:
             return None
         step_s, row_s, prefill_s = _line(list(sizes.values()))
-        knots = np.unique(np.rint([1.0, *rows]).astype(np.int64))
         gains = [sums.num_sampled / sums.num_rows for sums in by_rows]
         return Latency(
             num_rows=knots,

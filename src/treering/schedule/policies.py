@@ -17,8 +17,6 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
         "longest_first": lambda: PlanPolicy(PlacementPlan(name="longest_first")),
         "equal_groups": lambda: PlanPolicy(PlacementPlan(name="equal_groups", placing="equal_counts")),
         "two_tier": lambda: PlanPolicy(PlacementPlan(name="two_tier", placing="two_tier")),
-        "equal_work": lambda: PlanPolicy(PlacementPlan(name="equal_work", placing="equal_sums")),
-        "halves": lambda: PlanPolicy(PlacementPlan(name="halves", num_turns=2)),
         "histopipe": HistoPipe,
     }
 )

@@ -15,12 +15,15 @@ from treering.data.trajectory import Message, ToolCall
 from treering.engine.rollout import Rollout
 from treering.errors import InputError, UnsupportedError
 from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools, split_calls, turn_message
-from treering.serving.completions import ids_of, text_of
+from treering.serving.completions import ids_of, text_of, token_texts
 from treering.serving.fields import Fields
 from treering.serving.sampler import MAX_IDENTITIES
 from treering.serving.sampling_params import Asked
 from treering.serving.tokens import completion, logprobs_of
 from treering.types import TokenIds
+
+MAX_CHAT_TOKENS = 1 << 26
+"""Token ids of chats that a server remembers, 256 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +41,7 @@ class Chat:
 
 
 class Chats:
-    """The chats of a server's sessions.
+    """The chats of a server's sessions; those that were quiet for longest are forgotten first.
 
     Example:
         >>> chats = Chats(ChatTokens(folder))                                                   # doctest: +SKIP
@@ -48,6 +51,8 @@ class Chats:
         """`tokens`: the tokenizer with its chat template."""
         self.tokens = tokens
         self._memories: OrderedDict[str, ChatMemory] = OrderedDict()
+        self._num_tokens = 0
+        """At least as many ids as the memories hold."""
 
     def take(self, fields: Fields, session: str | None) -> Chat:
         """Takes a chat out of a body.
@@ -82,6 +87,9 @@ class Chats:
     ) -> dict[str, Any]:
         """The body of the answer; the session remembers each choice."""
         choices = [self._choice(i, request_id, chat, rollout, asked) for i, rollout in enumerate(rollouts)]
+        self._num_tokens += sum(chat.context.size + rollout.num_tokens for rollout in rollouts)
+        if self._num_tokens > MAX_CHAT_TOKENS:
+            self._forget()
         return completion(request_id, "chat.completion", model, chat.context, rollouts, choices)
 
     def _choice(self, index: int, request_id: str, chat: Chat, rollout: Rollout, asked: Asked) -> dict[str, Any]:
@@ -104,8 +112,7 @@ class Chats:
         return split_calls(text) if chat.tools else (text, ())
 
     def _logprobs(self, rollout: Rollout, asked: Asked) -> dict[str, Any]:
-        texts = [self.tokens.text.text_of(token) or "" for token in rollout.tokens.tolist()]
-        pairs = zip(texts, logprobs_of(rollout, asked), strict=True)
+        pairs = zip(token_texts(rollout, self.tokens.text), logprobs_of(rollout, asked), strict=True)
         return {"content": [{"token": text, "logprob": value, "top_logprobs": []} for text, value in pairs]}
 
     def _memory(self, session: str | None) -> ChatMemory:
@@ -116,6 +123,16 @@ class Chats:
         if len(self._memories) > MAX_IDENTITIES:
             self._memories.popitem(last=False)
         return memory
+
+    def _forget(self) -> None:
+        """Forgets the sessions that were quiet for longest, until half of what fits is left."""
+        sizes = {session: memory.num_tokens for session, memory in self._memories.items()}
+        self._num_tokens = sum(sizes.values())
+        for session, size in sizes.items():
+            if self._num_tokens <= MAX_CHAT_TOKENS // 2:
+                return
+            del self._memories[session]
+            self._num_tokens -= size
 
 
 def _records(values: Sequence[object], name: str) -> list[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from treering.data.unicode import valid_text
 from treering.engine.rollout import Rollout
 from treering.engine.stop_strings import Decode
 from treering.errors import InputError, UnsupportedError
@@ -20,7 +21,7 @@ def take_prompt(fields: Fields, texts: TextTokens | None) -> tuple[TokenIds, boo
     """Takes the prompt out of a body, and whether token ids are to be sent back.
 
     Raises:
-        InputError: a prompt of another type, several prompts, or a text where the server has no tokenizer.
+        InputError: a prompt of another type, several prompts, or a text that is no Unicode or meets no tokenizer.
     """
     prompt: str | list[Any] = fields.take_any("prompt", (str, list), [])
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -30,7 +31,7 @@ def take_prompt(fields: Fields, texts: TextTokens | None) -> tuple[TokenIds, boo
     has_ids = fields.take("return_token_ids", bool, False)
     if isinstance(prompt, list):
         return token_ids(prompt, "prompt"), has_ids
-    tokens = need(texts).encode(prompt, adds_special=True)
+    tokens = need(texts).encode(valid_text(prompt, "prompt"), adds_special=True)
     if tokens.size == 0:
         raise InputError(f"a prompt holds at least one token, got the text {prompt!r}; send one")
     return tokens, has_ids
@@ -73,11 +74,19 @@ def _choice(
         "logprobs": None,
     }
     if asked.has_logprobs:
-        tokens = [texts.text_of(token) or "" for token in rollout.tokens.tolist()]
-        choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs_of(rollout, asked)}
+        choice["logprobs"] = {"tokens": token_texts(rollout, texts), "token_logprobs": logprobs_of(rollout, asked)}
     if has_ids:
         choice |= ids_of(context, rollout)
     return choice
+
+
+def token_texts(rollout: Rollout, texts: TextTokens) -> list[str]:
+    """The text of each sampled token; of a special one, which text leaves out, its name.
+
+    Example: the tokens of "4 apples" and an end are "4", " apples" and "<|im_end|>".
+    """
+    tokens = rollout.tokens
+    return [texts.decode(tokens[i : i + 1]) or texts.text_of(int(tokens[i])) or "" for i in range(tokens.size)]
 
 
 def ids_of(context: TokenIds, rollout: Rollout) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Reads typed fields of a JSON body, and refuses by name what is left: a setting that is ignored changes results."""
 
 from collections.abc import Collection, Mapping
+from sys import float_info
 from typing import Any, TypeVar
 
+from treering.data.formats.fields import show
 from treering.errors import InputError, UnsupportedError
 
 T = TypeVar("T")
@@ -26,7 +28,7 @@ class Fields:
             InputError: `values` is no object.
         """
         if not isinstance(values, Mapping):
-            raise InputError(f"{where} is a JSON object, got {_short(values)}; send one")
+            raise InputError(f"{where} is a JSON object, got {show(values)}; send one")
         self._left: dict[str, Any] = dict(values)
         self._where = where
 
@@ -34,9 +36,11 @@ class Fields:
         """The field, or its default where it is absent or null; an integer will do for a float.
 
         Raises:
-            InputError: a value of another type.
+            InputError: a value of another type, or one that a float does not hold.
         """
-        value: T = self.take_any(name, (int, float) if kind is float else (kind,), default)
+        value: Any = self.take_any(name, (int, float) if kind is float else (kind,), default)
+        if kind is float and abs(value) > float_info.max:
+            raise InputError(f"{name} of {self._where} is a number that a float holds, got {show(value)}; correct it")
         return kind(value) if kind is float else value  # type: ignore[call-arg]
 
     def take_any(self, name: str, kinds: tuple[type, ...], default: Any) -> Any:
@@ -50,7 +54,7 @@ class Fields:
             return default
         if type(value) not in kinds:
             names = " or ".join(_NAMES[each] for each in kinds)
-            raise InputError(f"{name} of {self._where} is of the type {names}, got {_short(value)}; correct it")
+            raise InputError(f"{name} of {self._where} is of the type {names}, got {show(value)}; correct it")
         return value
 
     def need(self, name: str, kind: type[T]) -> T:
@@ -72,7 +76,7 @@ class Fields:
         value = self._left.pop(name, None)
         if value is None or any(value == each and isinstance(value, type(each)) for each in neutral):
             return
-        raise UnsupportedError(f"{name} of {self._where} {why}, got {_short(value)}; leave it out")
+        raise UnsupportedError(f"{name} of {self._where} {why}, got {show(value)}; leave it out")
 
     def ignore(self, *names: str) -> None:
         """Drops fields that change no token."""
@@ -91,8 +95,3 @@ class Fields:
                 f"{self._where} has {', '.join(left)}, which this server does not know and will not ignore; leave "
                 f"{'it' if len(left) == 1 else 'them'} out"
             )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

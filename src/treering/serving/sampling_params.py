@@ -24,12 +24,14 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "echo": ((False,), "is not served"),
     "suffix": (("",), "is not served"),
     "best_of": ((1,), "is not served; ask for n and choose"),
+    "include_stop_str_in_output": ((False,), "is not served: an answer ends before its stop"),
     "use_beam_search": ((False,), "is not sampling"),
 }
-_ABSENT = -1
+_OFF = -1
+"""Of vLLM: no seed, and all tokens for `top_k`."""
 _WITHOUT_EFFECT = (
-    "detokenize", "include_stop_str_in_output", "metadata", "output_kind", "skip_special_tokens",
-    "spaces_between_special_tokens", "store", "stream_options", "user",
+    "detokenize", "metadata", "output_kind", "skip_special_tokens", "spaces_between_special_tokens", "store",
+    "stream_options", "user",
 )  # fmt: skip
 
 
@@ -72,11 +74,11 @@ def take_sampling(fields: Fields, *, num_left: int, default_max_tokens: int | No
             "leave it out"
         )
     temperature = fields.take("temperature", float, 1.0)
-    top_k = fields.take("top_k", int, -1)
+    top_k = fields.take("top_k", int, _OFF)
     sampling = Sampling(
         max_tokens=max_tokens if max_tokens is not None else min(default_max_tokens or num_left, num_left),
         temperature=temperature or 1.0,
-        top_k=1 if temperature == 0 else (top_k if top_k > 0 else None),
+        top_k=1 if temperature == 0 else (None if top_k == _OFF else top_k),
         top_p=fields.take("top_p", float, 1.0),
         min_p=fields.take("min_p", float, 0.0),
         repetition_penalty=fields.take("repetition_penalty", float, 1.0),
@@ -100,8 +102,11 @@ def take_sampling(fields: Fields, *, num_left: int, default_max_tokens: int | No
 
 
 def _one_of(fields: Fields, *names: str) -> int | None:
-    given = [value for name in names if (value := fields.take(name, int, _ABSENT)) != _ABSENT]
-    return given[0] if given else None
+    """A number that has two names."""
+    given = {name: value for name in names if (value := fields.take_any(name, (int,), None)) is not None}
+    if len(set(given.values())) > 1:
+        raise InputError(f"{' and '.join(given)} are one number, got {given}; send one of them")
+    return next(iter(given.values()), None)
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -110,16 +115,18 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 
 def _seed(fields: Fields) -> int | None:
-    seed = fields.take("seed", int, _ABSENT)
-    return seed if seed >= 0 else None
+    seed = fields.take("seed", int, _OFF)
+    if seed < _OFF:
+        raise InputError(f"a seed is a whole number from 0 on, got {seed}; send another, or none")
+    return None if seed == _OFF else seed
 
 
 def _has_logprobs(fields: Fields) -> bool:
-    """OpenAI's chats send a bool and `top_logprobs`, completions and vLLM a count; here the sampled token's alone."""
-    count: int | bool = fields.take_any("logprobs", (int, bool), 0)
+    """A chat sends a bool and `top_logprobs`, others a count, of which 0 and 1 are both the sampled token's."""
+    count: int | bool = fields.take_any("logprobs", (int, bool), False)
     most = fields.take("top_logprobs", int, 0)
-    if count > 1 or most > 1:
+    if not 0 <= count <= 1 or not 0 <= most <= 1:
         raise InputError(
             f"log-probs are those of the sampled tokens, got logprobs={count!r}, top_logprobs={most}; ask for 1"
         )
-    return count is True or count == 1 or most == 1
+    return count is not False or most == 1

@@ -84,7 +84,13 @@ class ServerSettings:
     """Connections that wait to be accepted."""
 
     def __post_init__(self) -> None:
-        if not is_loopback(self.host) and not self.api_key:
+        try:
+            is_open = not is_loopback(self.host)
+        except ValueError:
+            raise ConfigError(
+                f'a server listens at an IP address, got host={self.host!r}; set host="127.0.0.1" for this machine'
+            ) from None
+        if is_open and not self.api_key:
             raise ConfigError(
                 f"a server that other machines reach needs a key, got host={self.host!r} without; set api_key, or "
                 'host="127.0.0.1"'
@@ -127,14 +133,20 @@ class Server(Closing):
 
         Raises:
             MissingExtraError: aiohttp is not installed.
-            OSError: the address is taken or none of this machine's.
+            ConfigError: the address is taken or none of this machine's.
         """
         require("treering.serving", "aiohttp")
         self._sampler, self._model, self._num_positions, self._texts = sampler, model, num_positions, texts
         self._chats = None if chat is None else Chats(chat)
         self._settings = settings or ServerSettings()
         own = self._settings
-        self._socket = listener_at(own.host, own.port, own.backlog)
+        try:
+            self._socket = listener_at(own.host, own.port, own.backlog)
+        except OSError as error:
+            raise ConfigError(
+                f"a server listens at a free address of this machine, got port {own.port} of {own.host} "
+                f"({error.strerror}); choose another"
+            ) from error
         self._loop = asyncio.new_event_loop()
         self._is_ready, self._stop = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="treering-server", daemon=True)
@@ -214,7 +226,8 @@ class Server(Closing):
     def _unknown_key(self, request: "web.Request") -> Refusal | None:
         key = self._settings.api_key
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if key is None or hmac.compare_digest(given.encode(), key.encode()):
+        # A header of other bytes than UTF-8 is read with surrogates.
+        if key is None or hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
             return None
         return Refusal(401, "this server needs its key; send Authorization: Bearer KEY")
 
@@ -229,7 +242,7 @@ class Server(Closing):
             raise Refusal(413, f"a body has at most {self._settings.max_body_bytes} bytes; send less") from None
         try:
             body = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refusal(400, f"a body is JSON, got something else ({error}); send a JSON object") from None
         if not isinstance(body, dict):
             raise Refusal(400, f"a body is a JSON object, got {type(body).__name__}; send an object")

@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from treering.errors import StateError
+from treering.errors import ConfigError, StateError
 from treering.files.atomic import write_text
 from treering.files.writing import writing
 from treering.model.context import tree_attention
@@ -79,7 +80,7 @@ def cached_costs(model: nn.Module, path: Path, *, backend: str = "auto") -> Cost
             return costs
     costs = fit_costs(model, backend=backend)
     with writing(path):
-        stored = {"key": key, "attention": attention.reason, "costs": json.loads(costs.to_json())}
+        stored = {"key": key, "attention": attention.reason, "costs": asdict(costs)}
         write_text(path, json.dumps(stored, indent=1))
     return costs
 
@@ -198,8 +199,8 @@ def _cpu_name() -> str:
 def _read(path: Path) -> tuple[object, CostModel]:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return stored["key"], CostModel.from_json(json.dumps(stored["costs"]))
-    except (OSError, ValueError, KeyError, TypeError, StateError) as error:
+        return stored["key"], CostModel(**stored["costs"])
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         raise StateError(
             f"{path} must hold fitted costs, and it does not ({error}); delete it to fit them again"
         ) from error

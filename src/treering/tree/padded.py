@@ -15,8 +15,8 @@ from treering.errors import InputError
 class PaddedSequences(NamedTuple):
     """The sequences of a batch, row after row."""
 
-    sequences: list[Int32Array]
-    """int32, one per sequence."""
+    sequences: list[NDArray[np.integer[Any]]]
+    """Integers as given, one array per sequence."""
     real: BoolArray
     """bool [B, T], True where a token is real; in row-major order these are the sequences one after another."""
 
@@ -58,7 +58,7 @@ def split_padded(ids: ArrayLike, mask: ArrayLike | None, position_ids: ArrayLike
             "padding to the sides of the row"
         )
     starts = np.flatnonzero(begins)[1:]
-    return PaddedSequences(sequences=np.split(tokens[real].astype(np.int32), starts) if rows.size else [], real=real)
+    return PaddedSequences(sequences=np.split(tokens[real], starts) if rows.size else [], real=real)
 
 
 def places_of(real: BoolArray, indices: Int32Array) -> Int64Array:

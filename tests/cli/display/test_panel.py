@@ -21,9 +21,10 @@ def test_the_time_left_is_that_of_the_newest_steps() -> None:
     assert state_of(row(1), num_steps=None).seconds_left is None
 
 
-def test_totals_are_sums_over_the_steps() -> None:
+def test_figures_are_those_of_the_newest_step_and_totals_sums_over_all() -> None:
+    newest = "step 3/10 reward 0.188 tokens/s 90 tokens/forward 4.00 drafts accepted 50%"
     sums = "12 s so far, 360 tokens sampled, 1,206 tokens trained"
-    assert f", {sums}, 28 s left" in as_line(state_of(row(1), row(2), row(3)))
+    assert as_line(state_of(row(1), row(2), row(3))) == f"{newest}, {sums}, 28 s left"
 
 
 def test_rows_without_numbers_leave_what_was_known() -> None:

@@ -5,27 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from tests.report.folders import row
 from treering.cli.display import progress
 from treering.cli.display.run_display import RunDisplay
-
-
-def shown(*, is_terminal: bool) -> str:
-    """What a run of four steps shows, from its second one on."""
-    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None)
-    with RunDisplay(title="runs/a", num_steps=4, first_step=1, console=console) as display:
-        for step in (2, 3, 4):
-            display.show(row(step), note="beside it")
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def test_off_a_terminal_each_step_is_its_plain_line() -> None:
-    assert shown(is_terminal=False).splitlines() == [
-        f"step {step}/4 reward {0.0625 * step:.3f} tokens/s {30 * step} tokens/forward {1 + step:.2f} "
-        "drafts accepted 50% beside it"
-        for step in (2, 3, 4)
-    ]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -25,7 +25,7 @@ def required(monkeypatch: pytest.MonkeyPatch) -> None:
         return versions[name]
 
     monkeypatch.setattr(installation, "requires", lambda _name: lines)
-    monkeypatch.setattr(installation, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
 
 
 @pytest.mark.usefixtures("required")
@@ -44,7 +44,7 @@ def test_candidates_and_local_builds_count_as_their_release(
     installed: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(installation, "requires", lambda _name: ["torch>=2.11"])
-    monkeypatch.setattr(installation, "version", lambda _name: installed)
+    monkeypatch.setattr(metadata, "version", lambda _name: installed)
     found = {package.name: package for package in find_packages()}
     assert found["torch"].is_supported is is_supported
 

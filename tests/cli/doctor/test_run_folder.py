@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from tests.cli.train.test_command import prompts
+from treering import extras
+from treering.cli.doctor import mismatch
 from treering.cli.doctor.command import EXIT_FAULT
 from treering.cli.doctor.command import run as doctor
 from treering.cli.doctor.mismatch import bins_of, measure_mismatch
 from treering.cli.doctor.run_folder import check_run
 from treering.cli.training import run_train
-from treering.errors import InputError
+from treering.errors import InputError, MissingExtraError
+from treering.model.forward import forward
+from treering.tree.forest import Forest
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +135,46 @@ def test_other_weights_are_seen_in_the_mismatch(folder: Path) -> None:
     assert measure_mismatch(folder, (older,)).bins[0].mean > 1e-3
 
 
+def test_prompts_are_computed_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def counted(model: nn.Module, forest: Forest, **settings: Any) -> Any:
+        seen.append(forest.num_branches)
+        return forward(model, forest, **settings)
+
+    monkeypatch.setattr(mismatch, "forward", counted)
+    assert measure_mismatch(folder, check_run(folder).checkpoints).num_rollouts == 6
+    assert seen == [3, 3]
+
+
+def test_a_model_that_takes_pictures_leaves_nothing_to_compare(folder: Path) -> None:
+    checkpoints = check_run(folder).checkpoints
+    for checkpoint in checkpoints:
+        (checkpoint / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    found = measure_mismatch(folder, checkpoints)
+    assert found.bins == ()
+    assert found.words.startswith("the trainer computes stored rollouts as text, and the checkpoint needs")
+
+
 def test_truncated_log_probs_are_not_compared(tmp_path: Path) -> None:
     folder = _train(tmp_path, "sampling.top_p=0.5", "rl.num_steps=2")
     found = measure_mismatch(folder, check_run(folder).checkpoints)
     assert found.bins == ()
     assert found.words == "rollouts hold log-probs after top_p, and a trainer computes them before"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"sampling": {"temperature": 1.0}}', '{"sampling": 1, "model": {}}'])
+def test_damaged_settings_leave_nothing_to_compare(content: str, folder: Path) -> None:
+    (folder / "config.json").write_text(content)
+    found = measure_mismatch(folder, check_run(folder).checkpoints)
+    assert found.bins == ()
+    assert found.words.startswith("config.json does not say how rollouts were sampled")
+
+
+def test_a_run_is_not_passed_over_where_torch_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="treering doctor RUN needs torch"):
+        doctor(folder, json_output=True)
 
 
 def test_gaps_stand_in_the_bin_of_their_place() -> None:

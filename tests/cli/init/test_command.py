@@ -103,6 +103,11 @@ def test_nothing_is_overwritten_and_paths_hold_where_another_folder_is_named(fol
     assert settings["data"]["files"] == [str(folder / "traces.jsonl")]
     assert settings["model"]["path"] == str(folder / "model")
     assert call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", "--out", "no/a.toml")[0] == 2
+    (folder / "prompts.jsonl").write_text('{"prompt": "1 2", "answer": "3"}\n')
+    (folder / "own.py").write_text("def short(prompt, text): return -len(text)\n")
+    words = ["prompts.jsonl", "--model", "model", "--rl", "--reward", "own.py:short", "--out", "conf/b.toml"]
+    assert call(monkeypatch, capsys, "init", *words)[0] == 0
+    assert tomllib.loads((folder / "conf" / "b.toml").read_text())["task"]["reward"] == f"{folder / 'own.py'}:short"
 
 
 @pytest.mark.parametrize(
@@ -120,12 +125,23 @@ def test_data_that_could_not_be_trained_is_refused_before_anything_is_written(
     assert not (folder / "sft.toml").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [(["--rl", "--format", "trl"], "--rl reads prompts, got trl"), (["--reward", "a:b"], "without --rl")],
+)
+def test_options_of_the_other_kind_of_file_are_refused(folder, monkeypatch, capsys, options, part):
+    write_set(folder / "traces.jsonl", 1)
+    code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", *options)
+    assert code == 2
+    assert part in err
+
+
 def test_a_model_without_a_configuration_is_refused_by_name(folder, monkeypatch, capsys):
     write_set(folder / "traces.jsonl", 1)
     (folder / "empty").mkdir()
     code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "empty")
     assert code == 2
-    assert "empty/config.json cannot be read" in err
+    assert "empty/config.json is a JSON object, and this one cannot be read" in err
 
 
 def test_no_text_of_a_file_ends_its_comment_or_its_value():

@@ -1,6 +1,9 @@
 """A small run of `treering train`, written without training, and calls of `treering inspect`."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +11,7 @@ from tests.cli.runs import call as run
 from tests.history.recordings import Line, trajectories
 from treering import metrics
 from treering.cli import run_folder
+from treering.cli.inspect.options import InspectOptions
 from treering.cli.train import logs
 from treering.config import RlConfig
 from treering.rl.rollout_log import RolloutLog
@@ -49,3 +53,12 @@ def write_run(folder: Path) -> Path:
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The exit code of `treering inspect` with these arguments."""
     return run(monkeypatch, "inspect", *arguments)
+
+
+def as_json(
+    report: Callable[[InspectOptions], None], capsys: pytest.CaptureFixture[str], *files: Path, **options: Any
+) -> dict[str, Any]:
+    """What a report on files prints as JSON."""
+    report(InspectOptions(files=list(files), json_output=True, **options))
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found

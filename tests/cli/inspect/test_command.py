@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.cache.datasets import dataset_of
 from treering.cli.inspect.command import inspect_files, run
-from treering.cli.inspect.file_report import FileReport
+from treering.cli.inspect.file_report import FileReport, measure
 from treering.cli.inspect.options import InspectOptions
-from treering.data import Message, Trajectory, write_trajectories
+from treering.data import Message, RenderedTrajectory, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError
 from treering.types import NAMED_SHAPES
 
@@ -55,6 +56,17 @@ def test_figures_are_one_tree_per_task_summed(two_tasks):
     assert report.token_bound == 1.3
     # Paths of task a: 1 2 3 at depths 1-3, then 6 7 8 at 4-6 and 5 at 4; of task b: depths 1-3.
     assert report.flop_bound == pytest.approx(flops(13, 21 + 10 + 6) / flops(10, 6 + 15 + 4 + 6))
+
+
+def test_the_branches_of_a_chat_are_rows_of_one_trajectory():
+    def row(index: int, *tokens: int) -> RenderedTrajectory:
+        return RenderedTrajectory(
+            task_id="a", tokens=np.array(tokens, np.int32), loss_mask=np.ones(len(tokens), np.bool_),
+            turn_ends=np.array([len(tokens)], np.int32), index=index, reward=1.0,
+        )  # fmt: skip
+
+    report = measure(dataset_of([row(0, 1, 2), row(0, 1, 3, 4), row(1, 5)]), NAMED_SHAPES["qwen3-8b"])
+    assert (report.trajectories, report.rows, report.rewards.num_rewards) == (2, 3, 2)
 
 
 def test_prompt_only_sharing_merges_prompts_and_computes_every_response(two_tasks):
@@ -120,6 +132,13 @@ def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass(tmp_pa
     write_trajectories(tmp_path / "set.jsonl", [Trajectory(task_id=1, messages=(Message(role="user", content="x"),))])
     with pytest.raises(InputError, match="pass tokenizer=DIR"):
         report_of(tmp_path / "set.jsonl")
+
+
+def test_the_folder_of_a_run_is_refused_with_its_rollouts_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=f"is the folder of a run.* name .*{tmp_path / 'rollouts'}"):
+        report_of(tmp_path)
 
 
 def test_an_unknown_model_shape_is_refused_before_any_file_is_read(tmp_path):

@@ -1,11 +1,12 @@
 import json
+from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.inspect.runs import call, write_run
+from tests.cli.inspect import runs
+from tests.cli.inspect.runs import call
 from tests.history.recordings import Line, trajectories
 from treering.cli.inspect import drafts as module
 from treering.cli.inspect.drafts import inspect_drafts, run
@@ -16,18 +17,7 @@ from treering.history.draft.drafter import Drafter
 from treering.history.features import SOURCES
 from treering.report.origins import drafter_settings, num_history_epochs
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run")
-
-
-def as_json(
-    capsys: pytest.CaptureFixture[str], *paths: Path, limit: int | None = None, cost: float | None = None
-) -> dict[str, Any]:
-    run(InspectOptions(files=list(paths), max_rollouts=limit, verify_cost=cost, json_output=True))
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+as_json = partial(runs.as_json, run)
 
 
 def write_tokens(file: Path, *tasks: tuple[str, int]) -> Path:
@@ -77,7 +67,7 @@ def test_without_epochs_the_lines_before_are_history(tmp_path: Path, capsys: pyt
 
 def test_the_speedup_counts_steps_and_verified_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_tokens(tmp_path / "set.jsonl", ("a", 100), ("a", 100))
-    report = as_json(capsys, file, cost=0.1)
+    report = as_json(capsys, file, verify_cost=0.1)
     found = report["drafted"]["all"]
     assert found["num_drafted"] > 0
     assert report["verify_cost"] == 0.1
@@ -98,7 +88,7 @@ def test_prompts_with_one_rollout_have_nothing_to_draft_from(
 def test_a_sample_is_whole_prompts_and_says_so(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = as_json(capsys, folder, limit=12)
+    report = as_json(capsys, folder, max_rollouts=12)
     assert (report["num_rollouts"], report["num_recorded"], report["num_prompts"]) == (12, 48, 2)
     monkeypatch.setattr(module, "REPLAY_TOKENS", 100)
     run(InspectOptions(files=[folder]))

@@ -1,30 +1,20 @@
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.cli.inspect.runs import NUM_PROMPTS, call, write_run
+from tests.cli.inspect import runs
+from tests.cli.inspect.runs import NUM_PROMPTS, call
 from tests.history.recordings import Line, trajectories
 from treering.cli.inspect.history import inspect_history, run
 from treering.cli.inspect.options import InspectOptions
-from treering.cli.inspect.rollouts import trajectory_files
+from treering.cli.inspect.rollouts import rollout_files
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import InputError
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run")
-
-
-def as_json(
-    capsys: pytest.CaptureFixture[str], *paths: Path, groups: int = 4, limit: int | None = None
-) -> dict[str, Any]:
-    run(InspectOptions(files=list(paths), groups=groups, max_rollouts=limit, json_output=True))
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+as_json = partial(runs.as_json, run, groups=4)
 
 
 def test_a_run_is_measured_epoch_by_epoch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,13 +62,13 @@ def test_predictions_are_medians_of_the_epoch_before_and_reach_as_far_as_its_lon
 
 def test_a_run_its_rollouts_and_its_files_are_one_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted((folder / "rollouts").glob("*.jsonl"))
-    assert trajectory_files([folder]) == trajectory_files([folder / "rollouts"]) == trajectory_files(files) == files
+    assert rollout_files(folder) == rollout_files(folder / "rollouts") == files
     reports = [as_json(capsys, *paths) for paths in ([folder], [folder / "rollouts"], files)]
     assert reports[0]["epochs"][1]["reuse"] == reports[1]["epochs"][1]["reuse"] == reports[2]["epochs"][1]["reuse"]
 
 
 def test_a_sample_is_whole_prompts_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = as_json(capsys, folder, limit=12)
+    report = as_json(capsys, folder, max_rollouts=12)
     assert (report["num_rollouts"], report["num_recorded"], report["num_prompts"]) == (12, 48, 2)
     assert [epoch["num_rollouts"] for epoch in report["epochs"]] == [4, 4, 4]
     run(InspectOptions(files=[folder], groups=4, max_rollouts=12))

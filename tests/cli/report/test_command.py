@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.folders import write_run
-from treering.cli.inspect.rollouts import trajectory_files
+from treering.cli.inspect.rollouts import rollout_files
 from treering.cli.report import command
 from treering.cli.report.command import run
 from treering.cli.report.texts import find_text
@@ -31,6 +31,12 @@ def test_json_is_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixtu
     run([tmp_path / "a"], out=None, open_page=False, rollouts=None, json_output=True)
     assert json.loads(capsys.readouterr().out)["runs"][0]["rows"] == rows
     assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_a_page_that_is_not_written_is_not_opened(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match="--open shows a page, and with --json none is written"):
+        run([tmp_path / "a"], out=None, open_page=True, rollouts=None, json_output=True)
 
 
 def test_a_page_does_not_replace_a_folder(tmp_path: Path) -> None:
@@ -63,13 +69,20 @@ def test_every_rollout_is_a_row_of_the_table(tmp_path: Path) -> None:
     assert first["prompt"] == text_of(1) + text_of(2)
 
 
+def test_a_damaged_tokenizer_leaves_ids(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    (tmp_path / "a" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "a" / "checkpoints" / "step-000001" / "tokenizer.json").write_text("{")
+    assert find_text(read_run(tmp_path / "a")) is None
+
+
 def test_a_table_inside_of_the_runs_folder_does_not_hide_the_run(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
     folder = tmp_path / "a"
     write_run(folder, num_steps=6, config={"task": {"kind": "sums"}, "rl": {}})
-    before = trajectory_files([folder])
+    before = rollout_files(folder)
     run([folder], out=None, open_page=False, rollouts=folder / "rollouts.parquet", json_output=False)
-    assert trajectory_files([folder]) == before
+    assert rollout_files(folder) == before
     run([folder], out=None, open_page=False, rollouts=folder / "rollouts.parquet", json_output=False)
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 

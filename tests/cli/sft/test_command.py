@@ -1,11 +1,8 @@
 """`treering sft`: what it reads, where it looks for files, what it writes, and that a killed run resumes."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,30 +12,21 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from tests.cli.runs import Call, is_same, metrics_of, weights_of
-from tests.cli.test_signals import take_signals
+from tests.cli.hub_cache import save_tokenizer
+from tests.cli.runs import MODEL, Call, is_same, metrics_of, started, weights_of
 from treering.config import SftConfig, load
 from treering.data import Message, Trajectory, write_trajectories
 from treering.errors import ConfigError, InputError, StateError
 from treering.report.content import page_content
 
-TINY = """
-[model]
-hidden_size = 16
-num_layers = 1
-num_heads = 2
-num_kv_heads = 1
-head_size = 8
-intermediate_size = 16
+TINY = f"""{MODEL}
 [data]
-{data}
+{{data}}
 [train]
 num_steps = 4
 trees_per_step = 2
 max_batch_tokens = 4000
 learning_rate = 1e-2
-[run]
-save_every = 2
 """
 GENERATED = 'source = "generated"\nstand_in = { num_tasks = 5, num_trials = 2, vocab_size = 32 }'
 
@@ -161,11 +149,8 @@ def test_tasks_without_a_trained_token_are_left_out_and_counted(folder: Path, sf
 
 
 def test_messages_are_tokenized_trained_on_answers_and_saved_with_their_tokenizer(folder: Path, sft: Call) -> None:
-    words = {word: i for i, word in enumerate(["?", "hi", "yes", "no", "maybe"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (folder / "words").mkdir()
-    tokenizer.save(str(folder / "words" / "tokenizer.json"))
+    words = ["?", "hi", "yes", "no", "maybe"]
+    save_tokenizer(folder / "words", words)
     said = [[Message(role="user", content="hi hi "), Message(role="assistant", content=word)] for word in ("yes", "no")]
     write_trajectories(
         folder / "a.jsonl", [Trajectory(task_id=0, format="raw", messages=tuple(messages)) for messages in said]
@@ -227,11 +212,11 @@ def test_the_example_is_a_valid_configuration() -> None:
 
 def test_ctrl_c_loses_no_whole_step(folder: Path, sft: Call) -> None:
     path, overrides = config(folder), ["train.trees_per_step=1", "run.save_every=10min"]
-    ended = process(folder, path, "run.dir=ended", "train.num_steps=100000", *overrides, stderr=subprocess.PIPE)
+    ended = started(folder, "sft", str(path), "run.dir=ended", "train.num_steps=100000", *overrides)
     while ended.poll() is None and num_lines(folder / "ended" / "metrics.jsonl") < 3:
         time.sleep(0.005)
     ended.send_signal(signal.SIGINT)
-    err = ended.communicate()[1].decode()
+    err = ended.communicate()[1]
     assert ended.returncode == 130
     assert "interrupted by SIGINT: saving the last whole step (again: end at once)" in err
     saved = r"step (\d+) is saved and \d+ is next; the same command resumes the run in ended"
@@ -243,15 +228,6 @@ def test_ctrl_c_loses_no_whole_step(folder: Path, sft: Call) -> None:
     rest, whole = (sft(path, f"run.dir={name}", *further)[0] for name in ("ended", "whole"))
     assert rest["resumed_from_step"] == num_steps
     assert is_same(rest, whole)
-
-
-def process(folder: Path, path: Path, *overrides: str, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    source = Path(__file__).parents[3] / "src"
-    code = "from treering.cli.main import main; main()"
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, "sft", str(path), *overrides]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": stderr}
-    return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=take_signals, **pipes)
 
 
 def num_lines(path: Path) -> int:

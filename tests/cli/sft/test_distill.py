@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
 
+from tests.cli.hub_cache import save_tokenizer
 from tests.cli.runs import Call, metrics_of, weights_of
 from tests.cli.sft.test_command import config, write_set
 from tests.models import build
@@ -14,13 +14,6 @@ from treering.errors import InputError, StateError
 
 FILES = 'files = ["set.jsonl"]'
 DISTILL = ("train.objective=distill", "teacher.path=teacher", "model.vocab_size=32")
-
-
-def write_tokenizer(place: Path, *words: str) -> Path:
-    place.mkdir(parents=True, exist_ok=True)
-    vocab = {word: number for number, word in enumerate(words)}
-    Tokenizer(models.WordLevel(vocab, unk_token=words[0])).save(str(place / "tokenizer.json"))
-    return place
 
 
 def test_a_run_with_a_teacher_trains_and_resumes(folder: Path, sft: Call) -> None:
@@ -42,12 +35,12 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(
     folder: Path,
     sft: Call,
 ) -> None:
-    place = write_tokenizer(folder / "teacher", "a", "b", "c")
+    place = save_tokenizer(folder / "teacher", ["a", "b", "c"])
     build("llama").save_pretrained(place)
     model = ModelConfig(device="cpu", dtype="bfloat16")
-    assert load_teacher(place, model, tokenizer=write_tokenizer(folder / "same", "a", "b", "c")).dtype.itemsize == 2
+    assert load_teacher(place, model, tokenizer=save_tokenizer(folder / "same", ["a", "b", "c"])).dtype.itemsize == 2
     with pytest.raises(InputError, match=r"token 'b' is 1 in .* and 2 in .*2 differ"):
-        load_teacher(place, model, tokenizer=write_tokenizer(folder / "other", "a", "c", "b"))
+        load_teacher(place, model, tokenizer=save_tokenizer(folder / "other", ["a", "c", "b"]))
     with pytest.raises(InputError, match=r"^teacher\.path names the folder"):
         load_teacher(folder / "none", model, tokenizer=None)
     write_set(folder / "set.jsonl", [1, 2, 3], [1, 2, 4])

@@ -1,6 +1,7 @@
 """`treering sft` on chats with pictures: a model that sees trains on them, shared or not, to the same losses."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from tests.cli.runs import metrics_of
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
 from treering.cli.corpus import load_corpus
+from treering.cli.eval.command import run as evaluate
+from treering.cli.eval.options import EvalOptions
 from treering.cli.sft.held_out import split_corpus
-from treering.cli.training import run_sft
 from treering.config import SftConfig, load
 from treering.errors import ConfigError
 
@@ -80,19 +83,22 @@ def write_rows(folder, name="set.jsonl", seeds=range(3)):
                 stream.write(json.dumps(row) + "\n")
 
 
-def losses(folder, capsys, model, layout, *overrides):
-    (folder / f"{layout}.toml").write_text(CONFIG.format(model=model, layout=layout))
-    run_sft(config_path=folder / f"{layout}.toml", overrides=list(overrides), json_output=True)
-    summary = json.loads(capsys.readouterr().out)
-    rows = [json.loads(line) for line in (folder / layout / "metrics.jsonl").read_text().splitlines()]
-    return summary, [row["train/loss"] for row in rows]
+@pytest.fixture
+def losses(folder, sft, model):
+    """`losses(layout, *overrides)` is the summary and the losses of a run on the rows."""
+    write_rows(folder)
+
+    def trained(layout, *overrides):
+        (folder / "run.toml").write_text(CONFIG.format(model=model, layout=layout))
+        summary, _ = sft(folder / "run.toml", *overrides)
+        return summary, [row["train/loss"] for row in metrics_of(folder / layout) if "train/loss" in row]
+
+    return trained
 
 
-def test_trees_and_separate_sequences_train_alike(tmp_path, monkeypatch, capsys, model):
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path)
-    shared, of_trees = losses(tmp_path, capsys, model, "tree")
-    plain, of_rows = losses(tmp_path, capsys, model, "packed")
+def test_trees_and_separate_sequences_train_alike(losses, model):
+    shared, of_trees = losses("tree")
+    plain, of_rows = losses("packed")
     assert shared["unique_tokens"] < plain["unique_tokens"] == shared["flat_tokens"]
     # Rounding of float32, which steps of Adam make larger.
     assert of_trees == pytest.approx(of_rows, rel=1e-4)
@@ -101,56 +107,65 @@ def test_trees_and_separate_sequences_train_alike(tmp_path, monkeypatch, capsys,
     first = transformers.AutoModelForImageTextToText.from_pretrained(model)
     moved = dict(first.named_parameters())
     assert all(not torch.equal(weight, moved[name]) for name, weight in weights.named_parameters() if "visual" in name)
-    assert (tmp_path / shared["checkpoint"] / "preprocessor_config.json").is_file()
+    assert (Path(shared["checkpoint"]) / "preprocessor_config.json").is_file()
 
 
-def test_a_frozen_vision_part_stays_and_the_rest_is_trained(tmp_path, monkeypatch, capsys, model):
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path)
-    summary, _ = losses(tmp_path, capsys, model, "tree", "model.vision=frozen", "train.num_steps=1")
+def test_a_frozen_vision_part_stays_and_the_rest_is_trained(losses, model):
+    summary, _ = losses("tree", "model.vision=frozen", "train.num_steps=1")
     weights = transformers.AutoModelForImageTextToText.from_pretrained(summary["checkpoint"])
     first = dict(transformers.AutoModelForImageTextToText.from_pretrained(model).named_parameters())
     stays = {name: torch.equal(weight, first[name]) for name, weight in weights.named_parameters()}
     assert {name for name, same in stays.items() if same} == {name for name in stays if "visual" in name}
 
 
-def weights_of(checkpoint, name="model.safetensors"):
-    return load_file(checkpoint / name)
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_checkpoint_is_evaluated_as_its_run_evaluates_it_and_loads_as_its_card_says(losses, folder, capsys, rank):
+    if rank:
+        pytest.importorskip("peft")
+    write_rows(folder, "held.jsonl", range(3, 5))
+    adapters = [f"lora.rank={rank}"] if rank else []
+    summary, _ = losses("tree", "train.num_steps=1", 'eval.files=["held.jsonl"]', *adapters)
+    last = metrics_of(folder / "tree")[-1]
+    evaluate(EvalOptions(name="tree", json_output=True))
+    found = json.loads(capsys.readouterr().out)
+    # One computation on one thread.
+    assert found["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
+    card = (Path(summary["checkpoint"]) / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
+    loaded = {}
+    exec(card.split("```python")[1].split("```")[0].replace("path/to/this/folder", summary["checkpoint"]), loaded)
+    assert type(loaded["model"]).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert any("lora_B" in name for name, _ in loaded["model"].named_parameters()) == bool(rank)
 
 
-def test_adapters_are_of_the_language_model_and_resume(tmp_path, monkeypatch, capsys, model):
+def test_adapters_are_of_the_language_model_and_resume(losses):
     pytest.importorskip("peft")
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path)
     options = ("lora.rank=2", "train.schedule=constant")
-    losses(tmp_path, capsys, model, "tree", "train.num_steps=1", *options)
-    summary, _ = losses(tmp_path, capsys, model, "tree", "train.num_steps=2", *options)
-    adapters = weights_of(tmp_path / summary["checkpoint"], "adapter_model.safetensors")
+    losses("tree", "train.num_steps=1", *options)
+    summary, _ = losses("tree", "train.num_steps=2", *options)
+    adapters = load_file(Path(summary["checkpoint"]) / "adapter_model.safetensors")
     assert len(adapters) == 2 * 2 * 7
     assert all("language_model" in name for name in adapters)
     assert any(weight.any() for name, weight in adapters.items() if "lora_B" in name)
 
 
-def test_a_model_that_does_not_see_is_refused(tmp_path, monkeypatch, capsys, model):
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path)
-    (tmp_path / "run.toml").write_text(CONFIG.format(model=model, layout="tree"))
-    text = (tmp_path / "run.toml").read_text().replace(f'path = "{model}"', "hidden_size = 16")
-    (tmp_path / "run.toml").write_text(text.replace("[data]", f'[data]\ntokenizer = "{model}"'))
+def test_a_model_that_does_not_see_is_refused(folder, sft, model):
+    write_rows(folder)
+    text = CONFIG.format(model=model, layout="tree").replace(f'path = "{model}"', "hidden_size = 16")
+    (folder / "run.toml").write_text(text.replace("[data]", f'[data]\ntokenizer = "{model}"'))
     with pytest.raises(ConfigError, match=r"takes none; set model\.path"):
-        run_sft(config_path=tmp_path / "run.toml", overrides=[], json_output=True)
+        sft(folder / "run.toml")
 
 
-def test_equal_ids_on_other_pixels_are_other_data(tmp_path, monkeypatch, model):
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path)
-    write_rows(tmp_path, "other.jsonl", range(3, 6))
-    (tmp_path / "run.toml").write_text(CONFIG.format(model=model, layout="tree"))
+def test_equal_ids_on_other_pixels_are_other_data(folder, model):
+    write_rows(folder)
+    write_rows(folder, "other.jsonl", range(3, 6))
+    (folder / "run.toml").write_text(CONFIG.format(model=model, layout="tree"))
     digests, said = set(), []
     for name in ("set.jsonl", "other.jsonl"):
-        config = load(SftConfig, tmp_path / "run.toml", [f'eval.files=["{name}"]'])
-        corpus = load_corpus(config.data, config_dir=tmp_path, model=model)
-        trained, held = split_corpus(config, corpus, config_dir=tmp_path, model=model)
+        config = load(SftConfig, folder / "run.toml", [f'eval.files=["{name}"]'])
+        corpus = load_corpus(config.data, config_dir=folder, model=model)
+        trained, held = split_corpus(config, corpus, config_dir=folder, model=model)
         digests.add(held.digest)
         said.append(any("trained on too" in note for note in trained.notes))
     assert len(digests) == 2

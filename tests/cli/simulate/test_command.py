@@ -9,12 +9,10 @@ import pytest
 
 from treering.cli.simulate.cases import make_cases
 from treering.cli.simulate.options import SimulateOptions
-from treering.cli.simulate.report import about_predictions
 from treering.cli.simulate.run import run
 from treering.errors import ConfigError, InputError
 from treering.schedule.compare import ONE_STEP_OFF
 from treering.schedule.policies import POLICIES
-from treering.schedule.predict.lengths import make_predictor
 from treering.schedule.traces.replay import read_trace
 
 SMALL = SimulateOptions(
@@ -87,30 +85,13 @@ def test_the_same_question_has_the_same_answer_and_another_seed_another(capsys):
     assert row["worst_speedup_over_sync"] < row["speedup_over_sync"]
 
 
-def test_believed_times_are_wrong_by_the_factor_and_true_ones_are_not():
-    [(_, cluster, believed)] = make_cases(replace(SMALL, believed_latency=2.0))
-    assert cluster.latency.token_s(8)[8] == pytest.approx(1.8)
-    assert believed.latency.token_s(8)[8] == pytest.approx(3.6)
-    assert believed.latency.training_s == cluster.latency.training_s
-
-
-def test_stable_groups_share_a_prediction():
-    [(trace, _, _)] = make_cases(replace(SMALL, stability=0.16, num_rollouts=32_768, num_steps=1))
-    predicted = trace.steps[0].forecast.lengths.reshape(-1, 16)
-    assert np.ptp(predicted, axis=1).max() == 0
-    assert trace.steps[0].forecast.prompts.reshape(-1, 16)[:, 0].tolist() == list(range(2048))
-    assert "16% of a step's rollouts are in a longer one" in about_predictions(trace)
-
-
 def read_log_step(log: Path, at: int, *, staleness: int) -> np.ndarray:
-    median = lambda limit: make_predictor("median", max_tokens=limit)  # noqa: E731
-    trace = read_trace(log, median, num_rollouts=16, staleness=staleness)
-    return trace.steps[at].forecast.lengths
+    return read_trace(log, num_rollouts=16, staleness=staleness).steps[at].forecast.lengths
 
 
 def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
     options = SimulateOptions(file=log, num_workers=2, num_slots=8, num_rollouts=16, decode="1000,100", prefill_ms=500)
-    [(trace, cluster, _)] = make_cases(options)
+    [(trace, cluster)] = make_cases(options)
     assert [step.num_rollouts for step in trace.steps] == [16] * 6
     assert (cluster.max_tokens, cluster.latency.prefill_s) == (max(step.lengths.max() for step in trace.steps), 0.5)
     assert set(trace.steps[0].num_prompt_tokens) == {7}
@@ -121,10 +102,7 @@ def test_a_log_is_replayed_with_predictions_of_its_own_past(log, capsys):
     assert not np.array_equal(trace.steps[1].forecast.lengths, read_log_step(log, 1, staleness=0))
     report = report_of(capsys, options, "histopipe")
     assert [row["policy"] for row in report["policies"]] == ["sync", "histopipe"]
-    assert [len(make_cases(replace(options, num_steps=2))[0][0].steps)] == [2]
-    for name in ("ema", "quantile"):
-        [(other, _, _)] = make_cases(replace(options, predictor=name))
-        assert not np.array_equal(other.steps[4].forecast.lengths, later.forecast.lengths)
+    assert len(make_cases(replace(options, num_steps=2))[0][0].steps) == 2
 
 
 def test_the_timeline_holds_the_policies_that_were_asked_for(tmp_path):
@@ -133,6 +111,8 @@ def test_the_timeline_holds_the_policies_that_were_asked_for(tmp_path):
     assert "256 rollouts in 4 steps, 4 workers of 8 slots" in text
     assert "longest_first" in text
     assert "histopipe" not in text
+    with pytest.raises(InputError, match="--timeline names a file, got the folder"):
+        run(replace(SMALL, timeline=tmp_path, lengths="nonsense"))
     with pytest.raises(InputError, match="--timeline needs an existing folder"):
         run(replace(SMALL, timeline=tmp_path / "absent" / "x", lengths="nonsense"))
 
@@ -141,17 +121,11 @@ def test_the_timeline_holds_the_policies_that_were_asked_for(tmp_path):
     ("changes", "message"),
     [
         ({"lengths": "normal:1,2"}, "a law of lengths is one of"),
-        ({"num_rollouts": 30, "stability": 0.16}, "make the rollouts a multiple of the group"),
-        ({"stability": 0.9}, "above 0 and below"),
-        ({"noise": 0.1, "stability": 0.1}, "--noise and --stability are two ways"),
-        ({"crossed": 0.2}, "add that, or drop this"),
-        ({"predictor": "ema"}, "predicts the rollouts of a FILE, got none"),
         ({"decode": "20"}, "--decode is STEP,ROW"),
         ({"decode": "20,x"}, "--decode is STEP,ROW"),
         ({"decode": "0,1"}, "a decode step takes time"),
         ({"decode": "5,-1"}, "a decode step takes time"),
-        ({"believed_latency": 0.0}, "--believed-latency is a factor of a time"),
-        ({"training": float("inf")}, "--training is a factor of a time"),
+        ({"training": float("inf")}, "--training is a share of a time"),
         ({"load_s": -1.0}, "load_s is a time"),
     ],
 )
@@ -160,7 +134,15 @@ def test_what_makes_no_case_is_refused(changes, message):
         make_cases(replace(SMALL, **changes))
 
 
-@pytest.mark.parametrize("made_up", [{"lengths": "constant:5"}, {"noise": 0.0}, {"stability": 0.1}, {"crossed": 0.1}])
-def test_a_log_takes_no_options_of_made_up_rollouts(log, made_up):
-    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{next(iter(made_up))} makes"):
+@pytest.mark.parametrize(
+    ("flag", "made_up"),
+    [
+        ("lengths", {"lengths": "constant:5"}),
+        ("noise", {"noise": 0.0}),
+        ("waits", {"waits": "0.5"}),
+        ("seeds", {"num_seeds": 2}),
+    ],
+)
+def test_a_log_takes_no_options_of_made_up_rollouts(log, flag, made_up):
+    with pytest.raises(ConfigError, match=f"FILE has its own rollouts, and --{flag} makes"):
         make_cases(SimulateOptions(file=log, **made_up))

@@ -46,9 +46,10 @@ def test_a_run_trains_and_a_resumed_one_ends_bitwise_as_one_that_was_not_stopped
     assert written["task"]["class"] == "envs.py:Digits"
     rows = [json.loads(line) for line in (trained.folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rewards/branches"] for row in rows if "rewards/branches" in row] == [1.0] * 4
-    rollouts = (trained.folder / "out" / "rollouts" / "epoch-000.jsonl").read_text().splitlines()
+    rollouts, whole = ((trained.folder / run / "rollouts" / "epoch-000.jsonl").read_text() for run in ("out", "whole"))
     # Two steps of 2 tasks and 3 runs each.
-    assert len(rollouts) == 12
+    assert len(rollouts.splitlines()) == 12
+    assert rollouts == whole
 
 
 def test_workers_run_the_episodes_of_one_process(trained: Commands) -> None:
@@ -74,7 +75,7 @@ def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> No
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
-        (["task.class=envs.py:Broken"], "at most 50% of a step's episodes may fail"),
+        (["task.class=envs.py:Broken", "runtime.workers=1"], "at most 50% of a step's episodes may fail"),
         (["task.class=envs.py:Nothing"], "has none named 'Nothing'"),
         (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to "sums"'),
         (["runtime.workers=1", "runtime.rebalance=running"], "stay on the worker where they began"),

@@ -1,21 +1,16 @@
 """A run that signals end at any moment resumes to bitwise the same weights, and leaves no process behind."""
 
-import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.cli.test_signals import take_signals
+from tests.cli.runs import assert_same_weights, started, weights
 from tests.cli.train.test_command import prompts
-from tests.killing import ROOT
 from treering.cli.training import run_train
 
 MARK = "TREERING_TEST_OF_SIGNALS"
@@ -33,16 +28,6 @@ def settings(run_dir: str, workers: int) -> list[str]:
     return [*overrides, "runtime.rebalance=none", "history.drafts=off"]
 
 
-def start(path: Path, run_dir: str, workers: int) -> subprocess.Popen[str]:
-    """`treering train` in a process."""
-    command = [sys.executable, "-c", "from treering.cli.start import main; main()", "train", str(path), "--json"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), MARK: run_dir}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(
-        [*command, *settings(run_dir, workers)], env=environment, text=True, preexec_fn=take_signals, **pipes
-    )
-
-
 def marked(run_dir: str) -> list[int]:
     """The processes of a run, by the environment that they have inherited."""
     found = []
@@ -54,10 +39,6 @@ def marked(run_dir: str) -> list[int]:
         if f"{MARK}={run_dir}".encode() in environment:
             found.append(int(entry.name))
     return found
-
-
-def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "checkpoints" / f"step-{NUM_STEPS:06d}" / "model.safetensors")
 
 
 def wait_for_lines(file: Path, num_lines: int, process: subprocess.Popen[str]) -> None:
@@ -74,7 +55,7 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: 
     run_train(config_path=path, overrides=settings("whole", workers), json_output=True)
     num_interrupted = 0
     for name, num_lines, number in INTERRUPTIONS[workers]:
-        process = start(path, "often", workers)
+        process = started(folder, "train", str(path), "--json", *settings("often", workers), **{MARK: "often"})
         # Not before the run has a file: until the command is imported Python itself handles signals.
         wait_for_lines(folder / "often" / name, num_lines, process)
         time.sleep(generator.uniform(0.0, 0.3 if workers else 0.01))
@@ -82,9 +63,7 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: 
         num_interrupted += check_end(folder, number, process)
     run_train(config_path=path, overrides=settings("often", workers), json_output=True)
     assert num_interrupted > 0
-    expected, actual = weights_of(folder / "whole"), weights_of(folder / "often")
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert_same_weights(folder / "whole", folder / "often", NUM_STEPS)
 
 
 def check_end(folder: Path, number: signal.Signals, process: subprocess.Popen[str]) -> bool:
@@ -103,7 +82,7 @@ def check_end(folder: Path, number: signal.Signals, process: subprocess.Popen[st
     elif process.returncode:
         # After its result the signal has its usual effect.
         assert (process.returncode, "interrupted" in err) == (-number, False)
-        assert weights_of(folder / "often")
+        assert weights(folder / "often", NUM_STEPS)
     deadline = time.monotonic() + 60
     while marked("often") and time.monotonic() < deadline:
         time.sleep(0.05)

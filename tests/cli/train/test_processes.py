@@ -1,6 +1,5 @@
 """`treering train` with processes: the same rollouts and weights as without, an account, and settings that fit."""
 
-import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -8,16 +7,15 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.cli.runs import Call
+from tests.cli.runs import Call, metrics_of
 from tests.cli.train.test_command import config, prompts
 from treering.cli.train.summary import times_of
-from treering.config.runtime import Lengths, Schedule
+from treering.config.runtime import Schedule
 from treering.data import read_trajectories
 from treering.errors import StateError
 from treering.report.timeline import read_timeline
 from treering.schedule.latency import Latency, linear_latency
 from treering.schedule.policies import POLICIES
-from treering.schedule.predict.lengths import PredictorName
 
 REWARD = "tests.cli.train.test_command:length_of"
 
@@ -66,18 +64,22 @@ def test_workers_change_neither_rollouts_nor_weights(folder: Path, train: Call) 
 
 def test_a_stale_run_goes_on_and_its_account_covers_all_of_it(folder: Path, train: Call) -> None:
     path = prompts(folder, REWARD)
-    overrides = ("run.dir=out", "runtime.workers=2", "rl.staleness=1", "schedule=longest_first", "lengths=ema")
+    overrides = ("run.dir=out", "runtime.workers=2", "rl.staleness=1", "schedule=longest_first")
     train(path, *overrides, "rl.num_steps=2")
     with pytest.raises(StateError, match=r"rl\.staleness is 1 there"):
         train(path, "run.dir=out", "rl.num_steps=3")
+    # As a kill after step 3 began leaves it.
+    [*_, last] = (folder / "out" / "timeline.jsonl").read_text().splitlines()
+    with (folder / "out" / "timeline.jsonl").open("a") as log:
+        log.write(last.replace('"step": 2', '"step": 3') + '\n{"step": 3, "wor')
     summary = train(path, *overrides, "rl.num_steps=4", "runtime.workers=1")[0]
     account = summary["account"]
     # Five prompts in steps of 2, 2, 1 and 2, in groups of three.
     assert summary["resumed_from_step"] == 2
     assert account["scheduled"] == account["sampled"] == account["evaluated"] == 3 * 7
     assert account["trained"] + account["without_variance"] + account["reward_errors"] + account["empty"] == 3 * 7
-    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["rollout/staleness"] for row in rows] == [0, 1, 1, 1]
+    assert [row["rollout/staleness"] for row in metrics_of(folder / "out")] == [0, 1, 1, 1]
+    check_timeline(read_timeline(folder / "out"), num_steps=4)
 
 
 def test_a_run_says_what_it_has_measured(folder: Path, train: Call) -> None:
@@ -104,4 +106,3 @@ def test_measured_times_are_a_line() -> None:
 
 def test_settings_name_what_there_is() -> None:
     assert get_args(Schedule) == tuple(POLICIES)
-    assert get_args(Lengths) == get_args(PredictorName)

@@ -1,13 +1,10 @@
 """Stdout of `treering train --json` is one object, whatever user code prints and however."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.cli.runs import started
 from tests.cli.train.test_command import prompts
-from tests.killing import ROOT
 
 NOISY = """
 import ctypes, os, subprocess, sys, threading
@@ -32,18 +29,9 @@ def test_what_user_code_prints_goes_to_stderr(folder: Path) -> None:
     # The trial of a reward is in the command's process, all others are in the worker's.
     (folder / "noisy.py").write_text(NOISY)
     path = prompts(folder, "noisy:reward")
-    command = [sys.executable, "-c", "from treering.cli.start import main; main()", "train", str(path), "--json"]
-    source = os.pathsep.join([str(ROOT / "src"), str(folder)])
-    done = subprocess.run(
-        [*command, "run.dir=out", "rl.num_steps=1", "runtime.workers=1"],
-        env=os.environ | {"PYTHONPATH": source},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["num_steps"] == 1
+    process = started(folder, "train", str(path), "--json", "run.dir=out", "rl.num_steps=1", "runtime.workers=1")
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    assert json.loads(out)["num_steps"] == 1
     for line in ("at import", "by python", "to the first stdout", "to the descriptor", "by a process", "by C"):
-        assert line in done.stderr
+        assert line in err

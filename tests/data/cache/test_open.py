@@ -5,15 +5,19 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.rendering.chat_folder import with_template
+from tests.data.rendering.test_template import OPENING
 from tests.killing import FileOperations
 from treering.data import (
     Message,
@@ -209,9 +213,8 @@ def test_a_half_written_or_foreign_cache_is_built_again(tmp_path: Path, damage: 
     with pytest.warns(DataWarning, match="is made again"):
         dataset = open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
     assert agrees(dataset, Renderer(tokenizer=None).render(read_trajectories(file)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
+    # Without a warning, which would be an error.
+    open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
 
 
 def test_a_kill_at_any_file_operation_leaves_a_usable_cache_or_none(tmp_path: Path) -> None:
@@ -220,9 +223,7 @@ def test_a_kill_at_any_file_operation_leaves_a_usable_cache_or_none(tmp_path: Pa
     number = 0
     while not is_survived(file, tmp_path / "cache", kill_at=number + 1):
         number += 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            dataset = open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
+        dataset = open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
         assert agrees(dataset, rendered)
         assert len(entries(tmp_path / "cache")) == 1
         clear(tmp_path / "cache")
@@ -298,6 +299,17 @@ def test_the_key_changes_with_whatever_the_arrays_depend_on(tmp_path: Path) -> N
     assert len(set(keys)) == len(keys)
 
 
+def test_the_key_changes_with_a_table_in_a_linked_folder(tmp_path: Path) -> None:
+    for name in ("elsewhere", "set"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "set" / "data").symlink_to(tmp_path / "elsewhere")
+    keys = set()
+    for content in (b"one", b"two"):
+        (tmp_path / "elsewhere" / "a.parquet").write_bytes(content)
+        keys.add(cache_key(tmp_path / "set", Renderer(tokenizer=None), {}))
+    assert len(keys) == 2
+
+
 def test_a_copy_under_another_name_shares_the_cache_and_is_called_by_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,18 +334,32 @@ def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(tmp_path: Pat
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(tmp_path: Path, keeps: bool) -> None:
+@pytest.mark.parametrize("when", ["rendered", "named"])
+def test_a_file_that_changes_while_it_is_read_is_refused_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool, when: str
+) -> None:
     file, folder = tmp_path / "set.jsonl", tmp_path / "caches"
     write_trajectories(file, [Trajectory(task_id=n, tokens=np.array([1, 2], np.int32)) for n in range(3)])
     text = file.read_bytes()
 
-    class Rewriting(Renderer):
-        def render_batch(self, part: list[Trajectory], first_index: int = 0) -> list[RenderedTrajectory]:
+    def rewriting(direct: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            found = direct(*given)
             file.write_bytes(text.replace(b"2", b"3"))
-            return super().render_batch(part, first_index)
+            return found
 
-    with pytest.raises(InputError, match="changed while it was read"):
-        open_dataset(file, Rewriting(tokenizer=None), folder=folder if keeps else None)
+        return call
+
+    renderer = Renderer(tokenizer=None)
+    with monkeypatch.context() as patch:
+        if when == "rendered":
+            patch.setattr(renderer, "render_batch", rewriting(renderer.render_batch))
+        else:
+            # Without a cache nothing is named.
+            patch.setattr("treering.data.cache.open.cache_key", rewriting(cache_key))
+        if keeps or when == "rendered":
+            with pytest.raises(InputError, match="changed while it was read"):
+                open_dataset(file, renderer, folder=folder if keeps else None)
     file.write_bytes(text)
     assert open_dataset(file, Renderer(tokenizer=None), folder=folder).row(0).tokens.tolist() == [1, 2]
 
@@ -366,10 +392,8 @@ def test_what_is_noted_is_said_before_a_refusal_of_rendering_and_not_beside_one_
     ):
         open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
     file.write_text(f"{unnamed}[]\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(InputError, match=r"set\.jsonl:2: "):
-            open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
+    with pytest.raises(InputError, match=r"set\.jsonl:2: "):
+        open_dataset(file, Renderer(tokenizer=None), folder=tmp_path / "cache")
 
 
 def test_drafts_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
@@ -387,6 +411,20 @@ def test_drafts_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path: P
         assert clear(cache) > 0
         assert (living.exists(), young.exists()) == (True, False)
     assert list(cache.iterdir()) == []
+
+
+def test_what_other_processes_remove_meanwhile_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_dataset(tokens(tmp_path), Renderer(tokenizer=None), folder=tmp_path / "cache")
+    direct = os.walk
+
+    def walk(folder: Path) -> list[tuple[str, list[str], list[str]]]:
+        found = list(direct(folder))
+        shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(folder_module.os, "walk", walk)
+    assert [entry.num_bytes for entry in entries(tmp_path / "cache")] == [0]
+    assert entries(tmp_path / "cache") == []
 
 
 def test_what_is_mapped_outlives_its_files(tmp_path: Path) -> None:
@@ -435,22 +473,29 @@ def test_the_folder_is_that_of_the_variable_else_of_the_system(monkeypatch: pyte
     assert cache_folder() == Path("/home/me/.cache/treering/tokens")
 
 
-def test_processes_render_the_same_rows_in_the_same_order(
-    chats: Path, real_data: Path, monkeypatch: pytest.MonkeyPatch
+def test_processes_render_the_same_rows_in_the_same_order_and_say_the_same_once(
+    chats: Path, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_module, "PART_SIZE", 1)
     monkeypatch.setattr(build_module, "_LARGE", 1)
-    with pytest.warns(DataWarning, match="1 of 8 messages hold the text of special tokens"):
-        expected = Renderer(tokenizer=real_data / "tokenizer").render(read_trajectories(chats))
+    folder = with_template(real_data / "tokenizer", tmp_path, OPENING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataWarning)
+        expected = Renderer(tokenizer=folder).render(read_trajectories(chats))
     said = []
     for num_workers in (0, 2):
-        renderer = Renderer(tokenizer=real_data / "tokenizer")
+        renderer = Renderer(tokenizer=folder)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dataset = open_dataset(chats, renderer, folder=None, num_workers=num_workers)
         assert agrees(dataset, expected)
         said.append((dataset.facts, [str(each.message) for each in caught]))
     assert said[0] == said[1]
+    # Of none of the four answers the thought is known.
+    assert [text.split(",")[0] for text in said[0][1]] == [
+        "the chat template opens a thought before each answer",
+        "1 of 8 messages hold the text of special tokens",
+    ]
 
 
 def test_an_error_in_a_process_is_that_of_this_one(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,14 @@ from treering.errors import DataWarning
 
 QUESTION = {"role": "user", "content": "Where is parcel 17?"}
 ANSWER = {"role": "assistant", "content": "It is in Basel."}
+CALLED = [
+    ("user", QUESTION["content"], False),
+    ("assistant", None, True),
+    ("tool", "Basel", False),
+    ("assistant", ANSWER["content"], True),
+]
+"""The `turns` of a question, a call, its result and the answer."""
+
 RECORDS = {
     "treering": {"task_id": 1, "tokens": [5, 6, 7]},
     "chat": {"messages": [QUESTION, ANSWER]},

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.data.formats.reading import read, turns
+from tests.data.formats.reading import CALLED, read, turns
 from treering.data import ToolCall
 from treering.errors import InputError
 
@@ -34,13 +34,7 @@ STEPS = (
 
 def test_steps_are_messages_with_calls_results_thoughts_and_tools(tmp_path):
     [one], _ = read(tmp_path, document(*STEPS))
-    assert turns(one) == [
-        ("system", "Be brief.", False),
-        ("user", "Where is parcel 17?", False),
-        ("assistant", None, True),
-        ("tool", "Basel", False),
-        ("assistant", "It is in Basel.", True),
-    ]
+    assert turns(one) == [("system", "Be brief.", False), *CALLED]
     assert one.messages[2].tool_calls == (ToolCall(id="c1", name="track", arguments={"id": 17}),)
     assert (one.messages[2].reasoning, one.messages[3].tool_call_id, one.tools) == ("I look it up.", "c1", (TOOL,))
 

@@ -34,9 +34,11 @@ def test_the_content_decides_how_a_file_is_read_and_not_its_name(tmp_path, conte
 
 
 def test_an_object_over_many_lines_is_one_record(tmp_path):
-    file = tmp_path / "one.json"
-    file.write_text(json.dumps(RECORDS[0], indent=1), encoding="utf-8")
-    assert list(read_records(file)) == [(str(file), RECORDS[0])]
+    text = json.dumps(RECORDS[0], indent=1).encode()
+    for name, content in (("one.json", text), ("one.JSON", text[:1] + text[2:]), ("one.json.gz", text[:1] + text[2:])):
+        file = tmp_path / name
+        file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        assert list(read_records(file)) == [(str(file), RECORDS[0])]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_an_object_over_many_lines_is_one_record(tmp_path):
         (b'{\n "a": 1}\n{\n "a": 2}', r"set\.json:3: a file is one JSON document or one JSON object per line"),
         (b'[{"task_id": 1, "tokens": [1]}', r"set\.json:1: a JSON document holds"),
         (b'[{"task_id": 1, "tokens": [1]}, 3]', r"set\.json: record 2: a trajectory is a JSON object, got 3"),
-        (b"\x28\xb5\x2f\xfd....", r"set\.json: cannot be read \(ZSTD decompress failed"),
+        (b"\x28\xb5\x2f\xfd....", r"set\.json: cannot be read \(ZSTD decompress failed.*; fetch or compress it again"),
         (b"PK\x03\x04....", r"set\.json: this is a zip archive"),
         (b"version https://git-lfs.github.com/spec/v1\n", r"set\.json: this is a pointer of Git LFS"),
         ("{}".encode("utf-16"), "a text in UTF-16; convert it to UTF-8"),

@@ -70,9 +70,16 @@ def test_the_position_ends_at_the_size_of_what_is_stored(tmp_path: Path, kind: s
     assert position.num_read == file.stat().st_size
 
 
-@pytest.mark.parametrize("header", [b"prompt,response,reward", b"task_id\tmessages", b'"id";"text"'])
-def test_a_table_as_text_is_refused_by_its_look_whatever_its_name(tmp_path: Path, header: bytes) -> None:
-    file = tmp_path / "set.txt"
-    file.write_bytes(header + b"\n1,2,3\n")
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        *(("set.txt", header) for header in (b"prompt,response,reward", b"task_id\tmessages", b'"id";"text"')),
+        ("set.CSV.gz", b"rank,time (s)"),
+    ],
+)
+def test_a_table_as_text_is_refused_by_its_look_or_its_name(tmp_path: Path, name: str, header: bytes) -> None:
+    file = tmp_path / name
+    content = header + b"\n1,2,3\n"
+    file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(InputError, match="a table as text"):
         records(file)

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.data.formats.reading import QUESTION, read, turns
+from tests.data.formats.reading import CALLED, QUESTION, read, turns
 from treering.data import ToolCall
 from treering.errors import InputError
 
@@ -25,12 +25,7 @@ def rollout(*output, **more):
 
 def test_items_of_one_answer_are_one_message(tmp_path):
     [one], _ = read(tmp_path, rollout(THOUGHT, CALL, RESULT, said("It is in Basel."), reward=1.0))
-    assert turns(one) == [
-        ("user", QUESTION["content"], False),
-        ("assistant", None, True),
-        ("tool", "Basel", False),
-        ("assistant", "It is in Basel.", True),
-    ]
+    assert turns(one) == CALLED
     assert one.messages[1].reasoning == "I look it up."
     assert one.messages[1].tool_calls == (ToolCall(id="c1", name="track", arguments='{"id":  17}'),)
     assert one.messages[2].tool_call_id == "c1"

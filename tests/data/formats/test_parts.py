@@ -50,6 +50,9 @@ def test_a_part_that_is_named_is_read_with_a_word(tmp_path):
         (["a-00001-of-00002.parquet"], ["a-00000-of-00002.parquet"]),
         (["one-of-2.json"], []),
         (["a.json"], []),
+        ([f"a-0000{i}-of-00002-{i}123456789abcdef.parquet" for i in range(2)], []),
+        (["a-00001-of-00002-0123456789abcdef.parquet"], ["a-00000-of-00002.parquet"]),
+        (["run-1-of-20261127000000.json"], []),
     ],
 )
 def test_parts_count_from_0_or_from_1(tmp_path, there, missing):

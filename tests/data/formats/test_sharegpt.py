@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.data.formats.reading import read, turns
+from tests.data.formats.reading import CALLED, read, turns
 from treering.data import ToolCall
 from treering.errors import InputError
 
@@ -32,13 +32,7 @@ def test_calls_and_observations_are_calls_and_tool_messages_and_tools_arrive_nes
         ],
     }
     [one], _ = read(tmp_path, record)
-    assert turns(one) == [
-        ("system", "Be brief.", False),
-        ("user", "Where is parcel 17?", False),
-        ("assistant", None, True),
-        ("tool", "Basel", False),
-        ("assistant", "It is in Basel.", True),
-    ]
+    assert turns(one) == [("system", "Be brief.", False), *CALLED]
     assert one.messages[2].tool_calls == (ToolCall(name="track", arguments={"id": 17}),)
     assert one.tools == ({"type": "function", "function": TOOL},)
 

@@ -67,11 +67,12 @@ def test_of_several_splits_train_is_read_and_said_and_another_by_its_folder(arro
         read_trajectories(tmp_path)
 
 
-def test_a_folder_of_parquet_files_is_one_set(arrow, tmp_path):
+@pytest.mark.parametrize("digest", ["", "-{}0f1e2d3c4b5a697"], ids=["new", "old"])
+def test_a_folder_of_parquet_files_is_one_set(arrow, tmp_path, digest):
     for i, part in enumerate((RECORDS[:2], RECORDS[2:])):
-        write_parquet(arrow, tmp_path / "data" / f"train-{i:05d}-of-00002.parquet", part)
+        write_parquet(arrow, tmp_path / "data" / f"train-{i:05d}-of-00002{digest.format(i)}.parquet", part)
     assert ids(tmp_path) == [1, 2, 3]
-    write_parquet(arrow, tmp_path / "data" / "test-00000-of-00001.parquet", RECORDS[:1])
+    write_parquet(arrow, tmp_path / "data" / f"test-00000-of-00001{digest.format(2)}.parquet", RECORDS[:1])
     with pytest.warns(DataWarning, match="of the splits test, train, train is read"):
         assert ids(tmp_path) == [1, 2, 3]
 

@@ -97,6 +97,10 @@ def test_the_task_is_its_key_else_its_hash_else_the_hash_of_its_data() -> None:
         ([message(None, [1], semantic_parents=[{"node": 0}])], r"nodes\[0\]: semantic_parents\[0\] has a node and a"),
         ([NODES[0], answer(0, [], [])], r"nodes\[1\] has no token_ids"),
         ([message(1, [1]), answer(0, [2], [3])], r"nodes\[0\] is its own ancestor"),
+        ([message(None, [1]), answer(1, [], [2])], r"nodes\[1\] is its own ancestor"),
+        ([message(None, [1]), answer(2, [], [2])], r"nodes\[1\].parent must be an index of 2 nodes, got 2"),
+        ([message(None, [1]), answer(-1, [], [2])], r"nodes\[1\].parent must be an index of 2 nodes, got -1"),
+        ([linked(NODES[0], (5, "compaction"))], r"nodes\[0\].semantic_parents must be an index .* got 5"),
         ([NODES[0], answer(0, [2], [3], loss_weights={"ce": [1.0, 0.5]})], r"nodes\[1\]: loss_weights changes .*'ce'"),
         (
             [message(None, [1], message={"content": [{"type": "image_url"}]}), NODES[1]],

@@ -18,9 +18,6 @@ from transformers import (
 from tests.data.pictures.vlm_folder import NAMED, TOKENS_PER_CROP, as_bytes, picture, template
 from treering.data import Message, Renderer, Trajectory
 from treering.data.pictures.source import MessagePicture, PictureSource
-from treering.data.rendering.chat_pictures import expanded_script
-from treering.data.rendering.picture_processor import Placeholder
-from treering.data.rendering.script import Script, Span
 from treering.errors import ConfigError, InputError
 
 CONTENTS = [as_bytes(picture(0)), as_bytes(picture(1, (56, 112)), "JPEG"), as_bytes(picture(0)), as_bytes(picture(2))]
@@ -125,13 +122,6 @@ def test_a_template_that_drops_earlier_pictures_is_refused(qwen_dir, tmp_path):
     talk = (asked("the", (0, CONTENTS[0])), Message(role="assistant", content="agent"), asked("tool", (0, CONTENTS[1])))
     with pytest.raises(InputError, match=r"messages\[2\] has 2 pictures and 1 of them"):
         Renderer(tokenizer=folder).render([Trajectory(task_id=1, messages=talk)])
-
-
-def test_spans_and_cuts_behind_a_placeholder_move_with_it():
-    placeholder = Placeholder(written="<a>", expanded="<a>*</a>", token="*")
-    script = expanded_script(Script(text="x<a><a>yz", spans=(Span(7, 8),), cuts=(1, 4, 7)), placeholder)
-    assert script.text == "x<a>*</a><a>*</a>yz"
-    assert (script.spans, script.cuts) == ((Span(17, 18),), (1, 9, 17))
 
 
 def test_the_plain_form_and_prompts_of_the_engine_have_no_pictures(qwen_dir):

@@ -125,11 +125,6 @@ def test_a_stored_truncation_or_padding_never_cuts_or_stretches(tokenizer_dir, t
     assert render([trajectory], tmp_path)[0].tokens.tolist() == render([trajectory], tokenizer_dir)[0].tokens.tolist()
 
 
-def test_messages_without_a_tokenizer_are_refused_with_the_option_to_pass():
-    with pytest.raises(InputError, match="pass tokenizer=DIR"):
-        render([chat(message("user", "hello"))])
-
-
 def test_messages_without_any_text_are_refused_by_task(tokenizer_dir):
     with pytest.raises(InputError, match="only empty messages in task 't'"):
         render([chat(message("user", None), format="raw")], tokenizer_dir)

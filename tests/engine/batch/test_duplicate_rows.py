@@ -138,6 +138,25 @@ def test_duplicate_rows_may_have_different_sampling_parameters_and_limits(
         assert engine.stats.num_duplicate_rows >= 5
 
 
+@pytest.mark.parametrize("limit", [2, 3, 6, 7, 8, 9])
+def test_a_duplicate_that_ends_inside_its_leaders_draft_writes_nothing_behind_its_span(
+    model: PreTrainedModel, limit: int
+) -> None:
+    requests = [
+        Request(prompt_id=name, prompt=prompt, sampling=Sampling(max_tokens=max_tokens, top_k=1), sample=sample)
+        for name, prompt, max_tokens, sample in (
+            ("q", [3, 9], 20, 0),
+            ("q", [3, 9], limit, 1),
+            # Its prompt of one token needs no span, so that its own lies behind that of the shorter one.
+            ("other", [4], 20, 0),
+        )
+    ]
+    expected = one_by_one(model, requests)
+    engine = TorchEngine(model, branching(expected), max_batch=3, duplicate_rows="once")
+    assert_same(run(engine, requests), expected)
+    assert engine.stats.num_duplicate_rows > 0
+
+
 @pytest.mark.parametrize("drafting", ["none", "history"])
 def test_a_removed_leader_leaves_its_keys_and_values_to_its_duplicates(
     model: PreTrainedModel, plain: Rollouts, drafting: str

@@ -62,6 +62,18 @@ def test_reused_keys_change_no_token(model: PreTrainedModel, num_slots: int) -> 
     assert reusing.stats.num_prefilled < plain.stats.num_prefilled
 
 
+def test_a_copy_that_fails_leaves_no_slot_taken(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TorchEngine(model, max_tokens=100)
+    longer = np.concatenate([PROMPT, ask(engine, PROMPT, 0).tokens, [3]]).astype(np.int32)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._table, "_move", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            ask(engine, longer, 1)
+    engine._table.rollouts.clear()
+    assert engine._table.prefixes.allocator.num_free == 100
+    assert ask(engine, longer, 1).tokens.tolist() == ask(TorchEngine(model), longer, 1).tokens.tolist()
+
+
 def test_the_off_switch_computes_all_again(model: PreTrainedModel) -> None:
     engine = TorchEngine(model, continuation="prefill")
     ask(engine, PROMPT, 0)

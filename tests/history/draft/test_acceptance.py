@@ -201,3 +201,27 @@ def test_the_error_weighs_bins_by_their_tokens() -> None:
         ReliabilityBin(num_drafted=300, estimate=0.9, accepted=0.9),
     )
     assert calibration_error(bins) == pytest.approx(0.025)
+
+
+def first_estimates(history: Any, rollout: tuple[int, ...]) -> dict[int, float]:
+    """The estimate of each token that a draft may begin with, before anything was learnt."""
+    drafts = drafter_of(*history).propose(draft_rows([Row(rollout=rollout)]))
+    is_first = drafts.parents == -1
+    return dict(zip(drafts.tokens[is_first].tolist(), drafts.acceptance[is_first].tolist(), strict=True))
+
+
+def test_the_longer_match_is_preferred_and_the_others_stay_branches() -> None:
+    estimates = first_estimates([[1, 2, 3], [9, 2, 4], [8, 2, 4], [7, 2, 4]], (1, 2))
+    assert list(estimates) == [3, 4]
+    assert estimates[3] > 2 * estimates[4]
+
+
+def test_longer_matches_of_more_rollouts_that_agree_are_surer() -> None:
+    longer = [first_estimates([[7, *range(20), 50]], (8, *range(20 - n, 20)))[50] for n in (1, 3, 12)]
+    assert longer == sorted(longer)
+    assert longer[0] < 0.5 < longer[-1]
+    # Each rollout agrees in one token with the row.
+    more = [first_estimates([[20 + k, 1, 2] for k in range(n)], (8, 1))[2] for n in (1, 2, 8)]
+    assert more == sorted(more)
+    split = first_estimates([[20, 1, 2], [21, 1, 2], [22, 1, 3], [23, 1, 4]], (8, 1))
+    assert split[2] < more[1]

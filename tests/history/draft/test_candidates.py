@@ -21,11 +21,9 @@ LASTS = (0, 1, 2, 3, 4, 6, 9, 14, 22, 40)
 
 
 @njit
-def count(
-    texts: Any, matches: Any, workspace: Any, begin: int, end: int, depth: int, is_calibrated: bool, longest: int
-) -> Any:
+def count(texts: Any, matches: Any, workspace: Any, begin: int, end: int, depth: int, longest: int) -> Any:
     """The compiled count and the candidates' shares, called from a compiled function as they are made for."""
-    num = count_votes(texts, matches, workspace, begin, end, depth, is_calibrated, longest)
+    num = count_votes(texts, matches, workspace, begin, end, depth, longest)
     candidates = workspace.candidates
     total, num_longest = sum_up(candidates, num)
     shares = np.zeros((num, NUM_VOTES), np.float32)
@@ -63,12 +61,12 @@ def workspace_of_all() -> Workspace:
     return workspace
 
 
-def expected(matches: np.ndarray, tokens: list[int], is_calibrated: bool) -> dict[int, dict[str, Any]]:
+def expected(matches: np.ndarray, tokens: list[int]) -> dict[int, dict[str, Any]]:
     """The candidates by their tokens, from the definition."""
     found: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for j, (place, token) in enumerate(zip(matches, tokens, strict=True)):
         bucket = sum(place["length"] + DEPTH > last for last in LASTS)
-        factor = LENGTH_FACTORS[place["source"] * NUM_LENGTHS + bucket] if is_calibrated else 1.0
+        factor = LENGTH_FACTORS[place["source"] * NUM_LENGTHS + bucket]
         if token != MARKER:
             found[token].append((j, place["weight"] * factor))
     return {
@@ -85,16 +83,15 @@ def expected(matches: np.ndarray, tokens: list[int], is_calibrated: bool) -> dic
     }
 
 
-@pytest.mark.parametrize("is_calibrated", [True, False])
 @pytest.mark.parametrize("end", [5, MARKER, 6], ids=["all agree", "one ends", "one differs"])
 @pytest.mark.parametrize("draw", range(8))
-def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end: int, is_calibrated: bool) -> None:
+def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end: int) -> None:
     tokens = [5] * NUM_MATCHES
     tokens[draw % NUM_MATCHES] = end
     texts, matches = node_of(draw, tokens)
     workspace = workspace_of_all()
-    num, total, num_longest, shares = count(texts, matches, workspace, BEGIN, END, DEPTH, is_calibrated, 60)
-    wanted = expected(matches, tokens, is_calibrated)
+    num, total, num_longest, shares = count(texts, matches, workspace, BEGIN, END, DEPTH, 60)
+    wanted = expected(matches, tokens)
     assert num == len(wanted)
     assert total == pytest.approx(sum(item["votes"] for item in wanted.values()))
     assert num_longest == sum(item["num_longest"] for item in wanted.values())
@@ -110,16 +107,6 @@ def test_candidates_and_their_shares_are_those_of_the_definition(draw: int, end:
         assert own[-1] == pytest.approx(stretched((item["num_longest"] + 0.1) / (num_longest + 0.4)))
 
 
-@pytest.mark.parametrize("source", range(NUM_SOURCES))
-def test_a_source_whose_votes_count_nothing_has_no_share(source: int) -> None:
-    tokens = [5] * NUM_MATCHES
-    texts, matches = node_of(0, tokens)
-    matches["weight"][matches["source"] == source] = 0.0
-    *_, shares = count(texts, matches, workspace_of_all(), BEGIN, END, DEPTH, False, 60)
-    has_votes = [k != source and (matches["source"] == k).any() for k in range(NUM_SOURCES)]
-    assert (shares[0, 1 : 1 + NUM_SOURCES] > 0).tolist() == has_votes
-
-
 def test_a_node_without_places_has_no_candidates() -> None:
     texts, matches = node_of(0, [5] * NUM_MATCHES)
-    assert count(texts, matches, workspace_of_all(), BEGIN, BEGIN, DEPTH, True, 0)[:3] == (0, 0.0, 0)
+    assert count(texts, matches, workspace_of_all(), BEGIN, BEGIN, DEPTH, 0)[:3] == (0, 0.0, 0)

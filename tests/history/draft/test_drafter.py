@@ -52,14 +52,11 @@ SOURCES = st.sets(st.sampled_from(ALL_SOURCES), min_size=1).map(lambda names: tu
     st.integers(1, 12),
     st.sampled_from([1e-6, 0.08, 0.5]),
     st.sampled_from(["tree", "chain"]),
-    st.sampled_from(["calibrated", "frequency"]),
 )
 def test_every_draft_is_a_tree_of_continuations_that_a_source_holds(
-    history: dict[Any, Any], rows: list[Row], sources: Any, max_draft: int, least: float, shape: Any, policy: Any
+    history: dict[Any, Any], rows: list[Row], sources: Any, max_draft: int, least: float, shape: Any
 ) -> None:
-    drafter = Drafter(
-        store_of(history), sources=sources, max_draft=max_draft, min_acceptance=least, shape=shape, policy=policy
-    )
+    drafter = Drafter(store_of(history), sources=sources, max_draft=max_draft, min_acceptance=least, shape=shape)
     allowed = Allowed(history=history, rows=rows, sources=sources)
     allowed.check(drafter.propose(draft_rows(rows)), max_draft, least, is_chain=shape == "chain")
 

@@ -70,6 +70,16 @@ def test_a_repeating_row_longer_than_what_is_kept_live_is_drafted_from_its_newes
         assert one_draft(drafter, Row(rollout=rollout, max_drafts=4)) == (cycle * 30)[length : length + 4]
 
 
+def test_what_is_dropped_of_a_long_sibling_changes_no_estimate_of_what_is_kept() -> None:
+    tokens = tuple(np.random.default_rng(0).permutation(5000)[:600].tolist())
+    rows = draft_rows([Row(rollout=tokens), Row(rollout=tokens[:560], max_drafts=9)])
+    short, whole = (
+        Drafter(HistoryStore(), max_live_tokens=size, sources=("siblings",)).propose(rows) for size in (256, 4096)
+    )
+    assert drafted(short)[1] == list(tokens[560:569])
+    assert same_drafts(short, whole)
+
+
 @dataclass
 class Replaceable:
     """A source whose snapshot is put there."""

@@ -27,7 +27,7 @@ def drafter_of(rollouts: list[list[int]]) -> Drafter:
         ({"max_other_tokens": -1}, "max_other_tokens of a drafter is a whole number from 0 .* got -1"),
         ({"min_acceptance": 0.0}, r"min_acceptance is a probability in \(0, 1\], got 0.0"),
         ({"min_acceptance": "0.1"}, r"in \(0, 1\], got '0.1'"),
-        ({"policy": "newest"}, "policy is one of calibrated, frequency, got 'newest'; choose one"),
+        ({"shape": "bush"}, "shape is one of tree, chain, got 'bush'; choose one"),
         ({"sources": ("histroy",)}, "got .'histroy'"),
     ],
 )

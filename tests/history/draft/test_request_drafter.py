@@ -228,6 +228,15 @@ def test_removed_requests_are_forgotten_and_refused() -> None:
         guest.propose(["r"], np.array([[5, 1]], np.int32), np.array([2]), np.array([3]))
 
 
+def test_counts_beyond_the_columns_are_refused_also_after_a_draft() -> None:
+    guest = guest_of([1, 2, 3, 4, 5])
+    add(guest, "r")
+    tokens = np.array([[5, 1, 2]], np.int32)
+    assert guest.propose(["r"], tokens, np.array([2]), np.array([4])) == [[2, 3, 4, 5]]
+    with pytest.raises(InputError, match=r"num_tokens <= 3 columns .* in row 0; correct the counts"):
+        guest.propose(["r"], tokens, np.array([6]), np.array([4]))
+
+
 def test_a_guest_drafts_no_trees() -> None:
     with pytest.raises(ConfigError, match='a guest drafts chains, got a drafter of shape "tree"'):
         RequestDrafter(Drafter(store_of({})))

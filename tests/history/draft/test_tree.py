@@ -17,7 +17,6 @@ from treering.history.store.prompt_index import MARKER
 
 SIZE, MOST, NONE = 300, 40, -9
 WEIGHTS = Acceptance().weights
-SETTINGS = [(True, False), (True, True), (False, False)]
 
 
 @njit
@@ -62,16 +61,16 @@ def path_of(workspace: Workspace, index: int) -> list[int]:
     return tokens[::-1]
 
 
-@pytest.mark.parametrize(("is_calibrated", "is_chain"), SETTINGS, ids=["tree", "chain", "by frequency"])
+@pytest.mark.parametrize("is_chain", [False, True], ids=["tree", "chain"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 30])
 @pytest.mark.parametrize("least", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("draw", range(4))
 def test_a_nodes_places_are_those_that_go_on_as_its_path(
-    draw: int, least: float, num_tokens: int, is_calibrated: bool, is_chain: bool
+    draw: int, least: float, num_tokens: int, is_chain: bool
 ) -> None:
     rng = np.random.default_rng((draw, num_tokens))
     texts, matches = some_places(rng, num_tokens, [1, 7, 20, 64][draw])
-    model = Model(WEIGHTS, is_calibrated, is_chain)
+    model = Model(WEIGHTS, is_chain)
     workspace = WORKSPACE.new()
     workspace.nodes["parent"] = NONE
     num_nodes = grown(texts, matches, workspace, matches.size, model, Row(0, 5, 6, MOST, least, 0.002))
@@ -85,7 +84,7 @@ def test_a_nodes_places_are_those_that_go_on_as_its_path(
             assert node["path"] == workspace.nodes["path"][workspace.nodes["parent"] == node["parent"]].max()
     paths = [tuple(path_of(workspace, index)) for index in range(num_nodes)]
     assert len(set(paths)) == num_nodes
-    if is_chain or not is_calibrated:
+    if is_chain:
         assert [len(path) for path in paths] == list(range(1, num_nodes + 1))
 
 
@@ -100,7 +99,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
         5,
         1.0,
     )
-    model = Model(WEIGHTS, True, False)
+    model = Model(WEIGHTS, False)
     workspace = WORKSPACE.new()
     num_nodes = grown(texts, matches, workspace, num_matches, model, Row(0, 5, 6, 64, 0.0, 0.0))
     assert sorted(path_of(workspace, index) for index in range(num_nodes)) == [[100 + k] for k in range(12)]
@@ -112,7 +111,7 @@ def test_tokens_beyond_the_most_that_one_node_tells_apart_are_in_no_bud() -> Non
 @pytest.mark.parametrize("draw", range(4))
 def test_what_is_known_of_each_node_is_written_behind_its_parent(draw: int) -> None:
     texts, matches = some_places(np.random.default_rng(draw), 3, 20)
-    model = Model(WEIGHTS, True, False)
+    model = Model(WEIGHTS, False)
     workspace, at, size = WORKSPACE.new(), 7, 7 + MOST + 1
     num_nodes = grown(texts, matches, workspace, matches.size, model, Row(0, 5, 6, MOST, 0.01, 0.0))
     output = Output(

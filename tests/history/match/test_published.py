@@ -115,6 +115,30 @@ def test_no_more_than_the_limit_is_kept(limit: int, expected: list[int]) -> None
     assert recent.spans(["a"]).tolist() == [[3, len(expected)] if limit > 3 else [0, 0]]
 
 
+@pytest.mark.parametrize(("num_entries", "expected"), [(0, 1), (640, 10), (641, 11)])
+def test_a_batch_that_never_empties_reads_other_prompts_anew_after_a_step_per_64_entries(
+    num_entries: int, expected: int
+) -> None:
+    # A text has a marker before each rollout, and one at its end.
+    held = {"held": {0: [list(range(100, 100 + num_entries - 2))]}} if num_entries else {}
+    store = store_of(held)
+    drafter = Drafter(store, sources=("others",), min_acceptance=1e-6)
+
+    def first_of(*ids: int) -> set[int]:
+        rows = [Row(prompt_id=number, rollout=(1, 2, 3), group=number) for number in ids]
+        return first_tokens(drafter.propose(draft_rows(rows, row_ids=list(ids))))
+
+    assert first_of(0, 1) == set()
+    store.add("new", [np.array([1, 2, 3, 4], np.int32)], version=1)
+    store.publish()
+    found = [first_of(step, step + 1) for step in range(1, 1 + expected)]
+    assert found == [set()] * (expected - 1) + [{4}]
+    # At once where no row is of the step before.
+    store.add("newer", [np.array([1, 2, 3, 5], np.int32)], version=2)
+    store.publish()
+    assert first_of(90, 91) == {4, 5}
+
+
 def test_other_prompts_are_not_kept_where_they_are_no_source() -> None:
     store = store_of({"a": {0: [[5, 6, 7]]}, "b": {0: [[7, 8]]}})
     sizes = []

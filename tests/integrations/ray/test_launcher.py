@@ -11,10 +11,11 @@ import torch
 
 from tests.integrations.ray.conftest import make_launcher
 from tests.killing import ROOT
+from tests.processes import wait_for_the_end_of
 from tests.runtime import tasks
 from tests.runtime.kills import killing
 from tests.runtime.runs import TinyRecipe, pipeline
-from tests.runtime.test_deaths import is_complete, wait_for_the_end_of
+from tests.runtime.test_deaths import is_complete
 from tests.runtime.test_history import GREEDY, PER_EPOCH, drafting, drafts_of
 from tests.runtime.test_history import NUM_STEPS as DRAFTED_STEPS
 from tests.runtime.test_history import run as drafted

@@ -126,16 +126,8 @@ def refusal(train: Callable[[], Any]) -> str:
 
 
 def refusal_of_a_wrong_tree(folder: Path) -> str:
-    """What this rank raises where rank 1 alone reads the state of the token before each."""
-    stock = TreePatch._batch
-
-    def shifted(self: Any, args: Any, kwargs: Any) -> Any:
-        batch = stock(self, args, kwargs)
-        if batch is not None and dist.get_rank() == 1:
-            batch.places[:, 1:] = batch.places[:, :-1].copy()
-        return batch
-
-    TreePatch._batch = shifted
+    """What this rank raises where rank 1 alone has a wrong tree."""
+    TreePatch._batch = runs.misplaced(TreePatch._batch, lambda: dist.get_rank() == 1)
     make, model, options, _ = options_of("fsdp", "sft accumulated")
     return refusal(lambda: runs.train(make, model, folder, shared={}, **options))
 

@@ -171,6 +171,20 @@ def episodes(texts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
+def logprob_errors(trainer: Any, prompts: Any, answers: Any, logprobs: Any, masks: Any = None) -> list[float]:
+    """Of each answer how far its log-probs are from the trainer's own, at most; masks leave tokens out."""
+    errors = []
+    masks = masks or [[1] * len(answer) for answer in answers]
+    for prompt, answer, found, mask in zip(prompts, answers, logprobs, masks, strict=True):
+        ids = torch.tensor([[*prompt, *answer]])
+        with torch.no_grad():
+            expected, *_ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, torch.ones_like(ids), len(answer)
+            )
+        errors.append(float((expected[0] - torch.tensor(found))[torch.tensor(mask).bool()].abs().max()))
+    return errors
+
+
 def made_up(prompt_ids: Any, *_: Any, **__: Any) -> tuple[Any, None]:
     return completions(prompt_ids), None
 
@@ -256,6 +270,18 @@ def train(
     handle = None if shared is None else share_prefixes(trainer, **shared)
     trainer.train()
     return Run(gradients=recorder.gradients, logs=recorder.logs, handle=handle, trainer=trainer)
+
+
+def misplaced(stock: Callable[..., Any], is_wrong: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
+    """`TreePatch._batch` of a wrong tree: every row reads the state of the token before its own."""
+
+    def batch(self: Any, args: Any, kwargs: Any) -> Any:
+        found = stock(self, args, kwargs)
+        if found is not None and is_wrong():
+            found.places[:, 1:] = found.places[:, :-1].copy()
+        return found
+
+    return batch
 
 
 def apart(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> float:

@@ -1,6 +1,6 @@
 """Agents of several turns: TRL's own loop of tools, and its environments.
 
-Answers are made up, and what they call is read off their place in the episode: only TRL's loop is its own.
+What answers call is read off their place in the episode: only TRL's loop is its own.
 """
 
 import random
@@ -11,6 +11,7 @@ import pytest
 
 from tests.integrations.trl import runs
 from tests.integrations.trl.test_exactness import GRADIENTS
+from treering.integrations.trl import HistoryRollouts
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -86,24 +87,26 @@ def agent(model: str, out: Path, **options: Any) -> Any:
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in runs.prompts()]
     given = {"processing_class": tokenizer, "train_dataset": runs.Dataset.from_list(rows)}
     given |= options.pop("trainer_options")
-    made = runs.grpo(model, out, trainer_options=given, max_completion_length=120, **options)
+    return runs.grpo(model, out, trainer_options=given, max_completion_length=120, **options)
+
+
+def scripted(model: str, out: Path, **options: Any) -> Any:
+    made = agent(model, out, **options)
     made._generate_single_turn = answers
     return made
 
 
-@pytest.mark.parametrize("kind", ["tools", "environment"])
+# TRL adds to a list of rewards.
+KINDS = {"tools": lambda: {"tools": [w9]}, "environment": lambda: {"environment_factory": Room, "reward_funcs": []}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_episodes_of_eight_turns_have_the_gradients_of_the_stock_trainer(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", call_of)
     stock, ours = (
-        runs.train(
-            agent,
-            runs.saved(),
-            tmp_path / str(shared),
-            shared=shared,
-            trainer_options={"tools": [w9]} if kind == "tools" else {"environment_factory": Room, "reward_funcs": []},
-        )
+        runs.train(scripted, runs.saved(), tmp_path / str(shared), shared=shared, trainer_options=KINDS[kind]())
         for shared in (None, {"group_batches": False})
     )
     assert len(stock.gradients) == 3
@@ -113,3 +116,24 @@ def test_episodes_of_eight_turns_have_the_gradients_of_the_stock_trainer(
         assert 6 <= log["tools/call_frequency"] <= 7
         assert log["tools/failure_frequency"] == 0
         assert log["tree/token_ratio"] > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attached_rollouts_have_the_trainers_log_probs_in_trls_own_loop(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", call_of)
+    trainer = agent(runs.saved(), tmp_path, trainer_options=KINDS[kind]())
+    HistoryRollouts().attach(trainer)
+    generate, errors = trainer._generate, []
+
+    def checked(prompts: list[Any]) -> Any:
+        prompt_ids, answers, masks, _, logprobs, *_ = found = generate(prompts)
+        errors.extend(runs.logprob_errors(trainer, prompt_ids, answers, logprobs, masks))
+        return found
+
+    monkeypatch.setattr(trainer, "_generate", checked)
+    trainer.train()
+    assert len(errors) == 3 * 8
+    assert max(errors) <= 2.5e-5
+    assert min(log["tools/call_frequency"] for log in trainer.state.log_history[:-1]) > 2

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,31 +81,17 @@ class Recording(HistoryRollouts):
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         output = super().__call__(prompts, trainer)
         self.calls.append(output)
-        self.errors.append(_largest_error(output, trainer))
+        names = ("prompt_ids", "completion_ids", "logprobs")
+        self.errors += runs.logprob_errors(trainer, *(output[name] for name in names))
         return output
 
 
-def _largest_error(output: dict[str, Any], trainer: Any) -> float:
-    errors = []
-    for prompt, tokens, logprobs in zip(
-        output["prompt_ids"], output["completion_ids"], output["logprobs"], strict=True
-    ):
-        ids = torch.tensor([prompt + tokens])
-        with torch.no_grad():
-            logps, *_ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, torch.ones_like(ids), len(tokens)
-            )
-        errors.append(float((logps[0] - torch.tensor(logprobs)).abs().max()))
-    return max(errors)
-
-
 def eager(rollouts: HistoryRollouts) -> HistoryRollouts:
-    """With a budget that lets drafts begin at once, as in a long run."""
-    rollouts._costs._max_loss = 1.0
-    rollouts._note_call = lambda tokens_per_forward, note=rollouts._note_call: (
-        note(tokens_per_forward),
-        setattr(rollouts._costs, "horizon_s", 1e6),
-    )
+    """Drafts wherever a step's time is known, whatever drafts gain: what a clock says decides nothing."""
+    costs: Any = rollouts._costs
+    costs.may_draft = costs._steps.knows
+    costs.is_promising, costs.can_spend = lambda: True, lambda seconds: True
+    costs.new_costs = lambda: None
     return rollouts
 
 
@@ -163,6 +150,9 @@ def test_a_resumed_run_samples_as_one_that_was_not_stopped(tmp_path: Path) -> No
     assert resumed._ids.state() == whole._ids.state()
     # Rollouts from before the checkpoint, for drafts.
     assert resumed._history.latest().keys() == whole._history.latest().keys()
+    elsewhere = trainer_of(tmp_path / "elsewhere", HistoryRollouts(), **{**options, "max_steps": 5})
+    with pytest.warns(UserWarning, match="prompts are drawn as in a new run"):
+        elsewhere.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-4"))
 
 
 def test_every_epoch_draws_each_prompt_afresh_by_its_id(tmp_path: Path) -> None:
@@ -215,6 +205,11 @@ def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
             logits = trainer.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1] / 0.9
         expected = logits.log_softmax(-1).gather(1, ids[0, len(context) :, None])[:, 0]
         np.testing.assert_allclose(values, expected.numpy(), atol=2.5e-5)
+    # History has all rollouts of the draw, those that have ended too.
+    (kept,) = rollouts._history.latest().values()
+    tails = {2: [9, 8, *second[0]], 0: [9, 8, *second[1]]}
+    whole = {sample: [*tokens, *tails.get(sample, [])] for sample, tokens in enumerate(first)}
+    assert {sample: tokens.tolist() for sample, tokens in kept.tokens.items()} == whole
     undo()
     assert "_generate_single_turn" not in vars(trainer)
 
@@ -233,6 +228,10 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, HistoryRollouts())
     with pytest.raises(StateError, match="rollout_func"):
         HistoryRollouts().attach(trainer)
+    with pytest.raises(ConfigError, match="know it by their hash, got id_column='id'"):
+        HistoryRollouts(id_column="id").attach(trainer_of(tmp_path, None))
+    with pytest.raises(UnsupportedError, match="this SimpleNamespace has no tools"):
+        HistoryRollouts().attach(SimpleNamespace(rollout_func=None))
 
 
 @pytest.mark.parametrize(

@@ -158,16 +158,7 @@ def test_verifying_leaves_random_states_metrics_and_gradients_as_they_were(tmp_p
 
 
 def test_a_wrong_tree_stops_the_run_with_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = TreePatch._batch
-
-    def shifted(self: Any, args: Any, kwargs: Any) -> Any:
-        batch = original(self, args, kwargs)
-        if batch is not None:
-            # Every row reads the state of the token before its own.
-            batch.places[:, 1:] = batch.places[:, :-1].copy()
-        return batch
-
-    monkeypatch.setattr(TreePatch, "_batch", shifted)
+    monkeypatch.setattr(TreePatch, "_batch", runs.misplaced(TreePatch._batch))
     with pytest.raises(StateError, match=r"differ by \d\.\de[+-]0[01] of their norm, beyond \d\.\de-0\d"):
         runs.train(runs.grpo, runs.saved(), tmp_path, shared={})
 

@@ -13,12 +13,13 @@ import transformers
 from trl import GRPOTrainer, SFTTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
+from treering.engine.protocol import EngineStats
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.history.store.reader import HistoryReader
 from treering.integrations.trl import vllm_drafts
 from treering.integrations.trl.turns import Turns
 from treering.integrations.trl.vllm_batches import VLLMBatches
-from treering.integrations.trl.vllm_hosts import DraftCounts, Served, check_sampling
+from treering.integrations.trl.vllm_hosts import Served, check_sampling
 from treering.integrations.vllm.engine.llm_requirements import EXTENSION
 from treering.integrations.vllm.requirements import PROPOSER
 from treering.types import hash_of_prompt
@@ -103,8 +104,8 @@ class Run:
     def refresh(self) -> None:
         self.num_refreshes += 1
 
-    def counts(self) -> DraftCounts:
-        return DraftCounts(num_rows=3 * self.num_steps, num_drafted=4 * self.num_steps, num_accepted=self.num_steps)
+    def counts(self) -> EngineStats:
+        return EngineStats(num_rows=3 * self.num_steps, num_drafted=4 * self.num_steps, num_accepted=self.num_steps)
 
 
 def test_a_batch_is_recorded_and_logged_and_a_resumed_run_s_is_newer(tmp_path: Path) -> None:

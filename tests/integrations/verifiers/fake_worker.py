@@ -130,7 +130,7 @@ def main():
                 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
                 with open(record["settings"]["file"], "w") as file:
                     file.write(str(child.pid))
-            send({"type": "tasks", "version": "0.4.0", "tasks": [{"key": key, "hash": key} for key in "abc"]})
+            send({"type": "tasks", "tasks": [{"key": key, "hash": key} for key in "abc"]})
         elif record["type"] == "serve":
             served = record
         elif record["type"] == "run":

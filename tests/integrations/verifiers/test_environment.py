@@ -3,9 +3,7 @@
 The process is a script that speaks the worker's protocol, so these tests need no verifiers.
 """
 
-import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.processes import is_alive, wait_for_the_end_of
 from tests.rl.environments.worlds import TURN_END, engine_of, model_of, task_of
 from treering.engine.request import Sampling
 from treering.engine.rollout import Rollout
@@ -138,18 +137,18 @@ def test_what_an_episode_raises_is_counted_and_the_others_are_as_without_it() ->
 
 def test_an_episode_that_hangs_is_counted_its_process_killed_and_started_again() -> None:
     with environment_of("hangs") as environment:
-        before = environment.worker_pid
+        before = environment._worker.pid
         found = collect(environment, episode_timeout_s=3.0)
         assert found.error_counts == {"no end within 3 s (task.episode_timeout)": 2}
-        wait_until(lambda: not lives(before))
+        wait_for_the_end_of([before])
         again = collect(environment, draw=1, episode_timeout_s=3.0)
         assert again.num_reward_errors == 2
-        assert environment.worker_pid != before
+        assert environment._worker.pid != before
 
 
 def test_a_process_that_dies_fails_its_episodes_by_name_and_is_started_again() -> None:
     with environment_of("dies") as environment:
-        before = environment.worker_pid
+        before = environment._worker.pid
         found = collect(environment)
         assert 2 <= found.num_reward_errors <= 6
         assert {error.split(";")[0] for error in found.error_counts} <= {
@@ -157,16 +156,16 @@ def test_a_process_that_dies_fails_its_episodes_by_name_and_is_started_again() -
         }
         again = collect(environment, draw=1)
         assert again.num_reward_errors >= 2
-        assert environment.worker_pid != before
+        assert environment._worker.pid != before
 
 
 def test_nothing_outlives_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with environment_of("leaves", file=str(file)) as environment:
-        worker, child = environment.worker_pid, int(file.read_text())
-        assert lives(worker)
-        assert lives(child)
-    wait_until(lambda: not lives(worker) and not lives(child))
+        worker, child = environment._worker.pid, int(file.read_text())
+        assert is_alive(worker)
+        assert is_alive(child)
+    wait_for_the_end_of([worker, child])
 
 
 def test_what_the_worker_refuses_is_told_in_its_words() -> None:
@@ -175,18 +174,3 @@ def test_what_the_worker_refuses_is_told_in_its_words() -> None:
     own = VerifiersSettings(env="x", tokenizer="none", python="no/python")
     with pytest.raises(ConfigError, match=r"task\.python is the path of an interpreter, got 'no/python'"):
         VerifiersEnvironment(own)
-
-
-def lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-
-
-def wait_until(holds: Any, patience_s: float = 30.0) -> None:
-    end = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.verifiers.test_environment import check_same, collect, lives, rollouts_of, wait_until
+from tests.integrations.verifiers.test_environment import check_same, collect, rollouts_of
+from tests.processes import is_alive, wait_for_the_end_of
 from tests.rl.environments.worlds import TURN_END
 from treering.errors import ConfigError
 from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
@@ -83,20 +84,21 @@ def test_seats_are_groups_of_their_own_and_the_judge_is_not_trained(
     assert {call.agent for session in sessions for call in session.calls.values()} == {"first", "second", "judge"}
 
 
-def test_episodes_that_raise_exit_or_hang_are_counted_and_the_run_goes_on(python: str, tokenizer: Path) -> None:
+def test_episodes_with_faults_are_counted_by_cause_and_the_run_goes_on(python: str, tokenizer: Path) -> None:
     with environment_of(python, tokenizer, "faulty_taskset") as environment:
-        pid = environment.worker_pid
+        pid = environment._worker.pid
         found = collect(environment, episode_timeout_s=20.0)
         assert sum(len(group.rollouts) for group in found.groups) == 2
         causes = sorted(found.error_counts.items())
-        assert [count for _, count in causes] == [2, 2, 2]
-        assert causes[2][0] == "no end within 20 s (task.episode_timeout)"
-        assert "planted" in causes[0][0]
+        assert [count for _, count in causes] == [2, 2, 2, 2]
+        assert "add up to nan" in causes[0][0]
+        assert causes[3][0] == "no end within 20 s (task.episode_timeout)"
         assert "planted" in causes[1][0]
+        assert "planted" in causes[2][0]
         assert any("SystemExit: planted exit" in cause for cause, _ in causes)
-        assert environment.worker_pid == pid
-        assert lives(pid)
-    wait_until(lambda: not lives(pid))
+        assert environment._worker.pid == pid
+        assert is_alive(pid)
+    wait_for_the_end_of([pid])
 
 
 def test_what_is_not_there_ends_in_one_line_that_names_no_package_to_fetch(python: str, tokenizer: Path) -> None:

@@ -33,11 +33,6 @@ def test_micro_batches_hold_at_most_their_rows(rows: list[list[int]], max_rows: 
     assert all(1 <= len(part) <= max_rows for part in planned)
 
 
-def test_a_group_that_fits_by_its_distinct_tokens_is_not_split() -> None:
-    rows = [[1, 2, 3, 4, 5, 6], [9, 9], [1, 2, 3, 4, 5, 7], [1, 2, 3, 4, 5, 8]]
-    assert plan_rows(Forest.from_sequences(rows), "abaa", max_tokens=8) == [[0, 2, 3], [1]]
-
-
 @given(parts=st.lists(st.integers(1, 5), min_size=1, max_size=4), more=st.integers(0, 6))
 def test_splitting_keeps_every_row_and_gives_the_wanted_number(parts: list[int], more: int) -> None:
     numbers = iter(range(sum(parts)))

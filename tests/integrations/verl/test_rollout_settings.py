@@ -53,5 +53,7 @@ def test_responses_stand_under_the_prompts_that_the_drafter_finds_by_their_token
         hash_of_prompt([3]): [-1, 7],
         "q": [-1, 8],
     }
-    with pytest.raises(InputError, match="each row has a prompt and a response, got 1 and 2"):
+    with pytest.raises(InputError, match=r"each row has a prompt, .* got \[1, 2\] of them"):
         record_batch(store, [[1]], [[2], [3]], version=0)
+    with pytest.raises(InputError, match=r"got \[1, 1, 2\] of them"):
+        record_batch(store, [[1]], [[2]], version=0, prompt_ids=["a", "b"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.models import VOCAB, build, build_float64
+from tests.models import VOCAB, build, build_float64, flat_logprobs
 from treering.errors import InputError
 from treering.integrations.verl.scoring import score_rows_once
 from treering.tree.forest import Forest
@@ -14,11 +14,8 @@ TEMPERATURES = [1.0, 0.5, 2.0, 1.0, 0.5]
 
 
 def alone(model: torch.nn.Module, row: list[int], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(input_ids=torch.tensor([row])).logits[0].double() / temperature
-    logprobs = F.log_softmax(logits, -1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    followed = logprobs[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
-    return torch.cat([followed, followed.new_zeros(1)]), torch.cat([entropy[:-1], entropy.new_zeros(1)])
+    logprobs, entropy = (F.pad(values, (0, 1)) for values in flat_logprobs(model, row, temperature))
+    return logprobs, entropy
 
 
 def test_each_row_is_scored_as_alone_at_its_own_temperature() -> None:

@@ -15,12 +15,11 @@ from tests.rl.runs import PLAIN, TinyTask, options
 from treering.engine.protocol import WhenRunning
 from treering.engine.request import Request, Sampling
 from treering.engine.rollout import Rollout
-from treering.errors import ConfigError, InputError, StateError, UnsupportedError
+from treering.errors import ConfigError, InputError, UnsupportedError
 from treering.integrations.vllm import VLLMEngine
 from treering.integrations.vllm.engine.sampling import noise_seed, sampling_params
 from treering.integrations.vllm.request_args import read_request_args
 from treering.rl.loop import RlLoop
-from treering.rl.step_report import RlStepReport
 
 PROMPT = np.arange(5, 45, dtype=np.int32)
 
@@ -250,24 +249,10 @@ def test_an_llm_that_would_sample_wrongly_is_refused(
         host.engine()
 
 
-def learn(host: Host, truncated: Any = "refuse", task: TinyTask | None = None, **changes: Any) -> list[RlStepReport]:
-    """Two steps of the loop."""
-    make_engine = lambda _, version: host.engine(version=version, truncated=truncated)  # noqa: E731
-    loop = RlLoop(host.model, task or TinyTask(), make_engine, optim=PLAIN, options=options(**changes))
-    return [loop.step() for _ in range(2)]
-
-
-def test_unknown_policy_log_probs_reach_no_loss(host: Host) -> None:
-    sampling = Sampling(max_tokens=12, top_k=8)
-    with pytest.raises(StateError, match=r"the engine gave none.*old_logprobs=\"recomputed\""):
-        learn(host, "recompute", sampling=sampling)
-    reports = learn(host, "recompute", sampling=sampling, old_logprobs="recomputed")
-    assert all(report.update is not None for report in reports)
-    assert all(np.isfinite(weight.detach().numpy()).all() for weight in host.model.parameters())
-
-
 def test_a_step_without_an_update_keeps_the_llm(host: Host) -> None:
-    reports = learn(host, task=TinyTask(reward=lambda rollout: 1.0))
+    task, make_engine = TinyTask(reward=lambda rollout: 1.0), lambda _, version: host.engine(version=version)
+    loop = RlLoop(host.model, task, make_engine, optim=PLAIN, options=options())
+    reports = [loop.step() for _ in range(2)]
     assert [report.update for report in reports] == [None, None]
     assert all(report.engine.num_sampled > 0 for report in reports)
 

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import tests
+from tests.processes import is_alive, wait_for_the_end_of
 
 SOURCE = Path(tests.__file__).parents[1] / "src"
 _PARENT = """
@@ -37,14 +37,4 @@ def test_a_child_of_a_process_that_is_gone_is_killed(how: str) -> None:
     if how == "killed":
         parent.send_signal(signal.SIGKILL)
     parent.communicate()
-    end_s = time.monotonic() + 60
-    while any(map(is_alive, pids)) and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert not any(map(is_alive, pids))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
+    wait_for_the_end_of(pids)

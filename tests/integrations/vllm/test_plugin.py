@@ -100,7 +100,7 @@ def test_settings_are_read_from_two_variables(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("min_aceptance = 0.1", "unknown key 'min_aceptance', nearest is 'min_acceptance'"),
-        ("x = 1\npolicy = 3", "unknown key 'x', known are .*; policy is a text, got 3"),
+        ("x = 1\nmin_gain = true", "unknown key 'x', known are .*; min_gain is a number, got True"),
         ("sources = [1]", r"sources is a list of texts, got \[1\]"),
         ("max_live_tokens = true", "max_live_tokens is a whole number, got True"),
         ("min_gain = -1", "min_gain is 0 or more, got -1"),
@@ -221,6 +221,11 @@ def test_a_failure_warns_once_drafts_nothing_and_ends(proposer: Any) -> None:
     assert proposer.propose([[1]], None, tokens) == [[]]
     assert proposer.num_failures == 2
     assert proposer.propose([[1]], counts, tokens) == [[2, 3, 4, 7]]
+    longer = buffer([5, 6, 1, 2, 3, 9])
+    proposer.propose([[2, 3, 9]], *longer)
+    assert proposer.propose([[1]], None, tokens) == [[]]
+    requests = proposer.session.requests
+    assert (requests.num_drafted, requests.num_accepted) == (4, 2)
 
 
 def test_the_longest_prompt_that_a_row_begins_with_is_its_prompt() -> None:

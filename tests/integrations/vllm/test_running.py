@@ -79,3 +79,16 @@ def test_a_stop_string_never_spans_an_observation() -> None:
     after = running(request_of("cde", so_far=seen), seen)
     assert not after.cut_at_stop(after.extend(step(4, 0)), letters)
     assert running(request_of("cde", so_far=seen), seen).cut_at_stop(0, letters) is False
+
+
+@pytest.mark.parametrize("num_before", range(3))
+def test_a_turn_that_was_aborted_is_not_ended_by_the_string_of_the_turn_before(num_before: int) -> None:
+    turn = running(request_of("bc"))
+    turn.extend(step(0, 1, 2))
+    first = turn.rollout("stop")
+    part = running(request_of("bc", so_far=first), first)
+    part.extend(step(*[2, 0][:num_before]))
+    aborted = part.rollout("abort")
+    again = running(request_of("bc", so_far=aborted), aborted)
+    assert not again.cut_at_stop(again.extend(step(4)), letters)
+    assert again.cut_at_stop(again.extend(step(1, 2)), letters)

@@ -1,9 +1,6 @@
 """`treering train` with engine.kind = "vllm", from the command line to the checkpoint, and in rollout workers."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.cli.runs import metrics_of, started
 from tests.cli.train.test_command import prompts
 from tests.cli.train.test_processes import REWARD
 from tests.integrations.vllm.llms import logprobs_of
-from tests.integrations.vllm.servers import ROOT
 from treering.data import read_trajectories
 from treering.train.loop.checkpoint import STATE_FILE
 
@@ -33,16 +30,10 @@ SETTINGS = (
 
 def train(path: Path, *overrides: str) -> dict[str, Any]:
     """The JSON summary of `treering train` in a process of its own: it imports numba before it starts vLLM."""
-    command = "from treering.cli.start import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", command, "train", str(path), *SETTINGS, *overrides, "--json"],
-        cwd=path.parents[1],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    summary: dict[str, Any] = json.loads(done.stdout)
+    process = started(path.parents[1], "train", str(path), *SETTINGS, *overrides, "--json")
+    out, err = process.communicate()
+    assert process.returncode == 0, err[-4000:]
+    summary: dict[str, Any] = json.loads(out)
     return summary
 
 
@@ -50,7 +41,7 @@ def test_a_run_drafts_learns_and_resumes(tmp_path: Path) -> None:
     path = prompts(tmp_path, REWARD)
     summary = train(path)
     assert summary["total"]["num_updates"] == 3
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "out")
     assert [row["rollout/version"] for row in rows] == [0, 1, 2]
     assert sum(row["rollout/num_drafted"] * row["rollout/acceptance"] for row in rows) > 0
     # vLLM sampled step 3 with the trainer's weights after step 2.

@@ -77,6 +77,36 @@ def test_public_methods_are_tools_and_their_results_come_back() -> None:
     assert [message["content"] for message in policy.seen if message["role"] == "tool"] == ["4", '{"half": 4.0}']
 
 
+class Maze:
+    """As objects for TRL may be."""
+
+    @property
+    def place(self) -> str:
+        raise RuntimeError("the maze was not entered")
+
+    def reset(self, prompt: Any, **data: Any) -> list[dict[str, str]]:
+        self.given = prompt, data
+        return [{"type": "text", "text": " Go."}]
+
+    def move(self, method: str) -> str:
+        """Moves."""
+        return method
+
+    async def get_reward(self) -> float:
+        return float(self.given[1]["doors"])
+
+
+def test_what_trl_takes_is_taken_properties_parts_coroutines_and_prompts() -> None:
+    parts = [{"type": "text", "text": "Which way?"}]
+    for question in ("Which way?", [{"role": "user", "content": parts}]):
+        task = EnvTask(id="m", data={"prompt": question, "doors": 3})
+        policy, environment = Spoken(call("move", method="left"), "done"), ToolEnvironment(Maze, [task])
+        assert [tool["function"]["name"] for tool in environment.tools] == ["move"]
+        assert asyncio.run(environment.run(task, policy)) == 3.0
+        assert policy.seen[0]["content"] == [*parts, {"type": "text", "text": " Go."}]
+        assert policy.seen[-1]["content"] == "left"
+
+
 @pytest.mark.parametrize(
     ("turn", "answer"),
     [
@@ -120,12 +150,26 @@ class Walk:
         return f"{self.left} to go", float(action == "right"), self.left == 0, False, {}
 
 
-def test_steps_have_their_rewards_and_end_the_episode() -> None:
+class PlainWalk(Walk):
+    """Says only that it is over."""
+
+    def step(self, action: str) -> Any:
+        return super().step(action)[:3]
+
+
+class OldWalk(Walk):
+    """As Gym had it."""
+
+    def step(self, action: str) -> Any:
+        return *super().step(action)[:3], {"left": self.left}
+
+
+@pytest.mark.parametrize("walk", [Walk, PlainWalk, OldWalk])
+def test_steps_have_their_rewards_and_end_the_episode(walk: type[Walk]) -> None:
     task = EnvTask(id="w", data={"length": 2})
     policy = Spoken("right", "left", "right", "never said")
-    outcome = asyncio.run(StepEnvironment(Walk, [task], system="Go right.").run(task, policy))
+    outcome = asyncio.run(StepEnvironment(walk, [task], system="Go right.").run(task, policy))
     assert list(outcome.turn_rewards.values()) == [1.0, 0.0, 1.0]
-    assert outcome.numbers == {"return": 2.0}
     assert policy.seen[0]["role"] == "system"
     assert [message["content"] for message in policy.seen[1::2]] == ["2 to go", "1 to go", "1 to go"]
 
@@ -142,6 +186,8 @@ def test_steps_have_their_rewards_and_end_the_episode() -> None:
             "a  b",
             (ToolCall(name="f", arguments={}),),
         ),
+        # Minutes where each beginning is searched for an end.
+        pytest.param("<tool_call> " * 20_000, "<tool_call> " * 20_000, (), id="begun and never ended"),
     ],
 )
 def test_tool_calls_are_read_and_other_text_stays(text: str, rest: str, calls: tuple[ToolCall, ...]) -> None:

@@ -37,7 +37,7 @@ from tests.rl.environments.worlds import (
 from treering.engine.request import Sampling
 from treering.errors import Interrupted, StateError
 from treering.rl.collect import Collected, Group
-from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.collect import check_failures, collect_episodes
 from treering.rl.environments.environment import EnvTask, Outcome
 from treering.rl.environments.policy import ContextFullError, Policy
 from treering.tree.forest import Forest
@@ -213,6 +213,8 @@ def test_too_many_failures_stop_the_run_with_the_commonest(model: PreTrainedMode
     with pytest.raises(StateError, match=r"at most 25% .* and 5 of 16 did, .* with "):
         collect(engine, task_of(Failing(), max_failed=0.25, episode_timeout_s=1.0), num_tasks=2)
     assert engine.num_unfinished == 0
+    for percent in range(101):
+        check_failures({"ValueError: no number": percent}, 100, float(f"{percent}e-2"))
 
 
 def test_an_episode_that_blocks_the_others_ends_the_run_with_its_place(model: PreTrainedModel) -> None:

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models import build_float64
+from tests.models import build_float64, flat_logprobs
 from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, World, collect, engine_of, model_of, task_of, user
 from treering.engine.request import Sampling
 from treering.errors import StateError
 from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected
-from treering.rl.environments.environment import EnvTask
+from treering.rl.environments.environment import EnvTask, Outcome
 from treering.rl.environments.policy import Policy
 from treering.rl.evaluation import EvalOptions, HeldOutRewards
 from treering.rl.options import RlOptions
+from treering.rl.rollout_log import as_trajectories
 from treering.rl.sampler import Sampler
+from treering.rl.step_report import rollout_report
 from treering.rl.trainer import Trainer
 from treering.train.loop.optim import OptimOptions
 
@@ -36,6 +38,30 @@ def test_an_evaluation_has_the_episodes_of_training_with_the_same_keys(name: str
     assert report.pass_at[1] == pytest.approx(float((rewards >= 1).mean()))
     num_tokens = sum(rollout.num_tokens for group in expected.groups for rollout in group.rollouts)
     assert report.length_mean == pytest.approx(num_tokens / rewards.size)
+
+
+class Paid(World):
+    """Earns by its call, too."""
+
+    async def run(self, task: EnvTask, policy: Policy) -> Outcome:
+        reply = await policy.chat([user(f"task {task.data}")])
+        return Outcome(reward=0.5, turn_rewards={reply.call: len(reply.text) - 4.0})
+
+
+def test_what_its_calls_earn_belongs_to_the_reward_of_a_run_in_reports_logs_and_evaluations() -> None:
+    model, task = model_of(), task_of(Paid())
+    collected = collect(engine_of(model), task, num_tasks=2, group_size=4)
+    turn_rewards = [values for group in collected.groups for values in group.runs.turn_rewards]  # type: ignore[union-attr]
+    earned = [0.5 + sum(values) for values in turn_rewards]
+    assert len(set(earned)) > 1
+    report = rollout_report(collected, num_zero_variance=0, num_empty_groups=0)
+    assert report.reward_mean == pytest.approx(np.mean(earned))
+    assert report.reward_std == pytest.approx(np.std(earned))
+    assert [each.reward for each in as_trajectories(collected.groups, epoch=0, step=1)] == earned
+    options = EvalOptions(sampling=SAMPLING, num_samples=4, pass_reward=0.5)
+    held = HeldOutRewards(task.subset(task.prompts[:2]), lambda: engine_of(model), options)()
+    assert held.reward == pytest.approx(np.mean(earned))
+    assert held.pass_at[1] == pytest.approx(np.mean(np.array(earned) >= 0.5))
 
 
 class OneOf:
@@ -110,10 +136,9 @@ def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(world: type[
         assert group.runs is not None
         differences: dict[tuple[int, int], float] = {}
         for rollout, run, turns in zip(group.rollouts, group.runs.of, group.runs.turns, strict=True):
-            ids = torch.from_numpy(rollout.tokens).long()[None]
             with torch.no_grad():
-                logprobs = before(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
-            terms = rollout.policy_logprobs - np.concatenate([[0.0], logprobs])
+                logprobs, _ = flat_logprobs(before, rollout.tokens.tolist())
+            terms = rollout.policy_logprobs - np.concatenate([[0.0], logprobs.numpy()])
             # A call that is on several branches has the same number on each.
             differences |= {(run, int(turn)): float(terms[turns == turn].sum()) for turn in set(turns[turns >= 0])}
         sums = [sum(v for (of, _), v in differences.items() if of == run) for run in sorted(set(group.runs.of))]

@@ -1,61 +1,20 @@
 """Runs of environments in the loop: law 8, advantages by run, and weights that do not depend on branches."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
 
 import treering
 from tests.models import build_float64
-from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, collect, engine_of, task_of
+from tests.rl.environments.worlds import VOCAB, WORLDS, collect, engine_of, task_of
 from tests.rl.rollouts import rollout_of
-from tests.rl.runs import PLAIN, eager, steps_in
-from treering.engine.protocol import Engine
 from treering.engine.request import Sampling
-from treering.history.draft.drafter import Drafter
 from treering.rl.advantages import branch_advantages, branch_weights
 from treering.rl.batch import make_rl_batch
 from treering.rl.collect import Group, Runs
-from treering.rl.loop import RlLoop
 from treering.rl.options import RlOptions
 from treering.rl.tasks.task import Prompt
 from treering.train.loss_weights import Weighting, entry_counts, entry_weights
 from treering.tree.forest import Forest
-
-NUM_STEPS = 3
-
-
-def train(folder: Path, name: str, num_steps: int) -> tuple[dict[str, torch.Tensor], str]:
-    """The weights and the rollouts of a run, which goes on where the folder has one."""
-    model = build_float64("qwen3", vocab_size=VOCAB)
-
-    def make_engine(drafter: Drafter | None, version: int) -> Engine:
-        return engine_of(model, drafter=drafter, version=version, num_threads=1, costs="none", max_batch=3)
-
-    loop = RlLoop(
-        model,
-        task_of(WORLDS[name]()),
-        make_engine,
-        optim=PLAIN,
-        options=RlOptions(prompts_per_step=2, group_size=3, sampling=Sampling(max_tokens=500, stop_tokens=(TURN_END,))),
-        drafting=eager(),
-    )
-    steps = [report.step for report in steps_in(folder, loop, num_steps)]
-    assert steps == list(range(num_steps + 1))[-len(steps) :]
-    rollouts = "".join(file.read_text() for file in sorted((folder / "rollouts").iterdir()))
-    return dict(model.state_dict()), rollouts
-
-
-@pytest.mark.parametrize(("name", "stop"), [("SubAgents", 1), ("TwoSeats", 2)])
-def test_a_resumed_run_ends_bitwise_as_one_that_was_not_stopped(tmp_path: Path, name: str, stop: int) -> None:
-    whole, rollouts = train(tmp_path / "whole", name, NUM_STEPS)
-    train(tmp_path / "stopped", name, stop)
-    stopped, resumed = train(tmp_path / "stopped", name, NUM_STEPS)
-    assert resumed == rollouts
-    assert all(torch.equal(stopped[key], whole[key]) for key in whole)
-    before = build_float64("qwen3", vocab_size=VOCAB).state_dict()
-    assert any(not torch.equal(before[key], whole[key]) for key in whole)
 
 
 @pytest.mark.parametrize("name", ["Rerendered", "SubAgents", "TwoSeats"])
@@ -103,6 +62,15 @@ def test_a_call_is_worth_what_its_run_earns_from_it_on() -> None:
     assert first.tolist() == [0, 0, 0, 2]
     assert second.tolist() == [0, 0, 0, 1.5, 1.5]
     assert other.tolist() == [0, 0, 0, -2, -2, -2]
+
+
+def test_a_run_without_rewards_of_calls_may_have_more_calls_than_those_with_some() -> None:
+    group = group_of([0.0, 1.0], (0, 1, 1), turn_rewards=((1.0,), ()))
+    first, other, later = branch_advantages(group, "dr_grpo")
+    # The first calls are worth 1 and 1, the second ones, where there is none, 0, and 1.
+    assert not first.any()
+    assert not other.any()
+    assert later.tolist() == [0, 0, 0, 0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("normalizer", ["sequence_mean", "sequence_sum", "token_mean"])

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.models import build_float64
+from tests.models import build_float64, flat_logprobs
 from tests.rl.environments.worlds import TURN_END, VOCAB, World, engine_of, model_of, task_of, user
 from treering.engine.request import Sampling
 from treering.rl.batch import make_rl_batch
@@ -34,12 +34,7 @@ class Updated(World):
         return self.reward(texts)
 
 
-def logprobs_of(model: torch.nn.Module, tokens: Any) -> Any:
-    ids = torch.from_numpy(tokens).long()[None]
-    with torch.no_grad():
-        return model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
-
-
+@torch.no_grad()
 def test_every_token_has_the_version_and_the_log_prob_that_sampled_it() -> None:
     old, new = (build_float64("qwen3", vocab_size=VOCAB, seed=seed).eval() for seed in (0, 1))
     model = model_of()
@@ -63,7 +58,9 @@ def test_every_token_has_the_version_and_the_log_prob_that_sampled_it() -> None:
     first, second = group.rollouts
     batch = make_rl_batch([group], estimator="grpo", layout="tree", keeps_equal=True)
     for rollout, behaviour in zip((first, second), batch.behaviour_logprobs, strict=True):
-        by_version = np.stack([np.concatenate([[0.0], logprobs_of(each, rollout.tokens)]) for each in (old, new)])
+        by_version = np.stack(
+            [np.concatenate([[0.0], flat_logprobs(each, rollout.tokens.tolist())[0]]) for each in (old, new)]
+        )
         own = np.flatnonzero(rollout.loss_mask)
         wanted = by_version[rollout.versions[own], own]
         np.testing.assert_allclose(rollout.logprobs[own], wanted, atol=1e-10, rtol=0)

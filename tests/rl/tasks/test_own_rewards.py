@@ -65,7 +65,7 @@ def test_a_file_is_looked_up_beside_the_configuration_then_in_the_shells_folder(
     assert find_reward("b.py:f", folders)(None, "") == "beside"
     assert find_reward(f"{shell / 'a.py'}:f", folders)(None, "") == "shell"
     with pytest.raises(ConfigError, match=rf"c\.py is not in {conf}, {shell}; check the path"):
-        find_reward("c.py:f", folders)
+        find_reward("c.py:f", [*folders, conf])
 
 
 def test_a_module_of_these_folders_is_imported_by_its_dotted_name(tmp_path: Path) -> None:
@@ -170,6 +170,12 @@ def test_trls_rewards_get_the_group_as_lists_and_chats_as_messages() -> None:
     ]
     chat = prompt_with(prompt=[{"role": "user", "content": "q"}], unit=0)
     assert [only(score) for score in reward.scores(chat, ["a"])] == [len("assistanta")]
+
+
+def test_trls_rewards_get_the_question_of_a_line_whose_prompt_is_null() -> None:
+    reward = reward_of("def f(prompts, completions, **kwargs):\n    return [len(prompts[0])]\n")
+    [score] = reward.scores(prompt_with(prompt=None, question="2+2?"), ["a"])
+    assert only(score) == 4
 
 
 @pytest.mark.parametrize(

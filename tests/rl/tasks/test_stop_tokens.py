@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.conftest import CORPUS, build_tokenizer
+from tests.data.conftest import save_tokenizer
 from tests.rl.rollouts import rollout_of
 from treering.data.rendering.template import ChatTemplate
 from treering.engine.request import Request, Sampling
@@ -22,13 +22,9 @@ TURN = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' +
 
 def write_tokenizer(folder: Path, end: str = "<|eot_id|>", guard: str = "") -> Path:
     """A tokenizer with Llama 3's markers, whose template ends a turn with `end` and begins with `guard`."""
-    folder.mkdir()
-    build_tokenizer(LLAMA, CORPUS, use_regex=True).save(str(folder / "tokenizer.json"))
     loop = "{% for message in messages %}" + TURN % end + "{% endfor %}"
     opens = "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": guard + loop + opens}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|end_of_text|>"}))
-    return folder
+    return save_tokenizer(folder, LLAMA, chat_template=guard + loop + opens, eos_token="<|end_of_text|>")
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +87,15 @@ def test_a_model_may_name_one_end_several_or_none(tmp_path: Path, llama: Path, v
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "a JSON object, got list"),
-        ("{", r"a JSON object \(Expecting"),
+        ("[1]", "is a JSON object, got list"),
+        ("{", r"is a JSON object, .* \(Expecting"),
         ('{"eos_token_id": "</s>"}', "a token id or a list of them, got '</s>'"),
         ('{"eos_token_id": [true]}', r"a token id or a list of them, got \[True\]"),
     ],
 )
 def test_a_bad_file_of_the_model_is_named(tmp_path: Path, llama: Path, text: str, message: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(InputError, match=rf"generation_config\.json: .*{message}"):
+    with pytest.raises(InputError, match=rf"generation_config\.json.*{message}"):
         find_stop_tokens(TextTokens(llama), model=tmp_path)
 
 

@@ -10,7 +10,6 @@ from treering.errors import ConfigError
 from treering.rl.tasks.sums import ChainedSums, SumTask, TermsSpec, draw_terms
 
 TASK = ChainedSums(100, seed=3)
-HEADER = "2+3+4:2+3=5;5+4=9.\n"
 
 
 def reward_of(text: str, answer: str = "52") -> float:

@@ -6,20 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rl.rollouts import prompt_of
-from treering.engine.rollout import Rollout
 from treering.errors import InputError
-from treering.rl.tasks.task import Prompt, Task, prompt_id_of
+from treering.rl.tasks.task import Prompt, prompt_id_of
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
-
-
-class Silent(Task):
-    prompts = ()
-    vocab_size = 4
-    stop_tokens = ()
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        return 0.0
 
 
 @given(TOKENS, TOKENS)

@@ -15,36 +15,18 @@ from treering.runtime.ipc.messages import FetchState, Rendezvous, TrainerSetting
 from treering.runtime.pools import trainer_client as trainer_ranks
 from treering.runtime.pools.trainer_client import TrainerRanks
 from treering.runtime.workers import trainer_worker
-from treering.runtime.workers import trainer_worker as joining
 
 SETTINGS = TrainerSettings(recipe=TinyRecipe(), optim=PLAIN, options=options(), version=0, state=b"")
 MEETING = Rendezvous(host="127.0.0.1", port=1)
 LOST = RuntimeError("Connection closed by peer")
 
 
-class Child(QuietChild):
-    """Counts how often it was ended."""
-
-    num_ended = 0
-
-    def reap(self) -> None:
-        self.num_ended += 1
-
-
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> TrainerRanks:
-    monkeypatch.setattr(trainer_ranks, "ChildProcess", lambda name, *_, time_limit_s: Child(name, time_limit_s=0.0))
+    monkeypatch.setattr(trainer_ranks, "ChildProcess", QuietChild)
     made = TrainerRanks(3, None, time_limit_s=1.0)  # type: ignore[arg-type]
     made.start(SETTINGS)
     return made
-
-
-def test_the_death_of_any_rank_ends_all(ranks: TrainerRanks) -> None:
-    children: list[Any] = ranks.children
-    children[1].is_dead = True
-    assert ranks.receive() == ([], True)
-    ranks.reap()
-    assert [child.num_ended for child in children] == [1, 1, 1]
 
 
 def test_ranks_hear_where_to_meet_before_anything_else(ranks: TrainerRanks) -> None:
@@ -86,7 +68,7 @@ def test_on_loopback_torch_listens_there_unless_the_user_names_an_interface(
         if not own:
             monkeypatch.delenv(name)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(2, "eth0"), (1, "lo")])
-    monkeypatch.setattr(joining, "_listening", lambda *_: None)
-    monkeypatch.setattr(joining.dist, "init_process_group", lambda *_, **__: None)
-    joining.join_ranks(None, host, replace(SETTINGS, num_ranks=2))  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer_worker, "_listening", lambda *_: None)
+    monkeypatch.setattr(trainer_worker.dist, "init_process_group", lambda *_, **__: None)
+    trainer_worker.join_ranks(None, host, replace(SETTINGS, num_ranks=2))  # type: ignore[arg-type]
     assert [os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == [expected] * 2

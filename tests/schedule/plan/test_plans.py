@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.clusters import cluster
-from treering.schedule.plan.plans import PlacementPlan, balanced, equal_counts, equal_sums, longest_first, place
+from treering.schedule.plan.plans import PlacementPlan, balanced, equal_counts, longest_first, place
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda values: np.array(values, np.float64))
 
@@ -29,16 +29,6 @@ def test_equal_counts_differ_by_one_rollout_at_most(lengths, num_groups):
 
 
 @given(LENGTHS, st.integers(1, 6))
-def test_equal_sums_are_off_by_the_longest_rollout_at_most(lengths, num_groups):
-    order = longest_first(lengths)[::-1]
-    groups = equal_sums(order, lengths, num_groups)
-    assert (np.diff(groups[order]) >= 0).all()
-    assert 0 <= groups.min() <= groups.max() < num_groups
-    sums = np.bincount(groups, weights=lengths, minlength=num_groups)
-    assert abs(sums - lengths.sum() / num_groups).max() <= lengths.max() + 1e-9
-
-
-@given(LENGTHS, st.integers(1, 6))
 def test_balanced_is_the_greedy_rule(lengths, num_workers):
     order, loads, expected = longest_first(lengths), [0.0] * num_workers, []
     for rollout in order:
@@ -47,7 +37,7 @@ def test_balanced_is_the_greedy_rule(lengths, num_workers):
     assert balanced(order, lengths, num_workers).tolist() == expected
 
 
-PLACINGS = ["balanced", "equal_counts", "equal_sums", "two_tier"]
+PLACINGS = ["balanced", "equal_counts", "two_tier"]
 
 
 def placed(plan, lengths, *, step=1, num_workers=4, num_slots=8, prompts=None):
@@ -79,7 +69,7 @@ def test_every_rollout_has_a_worker_of_the_steps_turn(data):
     assert assignment.predicted_lengths.tolist() == lengths
 
 
-@pytest.mark.parametrize("placing", ["equal_counts", "equal_sums", "two_tier"])
+@pytest.mark.parametrize("placing", ["equal_counts", "two_tier"])
 def test_a_worker_with_short_rollouts_has_long_ones_next(placing):
     lengths = np.random.default_rng(0).lognormal(4, 0.8, 200)
     odd, even = (

@@ -79,7 +79,7 @@ def test_the_plan_is_as_good_as_any_plain_one_on_draws_that_it_was_not_chosen_by
     assert total(found) <= min(total(plan) for plan in plain_plans(problem.cluster)) * (1 + 1e-9)
     # What is there already stays where it is as good, whatever it is called.
     assert search(problem, found) == found
-    bad = PlacementPlan(name="bad", placing="equal_sums", num_turns=2, moving="drain")
+    bad = PlacementPlan(name="bad", placing="equal_counts", num_turns=2, moving="drain")
     assert total(bad) > 1.01 * total(found)
     assert search(problem, bad) == search(problem)
 
@@ -124,7 +124,7 @@ def test_a_present_plan_stays_where_it_is_the_better_one_on_any_draw(apart, alik
 
 def test_a_present_plan_stays_where_another_is_hardly_better(monkeypatch):
     problem = search_problem(plan_request(cluster_of(), lengths_of(400)), CalibratedLengths(), seed=0)
-    worse = PlacementPlan(name="worse", placing="equal_sums", num_turns=2)
+    worse = PlacementPlan(name="worse", placing="equal_counts", num_turns=2)
     assert search(problem, worse) != worse
     with monkeypatch.context() as hardly:
         hardly.setattr("treering.schedule.plan.search._CLEARLY", 100.0)

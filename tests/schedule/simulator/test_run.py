@@ -161,6 +161,19 @@ def test_no_baseline_beats_the_exact_optimum_and_that_not_the_bound(steps, num_s
         assert timeline.bound_s <= best + 1e-9
 
 
+def test_a_policy_is_told_what_is_believed_and_workers_take_what_is_true():
+    run, where, wrong = trace([9, 5], [7, 3]), cluster(1, 2, step_s=1.0), cluster(1, 2, step_s=3.0)
+    policies = [Fixed(alone(2), alone(2)) for _ in range(2)]
+    right, misled = (
+        simulate(policy, run, workers=where, believed=believed)
+        for policy, believed in zip(policies, (None, wrong), strict=True)
+    )
+    told = [[event[-1] for event in policy.told if event[0] == "assign"] for policy in policies]
+    assert all(each is where for each in told[0])
+    assert all(each is wrong for each in told[1])
+    assert misled.trained_s.tolist() == right.trained_s.tolist()
+
+
 def test_a_number_of_workers_stands_for_so_many_standard_ones():
     run = trace([400] * 512, [400] * 512, max_tokens=400)
     latency = linear_latency(step_s=20.0, row_s=0.05)

@@ -118,3 +118,10 @@ def test_the_measured_number_fits_into_free_memory(
         found = auto_tokens._measured(parts)
     assert abs(found - free_tokens) <= 1
     assert tokens_that_fit(parts) == DEFAULT_TOKENS, "on a CPU it is a fixed number"
+
+
+def test_a_frozen_decoder_saves_nothing_and_takes_the_fixed_number(model: nn.Module) -> None:
+    parts = find_parts(model)
+    parts.decoder.requires_grad_(False)
+    with tree_attention(model):
+        assert auto_tokens._measured(parts) == DEFAULT_TOKENS

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from tests.models import FAMILIES, assert_gradients_equal, build, build_float64,
 from tests.train.flat import Batch, batches, flat_loss
 from treering.attention import backends
 from treering.errors import ConfigError, InputError, StateError
+from treering.model.forward import forward
 from treering.train.gradient.backward import backward
-from treering.train.objectives import Objective, dapo, grpo, sft
+from treering.train.loop.compute import enable_gradient_checkpointing
+from treering.train.objectives import Objective, dapo, grpo, gspo, sft
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
 
@@ -176,13 +179,20 @@ def test_bfloat16_strays_no_further_than_1_1_times_the_flat_run(family: str) -> 
     assert sorted(ratios)[4] <= 1.1
 
 
-def test_autocast_to_bfloat16_is_close_to_float32() -> None:
-    model = build()
-    forest = Forest.from_sequences(SHAPES["long segments"])
-    backward(model, forest, sft())
+@pytest.mark.parametrize("way", ["whole", "recomputed", "scored", "reentrant"])
+def test_autocast_to_bfloat16_is_close_to_float32_also_after_passes_without_gradients(way: str) -> None:
+    model, batch = build(), batch_of([SHAPES["long segments"]])
+    if way == "reentrant":
+        enable_gradient_checkpointing(model, "reentrant")
+    objective = gspo(batch.advantages, batch.masks, batch.old_logprobs) if way == "scored" else sft(batch.masks)
+    step = functools.partial(backward, model, forests_of(batch), objective)
+    options: dict[str, Any] = {"max_tokens": 12, "parents": "recompute"} if way in ("recomputed", "scored") else {}
+    step(**options)
     expected = take_gradients(model)
     with torch.autocast("cpu", torch.bfloat16):
-        backward(model, forest, sft())
+        with torch.no_grad():
+            forward(model, GOOD)
+        step(**options)
     actual = take_gradients(model)
     assert global_norm({name: actual[name] - expected[name] for name in expected}) <= 0.05 * global_norm(expected)
 

@@ -19,7 +19,7 @@ from treering.errors import StateError, UnsupportedError
 from treering.files.atomic import MANIFEST, read_facts, write_folder
 from treering.train.loop.checkpoint import checkpoint_path
 from treering.train.loop.optim import OptimOptions
-from treering.train.loop.restore import STATE_FILE
+from treering.train.loop.restore import STATE_FILE, set_random_state
 from treering.train.loop.run import METRICS_FILE, open_run
 from treering.train.loop.sft import LoopOptions, SftLoop
 
@@ -63,6 +63,17 @@ def test_weights_moments_and_random_state_come_back_bit_by_bit(tmp_path: Path, t
     assert_bitwise_equal(tensors_of(other), saved)
     loop.step(), other.step()
     assert_bitwise_equal(tensors_of(other), tensors_of(loop))
+
+
+@pytest.mark.parametrize(("num_saved", "num_here"), [(4, 2), (2, 4), (0, 2)])
+def test_random_states_of_devices_come_back_where_another_machine_has_them(
+    num_saved: int, num_here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored: dict[int, int] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_here)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.update({device: int(state)}))
+    set_random_state({"cpu": torch.get_rng_state(), "cuda": [torch.tensor(10 + i) for i in range(num_saved)]})
+    assert restored == {i: 10 + i for i in range(min(num_saved, num_here))}
 
 
 def test_the_newest_checkpoints_are_kept_and_folders_of_the_user_left_alone(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ from treering.errors import Interrupted
 from treering.metrics import Metrics
 from treering.ranks.group import RankGroup
 from treering.train.loop import saving
+from treering.train.loop.held_out import Evaluation
 from treering.train.loop.interruption import Interruption
 from treering.train.loop.resumable import Resumable, StepReport
 from treering.train.loop.run import open_run, run_steps
 from treering.train.loop.saving import Saved
 from treering.train.loop.sft import SftLoop
-from treering.train.progress import Phase
+from treering.train.progress import OnProgress, Phase
 
 NUM_STEPS = 4
 
@@ -80,6 +81,31 @@ def test_a_run_ended_between_micro_batches_goes_on_to_the_same_bits(tmp_path: Pa
         rest = in_small_batches()
         assert train(folder, rest) is None
         assert_bitwise_equal(tensors_of(rest), tensors_of(whole))
+
+
+def test_a_signal_during_the_last_evaluation_ends_the_run_after_its_last_step_is_saved(tmp_path: Path) -> None:
+    loop, interruption, checkpoints = tiny_loop(), Interruption(RankGroup()), store(tmp_path / "checkpoints")
+
+    def measure(on_progress: OnProgress | None) -> dict[str, float]:
+        if loop.num_steps_done == 2:
+            interruption.request(signal.SIGTERM)
+        interruption.checked(lambda *_: None)("scoring", 1, 2)
+        return {"eval/loss": 1.0}
+
+    steps = run_steps(
+        loop,
+        num_steps=2,
+        save_every=None,
+        checkpoints=checkpoints,
+        metrics=Metrics([]),
+        evaluation=Evaluation(measure=measure),
+        interruption=interruption,
+    )
+    assert [next(steps).step, next(steps).step] == [1, 2]
+    assert (tmp_path / "checkpoints" / "step-000002").exists()
+    with pytest.raises(Interrupted) as ended:
+        next(steps)
+    assert ended.value.__notes__ == ["step 2 is saved, and was not evaluated"]
 
 
 def test_where_all_is_saved_a_signal_need_not_wait(tmp_path: Path) -> None:

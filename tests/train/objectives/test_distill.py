@@ -92,8 +92,8 @@ def test_chunks_of_rows_change_nothing(name: str, rows: int, softcap: bool, monk
     assert_distills_exactly(data, SETTINGS[name], student=student, teacher=build_float64("gemma2", seed=2))
 
 
-@pytest.mark.parametrize(("family", "tied"), [("gemma2", True), ("qwen3_moe", False)])
-def test_tied_heads_softcaps_and_experts_are_exact(family: str, tied: bool) -> None:
+@pytest.mark.parametrize(("family", "tied"), [("gemma2", True), ("granite", True), ("qwen3_moe", False)])
+def test_tied_heads_softcaps_divisors_and_experts_are_exact(family: str, tied: bool) -> None:
     student, teacher = (build_float64(family, seed, tie_word_embeddings=tied) for seed in (0, 1))
     data = data_of([SHAPES["long segments"]], student, seed=2)
     assert_distills_exactly(data, Setting(kind="reverse_kl"), 40, student=student, teacher=teacher)
@@ -151,7 +151,8 @@ def test_chunks_hold_no_logits_of_either_model(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scoring, "MAX_LOGIT_ENTRIES", {"cpu": 8 * vocab})
     head, teacher_head = nn.Linear(6, vocab, bias=False), nn.Linear(5, vocab, bias=True)
     rows = torch.randn(num_rows, 6, requires_grad=True)
-    teacher = TeacherStates(hidden=torch.randn(num_rows, 5), head=teacher_head, softcap=None, num_logits=vocab)
+    hidden = torch.randn(num_rows, 5)
+    teacher = TeacherStates(hidden=hidden, head=teacher_head, softcap=None, logit_divisor=1.0, num_logits=vocab)
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,15 +166,16 @@ def test_chunks_hold_no_logits_of_either_model(monkeypatch: pytest.MonkeyPatch) 
     assert sum(saved.values()) / 4 <= rows.numel() + head.weight.numel() < num_rows * vocab
 
 
-def test_a_score_is_of_what_follows_each_token() -> None:
+@pytest.mark.parametrize("teacher", [TEACHER, build_float64("granite", seed=5)], ids=["llama", "granite"])
+def test_a_score_is_of_what_follows_each_token(teacher: nn.Module) -> None:
     sequences = SHAPES["prefixes of each other"]
     forest = Forest.from_sequences(sequences)
-    top = score(TEACHER, forest, top_k=3)
-    states = score(TEACHER, forest)
+    top = score(teacher, forest, top_k=3)
+    states = score(teacher, forest)
     assert isinstance(top, TeacherTopK)
     assert isinstance(states, TeacherStates)
     for branch, sequence in enumerate(sequences):
-        logprobs = TEACHER(input_ids=torch.tensor([sequence])).logits[0].log_softmax(-1)
+        logprobs = teacher(input_ids=torch.tensor([sequence])).logits[0].log_softmax(-1)
         path = torch.from_numpy(forest.path(branch)).long()
         torch.testing.assert_close(top.logprobs[path], logprobs.sort(-1, descending=True).values[:, :3])
         torch.testing.assert_close(top.ids[path], logprobs.argsort(-1, descending=True)[:, :3])

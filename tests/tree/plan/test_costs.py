@@ -1,19 +1,15 @@
 """What a forest costs, and that a tree is shared unless the cost model says that sharing loses."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.forests import sequence_sets
-from treering.errors import ConfigError, StateError
+from treering.errors import ConfigError
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
 from treering.tree.plan.plan import plan_batch
-
-COSTS = CostModel(token_s=1e-3, pair_s=1.7e-7, segment_s=0.1)
 
 
 def test_a_forest_costs_its_tokens_pairs_and_segments() -> None:
@@ -25,30 +21,11 @@ def test_a_forest_costs_its_tokens_pairs_and_segments() -> None:
     assert costs.of(Forest.from_sequences([])) == 0.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[1, 2, 3]",
-        '{"token_s": 1.0, "pair_s": 1.0}',
-        '{"token_s": 1.0, "pair_s": 1.0, "segment_s": -1.0}',
-        '{"token_s": 1.0, "pair_s": "fast", "segment_s": 1.0}',
-        '{"token_s": NaN, "pair_s": 1.0, "segment_s": 1.0}',
-        '{"token_s": 1.0, "pair_s": 1.0, "segment_s": 1.0, "bias_s": 1.0}',
-    ],
-)
-def test_a_corrupt_file_is_refused_by_what_it_holds(text: str) -> None:
-    with pytest.raises(StateError, match="delete it and fit again"):
-        CostModel.from_json(text)
-
-
 def test_costs_are_finite_and_not_negative() -> None:
     with pytest.raises(ConfigError, match=r"pair_s .*>= 0, got -1"):
         CostModel(token_s=1.0, pair_s=-1.0, segment_s=0.0)
     with pytest.raises(ConfigError, match="three zeros"):
         CostModel(token_s=0.0, pair_s=0.0, segment_s=0.0)
-    assert json.loads(COSTS.to_json()) == {"token_s": 1e-3, "pair_s": 1.7e-7, "segment_s": 0.1}
-    assert CostModel.from_json(COSTS.to_json()) == COSTS
 
 
 BY_SEGMENT = CostModel(token_s=0.001, pair_s=0.0, segment_s=1.0)

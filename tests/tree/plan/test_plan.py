@@ -11,7 +11,7 @@ from tests.forests import sequence_sets
 from treering.errors import InputError
 from treering.tree.forest import Forest
 from treering.tree.plan.costs import CostModel
-from treering.tree.plan.plan import Plan, plan_batch
+from treering.tree.plan.plan import plan_batch
 
 BY_TOKEN, BY_SEGMENT = (CostModel(token_s=each, pair_s=0.0, segment_s=1 - each) for each in (1.0, 0.01))
 
@@ -58,10 +58,6 @@ def test_two_prompts_with_four_samples_stay_2840_tokens_at_every_cap(order: str)
 
 def forest_of(sequences: list[Any], prompt_of: list[int], prompt: int) -> Forest:
     return Forest.from_sequences([sequences[i] for i in range(8) if prompt_of[i] == prompt])
-
-
-def sizes_by_bin(sizes: list[int], plan: Plan) -> list[list[int]]:
-    return [sorted(sizes[i] for i in batch.branches.tolist()) for batch in plan.micro_batches]
 
 
 @given(st.lists(st.integers(1, 9), max_size=30), st.integers(9, 20))

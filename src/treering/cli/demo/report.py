@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from rich.table import Table
 from treering.cli.demo.policy import WarmStart
 from treering.cli.demo.run import Comparison, DemoSize, Side
 from treering.cli.train.summary import RlTotals, totals
+from treering.extras import versions_of
 from treering.tree.stats import work_bounds
 from treering.types import read_shape
 
@@ -75,13 +75,14 @@ def make_report(
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         num_threads=torch.get_num_threads(),
         engine_threads=dict(threads),
-        versions={name: version(name) for name in ("torch", "transformers", "numpy", "numba")},
+        versions=versions_of(("torch", "transformers", "numpy", "numba")),
     )
 
 
 def as_table(report: DemoReport) -> Table:
     """The comparison for a terminal."""
     plain, ours, size = report.plain, report.treering, report.size
+    first = "none" if report.first_difference is None else f"step {report.first_difference}"
     title = f"{report.num_steps} steps of GRPO from one start, {size.num_epochs} epochs over {size.num_prompts} prompts"
     table = Table(title=title, title_justify="left")
     table.add_column()
@@ -100,7 +101,7 @@ def as_table(report: DemoReport) -> Table:
     table.add_row("share of that bound", "", "", f"{report.share_of_flop_bound:.0%}")
     table.add_section()
     table.add_row("reward, first -> last epoch", _reward(plain), _reward(ours), "")
-    table.add_row("first step with a different token", "", _first(report.first_difference), "")
+    table.add_row("first step with a different token", "", first, "")
     table.caption = (
         f"{report.num_parameters:,} parameters, {size.max_batch} rollouts at one time on both sides, by "
         f"{report.engine_threads['plain']} and {report.engine_threads['treering']} threads; warm start "
@@ -114,7 +115,3 @@ def _reward(total: RlTotals) -> str:
     assert first is not None, "every step has rollouts"
     assert last is not None, "every step has rollouts"
     return f"{first:.2f} -> {last:.2f}"
-
-
-def _first(step: int | None) -> str:
-    return "none" if step is None else f"step {step}"

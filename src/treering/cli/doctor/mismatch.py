@@ -5,21 +5,22 @@ after it, until the next update. So both sides are of the same weights, and what
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from treering.arrays import Float64Array, Int64Array
 from treering.cli.models import load_checkpoint
-from treering.cli.run_folder import CONFIG_FILE, ROLLOUTS_FOLDER
 from treering.data import Trajectory, read_trajectories
 from treering.errors import InputError
 from treering.model.forward import forward
+from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.report.run import CONFIG_FILE
 from treering.train.loop.compute import Autocast, precision
 from treering.train.loop.restore import STATE_FILE
 from treering.tree.forest import Forest
@@ -76,15 +77,19 @@ def measure_mismatch(folder: Path, checkpoints: tuple[Path, ...]) -> MismatchRep
     files = sorted((folder / ROLLOUTS_FOLDER).glob("epoch-*.jsonl"), reverse=True)
     if not files or not checkpoints:
         return _nothing("it needs rollouts and a whole checkpoint, and there are none")
-    settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    sampling = settings["sampling"]
+    try:
+        settings = json.loads((folder / CONFIG_FILE).read_bytes())
+        sampling, dtype = dict(settings["sampling"]), settings["model"]["dtype"]
+        temperature = float(sampling["temperature"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return _nothing(f"{CONFIG_FILE} does not say how rollouts were sampled ({error!r})")
     changed = [name for name, neutral in _OFF.items() if sampling.get(name, neutral[0]) not in neutral]
     if changed:
         return _nothing(f"rollouts hold log-probs after {', '.join(changed)}, and a trainer computes them before")
     for checkpoint in checkpoints:
         rollouts = list(islice(_sampled_by(files, _version(checkpoint)), MAX_ROLLOUTS))
         if rollouts:
-            return _compare(checkpoint, rollouts, settings)
+            return _compare(checkpoint, rollouts, temperature, "bfloat16" if dtype == "bfloat16" else "none")
     return _nothing("no stored rollout was sampled by the weights of a checkpoint that is left; set run.keep higher")
 
 
@@ -130,25 +135,35 @@ def _sampled_by(files: list[Path], version: int | None) -> Iterator[Trajectory]:
             continue
 
 
-def _compare(checkpoint: Path, rollouts: list[Trajectory], settings: Mapping[str, Any]) -> MismatchReport:
-    model = load_checkpoint(checkpoint).eval()
-    forest = Forest.from_sequences([_tokens(rollout) for rollout in rollouts])
-    autocast: Autocast = "bfloat16" if settings["model"]["dtype"] == "bfloat16" else "none"
-    with torch.no_grad(), precision(model, autocast):
-        logprobs = forward(model, forest, temperature=settings["sampling"]["temperature"]).logprobs
-    own = logprobs.double().numpy()
-    gaps, places = [], []
-    for branch, rollout in enumerate(rollouts):
-        assert rollout.logprobs is not None
-        sampled = np.flatnonzero(np.asarray(rollout.loss_mask))
-        gaps.append(np.abs(np.asarray(rollout.logprobs)[sampled] - own[forest.path(branch)][sampled]))
-        places.append(np.arange(sampled.size))
+def _compare(checkpoint: Path, rollouts: list[Trajectory], temperature: float, autocast: Autocast) -> MismatchReport:
+    try:
+        model = load_checkpoint(checkpoint).eval()
+    except InputError as error:
+        # Such as a model that takes pictures, which rollouts are stored without.
+        return _nothing(f"the trainer computes stored rollouts as text, and {error}")
+    # All prompts in one forest need not fit in memory.
+    prompts = [list(group) for _, group in groupby(rollouts, key=lambda rollout: rollout.task_id)]
+    gaps = [gap for group in prompts for gap in _gaps(model, group, temperature, autocast)]
     return MismatchReport(
         checkpoint=checkpoint.name,
         num_rollouts=len(rollouts),
-        bins=bins_of(np.concatenate(gaps), np.concatenate(places)),
+        bins=bins_of(np.concatenate(gaps), np.concatenate([np.arange(gap.size) for gap in gaps])),
         words=f"|engine's log-prob - trainer's| of {len(rollouts)} rollouts under the weights of {checkpoint.name}",
     )
+
+
+def _gaps(
+    model: nn.Module, rollouts: Sequence[Trajectory], temperature: float, autocast: Autocast
+) -> Iterator[Float64Array]:
+    """Of each rollout |engine's log-prob - trainer's| of its sampled tokens, in order."""
+    forest = Forest.from_sequences([_tokens(rollout) for rollout in rollouts])
+    with torch.no_grad(), precision(model, autocast):
+        logprobs = forward(model, forest, temperature=temperature).logprobs
+    own = logprobs.double().numpy()
+    for branch, rollout in enumerate(rollouts):
+        assert rollout.logprobs is not None
+        sampled = np.flatnonzero(np.asarray(rollout.loss_mask))
+        yield np.abs(np.asarray(rollout.logprobs)[sampled] - own[forest.path(branch)][sampled])
 
 
 def _tokens(rollout: Trajectory) -> np.ndarray:

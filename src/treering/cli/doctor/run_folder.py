@@ -1,17 +1,19 @@
 """Checks every file of a run folder, and says what the next start of the run would do; changes nothing."""
 
-import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from treering.cli.run_folder import CONFIG_FILE, COSTS_FILE, HISTORY_FOLDER, ROLLOUTS_FOLDER
+from treering.cli.run_folder import COSTS_FILE, HISTORY_FOLDER
 from treering.errors import InputError, TreeringError
 from treering.files.atomic import read_facts
+from treering.files.json_object import read_object
 from treering.files.step_lines import read_rows, spans
 from treering.history.store.snapshot import read_saved
+from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.report.run import CONFIG_FILE
 from treering.train.loop.checkpoint import CHECKPOINT_NAME, check_identity
 from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE
 
@@ -87,16 +89,13 @@ def _checked(folder: Path, path: Path, check: Callable[[], str]) -> FileReport:
 
 
 def _settings(file: Path) -> str:
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError("it holds no JSON object")
-    return f"{len(content)} entries"
+    return f"{len(read_object(file))} entries"
 
 
 def _checkpoint(folder: Path, path: Path) -> str:
     facts = read_facts(path)
     if (folder / RUN_FILE).exists():
-        check_identity(facts["identity"], json.loads((folder / RUN_FILE).read_text(encoding="utf-8")), where=path)
+        check_identity(facts["identity"], read_object(folder / RUN_FILE), where=path)
     return f"step {facts['step']}, checksums right"
 
 

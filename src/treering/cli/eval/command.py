@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.corpus import load_corpus
+from treering.cli.corpus import Corpus, load_corpus
 from treering.cli.display.progress import WorkProgress, warnings_as_lines
 from treering.cli.display.tables import facts_table
 from treering.cli.eval.options import EvalOptions
@@ -26,6 +26,7 @@ from treering.cli.train.held_out import load_held_out, measure_rewards
 from treering.config import RlConfig, SftConfig, load
 from treering.config.load import load_written
 from treering.errors import ConfigError, InputError
+from treering.files.json_object import read_object
 from treering.report.run import CONFIG_FILE
 from treering.train.loop.held_out import HeldOutLoss, Measure
 from treering.train.loop.run import CHECKPOINTS_FOLDER
@@ -94,13 +95,8 @@ def find_weights(name: str, step: int | None) -> Path:
 
 
 def _written(folder: Path) -> Mapping[str, Any]:
-    try:
-        written = dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(
-            f"{folder / CONFIG_FILE} holds the settings of a run, and it cannot be read ({error}); name a checkpoint "
-            f"in {folder / CHECKPOINTS_FOLDER} instead, with --file"
-        ) from error
+    instead = f"name a checkpoint in {folder / CHECKPOINTS_FOLDER} instead, with --file"
+    written = read_object(folder / CONFIG_FILE, fix=instead)
     # It stands beside the sections, for `watch`.
     return {name: value for name, value in written.items() if name != "num_steps"}
 
@@ -164,26 +160,31 @@ def run(options: EvalOptions) -> None:
 
 def _measure(target: Target, stack: ExitStack) -> Measure:
     config = target.config
-    model = load_checkpoint(target.weights).to(choose_device(config.model.device))
     if isinstance(config, RlConfig):
-        held = load_held_out(config, Path())
-        assert held is not None, "find_target checks it"
-        stack.callback(held.close)
-        return measure_rewards(config, held, lambda: model)
-    return _loss(config, model)
+        prompts = load_held_out(config, Path())
+        assert prompts is not None, "find_target checks it"
+        stack.callback(prompts.close)
+        policy = _model(target, takes_pictures=prompts.has_pictures)
+        return measure_rewards(config, prompts, lambda: policy)
+    corpus = _held_out(config)
+    model = _model(target, takes_pictures=corpus.has_pictures)
+    compute = compute_options(config.model, config.train)
+    return HeldOutLoss(model, corpus.tasks, compute=compute, layout=config.train.layout)
 
 
-def _loss(config: SftConfig, model: nn.Module) -> HeldOutLoss:
+def _model(target: Target, *, takes_pictures: bool) -> nn.Module:
+    model = load_checkpoint(target.weights, takes_pictures=takes_pictures)
+    return model.to(choose_device(target.config.model.device))
+
+
+def _held_out(config: SftConfig) -> Corpus:
     folder = find_model(config.model, Path())
     if config.eval.files:
-        held = read_files(config, config_dir=Path(), model=folder)
-    else:
-        corpus = load_corpus(config.data, config_dir=Path(), model=folder)
-        _, part = split_corpus(config, corpus, config_dir=Path(), model=folder)
-        assert part is not None, "find_target checks it"
-        held = part
-    compute = compute_options(config.model, config.train)
-    return HeldOutLoss(model, held.tasks, compute=compute, layout=config.train.layout)
+        return read_files(config, config_dir=Path(), model=folder)
+    corpus = load_corpus(config.data, config_dir=Path(), model=folder)
+    _, held = split_corpus(config, corpus, config_dir=Path(), model=folder)
+    assert held is not None, "find_target checks it"
+    return held
 
 
 def _table(target: Target, values: dict[str, float]) -> Table:

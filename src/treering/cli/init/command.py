@@ -1,14 +1,17 @@
 """`treering init`: reads a file and a model, and writes the configuration that trains one on the other."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from treering.cli.options import Format, JsonOutput
-from treering.errors import InputError
+from treering.errors import ConfigError, InputError
 from treering.extras import require
+
+_REWARD = "exact_answer"
 
 
 def init(
@@ -26,7 +29,7 @@ def init(
             metavar="NAME",
             help="With --rl: exact_answer, contains_answer, math_verify, or package.module:function of your own.",
         ),
-    ] = "exact_answer",
+    ] = _REWARD,
     out: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="The file to write: sft.toml, or train.toml with --rl.")
     ] = None,
@@ -47,6 +50,10 @@ def init(
     from treering.cli.init.texts import rl_text, sft_text
     from treering.cli.toml import comments
 
+    if rl and format != "auto":
+        raise ConfigError(f"--format is of trajectories, and --rl reads prompts, got {format}; leave one of them out")
+    if not rl and reward != _REWARD:
+        raise ConfigError(f"--reward is of prompts, and without --rl trajectories are read, got {reward}; add --rl")
     command = "train" if rl else "sft"
     path = out or Path(f"{command}.toml")
     _check_free(path)
@@ -56,10 +63,12 @@ def init(
     facts = read_model(model if is_here or is_hub_id(model, [Path()]) else str(Path(model).absolute()))
     run_dir = f"runs/{file.name.partition('.')[0]}-{command}"
     if rl:
+        is_file = reward.rpartition(":")[0].endswith(".py")
+        reward = str(Path(reward).absolute()) if is_file and not is_here else reward
         text = rl_text(file, named, facts, reward=reward, run_dir=run_dir)
     else:
         text = sft_text(file, named, facts, run_dir=run_dir, format=format)
-    line = f"treering {command} {path}"
+    line = f"treering {command} {shlex.quote(str(path))}"
     head = comments(f"For {file} and {model}, by treering init. It runs as it is: {line}")
     with path.open("x", encoding="utf-8") as stream:
         stream.write(head + comments(f"All settings: treering {command} --help") + "#\n" + text)

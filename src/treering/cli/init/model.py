@@ -1,12 +1,12 @@
 """What a configuration must know of the user's model: its folder, vocabulary and context."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treering.cli.hub import find_folder
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError
+from treering.files.json_object import read_object
 from treering.types import DEFAULT_SHAPE, find_shape
 
 
@@ -47,15 +47,7 @@ def read_model(name: str) -> ModelFacts:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--model names a Hugging Face model, whose {file} cannot be read ({error}); correct it"
-        ) from error
-    if not isinstance(config, dict):
-        raise InputError(f"{file} is a JSON object, got {type(config).__name__}; fetch it again")
+    config = read_object(folder / "config.json", fix="name the folder of a Hugging Face model with --model")
     # Models that also see keep what is about text apart.
     inner = config.get("text_config")
     return config | inner if isinstance(inner, dict) else config

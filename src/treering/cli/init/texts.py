@@ -37,12 +37,13 @@ def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format:
             f"{file} has token ids up to {report.largest_id}, and {model.name} knows {model.vocab_size}; name the "
             "model whose tokenizer made them"
         )
+    data = [pair("files", [named]), *([pair("format", format)] if format != "auto" else [])]
     return "".join(
         [
             comments(_found(report, file, model, format)),
             comments(_lengths(report, model)),
             section("model", _model(model)),
-            section("data", _data(named, format)),
+            section("data", data),
             section("train", _train(report)),
             section("run", [pair("dir", run_dir, "Checkpoints and metrics. The same command resumes a stopped run.")]),
         ]
@@ -72,10 +73,6 @@ def _model(model: ModelFacts) -> list[str]:
         pair("path", model.name),
         comments('On a GPU: dtype = "bfloat16". It is the type to compute in; weights stay float32.'),
     ]
-
-
-def _data(named: str, format: FormatName) -> list[str]:
-    return [pair("files", [named]), *([pair("format", format)] if format != "auto" else [])]
 
 
 def _train(report: FileReport) -> list[str]:
@@ -132,7 +129,7 @@ def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: 
         [
             comments(found),
             section("model", _model(model)),
-            section("task", _prompts(named, reward)),
+            section("task", [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]),
             section("sampling", [pair("max_tokens", response, "Tokens of a rollout; raise it if answers are cut.")]),
             section("rl", _loop(len(lengths))),
             section("engine", [pair("max_batch", _MAX_BATCH, "Rollouts that run at one time.")]),
@@ -152,10 +149,6 @@ def _response(longest: int, model: ModelFacts) -> int:
             "another model"
         )
     return room
-
-
-def _prompts(named: str, reward: str) -> list[str]:
-    return [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]
 
 
 def _loop(num_prompts: int) -> list[str]:

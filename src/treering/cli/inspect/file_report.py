@@ -76,6 +76,8 @@ class FileReport:
 
     file: str
     trajectories: int
+    rows: int
+    """Sequences: a chat whose template rewrites history has several."""
     tasks: int
     flat_tokens: int
     unique_tokens: int
@@ -123,7 +125,8 @@ def measure(
     bounds = work_bounds(flat, tree, shape)
     return FileReport(
         file=dataset.facts.source,
-        trajectories=dataset.num_rows,
+        trajectories=dataset.facts.num_trajectories,
+        rows=dataset.num_rows,
         tasks=dataset.num_tasks,
         flat_tokens=flat.num_tokens,
         unique_tokens=tree.num_tokens,

@@ -78,14 +78,13 @@ def _epoch_json(report: EpochReport) -> dict[str, Any]:
         "before": report.before,
         "num_rollouts": report.num_rollouts,
         "num_left_out": report.num_left_out,
-        "reuse": {source: _reuse_json(reuse) for source, reuse in report.reuse.items()},
+        "reuse": {
+            source: None if reuse is None else asdict(reuse) | {"rate": reuse.rate}
+            for source, reuse in report.reuse.items()
+        },
         "excess": report.excess,
         "ranks": None if ranks is None else {name: _plain(getattr(ranks, name)) for name in ranks.__slots__},
     }
-
-
-def _reuse_json(reuse: Reuse | None) -> dict[str, Any] | None:
-    return None if reuse is None else asdict(reuse) | {"rate": reuse.rate}
 
 
 def _plain(record: Any) -> dict[str, Any] | None:

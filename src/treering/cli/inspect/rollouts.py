@@ -1,6 +1,6 @@
 """Reads recorded rollouts from trajectory files or the run folder of `treering train`. Loads no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,7 +50,7 @@ def read_rollouts(options: InspectOptions, progress: WorkProgress, *, allow_file
         InputError: a folder without rollouts, a bad file, no sampled token, or rollouts without an epoch. A torn last
             line of a folder's file is left out with a warning.
     """
-    files = [(file, file != path) for path in expanded(options.files) for file in _files_of(path)]
+    files = [(file, file != path) for path in expanded(options.files) for file in rollout_files(path)]
     renderer, count = options.renderer(), progress.counting("reading files", len(files))
     datasets: list[TokenDataset] = []
     for file, is_own in files:
@@ -82,16 +82,12 @@ def _sampled(dataset: TokenDataset) -> Iterator[Sampled]:
         )
 
 
-def trajectory_files(paths: Sequence[Path]) -> list[Path]:
-    """The files of each path: the path itself, also of a dataset's folder, or those of a run or its rollouts folder.
+def rollout_files(path: Path) -> list[Path]:
+    """The files of a path: the path itself, also of a dataset's folder, or those of a run or its rollouts folder.
 
     Raises:
         InputError: a folder without such files.
     """
-    return [file for path in paths for file in _files_of(path)]
-
-
-def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     # A run's folder may hold tables that were written from it.

@@ -24,7 +24,7 @@ def summary_table(reports: Sequence[FileReport]) -> Table:
         title += "; rewards: mean, spread, tasks in which all are the same"
     table = _table(title, (*SUMMARY_COLUMNS, *(REWARD_COLUMNS if has_rewards else ())))
     for report in reports:
-        counts = (report.trajectories, report.flat_tokens, report.unique_tokens)
+        counts = (report.rows, report.flat_tokens, report.unique_tokens)
         cells = [stem_of(report), *(short(count) for count in counts), f"{report.flop_bound:.2f}x"]
         table.add_row(*cells, *(_reward_cells(report) if has_rewards else ()))
     return table
@@ -66,7 +66,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _gain_cells(report: FileReport) -> list[str]:
-    counts = (report.trajectories, report.flat_tokens, report.unique_tokens)
+    counts = (report.rows, report.flat_tokens, report.unique_tokens)
     ratios = (report.sharing, report.token_bound, report.flop_bound, report.prompt_only_bound)
     return [stem_of(report), *(short(count) for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
 

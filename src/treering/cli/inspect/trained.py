@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from treering.data import RenderedTrajectory, TaskId
 from treering.data.cache.dataset import TokenDataset
+from treering.data.notes import num_common
 from treering.data.pictures.decode import thumbnail_uri
 from treering.data.pictures.stored import StoredPicture
 from treering.data.rendering.encoder import open_tokenizer
@@ -162,7 +163,7 @@ def _shown(
     table = PictureTable()
     keys = table.tokens(one.tokens, one.pictures)
     others = (table.tokens(other.tokens, other.pictures) for other in task if other is not one)
-    num_shared = max((_num_common(keys, other) for other in others), default=0)
+    num_shared = max((num_common(keys, other) for other in others), default=0)
     is_shared = np.arange(one.tokens.size) < num_shared
     places = _places(one)
     fates = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens), places], axis=1)
@@ -211,12 +212,6 @@ def _picture_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails,
         special=True,
         picture=SpanPicture(number=number, width=width, height=height, digest=digest, thumbnail=thumbnails.of(picture)),
     )
-
-
-def _num_common(left: TokenIds, right: TokenIds) -> int:
-    size = min(left.size, right.size)
-    differ = left[:size] != right[:size]
-    return int(differ.argmax()) if differ.any() else size
 
 
 def _first_tasks(task_ids: Sequence[TaskId]) -> str:

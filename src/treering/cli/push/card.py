@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from treering import metrics
 from treering.cli.toml import pair, section
 from treering.errors import TreeringError
+from treering.extras import versions_of
 from treering.report.epochs import figures, total
-from treering.report.run import Row, RunData, number, read_run
+from treering.report.run import Row, RunData, number, read_run, section_of
 
 CARD_FILE = "README.md"
 
@@ -19,7 +19,7 @@ _PACKAGES = ("treering", "torch", "transformers", "peft", "vllm")
 _SECTIONS = ("rl", "train", "sampling", "optim", "lora", "teacher", "router")
 
 
-def model_card(run_dir: Path, step: int, *, has_tokenizer: bool) -> str:
+def model_card(run_dir: Path, step: int, *, has_tokenizer: bool, takes_pictures: bool = False) -> str:
     """The card of a run's checkpoint, as Markdown with the metadata that the hub reads.
 
     It holds settings and figures up to this step, no rollout, no path and nothing of the environment. What cannot be
@@ -29,6 +29,7 @@ def model_card(run_dir: Path, step: int, *, has_tokenizer: bool) -> str:
         run_dir: folder of the run; of its files `config.json` and `metrics.jsonl` are read.
         step: of the checkpoint.
         has_tokenizer: whether the checkpoint has one.
+        takes_pictures: whether its model does.
 
     Example: of a run of GRPO on Qwen/Qwen3-0.6B the first lines have "base_model: Qwen/Qwen3-0.6B" and "- grpo".
     """
@@ -37,12 +38,13 @@ def model_card(run_dir: Path, step: int, *, has_tokenizer: bool) -> str:
     except (OSError, TreeringError):
         run = RunData(name=run_dir.resolve().name, folder=run_dir, rows=(), config={}, notes=())
     rows = [row for row in run.rows if row["step"] <= step]
+    versions = ", ".join(f"{name} {version}" for name, version in versions_of(_PACKAGES).items())
     parts = [
-        _metadata(run.config),
+        _metadata(run.config, takes_pictures=takes_pictures),
         f"# {run.name}, step {step}",
         "Trained with Treering, which computes each shared token once and drafts rollouts from earlier ones.",
-        _table(_facts(run.config) | {"steps": str(step)} | _measured(rows) | {"versions": _versions()}),
-        f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer)}",
+        _table(_facts(run.config) | {"steps": str(step)} | _measured(rows) | {"versions": versions}),
+        f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer, takes_pictures=takes_pictures)}",
         f"## Settings\n\n{_settings(run.config)}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -62,27 +64,29 @@ def hub_base(config: Mapping[str, Any]) -> str | None:
 
     Only a hub id has a revision in the settings of a run.
     """
-    model = _section(config, "model")
+    model = section_of(config, "model")
     return str(model["path"]) if model.get("path") and model.get("revision") else None
 
 
-def _metadata(config: Mapping[str, Any]) -> str:
+def _metadata(config: Mapping[str, Any], *, takes_pictures: bool) -> str:
     """What the hub sorts and links models by."""
     base = hub_base(config)
     lines = [
         *([] if base is None else [f"base_model: {base}"]),
         f"library_name: {'peft' if _has_adapters(config) else 'transformers'}",
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {'image-text-to-text' if takes_pictures else 'text-generation'}",
         *["tags:", "- treering", f"- {_objective(config)}", *(["- lora"] if _has_adapters(config) else [])],
     ]
     return "\n".join(["---", *lines, "---"])
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, str]:
-    task, data, lora = (_section(config, name) for name in ("task", "data", "lora"))
+    task, data, lora = (section_of(config, name) for name in ("task", "data", "lora"))
     facts = {"base model": _base_in_words(config)}
     if task:
-        facts["task"] = f"{_name(task['file'])}, reward {task['reward']}" if task.get("file") else str(task["kind"])
+        facts["task"] = (
+            f"{_name(task['file'])}, reward {task.get('reward')}" if task.get("file") else str(task.get("kind"))
+        )
     if data:
         facts["data"] = ", ".join(_name(file) for file in data.get("files", ())) or "generated"
     facts["objective"] = _objective(config)
@@ -128,19 +132,12 @@ def _k_of(name: str) -> int:
     return int(name.removeprefix(metrics.EVAL_PASS_AT))
 
 
-def _versions() -> str:
-    found = []
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
-
-
-def _loading(config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
+def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_pictures: bool) -> str:
     kind, package = ("AutoModelForCausalLM", "transformers")
-    if _has_adapters(config):
+    if takes_pictures:
+        # It takes adapters too, for which peft has no class of this kind.
+        kind = "AutoModelForImageTextToText"
+    elif _has_adapters(config):
         kind, package = ("AutoPeftModelForCausalLM", "peft")
     lines = [f"from {package} import {kind}", "", f'model = {kind}.from_pretrained("{_HERE}")']
     if has_tokenizer:
@@ -150,10 +147,10 @@ def _loading(config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    is_used = {"lora": _has_adapters(config), "teacher": bool(_section(config, "teacher").get("path"))}
+    is_used = {"lora": _has_adapters(config), "teacher": bool(section_of(config, "teacher").get("path"))}
     lines: list[str] = []
     for name in _SECTIONS:
-        values = {} if not is_used.get(name, True) else _section(config, name)
+        values = {} if not is_used.get(name, True) else section_of(config, name)
         own = [pair(key, value) for key, value in values.items() if _is_shown(key, value)]
         lines += [section(name, own)] if own else []
     return f"```toml{''.join(lines).rstrip()}\n```"
@@ -169,23 +166,18 @@ def _table(facts: Mapping[str, str]) -> str:
 
 
 def _base_in_words(config: Mapping[str, Any]) -> str:
-    model, base = _section(config, "model"), hub_base(config)
+    model, base = section_of(config, "model"), hub_base(config)
     if base is not None:
         return f"{base} at {model['revision']}"
     return f"{_name(model['path'])}, a folder" if model.get("path") else "random weights"
 
 
 def _objective(config: Mapping[str, Any]) -> str:
-    return str({**_section(config, "rl"), **_section(config, "train")}.get("objective", "unknown"))
+    return str({**section_of(config, "rl"), **section_of(config, "train")}.get("objective", "unknown"))
 
 
 def _has_adapters(config: Mapping[str, Any]) -> bool:
-    return bool(_section(config, "lora").get("rank"))
-
-
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    return bool(section_of(config, "lora").get("rank"))
 
 
 def _name(path: object) -> str:

@@ -27,7 +27,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
         StateError: it is damaged.
     """
     found = sorted((folder / CHECKPOINTS_FOLDER).glob("step-*"))
-    checkpoints = {_step_of(path): path for path in found if CHECKPOINT_NAME.fullmatch(path.name)}
+    checkpoints = {int(path.name.removeprefix("step-")): path for path in found if CHECKPOINT_NAME.fullmatch(path.name)}
     if not checkpoints:
         raise InputError(
             f"a run folder holds checkpoints/step-..., and {folder} has none; name the run.dir of a run that has saved"
@@ -69,10 +69,6 @@ def stage(checkpoint: Path, target: Path, *, repo_id: str, base_model: str | Non
     card = (checkpoint / CARD_FILE).read_text(encoding="utf-8")
     (target / CARD_FILE).write_text(published(card, repo_id, base_model), encoding="utf-8")
     return sorted(target.iterdir())
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _name_base(file: Path, base: str | None, base_model: str | None) -> None:

@@ -35,7 +35,7 @@ def run(folders: Sequence[Path], out: Path | None, open_page: bool, rollouts: Pa
         json_output: print the page's content as JSON, and write no page unless `out` names its file.
 
     Raises:
-        ConfigError: several folders with `rollouts`.
+        ConfigError: several folders with `rollouts`, or a page to open that is not written.
         InputError: a folder holds no run.
         StateError: a file cannot be written.
     """
@@ -44,6 +44,8 @@ def run(folders: Sequence[Path], out: Path | None, open_page: bool, rollouts: Pa
     note_compiling(console, propose)
     if rollouts is not None and others:
         raise ConfigError(f"--rollouts writes those of one run, got {len(folders)} runs; name one")
+    if open_page and json_output and out is None:
+        raise ConfigError("--open shows a page, and with --json none is written; name one by --out, or leave one out")
     follows = open_page and not json_output and any(map(is_training, folders))
     content = page_content(folder, find_text, others=others)
     if rollouts is not None:

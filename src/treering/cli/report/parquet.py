@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treering.cli.inspect.rollouts import trajectory_files
+from treering.cli.inspect.rollouts import rollout_files
 from treering.cli.report.texts import find_text
 from treering.data import Trajectory, read_trajectories
 from treering.extras import require
@@ -65,7 +65,7 @@ def _schema(pa: Any) -> Any:
 def _row_groups(folder: Path) -> Iterator[list[dict[str, Any]]]:
     for run in read_runs(folder):
         text_of = find_text(run)
-        for file in trajectory_files([run.folder]):
+        for file in rollout_files(run.folder):
             yield [{"run": run.name, **_row(each, text_of)} for each in read_trajectories(file, may_be_torn=True)]
 
 

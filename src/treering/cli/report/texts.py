@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from treering.data import data_folder
-from treering.errors import MissingExtraError
+from treering.errors import TreeringError
 from treering.report.content import CHECKPOINTS_FOLDER
-from treering.report.run import RunData
+from treering.report.run import RunData, section_of
 
 _TOKENIZER_FILE = "tokenizer.json"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -14,20 +14,18 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def find_text(run: RunData) -> Callable[[int], str] | None:
-    """A function of a token id; None where the run's tokenizer is not found, or `treering[train]` not installed.
+    """A function of a token id; None without a whole tokenizer of the run, or without `treering[train]`.
 
     It is looked up in the newest checkpoint, then where the settings say.
 
     Example: a run on sums, in characters, gives "+" for the id of the plus sign.
     """
-    task = run.config.get("task")
-    kind = task.get("kind") if isinstance(task, dict) else None
     folder = _tokenizer_folder(run)
     try:
-        if kind == "sums":
+        if section_of(run.config, "task").get("kind") == "sums":
             return _text_of_symbols()
         return None if folder is None else _text_of_tokenizer(folder)
-    except (ImportError, MissingExtraError):
+    except (ImportError, TreeringError):
         return None
 
 
@@ -55,8 +53,8 @@ def _tokenizer_folder(run: RunData) -> Path | None:
     checkpoints = sorted((run.folder / CHECKPOINTS_FOLDER).glob(f"*/{_TOKENIZER_FILE}"))
     if checkpoints:
         return checkpoints[-1].parent
-    sections = [run.config.get(name) for name in ("task", "data", "model")]
-    named = [each.get(key) for each in sections if isinstance(each, dict) for key in ("tokenizer", "path")]
+    sections = [section_of(run.config, name) for name in ("task", "data", "model")]
+    named = [each.get(key) for each in sections for key in ("tokenizer", "path")]
     roots = [Path(), *([] if (data := data_folder()) is None else [data])]
     places = [root / name for name in named if isinstance(name, str) for root in roots]
     return next((place for place in places if (place / _TOKENIZER_FILE).is_file()), None)

@@ -81,8 +81,5 @@ def _chat_tokens(folder: Path) -> ChatTokens | None:
 
 
 def _load(weights: Path, options: ServeOptions) -> nn.Module:
-    types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if options.dtype not in types:
-        raise ConfigError(f"--dtype is one of {', '.join(types)}, got {options.dtype!r}; choose one")
-    model = load_checkpoint(weights).to(choose_device(options.device), types[options.dtype])
+    model = load_checkpoint(weights).to(choose_device(options.device), getattr(torch, options.dtype))
     return model.eval().requires_grad_(False)

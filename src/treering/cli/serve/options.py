@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
-from treering.cli.options import RunOrModel, Step
+from treering.cli.options import RunOrModel, Step, one_of
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,10 @@ class ServeOptions:
     ] = None
     max_batch: Annotated[int, typer.Option(min=1, help="Calls that are sampled at one time.")] = 64
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens whose keys and values fit.")] = 65536
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32"
+    device: Annotated[
+        str, typer.Option(parser=one_of(*DEVICES), metavar="|".join(DEVICES), help="auto: cuda if there is one.")
+    ] = "auto"
+    dtype: Annotated[
+        str, typer.Option(parser=one_of(*DTYPES), metavar="|".join(DTYPES), help="Type of the weights.")
+    ] = "float32"
     step: Step = None

@@ -13,7 +13,7 @@ from treering.cli.display.log_console import note_doing
 from treering.cli.display.progress import WorkProgress, note_compiling
 from treering.cli.hub import find_model
 from treering.cli.models import build_model, load_teacher
-from treering.cli.run_notes import budget_note, run_length
+from treering.cli.run_notes import RunLength, budget_note, run_length
 from treering.cli.session import Session, agreed, agreed_compute, checkpoint_store, owning
 from treering.cli.settings import optim_options
 from treering.cli.sft.held_out import split_corpus
@@ -24,9 +24,9 @@ from treering.config import SftConfig
 from treering.ranks.group import RankGroup
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.held_out import HeldOutLoss
-from treering.train.loop.interruption import Interruption
 from treering.train.loop.ranks import shard_model
 from treering.train.loop.resumable import StepReport
+from treering.train.loop.run import Opened
 from treering.train.loop.sft import SftLoop
 from treering.tree.build import fill_forest
 
@@ -38,11 +38,8 @@ def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummar
 
 
 def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGroup) -> SftSummary:
-    note_doing(console, "reading the data")
     folder = find_model(config.model, config_dir)
-    with WorkProgress(console) as reading:
-        corpus = load_corpus(config.data, config_dir=config_dir, model=folder, on_build=partial(show_build, reading))
-    corpus, held = split_corpus(config, corpus, config_dir=config_dir, model=folder)
+    corpus, held = _read(config, config_dir, folder, console)
     config = with_step_size(config, len(corpus.tasks), group.size)
     length = run_length(config, len(corpus.tasks))
     note_doing(console, "loading the model")
@@ -58,43 +55,52 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
     note_compiling(console, fill_forest)
     compute = agreed_compute(config, config.train, model, group, length.total)
     # The identity is that of weights before they are sharded.
-    checkpoints = checkpoint_store(config, identity(config, corpus, model), corpus.tokenizer, group)
-    session = Session(
-        config=config,
-        loop=_make_loop(config, config_dir, corpus, model, compute, length.total, group),
-        checkpoints=checkpoints,
-        num_steps=length.total,
-        console=console,
-        interruption=Interruption(group),
-    )
+    checkpoints = checkpoint_store(config, model, identity(config, corpus, model), corpus.tokenizer, group)
+    loop = _make_loop(config, config_dir, corpus, model, compute, length.total, group)
+    session = Session(config=config, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console)
     opened = session.open()
     if group.rank == 0:
-        lengths = [sequence.size for task in corpus.tasks for sequence in task.sequences]
-        budget = budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths))
-        session.say(*corpus.notes, budget)
-        what = f"{len(corpus.tasks)} tasks, {sum(lengths):,} flat tokens; {{}}; {length.in_words}"
-        session.announce(opened, length, model, what, group.size)
-        if opened.is_new:
-            write_samples(config.run.dir, corpus.tasks)
+        _announce(session, config, corpus, model, opened, length)
     measure = None
     if held is not None:
         measure = HeldOutLoss(model, held.tasks, compute=compute, layout=config.train.layout, group=group)
     evaluation = session.evaluation(measure)
-
-    def notes_of(report: StepReport) -> Sequence[str]:
-        # What a step has read of the data is not needed before the next epoch.
-        corpus.release()
-        return report.update.notes
-
     with session.metrics(opened) as metrics:
         steps = session.steps(metrics, evaluation)
-        reports = session.show(
-            steps,
-            first_step=opened.step,
-            evaluation=evaluation,
-            notes_of=notes_of,
-        )
+        notes_of = partial(_notes_of, corpus)
+        reports = session.show(steps, first_step=opened.step, evaluation=evaluation, notes_of=notes_of)
     return summary_of(config, corpus, model, opened, reports)
+
+
+def _read(config: SftConfig, config_dir: Path, model: Path | None, console: Console) -> tuple[Corpus, Corpus | None]:
+    """What is trained on, and what is held out."""
+    note_doing(console, "reading the data")
+    with WorkProgress(console) as reading:
+        corpus = load_corpus(config.data, config_dir=config_dir, model=model, on_build=partial(show_build, reading))
+    return split_corpus(config, corpus, config_dir=config_dir, model=model)
+
+
+def _announce(
+    session: Session[StepReport],
+    config: SftConfig,
+    corpus: Corpus,
+    model: PreTrainedModel,
+    opened: Opened,
+    length: RunLength,
+) -> None:
+    """Says what is trained, and keeps samples of a new run's data."""
+    lengths = [sequence.size for task in corpus.tasks for sequence in task.sequences]
+    session.say(*corpus.notes, budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths)))
+    what = f"{len(corpus.tasks)} tasks, {sum(lengths):,} flat tokens; {{}}; {length.in_words}"
+    session.announce(opened, length, model, what, session.checkpoints.group.size)
+    if opened.is_new:
+        write_samples(config.run.dir, corpus.tasks)
+
+
+def _notes_of(corpus: Corpus, report: StepReport) -> Sequence[str]:
+    # What a step has read of the data is not needed before the next epoch.
+    corpus.release()
+    return report.update.notes
 
 
 def _make_loop(

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treering.data import Trajectory, write_trajectories
-from treering.files.writing import writing
 from treering.report.rollouts import MAX_DRAWN_PROMPTS, MAX_DRAWN_TOKENS, SAMPLES_FILE
 from treering.train.loop.batches import TrainingTask
 
@@ -15,7 +14,7 @@ def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
     Without such a task there is no file.
 
     Raises:
-        StateError: the disk is full.
+        InputError: the disk is full.
 
     Example: of tasks with 30,000 tokens each, it is the first one.
     """
@@ -29,7 +28,5 @@ def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
             Trajectory(task_id=task.task_id, tokens=tokens, loss_mask=mask, epoch=0)
             for tokens, mask in zip(task.sequences, task.loss_masks, strict=True)
         ]
-    if not chosen:
-        return
-    with writing(folder / SAMPLES_FILE):
+    if chosen:
         write_trajectories(folder / SAMPLES_FILE, chosen)

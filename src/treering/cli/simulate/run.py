@@ -21,18 +21,20 @@ def run(options: SimulateOptions) -> None:
 
     Raises:
         ConfigError: see `make_cases`; an unknown policy.
-        InputError: see `make_cases`; a page whose folder does not exist.
+        InputError: see `make_cases`; a page that is a folder, or whose folder does not exist.
     """
     page = options.timeline
     if page is not None and not page.absolute().parent.is_dir():
         raise InputError(f"--timeline needs an existing folder, got {page}: create {page.parent} first")
+    if page is not None and page.is_dir():
+        raise InputError(f"--timeline names a file, got the folder {page}: add the name of a page")
     names = None if options.policies is None else [name.strip() for name in options.policies.split(",")]
     cases = make_cases(options)
     setups = policy_setups(options.staleness, names, has_waits=cases[0][0].has_waits)
     results, timelines = _compare(setups, cases)
-    lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster, _ in cases]))
+    lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster in cases]))
     if page is not None:
-        page.write_text(_picture(timelines, cases[0]), encoding="utf-8")
+        page.write_text(draw(timelines, title=f"Simulated rollouts: {_setting(cases[0])}"), encoding="utf-8")
     if options.json_output:
         print(as_json(results, lower_bound_s))
     else:
@@ -51,12 +53,8 @@ def _compare(setups: list[PolicySetup], cases: list[Case]) -> tuple[list[Result]
         return compare(setups, cases, on_run)
 
 
-def _picture(timelines: list[Timeline], case: Case) -> str:
-    return draw(timelines, title=f"Simulated rollouts: {_setting(case)}")
-
-
 def _setting(case: Case) -> str:
-    trace, cluster, _ = case
+    trace, cluster = case
     rollouts = sum(step.num_rollouts for step in trace.steps)
     steps = f"{len(trace.steps)} step{'s' if len(trace.steps) > 1 else ''}"
     return f"{rollouts:,} rollouts in {steps}, {cluster.num_workers:,} workers of {cluster.num_slots} slots"
@@ -64,7 +62,7 @@ def _setting(case: Case) -> str:
 
 def _show(results: list[Result], cases: list[Case], lower_bound_s: float) -> None:
     console = Console()
-    trace, cluster, _ = cases[0]
+    trace, cluster = cases[0]
     seeds = f", mean of {len(cases)} seeds" if len(cases) > 1 else ""
     console.print(as_table(results, title=f"{_setting(cases[0])}{seeds}", num_seeds=len(cases)))
     bound = (

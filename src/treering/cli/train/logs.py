@@ -5,19 +5,19 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from treering.cli.run_folder import ROLLOUTS_FOLDER
 from treering.cli.train.task import TaskSource
+from treering.closing import Closing
 from treering.config import RlConfig
 from treering.config.metrics import RlMetricsConfig
 from treering.data import Trajectory
 from treering.files.step_lines import append, reopen
 from treering.files.writing import check_regular, writing
 from treering.metrics import Completion, Metrics, num_logged
+from treering.report.rollouts import ROLLOUTS_FOLDER
 from treering.report.timeline import TIMELINE_FILE
 from treering.rl.loop import RlLoop
 from treering.rl.rollout_log import RolloutLog
@@ -28,7 +28,7 @@ from treering.train.loop.run import METRICS_FILE, Opened
 from treering.types import TokenIds
 
 
-class TimelineLog:
+class TimelineLog(Closing):
     """The file `timeline.jsonl` of a run with workers; use it in a `with` statement.
 
     Example: `{"step": 3, "worker": 1, "started_s": 1767261600.2, "ended_s": 1767261604.9, "busy_s": 4.5,
@@ -60,12 +60,8 @@ class TimelineLog:
         with writing(self._path, sum(map(len, lines))):
             append(self._file, b"".join(lines))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 

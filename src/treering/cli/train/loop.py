@@ -13,7 +13,7 @@ from treering.cli.models import build_model, load_teacher
 from treering.cli.run_folder import WARMUP_FOLDER
 from treering.cli.settings import optim_options
 from treering.cli.train.held_out import load_trained
-from treering.cli.train.settings import check_room, engine_factory, make_drafting, rl_options
+from treering.cli.train.settings import check_room, cluster_of, engine_factory, make_drafting, rl_options
 from treering.cli.train.task import TaskSource, episode_options
 from treering.config import RlConfig
 from treering.config.runtime import RuntimeConfig
@@ -25,8 +25,6 @@ from treering.rl.tasks.task import Task
 from treering.runtime.ipc.launcher import Launcher, Resources
 from treering.runtime.ipc.local_launcher import LocalLauncher
 from treering.runtime.pipeline import PipelineLoop
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import STANDARD
 from treering.schedule.policies import make_policy
 from treering.schedule.predict.lengths import make_predictor
 from treering.train.loop.checkpoint import checkpoint_path
@@ -137,16 +135,9 @@ def make_loop(
         optim=optim,
         options=options,
         num_steps=num_steps,
-        cluster=Cluster(
-            num_workers=config.runtime.workers,
-            num_slots=config.engine.max_batch,
-            max_tokens=config.sampling.max_tokens,
-            staleness=config.rl.staleness,
-            latency=STANDARD,
-            rebalancing=config.runtime.rebalance,
-        ),
+        cluster=cluster_of(config),
         policy=make_policy(config.schedule),
-        predictor=make_predictor(config.lengths, max_tokens=config.sampling.max_tokens),
+        predictor=make_predictor(max_tokens=config.sampling.max_tokens),
         drafting=make_drafting(config, shares_host=launcher.shares_host),
         num_trainer_ranks=config.runtime.trainer_ranks,
         reward_time_limit_s=config.runtime.reward_time_limit_s,

@@ -27,8 +27,7 @@ from treering.ranks.group import RankGroup
 from treering.rl.loop import RlLoop
 from treering.rl.step_report import RlStepReport
 from treering.runtime.pipeline import PipelineLoop
-from treering.train.loop.held_out import Evaluation, Measure
-from treering.train.loop.interruption import Interruption
+from treering.train.loop.held_out import Evaluation
 from treering.train.loop.run import Opened
 from treering.tree.build import fill_forest
 
@@ -62,12 +61,8 @@ class OpenRun:
 def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
     """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
     with open_training(config, config_dir=config_dir, console=console) as run:
-        reports = run.session.show(
-            run.steps,
-            first_step=run.opened.step,
-            evaluation=run.evaluation,
-            notes_of=_notes_of,
-        )
+        first_step = run.opened.step
+        reports = run.session.show(run.steps, first_step=first_step, evaluation=run.evaluation, notes_of=_notes_of)
     summary = summary_of(config, run.source, run.loop, run.opened, reports)
     total = summary.total
     if total.num_unscored and not total.num_rollouts:
@@ -103,18 +98,11 @@ def _opened(config: RlConfig, config_dir: Path, console: Console, group: RankGro
     length = run_length(config, len(source.task.prompts))
     compute = agreed_compute(config, config.rl, model, group, length.total, config.rl.num_train_threads)
     # The identity is that of weights before they are sharded.
-    checkpoints = checkpoint_store(config, identity(config, source, model), source.tokenizer, group)
+    checkpoints = checkpoint_store(config, model, identity(config, source, model), source.tokenizer, group)
     loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=length.total, group=group)
     if isinstance(loop, PipelineLoop):
         stack.enter_context(loop)
-    session = Session(
-        config=config,
-        loop=loop,
-        checkpoints=checkpoints,
-        num_steps=length.total,
-        console=console,
-        interruption=Interruption(group),
-    )
+    session = Session(config=config, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console)
     opened = session.open()
     if group.rank == 0:
         _announce(session, config, source, model, opened, length)
@@ -124,14 +112,11 @@ def _opened(config: RlConfig, config_dir: Path, console: Console, group: RankGro
     if group.rank == 0:
         with printed_warnings(console):
             on_step = step_logs(config, source, loop, opened, metrics, stack)
-    evaluation = session.evaluation(None if held is None else _measure(config, held, loop, group))
+    # Measured in this process, whatever other processes the loop has.
+    policy = loop.policy if isinstance(loop, RlLoop) else lambda: loop.model
+    evaluation = session.evaluation(None if held is None else measure_rewards(config, held, policy, group))
     steps = session.steps(metrics, evaluation, on_step)
     return OpenRun(session=session, source=source, loop=loop, opened=opened, steps=steps, evaluation=evaluation)
-
-
-def _measure(config: RlConfig, held: TaskSource, loop: Loop, group: RankGroup) -> Measure:
-    """Measures in this process, whatever other processes the loop has."""
-    return measure_rewards(config, held, loop.policy if isinstance(loop, RlLoop) else lambda: loop.model, group)
 
 
 def _notes_of(report: RlStepReport) -> Sequence[str]:

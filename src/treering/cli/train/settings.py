@@ -20,7 +20,7 @@ from treering.cli.settings import (
 from treering.cli.train.task import TaskSource
 from treering.config import RlConfig
 from treering.config.load import of_same_name
-from treering.config.rl_task import RewardConfig, TaskConfig
+from treering.config.rl_task import TaskConfig
 from treering.engine.request import Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, UnsupportedError
@@ -28,6 +28,8 @@ from treering.history.draft.drafter import Drafter
 from treering.rl.drafting import Drafting, DraftOptions
 from treering.rl.loop import EngineFactory
 from treering.rl.options import RlOptions
+from treering.schedule.cluster import Cluster
+from treering.schedule.latency import STANDARD
 from treering.train.loop.adapters import weights_checksum
 from treering.train.loop.compute import ComputeOptions
 from treering.train.loop.optim import OptimOptions
@@ -69,6 +71,18 @@ def make_drafting(config: RlConfig, *, shares_host: bool = True) -> Drafting | N
     is_read = config.engine.kind == "vllm" or (config.runtime.workers > 0 and shares_host)
     folder = config.run.dir / SHARED_HISTORY_FOLDER if is_read else None
     return Drafting(DraftOptions(**config.history.model_dump(exclude={"drafts", "verify_costs"})), folder)
+
+
+def cluster_of(config: RlConfig) -> Cluster:
+    """The workers as policies plan for them, with usual times until the run has measured its own."""
+    return Cluster(
+        num_workers=config.runtime.workers,
+        num_slots=config.engine.max_batch,
+        max_tokens=config.sampling.max_tokens,
+        staleness=config.rl.staleness,
+        latency=STANDARD,
+        rebalancing=config.runtime.rebalance,
+    )
 
 
 def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
@@ -144,7 +158,7 @@ def _llm_settings(config: RlConfig, source: TaskSource) -> "LLMSettings":
     drafts = DraftsInVLLM(
         history=config.run.dir / SHARED_HISTORY_FOLDER,
         max_draft=history.max_draft,
-        settings={name: getattr(history, name) for name in ("min_acceptance", "policy", "sources")},
+        settings={name: getattr(history, name) for name in ("min_acceptance", "sources")},
     )
     return LLMSettings(
         max_batch=engine.max_batch,
@@ -213,12 +227,15 @@ def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> di
     task = config.task
     # Checkpoints hold no weights of the reference: a resumed run reads it again.
     needs_reference = config.rl.kl > 0 and not config.lora.is_set
+    reward = task.reward
+    if not isinstance(reward, str):
+        reward = " + ".join(f"{each.weight} * {each.name}" for each in reward)
     return {
         **training_identity(config, model),
         **({"rl.reference": weights_checksum(model)} if needs_reference else {}),
         "task": source.digest,
         "task.kind": task.kind,
-        "task.reward": _reward_identity(task.reward),
+        "task.reward": reward,
         "task.stop_tokens": str(task.stop_tokens),
         **(_environment_identity(task) if task.runs_episodes else {}),
         **({} if source.columns_digest is None else {"task.file": source.columns_digest}),
@@ -238,10 +255,6 @@ def _environment_identity(task: TaskConfig) -> dict[str, Scalar]:
         return own
     unread = {f"task.{name}": json.dumps(getattr(task, name), sort_keys=True) for name in ("verifiers", "renderer")}
     return {**own, "task.env": task.env, **unread}
-
-
-def _reward_identity(reward: str | tuple[RewardConfig, ...]) -> str:
-    return reward if isinstance(reward, str) else " + ".join(f"{each.weight} * {each.name}" for each in reward)
 
 
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:

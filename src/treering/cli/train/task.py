@@ -16,7 +16,7 @@ from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
 from treering.rl.environments.environment import Environment, find_environment
 from treering.rl.environments.task import EnvironmentTask, EpisodeOptions
 from treering.rl.tasks.prompts_file import PromptsFile
-from treering.rl.tasks.rewards.judge import Judge, JudgeSettings
+from treering.rl.tasks.rewards.judge import Judge
 from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
 from treering.rl.tasks.stop_tokens import find_stop_tokens
 from treering.rl.tasks.sums import ChainedSums
@@ -228,7 +228,7 @@ def _judge(config: TaskConfig, shell_dir: Path) -> Judge | None:
     if not config.uses_judge:
         return None
     fields = {name: getattr(config.judge, name) for name in JudgeConfig.model_fields}
-    return Judge(JudgeSettings(**{**fields, "cache": shell_dir / config.judge.cache}))
+    return Judge(**{**fields, "cache": shell_dir / config.judge.cache})
 
 
 def _stops_of(task: PromptsFile) -> str:

@@ -15,7 +15,6 @@ from treering.config.rl import RlRunConfig
 from treering.ranks.group import RankGroup
 from treering.train.loop.batches import TrainingTask
 from treering.train.loop.checkpoint import CheckpointStore
-from treering.train.loop.interruption import Interruption
 from treering.train.loop.run import CHECKPOINTS_FOLDER
 from treering.train.loop.sft import SftLoop
 
@@ -35,7 +34,6 @@ def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console:
         ),
         num_steps=config.warmup.num_steps,
         console=console,
-        interruption=Interruption(group),
         unit="warm-up",
     )
     opened = session.open()

@@ -10,13 +10,13 @@ from pathlib import Path
 from treering.data.cache.arrays import ArrayWriter
 from treering.data.cache.dataset import DatasetFacts
 from treering.data.cache.workers import render_parts
-from treering.data.formats.containers import read_records
+from treering.data.formats.containers import read_records, source_files
 from treering.data.formats.detect import FormatName
 from treering.data.formats.files import ReadPosition
 from treering.data.formats.reader import FailedRuns, RecordReader
 from treering.data.notes import DataNotes
 from treering.data.rendering.renderer import Renderer
-from treering.data.trajectory import Trajectory
+from treering.data.trajectory import Message, Trajectory
 from treering.errors import DataWarning, InputError
 
 PART_SIZE = 1 << 20
@@ -114,7 +114,7 @@ def check_no_pairs(path: Path, num_rejected: int) -> None:
 
 @contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """Collects the warnings of the block; they are given at its end if it raises."""
+    """Collects the warnings of the block, equal ones once; they are given at its end if it raises."""
     kept: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DataWarning)
@@ -124,7 +124,7 @@ def kept_warnings() -> Iterator[list[str]]:
             raised: Exception | None = error
         else:
             raised = None
-    kept += [str(each.message) for each in caught]
+    kept += dict.fromkeys(str(each.message) for each in caught)
     if raised is not None:
         for text in kept:
             warnings.warn(text, DataWarning, stacklevel=5)
@@ -177,11 +177,15 @@ def _size(trajectory: Trajectory) -> int:
     if trajectory.messages is None:
         assert trajectory.tokens is not None, "a trajectory has messages or tokens"
         return _RECORD_SIZE + int(trajectory.tokens.size)
-    texts = sum(len(message.content or "") + len(message.reasoning or "") for message in trajectory.messages)
+    texts = sum(_num_characters(message) for message in trajectory.messages)
     pictures = sum(len(one.source.content or b"") for message in trajectory.messages for one in message.pictures)
     return _RECORD_SIZE + texts + pictures
 
 
+def _num_characters(message: Message) -> int:
+    calls = sum(len(call.arguments_text) for call in message.tool_calls)
+    return len(message.content or "") + len(message.reasoning or "") + calls
+
+
 def _num_bytes(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in source_files(path) if file.is_file())

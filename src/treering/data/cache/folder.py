@@ -102,7 +102,8 @@ def remove(target: Path) -> None:
 def entries(folder: Path) -> list[CacheEntry]:
     """The caches of a folder, the newest first."""
     found = [each for each in folder.glob("*") if each.is_dir() and not each.name.startswith(_DRAFT)]
-    return sorted(map(_entry, found), key=lambda entry: -entry.made)
+    known = [entry for entry in map(_entry, found) if entry is not None]
+    return sorted(known, key=lambda entry: -entry.made)
 
 
 def clear(folder: Path) -> int:
@@ -122,8 +123,13 @@ def _is_whole(target: Path) -> bool:
     return True
 
 
-def _entry(folder: Path) -> CacheEntry:
-    return CacheEntry(folder=folder, source=_source(folder), num_bytes=_num_bytes(folder), made=folder.stat().st_mtime)
+def _entry(folder: Path) -> CacheEntry | None:
+    """The cache in a folder; None if another process removes it at this moment."""
+    try:
+        made = folder.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    return CacheEntry(folder=folder, source=_source(folder), num_bytes=_num_bytes(folder), made=made)
 
 
 def _source(folder: Path) -> str | None:
@@ -134,7 +140,13 @@ def _source(folder: Path) -> str | None:
 
 
 def _num_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Of all files; those that other processes remove or rename at this moment may be left out."""
+    num_bytes = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                num_bytes += os.stat(os.path.join(place, name)).st_size
+    return num_bytes
 
 
 def _clear_drafts(folder: Path, older_than_s: float) -> None:

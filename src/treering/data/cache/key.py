@@ -5,16 +5,15 @@ import json
 from collections.abc import Iterable, Mapping
 from datetime import date as Date
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from treering.data.formats.containers import record_files
+from treering.data.formats.containers import source_files
 from treering.data.formats.parts import missing_parts
-from treering.data.formats.tables import is_dataset_folder
 from treering.data.rendering.renderer import Renderer
+from treering.extras import versions_of
 
 CACHE_VERSION = 3
 """Of the arrays and their files."""
@@ -41,11 +40,10 @@ def cache_key(path: Path, renderer: Renderer, options: Mapping[str, Any]) -> str
 
     Example: a file that is copied under another name of the same ending keeps its key.
     """
-    files = _files(path)
     facts = {
         "version": CACHE_VERSION,
         "code": _code(),
-        "contents": [[_name(each, path), _digest(each)] for each in files],
+        "contents": [[_name(each, path), _digest(each)] for each in source_files(path)],
         # Whose absence is said, or refused.
         "missing": missing_parts(path),
         "template": renderer.template,
@@ -53,13 +51,6 @@ def cache_key(path: Path, renderer: Renderer, options: Mapping[str, Any]) -> str
         **options,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    # Others are refused, or not read.
-    return record_files(path) or sorted(each for each in path.rglob("*") if each.is_file() and is_dataset_folder(path))
 
 
 def _name(file: Path, path: Path) -> str:
@@ -87,14 +78,8 @@ def code_digest(folder: Path) -> str:
 
 @cache
 def _code() -> list[str]:
-    return [code_digest(_CODE), np.__version__, *map(_version, _PACKAGES)]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    found = versions_of(_PACKAGES)
+    return [code_digest(_CODE), np.__version__, *(found.get(package, "") for package in _PACKAGES)]
 
 
 def _digest(file: Path) -> str:

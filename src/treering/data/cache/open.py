@@ -5,7 +5,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from treering.data.cache.build import OnBuild, ReadOptions, build, check_no_pair
 from treering.data.cache.dataset import DatasetFacts, TokenDataset
 from treering.data.cache.folder import drafted, publish, remove
 from treering.data.cache.key import cache_key
+from treering.data.formats.containers import source_files
 from treering.data.pictures.source import PictureSource
 from treering.data.pictures.stored import OpenPicture
 from treering.data.rendering.renderer import Renderer
@@ -83,16 +84,20 @@ def open_built(
         options: what else they depend on; JSON values.
         make: writes them by an `ArrayWriter`; it may be called twice.
         folder: of caches; None keeps nothing.
-        may_grow: the file may change meanwhile.
+        may_grow: the file may change meanwhile, so nothing is kept of it.
 
     Example: `open_built(file, renderer, {"kind": "prompts"}, make, folder=cache_folder()).tokens(0)`.
     """
+    # Before the name is found, so that nothing is kept under the name of other contents.
+    before = _stamps(file)
 
     def checked(draft: Path) -> DatasetFacts:
-        with nullcontext() if may_grow else unchanged(file, folder):
-            return make(draft)
+        facts = make(draft)
+        if not may_grow:
+            _check_unchanged(file, before)
+        return facts
 
-    target = None if folder is None else _target(folder, file, renderer, options)
+    target = None if folder is None or may_grow else _target(folder, file, renderer, options)
     dataset = None if target is None else _kept(target, file, renderer)
     if dataset is None:
         dataset = _in_passing(renderer, checked) if target is None else _built(target, file, renderer, checked)
@@ -100,15 +105,19 @@ def open_built(
 
 
 @contextmanager
-def unchanged(file: Path, cache: Path | None) -> Iterator[None]:
-    """Refuses a file or folder that is written in the block; a cache inside of the folder is no part of it.
+def unchanged(file: Path) -> Iterator[None]:
+    """Refuses a file or folder of records that is written in the block.
 
     Raises:
         InputError: it was changed.
     """
-    before = _stamps(file, cache)
+    before = _stamps(file)
     yield
-    if _stamps(file, cache) != before:
+    _check_unchanged(file, before)
+
+
+def _check_unchanged(file: Path, before: list[tuple[str, int, int, int]]) -> None:
+    if _stamps(file) != before:
         raise InputError(f"{file}: it was changed while it was read; start again when nothing writes it")
 
 
@@ -120,11 +129,9 @@ def _target(folder: Path, file: Path, renderer: Renderer, options: Mapping[str, 
         return None
 
 
-def _stamps(path: Path, cache: Path | None) -> list[tuple[str, int, int, int]]:
+def _stamps(path: Path) -> list[tuple[str, int, int, int]]:
     """Of each file: name, number, size and time of the last change."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [file for file in files if cache is None or not file.is_relative_to(cache)]
-    found = [(str(file), file.stat()) for file in files if file.is_file()]
+    found = [(str(file), file.stat()) for file in source_files(path) if file.is_file()]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 

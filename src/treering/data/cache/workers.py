@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 from treering.data.rendering.rendered_trajectory import RenderedTrajectory
 from treering.data.rendering.renderer import RenderCounts, Renderer
 from treering.data.trajectory import Trajectory
-from treering.errors import StateError
+from treering.errors import DataWarning, StateError
 
 MAX_WORKERS = 4
 """Each holds a tokenizer and a part."""
@@ -61,7 +62,9 @@ def _result(renderer: Renderer, workers: list[Connection], given: dict[int, _Par
         return []
     _, part = given.pop(number)
     with _killed():
-        found, counts = workers[number % len(workers)].recv()
+        found, counts, said = workers[number % len(workers)].recv()
+    for sentence in said:
+        warnings.warn(sentence, DataWarning, stacklevel=2)
     if isinstance(found, Exception):
         raise found
     renderer.counts.add(counts)
@@ -112,9 +115,14 @@ def _work(connection: Connection, settings: dict[str, Any]) -> None:
 
 def _rendered(
     renderer: Renderer, first_index: int, part: list[Trajectory]
-) -> tuple[list[RenderedTrajectory] | Exception, RenderCounts]:
+) -> tuple[list[RenderedTrajectory] | Exception, RenderCounts, list[str]]:
+    """The rows or what was raised, the counts, and the sentences that were said of the data."""
     renderer.counts = RenderCounts()
-    try:
-        return renderer.render_batch(part, first_index), renderer.counts
-    except Exception as error:
-        return error, renderer.counts
+    found: list[RenderedTrajectory] | Exception
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DataWarning)
+        try:
+            found = renderer.render_batch(part, first_index)
+        except Exception as error:
+            found = error
+    return found, renderer.counts, list(dict.fromkeys(str(each.message) for each in caught))

@@ -84,6 +84,22 @@ def record_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if _ENDING.search(file.name.lower()) and file.is_file())
 
 
+def source_files(path: Path) -> list[Path]:
+    """The files that the records of a path are read from, links followed: itself, or those of a folder.
+
+    Of a dataset they are all files of its folder and of those in it, hidden ones left out; of a folder without records
+    there are none.
+
+    Example: of a folder with `data/train-00000-of-00001.parquet` and `README.md` they are these two.
+    """
+    if not path.is_dir():
+        return [path]
+    if not is_dataset_folder(path):
+        return record_files(path)
+    found = (file for pattern in ("[!.]*", "[!.]*/[!.]*") for file in path.glob(pattern))
+    return sorted(file for file in found if file.is_file())
+
+
 def _file_records(
     path: Path, may_be_torn: bool, parse_float: Callable[[str], float] | None, position: ReadPosition | None
 ) -> Iterator[tuple[str, object]]:
@@ -107,7 +123,7 @@ def _file_records(
 
 
 def _check_no_csv(path: Path, line: bytes) -> None:
-    is_likely = path.suffix.lower() in (".csv", ".tsv") or _HEADER.fullmatch(line.strip())
+    is_likely = _name(path).endswith((".csv", ".tsv")) or _HEADER.fullmatch(line.strip())
     if not is_likely or is_json(line.strip()):
         return
     raise InputError(
@@ -133,4 +149,9 @@ def _line_records(
 def _is_object(text: bytes, path: Path) -> bool:
     """Whether a file with this first line is one JSON object, over several lines."""
     # Only an object that is written over several lines ends its first line so; a cut line of JSON Lines does not.
-    return text == b"{" or (path.suffix in (".json", ".traj") and not is_json(text))
+    return text == b"{" or (_name(path).endswith((".json", ".traj")) and not is_json(text))
+
+
+def _name(path: Path) -> str:
+    """The name of a file in lower case, without the ending of its compression."""
+    return path.name.lower().removesuffix(".gz").removesuffix(".zst")

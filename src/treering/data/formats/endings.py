@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from treering.data.formats.fields import is_blank
 from treering.data.formats.messages import ROLES
 
 CUT_TURN = (
@@ -80,8 +79,9 @@ def _says_failed(part: Mapping[str, Any]) -> bool:
         return False
     ends = [_words(part[key]) for key in END_KEYS if isinstance(part.get(key), str)]
     return (
-        any(not is_blank(part.get(key)) and part[key] is not False for key in ERROR_KEYS)
-        or any(part.get(key) is False for key in COMPLETED_KEYS)
+        any(part.get(key) for key in ERROR_KEYS)
+        # Tables may have 0 for False.
+        or any(part.get(key) == 0 for key in COMPLETED_KEYS)
         or any(_FAILURE.search(end) for end in ends)
     )
 

@@ -195,7 +195,9 @@ def _reading(file: Path) -> Iterator[None]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{file}: not a whole gzip file ({error}); fetch or compress it again") from error
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error}); check the path") from error
+        # What the system did not refuse, a library did.
+        fix = "fetch or compress it again" if error.errno is None else "check the path"
+        raise InputError(f"{file}: cannot be read ({error.strerror or error}); {fix}") from error
 
 
 def open_file(file: Path, position: ReadPosition | None = None) -> BinaryIO:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from treering.errors import DataWarning, InputError
 
-_PART = re.compile(r"(?P<begin>.*\D)(?P<number>\d+)(?P<of>[-_.]of[-_.])(?P<count>\d+)(?P<end>\D.*)?")
+_PART = re.compile(r"(?P<begin>.*\D)(?P<number>\d{1,5})(?P<of>[-_.]of[-_.])(?P<count>\d{1,5})(?P<end>\D.*)?")
+_DIGEST = re.compile(r"-[0-9a-f]{16}(?=\.)")
+"""What older names on the Hugging Face Hub have after the count, each part its own."""
 
 
 def missing_parts(file: Path) -> list[str]:
@@ -15,13 +17,14 @@ def missing_parts(file: Path) -> list[str]:
 
     Example: beside train-00000-of-00002.parquet alone, train-00001-of-00002.parquet is missing.
     """
-    match = _PART.fullmatch(file.name)
+    match = _PART.fullmatch(_DIGEST.sub("", file.name))
     if match is None:
         return []
+    found = {_DIGEST.sub("", path.name) for path in file.parent.iterdir() if path.is_file()}
     count, width = int(match["count"]), len(match["number"])
     # Parts are counted from 0, in some sets from 1.
     names = [f"{match['begin']}{i:0{width}}{match['of']}{match['count']}{match['end'] or ''}" for i in range(count + 1)]
-    there = [name for name in names if (file.parent / name).is_file()]
+    there = [name for name in names if name in found]
     expected = names[1:] if names[-1] in there and names[0] not in there else names[:-1]
     return [name for name in expected if name not in there]
 

@@ -1,6 +1,5 @@
 """The rows of Parquet and Arrow files and of Hugging Face datasets on disk, through pyarrow."""
 
-import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -11,13 +10,15 @@ from treering.data.formats.files import ReadPosition
 from treering.data.formats.parts import check_parts
 from treering.errors import DataWarning, InputError
 from treering.extras import require
+from treering.files.json_object import read_object
 
 _PARQUET = b"PAR1"
 _ARROW_FILE = b"ARROW1"
 _ARROW_STREAM = b"\xff\xff\xff\xff"
-_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}\.parquet")
-"""A Parquet file's name on the Hugging Face Hub."""
+_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}(-[0-9a-f]{16})?\.parquet")
+"""A Parquet file's name on the Hugging Face Hub; older ones end in a digest."""
 _DEFAULT_SPLIT = "train"
+_AGAIN = "save the dataset again"
 _VALUES = ("arguments", "args", "input", "parameters")
 """Columns of objects whose keys are data: a table stores the keys of all rows in each."""
 
@@ -32,7 +33,7 @@ def is_dataset_folder(folder: Path) -> bool:
     return _is_saved(folder) or (folder / "dataset_dict.json").is_file() or bool(_parquet_files(folder))
 
 
-def table_records(file: Path, first_row: int = 1, position: ReadPosition | None = None) -> Iterator[tuple[str, object]]:
+def table_records(file: Path, position: ReadPosition | None = None) -> Iterator[tuple[str, object]]:
     """Each row of a table with its place; keys without a value inside objects are left out.
 
     Raises:
@@ -44,7 +45,7 @@ def table_records(file: Path, first_row: int = 1, position: ReadPosition | None 
 
     is_told = False
     try:
-        for number, row in enumerate(_rows(file, position or ReadPosition()), start=first_row):
+        for number, row in enumerate(_rows(file, position or ReadPosition()), start=1):
             record, has_holes = _without_nulls(row)
             if has_holes and not is_told:
                 is_told = True
@@ -70,7 +71,7 @@ def folder_records(folder: Path, position: ReadPosition | None = None) -> Iterat
         yield from _saved_records(folder, position)
         return
     if (folder / "dataset_dict.json").is_file():
-        splits = _read_json(folder / "dataset_dict.json").get("splits")
+        splits = read_object(folder / "dataset_dict.json", fix=_AGAIN).get("splits")
         names = [str(name) for name in splits] if isinstance(splits, list) else []
         yield from _saved_records(folder / _split(folder, names, f"name {folder}/SPLIT"), position)
         return
@@ -111,7 +112,7 @@ def _split(folder: Path, names: list[str], advice: str) -> str:
 
 
 def _saved_records(folder: Path, position: ReadPosition | None) -> Iterator[tuple[str, object]]:
-    state = _read_json(folder / "state.json")
+    state = read_object(folder / "state.json", fix=_AGAIN)
     if state.get("_indices_data_files"):
         raise InputError(f"{folder}: a dataset with an index of its rows is not read; save it again, or as Parquet")
     files = state.get("_data_files")
@@ -124,18 +125,6 @@ def _saved_records(folder: Path, position: ReadPosition | None) -> Iterator[tupl
                 f"{folder}: the parts of a dataset are read together, and {file.name} is missing; fetch it"
             )
         yield from table_records(file, position=position)
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{file}: it describes a dataset and cannot be read ({error}); save the dataset again"
-        ) from error
-    if not isinstance(value, dict):
-        raise InputError(f"{file}: it describes a dataset as a JSON object, and holds none; save the dataset again")
-    return value
 
 
 def _rows(file: Path, position: ReadPosition) -> Iterator[Mapping[str, Any]]:

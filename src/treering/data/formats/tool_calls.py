@@ -101,7 +101,11 @@ def _arguments(value: object, where: str) -> Mapping[str, Any] | str:
         return valid_text(value, where)
     if not isinstance(value, dict):
         raise InputError(f"{where} must be an object or its JSON text, got {show(value)}; wrap it in an object")
-    text = valid_text(json.dumps(value, ensure_ascii=False), where)
+    try:
+        text = valid_text(json.dumps(value, ensure_ascii=False), where)
+    except TypeError as error:
+        # Columns of a table may hold bytes or times.
+        raise InputError(f"{where} must be a JSON object, got {show(value)} ({error}); write them as text") from error
     # NaN and infinities are no JSON: as values they could not be written back.
     return text if _has_nan(value) else value
 

@@ -1,5 +1,6 @@
 """Decodes a picture with Pillow, within its limits, or refuses it: what the processor sees is what was meant."""
 
+import base64
 import warnings
 from io import BytesIO
 from typing import TYPE_CHECKING
@@ -10,12 +11,12 @@ from treering.extras import require
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-import base64
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Others are not opened: some start programs or fetch further files."""
 _WIDE = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Modes of more than 8 bits, of which Pillow keeps what lies below 256 and makes the rest white."""
+MAX_SIDE = 160
+"""Pixels of a small copy."""
 
 
 def decoded(source: PictureSource) -> "Image":
@@ -60,10 +61,6 @@ def _check(image: "Image", source: PictureSource) -> None:
             f"a picture has 8 bits a channel, and this one is of mode {image.mode}, which would be cut at 255; scale "
             "it to 8 bits"
         )
-
-
-MAX_SIDE = 160
-"""Pixels."""
 
 
 def thumbnail_uri(source: PictureSource) -> str:

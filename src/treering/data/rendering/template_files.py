@@ -1,12 +1,12 @@
 """What a Hugging Face tokenizer folder says of its chat templates: their texts, and the special tokens they name."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from treering.errors import ConfigError
+from treering.files.json_object import read_object
 
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -93,15 +93,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is no JSON object.
     """
-    if not file.is_file():
-        return {}
-    try:
-        settings = json.loads(_text(file))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file.name} is a JSON object, {file} is not ({error}); fetch it again") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file.name} is a JSON object, {file} holds another value; fetch it again")
-    return settings
+    return read_object(file, ConfigError) if file.is_file() else {}
 
 
 def _text(file: Path) -> str:

@@ -108,7 +108,8 @@ def _append(
                 if stop == token:
                     finish[index] = STOPPED
         num_computed[row] = num_tokens[row] - 1
-        num_accepted[row] = min(num_new[index], num_out[index] - 1)
+        # The last one is sampled, not computed, also where the row ends inside its leader's draft.
+        num_accepted[row] = num_new[index] - 1
         if num_accepted[row] > 0:
             leaves[row] = path[index, num_accepted[row] - 1]
     num_moves: int = _plan_moves(num_tokens, num_prefix, own_start, rows, leaders, num_new, num_accepted, path, moves)

@@ -14,7 +14,7 @@ from treering.engine.kv_cache.rollout_cache import ComputedTokens, Copy, Rollout
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.sampling.noise import row_key
-from treering.engine.stop_strings import Decode, first_stop, turn_start
+from treering.engine.stop_strings import Decode, first_stop, last_turn, turn_start, window_of
 from treering.types import TokenIds
 
 Move = Callable[[Int64Array, Int64Array], None]
@@ -66,14 +66,14 @@ class Table:
         if own_start is None:
             prefix.num_running -= 1
             return False
-        for copy in self._prefix_copies(prefix):
-            assert prefix.start is not None
-            self._copy(copy, prefix.start)
-            self.prefixes.allocator.set_computed(prefix.start, copy.first + copy.num_tokens)
-        self._fill_row(self.num_rows, request, prefix, own_start)
-        for copy in self._own_copies(request, prefix):
-            self._copy(copy, own_start - prefix.num_tokens)
-            self.columns.num_computed[self.num_rows] += copy.num_tokens
+        try:
+            self._fill_row(self.num_rows, request, prefix, own_start)
+            self._copy_known(self.num_rows, request, prefix)
+        except BaseException:
+            # As before it came: it is tried again.
+            self.prefixes.allocator.free(own_start)
+            prefix.num_running -= 1
+            raise
         self.requests.append(request)
         self._row_prefixes.append(prefix)
         self.num_changes += 1
@@ -122,6 +122,11 @@ class Table:
         if not strings:
             return False
         first = columns.num_prompt[row] + turn_start(request.so_far)
+        so_far = columns.tokens[row, first : columns.num_prompt[row] + _num_so_far(request)]
+        num_gained = columns.num_tokens[row] - first - so_far.size
+        if num_gained - num_new < window_of(strings):
+            # A turn without a token since: what was aborted has the begin of another one.
+            first += last_turn(so_far, strings, decode)
         stays = first_stop(columns.tokens[row, first : columns.num_tokens[row]], num_new, strings, decode)
         if stays is not None:
             columns.num_tokens[row] -= num_new - stays
@@ -177,6 +182,18 @@ class Table:
 
     def _try_allocate(self, prefix: Prefix, num_own: int) -> int | None:
         return self.prefixes.allocator.allocate(num_own) if self.prefixes.allocate(prefix) else None
+
+    def _copy_known(self, row: int, request: Request, prefix: Prefix) -> None:
+        """Copies the keys and values of a new row's tokens that are computed elsewhere."""
+        c = self.columns
+        for copy in self._prefix_copies(prefix):
+            assert prefix.start is not None
+            self._copy(copy, prefix.start)
+            self.prefixes.allocator.set_computed(prefix.start, copy.first + copy.num_tokens)
+        c.is_ready[row] = prefix.is_complete
+        for copy in self._own_copies(request, prefix):
+            self._copy(copy, int(c.own_start[row]) - prefix.num_tokens)
+            c.num_computed[row] += copy.num_tokens
 
     def _prefix_copies(self, prefix: Prefix) -> list[Copy]:
         """What a prefix can copy of its missing tokens."""
@@ -240,7 +257,6 @@ class Table:
         c.limit[row] = num_prompt + sampling.max_tokens
         c.num_computed[row] = c.num_prefix[row] = prefix.num_tokens
         c.prefix_start[row], c.own_start[row] = prefix.start or 0, own_start
-        c.is_ready[row] = prefix.is_complete
         c.keys[row] = row_key(self._seed, request.prompt_id, request.draw, request.sample, request.call)
         c.groups[row] = self._group_of(request)
         c.row_ids[row] = self._num_added
@@ -256,6 +272,10 @@ class Table:
         if num_tokens > context or num_stops > stops:
             context = 2 * num_tokens if num_tokens > context else context
             self.columns = widen(self.columns, max_context=context, max_stops=max(stops, num_stops))
+
+
+def _num_so_far(request: Request) -> int:
+    return 0 if request.so_far is None else request.so_far.num_tokens
 
 
 def _restore(c: BatchState, row: int, so_far: Rollout) -> None:

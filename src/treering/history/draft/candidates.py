@@ -87,15 +87,12 @@ def token_at(history: Int32Array, live: Int32Array, others: Int32Array, text: in
 
 
 @lean
-def weigh(matches: Matches, num: int, is_calibrated: bool, longest: int) -> None:
+def weigh(matches: Matches, num: int) -> None:
     """Writes what each match's vote counts apart from its length."""
     for i in range(num):
         match = matches[i]
-        if is_calibrated:
-            edit = np.uintp(vote_bucket(match.length) * NUM_EDITS + match.edit)
-            match.weight = EDIT_FACTORS[edit] * SHIFT_FACTORS[np.uintp(match.shift)]
-        else:
-            match.weight = 0.0 if match.length < longest else 1.0
+        edit = np.uintp(vote_bucket(match.length) * NUM_EDITS + match.edit)
+        match.weight = EDIT_FACTORS[edit] * SHIFT_FACTORS[np.uintp(match.shift)]
 
 
 @lean
@@ -106,7 +103,6 @@ def count_votes(
     begin: int,
     end: int,
     depth: int,
-    is_calibrated: bool,
     longest: int,
 ) -> int:
     """Writes the candidates of a node, whose matches are the members from `begin` to `end`; returns how many.
@@ -126,14 +122,13 @@ def count_votes(
         number = members[np.uintp(j)]
         match = matches[np.uintp(number)]
         token = token_at(history, live, others, match.text, match.at + depth)
-        vote = match.weight
-        if is_calibrated:
-            vote *= LENGTH_FACTORS[np.uintp(match.source * NUM_LENGTHS + length_bucket(match.length + depth))]
+        bucket = length_bucket(match.length + depth)
+        vote = match.weight * LENGTH_FACTORS[np.uintp(match.source * NUM_LENGTHS + bucket)]
         tokens[np.uintp(j - begin)], counted[np.uintp(j - begin)] = token, vote
         differs |= token ^ first
         total += vote
         num_longest += match.length == longest
-        sources |= (vote > 0) << match.source
+        sources |= 1 << match.source
         if vote > most:
             most, best = vote, number
     if differs != 0 or first < 0:

@@ -18,7 +18,7 @@ from treering.history.draft.duplicate_rows import read_leaders, repeat
 from treering.history.draft.feedback import as_counts, check_fault, check_latest, mark
 from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
 from treering.history.draft.output import Output
-from treering.history.draft.settings import MIN_ACCEPTANCE, Policy, Shape, check_settings
+from treering.history.draft.settings import MIN_ACCEPTANCE, Shape, check_settings
 from treering.history.draft.tree import Model
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source, sources_of
 from treering.history.match.sources import Rows, SearchState, SourceGate
@@ -38,12 +38,12 @@ class Drafter:
     A drafter belongs to one engine and so to one thread; a store can serve many drafters.
 
     Args:
-        store: its newest snapshot is read at each `propose`.
+        store: its newest snapshot is read at each `propose`; of other prompts, where all rows are new, and else once in
+            a step for every 64 tokens of them.
         max_draft: tokens per row at most, 1 to 64.
         min_acceptance: in (0, 1]: least probability that a row's first drafted token is accepted, while the cost of
             passes is unknown. Later tokens must be likelier to be reached and accepted: by 0.036 after 8 others, by
             0.23 after 32. With `use_costs`, the tokens are drafted that pay.
-        policy: which matches vote; see `settings.Policy`.
         shape: "tree", or "chain" for engines that verify no trees.
         sources: which ones are searched, at least one.
         max_live_tokens: newest tokens of a running rollout or prompt that are searched, >= 16.
@@ -76,14 +76,13 @@ class Drafter:
         *,
         max_draft: int = 64,
         min_acceptance: float = MIN_ACCEPTANCE,
-        policy: Policy = "calibrated",
         shape: Shape = "tree",
         sources: tuple[Source, ...] = SOURCES,
         max_live_tokens: int = 4096,
         max_other_tokens: int = 1 << 18,
     ) -> None:
         check_settings(
-            max_draft=max_draft, min_acceptance=min_acceptance, policy=policy, shape=shape, sources=sources,
+            max_draft=max_draft, min_acceptance=min_acceptance, shape=shape, sources=sources,
             max_live_tokens=max_live_tokens, max_other_tokens=max_other_tokens,
         )  # fmt: skip
         if not isinstance(getattr(store, "snapshot", None), Mapping):
@@ -92,7 +91,6 @@ class Drafter:
         self._max_draft = max_draft
         self.shape = shape
         """"tree" or "chain"."""
-        self._kind = (policy == "calibrated", shape == "chain")
         self._acceptance = Acceptance()
         self._controller = DraftController(float(min_acceptance), self._acceptance.rests)
         self._sources = SourceGate(np.array([source in sources for source in SOURCES]), self._acceptance.asked)
@@ -164,7 +162,7 @@ class Drafter:
             searched.others,
             searched.live.states,
             self._sources.due(),
-            Model(learnt.weights, *self._kind),
+            Model(learnt.weights, self.shape == "chain"),
             Budget(self._max_draft, *self._controller.leasts, *self._controller.curve),
             learnt.num_undrafted,
             Output(offsets, tokens, parents, acceptance, paths, self._shares, self._features, np.zeros(num_rows, bool)),

@@ -18,7 +18,7 @@ from treering.history.draft.tree import Model, Row, grow
 from treering.history.draft.workspace import WORKSPACE, Workspace
 from treering.history.features import NO_DRAFT
 from treering.history.jit import STAMP, Memory
-from treering.history.match.matches import MATCH, MAX_MATCHES, Matches, longest_of
+from treering.history.match.matches import MATCH, MAX_MATCHES, Matches
 from treering.history.match.published import Histories, Others
 from treering.history.match.running import Running, note_rows
 from treering.history.match.running_rows import RowStates, copy_state
@@ -74,7 +74,7 @@ def _draft(
 ) -> int:  # fmt: skip
     """Writes a row's draft from its matches, after `at` tokens of other rows; returns how many tokens it has."""
     num_tokens = rows.num_tokens[b]
-    weigh(matches, num_matches, model.is_calibrated, longest_of(matches, num_matches))
+    weigh(matches, num_matches)
     last, before = rows.tokens[b, num_tokens - 1], rows.tokens[b, num_tokens - 2] if num_tokens > 1 else -1
     row = Row(state, last, before, min(budget.max_draft, rows.max_drafts[b]), budget.least, budget.rise)
     grown: tuple[int, int] = grow(texts, matches, workspace, num_matches, model, row)

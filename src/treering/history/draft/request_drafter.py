@@ -150,7 +150,8 @@ class RequestDrafter:
         else:
             places = {request_id: line for line, request_id in enumerate(request_ids)}
             lines = np.array([places.get(request_id, -1) for request_id in self._ids], np.int64)
-        counts = np.asarray(num_tokens, np.int64)
+        # What lies beyond the columns is refused when these rows are drafted for.
+        counts = np.minimum(np.asarray(num_tokens, np.int64), tokens.shape[1])
         accepted, ended = _count_accepted(latest, self._num_before, lines, tokens, counts)
         self.drafter.observe(rows, accepted, ended)
         has_outcome = (accepted > 0) | ~ended

@@ -1,4 +1,4 @@
-"""Settings of a drafter: policies, shapes, and the ranges of numbers."""
+"""Settings of a drafter: shapes, sources and the ranges of numbers."""
 
 from typing import Literal, get_args
 
@@ -12,11 +12,6 @@ from treering.types import is_count
 MIN_ACCEPTANCE = 0.018
 """Default of `min_acceptance`, of a `Drafter` and of a run's configuration."""
 
-Policy = Literal["calibrated", "frequency"]
-"""Which matches vote. calibrated: all, weighted by how often such matches were accepted; every continuation is a
-candidate. frequency: the longest ones, each alike; at every branch only the token with the most votes is followed
-(RhymeRL, section 5.3)."""
-
 Shape = Literal["tree", "chain"]
 
 
@@ -24,7 +19,6 @@ def check_settings(
     *,
     max_draft: int,
     min_acceptance: float,
-    policy: Policy,
     shape: Shape,
     sources: tuple[Source, ...],
     max_live_tokens: int,
@@ -42,9 +36,8 @@ def check_settings(
         raise ConfigError(
             f"min_acceptance is a probability in (0, 1], got {min_acceptance!r}; {MIN_ACCEPTANCE} is usual"
         )
-    for name, value, known in (("policy", policy, Policy), ("shape", shape, Shape)):
-        if value not in get_args(known):
-            raise ConfigError(f"{name} is one of {', '.join(get_args(known))}, got {value!r}; choose one")
+    if shape not in get_args(Shape):
+        raise ConfigError(f"shape is one of {', '.join(get_args(Shape))}, got {shape!r}; choose one")
     if not sources or not set(sources) <= set(SOURCES):
         raise ConfigError(f"sources are some of {SOURCES}, at least one, got {sources!r}; correct them")
 

@@ -24,8 +24,6 @@ class Model(NamedTuple):
     """How candidates are judged."""
 
     weights: Float32Array
-    is_calibrated: bool
-    """Whether all matches vote; else the longest ones do, each alike."""
     is_chain: bool
     """Whether each node has at most one child."""
 
@@ -130,9 +128,7 @@ def _expand(
     The node is number `index` of the taken ones, or the context for -1; the token before it is `before`.
     """
     num_waiting, num_made, num_members = so_far
-    num: int = count_votes(
-        texts, matches, workspace, parent.begin, parent.end, parent.depth + 1, model.is_calibrated, parent.longest
-    )
+    num: int = count_votes(texts, matches, workspace, parent.begin, parent.end, parent.depth + 1, parent.longest)
     num_made = _judge(matches, workspace, parent, index, before, num, model, state, num_made)
     num_waiting = _admit(workspace, num, least, model.is_chain, num_waiting)
     return Grown(num_waiting, num_made, _part(workspace, parent, num, num_members))
@@ -152,23 +148,19 @@ def _judge(
 ) -> int:
     """Makes nodes with estimates of the candidates that may be followed; returns how many nodes there are then."""
     nodes, candidates = workspace.nodes, workspace.candidates
-    is_calibrated = model.is_calibrated
     depth = parent.depth + 1
     total, num_longest = sum_up(candidates, num)
-    all_votes = total + (NO_TOKEN_VOTES[length_bucket(parent.longest + depth)] if is_calibrated else 0.0)
+    all_votes = total + NO_TOKEN_VOTES[length_bucket(parent.longest + depth)]
     for c in range(num):
         candidate = candidates[c]
         candidate.line = NO_NODE
-        share = candidate.votes / all_votes if all_votes > 0 else 0.0
+        share = candidate.votes / all_votes
         if share < _LEAST_SHARE:
             continue
         rank = 0
         if num > 1:
             for other in range(num):
                 rank += candidates[other].votes > candidate.votes
-        if not is_calibrated and rank > 0:
-            # By frequency only the first is followed; estimates decide how far.
-            continue
         node = nodes[np.uintp(num_made)]
         write_shares(node.shares, candidates, c, num, share, num_longest)
         facts = Facts(

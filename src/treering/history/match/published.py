@@ -193,8 +193,8 @@ class Recent:
         return np.array(found, np.int64).reshape(len(found), 2)
 
     def take(self, snapshot: Mapping[PromptId, PromptIndex]) -> None:
-        """Reads a snapshot, unless it is the latest one read."""
-        if snapshot is self._snapshot:
+        """Reads a snapshot, unless it is the latest one read or nothing is kept."""
+        if snapshot is self._snapshot or self._max_tokens == 0:
             return
         self._snapshot = snapshot
         texts: list[Int32Array] = []

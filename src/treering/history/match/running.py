@@ -179,7 +179,13 @@ def _put_running(
     length, edit = measure(live.tokens, at, context, 0 if is_prompt else num_prompt)
     if length < least:
         return num
-    shift = 0 if source == OWN else shift_bucket(at - running.begins[np.uintp(owner)] - (context.size - num_prompt))
+    shift = 0
+    if source == SIBLINGS:
+        begin, num_dropped = running.begins[np.uintp(owner)], 0
+        if running.chains.tokens[begin] == _CUT:
+            # The prompt is as long as the row's.
+            num_dropped = running.first[np.uintp(owner)] - num_prompt
+        shift = shift_bucket(at - begin + num_dropped - (context.size - num_prompt))
     return int(put(matches, num, source, IN_RUNNING, at + 1, length, edit, shift))
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from treering.errors import InputError
+from treering.files.atomic import draft_path
 
 FORMAT_VERSION = 3
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 32
-_HIDDEN = ".unfinished-"
 
 Buffer: TypeAlias = Any
 """Anything whose bytes can be read: bytes, a map of a file, an array."""
@@ -93,7 +93,7 @@ def write_whole(file: Path, parts: Iterable[Buffer]) -> None:
     Raises:
         OSError: the folder is missing, read-only or full; no file appears.
     """
-    draft = file.with_name(f"{_HIDDEN}{file.name}")
+    draft = draft_path(file)
     try:
         with draft.open("wb") as stream:
             stream.writelines(parts)
@@ -113,12 +113,6 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def clear_unfinished(folder: Path) -> None:
-    """Removes files that killed writers left; no other process may be writing in the folder."""
-    for leftover in folder.glob(f"{_HIDDEN}*"):
-        leftover.unlink()
 
 
 def _digest(prefix: bytes, body: bytes) -> bytes:

@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from treering.errors import InputError, StateError
+from treering.files.atomic import clear_unfinished
 from treering.files.lock import FileLock
 from treering.history.store import blocks, manifest
 from treering.history.store.blocks import Block, Contents, map_file, warn_of_file
-from treering.history.store.files import clear_unfinished, flush_folder, write_whole
+from treering.history.store.files import flush_folder, write_whole
 from treering.history.store.manifest import Ledger, Listed, Manifest, all_alive, data_file
 from treering.history.store.snapshot import Snapshot
 from treering.types import PromptId

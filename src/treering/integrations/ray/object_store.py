@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from treering.errors import StateError
 from treering.runtime.ipc.child import Port
-from treering.runtime.ipc.weight_layout import WeightLayout, model_tensors
-from treering.runtime.ipc.weight_store import BASE, parts_of
+from treering.runtime.ipc.weight_layout import WeightLayout
+from treering.runtime.ipc.weight_store import BASE, WeightStore, parts_of
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class ObjectStore:
+class ObjectStore(WeightStore):
     """The `WeightStore` of actors.
 
     Example: with 3 slots, after writing versions 0 to 4, versions 2, 3 and 4 can be read, and 1 raises StateError.
@@ -32,19 +32,9 @@ class ObjectStore:
 
     def __init__(self, model: nn.Module, num_slots: int) -> None:
         """Holds nothing yet. Ray is initialised."""
-        self._layout = WeightLayout(model)
-        self.num_slots = num_slots
+        super().__init__(model, num_slots)
         self._refs: dict[int, ObjectRef[_Bytes]] = {}
         self._base: tuple[int, ObjectRef[_Bytes]] | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one version."""
-        return self._layout.num_bytes
-
-    def write(self, version: int, model: nn.Module, slot: int | None = None) -> None:
-        """See `WeightStore`."""
-        self.put(version, model_tensors(model), slot)
 
     def put(self, version: int, tensors: Mapping[str, Tensor], slot: int | None = None) -> None:
         """See `WeightStore`."""

@@ -1,9 +1,10 @@
 """Earlier rollouts of a run's prompts, indexed for drafts when a prompt comes again, if that is worth the time."""
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
+from treering.engine.request import Request
 from treering.engine.rollout import Rollout
 from treering.engine.speculation.observed_costs import ObservedCosts
 from treering.history.draft.drafter import Drafter
@@ -20,7 +21,10 @@ class KeptRollouts:
 
     version: int
     """Policy version that ended them."""
-    tokens: tuple[TokenIds, ...]
+    draw: int = -1
+    """Their draw, which a call may go on with; -1 for one that has ended."""
+    tokens: Mapping[int, TokenIds] = field(default_factory=dict)
+    """By sample."""
 
 
 class DraftHistory:
@@ -29,8 +33,8 @@ class DraftHistory:
     A run whose prompts never come again, or whose drafts do not pay, spends nothing on them but the memory of their
     tokens.
 
-    Example: after `keep(rollouts, 1)`, `prepare(["q"])` makes the rollouts of "q" drafts, if the budget of
-    `costs` allows.
+    Example: after `keep` has the rollouts of "q" in its first draw, `prepare` with requests of its second makes them
+    drafts, if the budget of `costs` allows.
     """
 
     def __init__(self, costs: ObservedCosts) -> None:
@@ -43,27 +47,27 @@ class DraftHistory:
         """Drafts from the history; None until there is some."""
 
     def keep(self, rollouts: Iterable[Rollout], version: int) -> None:
-        """Takes the finished rollouts of one draw, and the policy version that ended them."""
-        grouped: dict[PromptId, list[TokenIds]] = {}
+        """Takes finished rollouts or turns of rollouts, and the policy version that ended them."""
         for rollout in rollouts:
-            grouped.setdefault(rollout.prompt_id, []).append(rollout.tokens)
-        for prompt_id, group in grouped.items():
-            self._latest[prompt_id] = KeptRollouts(version=version, tokens=tuple(group))
-        self._unread |= grouped.keys()
+            before = self._latest.get(rollout.prompt_id)
+            others = before.tokens if before is not None and before.draw == rollout.draw else {}
+            tokens = {**others, rollout.sample: rollout.tokens}
+            self._latest[rollout.prompt_id] = KeptRollouts(version=version, draw=rollout.draw, tokens=tokens)
+            self._unread.add(rollout.prompt_id)
 
-    def prepare(self, prompt_ids: Iterable[PromptId]) -> None:
-        """Indexes the rollouts of prompts that are about to run, if that is likely to pay."""
-        due = [prompt_id for prompt_id in prompt_ids if prompt_id in self._unread]
-        num_tokens = sum(tokens.size for prompt_id in due for tokens in self._latest[prompt_id].tokens)
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Indexes earlier draws of the prompts of requests, if that is likely to pay."""
+        running = {request.prompt_id: request.draw for request in requests if request.prompt_id in self._unread}
+        due = {name: self._latest[name] for name, draw in running.items() if self._latest[name].draw != draw}
+        num_tokens = sum(tokens.size for kept in due.values() for tokens in kept.tokens.values())
         if not due or not self._costs.is_promising() or not self._costs.can_spend(_TOKEN_S * num_tokens):
             return
         start = time.process_time()
         if self._store is None:
             self._store = HistoryStore()
             self.drafter = Drafter(self._store)
-        for prompt_id in due:
-            kept = self._latest[prompt_id]
-            self._store.add(prompt_id, list(kept.tokens), kept.version)
+        for prompt_id, kept in due.items():
+            self._store.add(prompt_id, list(kept.tokens.values()), kept.version)
         self._store.publish()
         self._unread.difference_update(due)
         self._costs.note_overhead(time.process_time() - start)

@@ -14,7 +14,7 @@ _FILE = "tokens.npy"
 def save_state(checkpoint: Path, rank: int, version: int, ids: PromptIds, history: DraftHistory) -> None:
     """Writes the state below a checkpoint's folder, whole or not at all."""
     latest = history.latest()
-    rollouts = [tokens for kept in latest.values() for tokens in kept.tokens]
+    rollouts = [tokens for kept in latest.values() for tokens in kept.tokens.values()]
     facts = {
         "version": version,
         "draws": ids.state(),
@@ -36,7 +36,7 @@ def load_state(checkpoint: Path, rank: int, ids: PromptIds, history: DraftHistor
     parts = iter(np.split(tokens, np.cumsum(facts["sizes"])[:-1]) if facts["sizes"] else [])
     history.load(
         {
-            prompt_id: KeptRollouts(version=version, tokens=tuple(next(parts) for _ in range(count)))
+            prompt_id: KeptRollouts(version=version, tokens={sample: next(parts) for sample in range(count)})
             for prompt_id, version, count in facts["prompts"]
         }
     )

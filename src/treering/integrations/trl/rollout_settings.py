@@ -9,6 +9,8 @@ _OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters, by the names that TRL, Hugging Face and the engine share."""
 _IGNORED = frozenset({"use_cache", "pad_token_id", "bos_token_id", "disable_compile", "cache_implementation"})
 """Arguments of `generate` that change no distribution."""
+_READ = ("rollout_func", "tools", "environment_factories", "_generate_single_turn", "_tokenize_prompts", "_metrics")
+"""What is read or replaced of a trainer; only GRPOTrainer has all."""
 
 
 def sampling_of(trainer: Any) -> Sampling:
@@ -40,8 +42,14 @@ def check_trainer(trainer: Any) -> None:
     """Refuses a trainer whose rollouts the engine in its process cannot sample, or not rightly.
 
     Raises:
-        UnsupportedError: images, sharded weights, or another engine; names it.
+        UnsupportedError: another trainer, images, sharded weights, or another engine; names it.
     """
+    missing = next((name for name in _READ if not hasattr(trainer, name)), None)
+    if missing is not None:
+        raise UnsupportedError(
+            f"HistoryRollouts samples for GRPOTrainer as in TRL 1.16, and this {type(trainer).__name__} has no "
+            f"{missing}; take that one, or leave HistoryRollouts out"
+        )
     if trainer._is_vlm:
         raise UnsupportedError(
             "HistoryRollouts samples from text alone, and this model takes images; use vLLM for its rollouts"

@@ -1,5 +1,6 @@
 """Rollouts of TRL's trainers from the embedded engine: batched, drafted from earlier epochs, with their log-probs."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,14 +24,14 @@ from treering.integrations.trl.turns import OpenTurns
 from treering.metrics import TOKENS_PER_FORWARD
 
 Drafts = Literal["auto", "off"]
+"""auto: where real steps show that drafts pay. off: none."""
+Turns = tuple[list[list[int]], list[list[float]]]
+"""Tokens and log-probs of each rollout's new turn, as TRL passes them."""
 
 _NOT_COMPILED = (
     "history drafts are not compiled yet, which takes some ten seconds of a processor once after installation; a run "
     "that is too short to pay for it makes none. To compile them first: treering compile"
 )
-"""auto: where real steps show that drafts pay. off: none."""
-Turns = tuple[list[list[int]], list[list[float]]]
-"""Tokens and log-probs of each rollout's new turn, as TRL passes them."""
 
 
 class HistoryRollouts:
@@ -105,14 +106,20 @@ class HistoryRollouts:
         A later turn continues the rollout that it belongs to, whose keys and values the engine still has.
 
         Raises:
+            ConfigError: an `id_column`: a turn is tokens alone, whose hash names the prompt.
             StateError: the trainer has a `rollout_func`.
             UnsupportedError: see `__call__`.
 
         Example: `HistoryRollouts().attach(trainer)` before `trainer.train()`, for a trainer with `tools`.
         """
+        check_trainer(trainer)
         if trainer.rollout_func is not None:
             raise StateError("a trainer with a rollout_func samples with that; leave it out, or do not attach another")
-        check_trainer(trainer)
+        if self._id_column is not None:
+            raise ConfigError(
+                "attached rollouts get the tokens of a prompt alone and know it by their hash, got id_column="
+                f"{self._id_column!r}; leave it out"
+            )
         turns = OpenTurns()
         self._engine.has_turns = True
 
@@ -143,9 +150,18 @@ class HistoryRollouts:
         if self._drafts == "auto" and not self._is_compiled:
             trainer.accelerator.print(_NOT_COMPILED)
         trainer.add_callback(_SaveState(self))
-        folder = _resumed_folder(trainer)
-        if folder is not None:
-            self._engine.resume(load_state(folder, self._rank, self._ids, self._history))
+        if self._first_step > 0:
+            self._resume(_resumed_folder(trainer))
+
+    def _resume(self, folder: Path | None) -> None:
+        if folder is None:
+            warnings.warn(
+                f"the run goes on at step {self._first_step}, and its rollouts have no state in args.output_dir or "
+                "args.resume_from_checkpoint: prompts are drawn as in a new run; name the checkpoint by the latter",
+                stacklevel=2,
+            )
+            return
+        self._engine.resume(load_state(folder, self._rank, self._ids, self._history))
 
     def _save(self, folder: Path) -> None:
         save_state(folder, self._rank, self._engine.version, self._ids, self._history)
@@ -181,7 +197,7 @@ class HistoryRollouts:
     def _sample(self, requests: list[Request]) -> list[Rollout]:
         """The rollouts of requests, in their order, under the trainer's present weights."""
         if self._drafts == "auto":
-            self._history.prepare(dict.fromkeys(request.prompt_id for request in requests))
+            self._history.prepare(requests)
         engine = self._engine.ready_for(requests, self._trainer, self._history.drafter)
         before = engine.stats
         found = {rollout.key: rollout for rollout in engine.generate(requests)}
@@ -212,8 +228,6 @@ class _SaveState(TrainerCallback):  # type: ignore[misc]
 
 def _resumed_folder(trainer: Any) -> Path | None:
     """The folder of the checkpoint that a trainer was resumed from, if it has the state of rollouts."""
-    if trainer.state.global_step == 0:
-        return None
     given = trainer.args.resume_from_checkpoint
     named = [Path(given)] if isinstance(given, str) and given else []
     folders = [*named, Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"]

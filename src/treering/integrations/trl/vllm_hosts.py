@@ -3,35 +3,16 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from treering.engine.protocol import EngineStats
 from treering.errors import ConfigError, UnsupportedError
 from treering.integrations.trl.requirements import ROLLOUT_TRAINERS, kind_of
 from treering.integrations.vllm.engine.llm_requirements import EXTENSION, set_verification
 from treering.integrations.vllm.requirements import PROPOSER, speculative_config
-from treering.integrations.vllm.settings import HISTORY_VARIABLE, environment_with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCounts:
-    """What the drafter counted so far."""
-
-    num_rows: int
-    """Rows of steps, summed over the steps."""
-    num_drafted: int
-    """Drafted tokens."""
-    num_accepted: int
-    """Those of them that were accepted."""
-
-    def since(self, before: "DraftCounts") -> "DraftCounts":
-        """What was counted after `before`."""
-        return DraftCounts(
-            num_rows=self.num_rows - before.num_rows,
-            num_drafted=self.num_drafted - before.num_drafted,
-            num_accepted=self.num_accepted - before.num_accepted,
-        )
+from treering.integrations.vllm.settings import HISTORY_VARIABLE
+from treering.runtime.ipc.environment import environment_with
 
 
 class VLLMHost(Protocol):
@@ -40,8 +21,8 @@ class VLLMHost(Protocol):
     def refresh(self) -> None:
         """Lets the drafter read the newest history."""
 
-    def counts(self) -> DraftCounts:
-        """Its counts; another process's are 0 here."""
+    def counts(self) -> EngineStats:
+        """What it has counted of rows and drafts, and nothing else; another process's counts are 0 here."""
 
 
 def check_sampling(trainer: Any, generation: Any) -> None:
@@ -92,7 +73,7 @@ class Colocated:
         """See `VLLMHost`."""
         self._llm.collective_rpc("treering_refresh")
 
-    def counts(self) -> DraftCounts:
+    def counts(self) -> EngineStats:
         """See `VLLMHost`."""
         return _counts_of(self._llm.collective_rpc("treering_stats")[0])
 
@@ -117,9 +98,10 @@ class Served:
         info = client.get_server_info()
         speculative, workers = info["speculative_config"] or {}, info["parallel_config"]["worker_extension_cls"]
         if speculative.get("model") != PROPOSER or workers != EXTENSION:
+            flags = f"--worker-extension-cls {EXTENSION} --speculative-config '{json.dumps(speculative_config(16))}'"
             raise ConfigError(
                 f"the vLLM server at {client.base_url} does not draft from history; start it with "
-                f"{HISTORY_VARIABLE}={folder} in its environment and with {_flags()}"
+                f"{HISTORY_VARIABLE}={folder} in its environment and with {flags}"
             )
         found = self._call("treering_stats")["history"]
         if found != str(folder):
@@ -136,10 +118,10 @@ class Served:
         if self._client is not None:
             self._call("treering_refresh")
 
-    def counts(self) -> DraftCounts:
+    def counts(self) -> EngineStats:
         """See `VLLMHost`."""
         if self._client is None:
-            return DraftCounts(num_rows=0, num_drafted=0, num_accepted=0)
+            return EngineStats()
         return _counts_of(self._call("treering_stats"))
 
     def _call(self, method: str, *args: str) -> Any:
@@ -150,9 +132,5 @@ class Served:
         return answer.json()["results"][0]
 
 
-def _counts_of(stats: dict[str, Any]) -> DraftCounts:
-    return DraftCounts(**{name: stats[name] for name in ("num_rows", "num_drafted", "num_accepted")})
-
-
-def _flags() -> str:
-    return f"--worker-extension-cls {EXTENSION} --speculative-config '{json.dumps(speculative_config(16))}'"
+def _counts_of(stats: dict[str, Any]) -> EngineStats:
+    return EngineStats(**{name: stats[name] for name in ("num_rows", "num_drafted", "num_accepted")})

@@ -90,11 +90,6 @@ class VerifiersEnvironment(Environment):
         self._worker, tasks = self._start()
         self.tasks = [EnvTask(id=task["key"], data=task["hash"]) for task in tasks]
 
-    @property
-    def worker_pid(self) -> int:
-        """Process id of the worker that runs now."""
-        return self._worker.pid
-
     async def run(self, task: EnvTask, policy: Policy) -> Outcome:
         """See `Environment.run`.
 

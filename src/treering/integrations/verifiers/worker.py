@@ -5,7 +5,7 @@ standard error. It ends when its input does, with everything that it started.
 
     in:  start {env, settings, max_tasks}, serve {base_url, model, tokenizer, renderer, sampling},
          run {episode, key, salt}, cancel {episode}
-    out: tasks {tasks, version}, refused {error}, result {episode, ok, errors, traces}
+    out: tasks {tasks}, refused {error}, result {episode, ok, errors, traces}
 """
 
 import asyncio
@@ -58,8 +58,8 @@ def load(start: Record) -> tuple[Any, dict[str, Any]]:
     return env, tasks_of(env, start.get("max_tasks"))
 
 
-def check_version() -> str:
-    """The version of verifiers here; another minor version raises RefusedError."""
+def check_version() -> None:
+    """Raises RefusedError where verifiers is not there, or has another minor version."""
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
@@ -68,7 +68,6 @@ def check_version() -> str:
         ) from None
     if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) not in VERSIONS:
         raise RefusedError(f"{sys.executable} has verifiers {version}; install verifiers>=0.4,<0.5 there")
-    return version
 
 
 def with_defaults(settings: Record, taskset: str) -> dict[str, Any]:
@@ -207,10 +206,8 @@ class Worker:
         except BaseException as error:
             self._send({"type": "refused", "error": in_words(error)})
             return
-        tasks = [
-            {"key": key, "hash": task.hash, "prompt": task.data.prompt_text[:80]} for key, task in self._tasks.items()
-        ]
-        self._send({"type": "tasks", "tasks": tasks, "version": check_version()})
+        tasks = [{"key": key, "hash": task.hash} for key, task in self._tasks.items()]
+        self._send({"type": "tasks", "tasks": tasks})
 
     async def _run(self, episode: str, key: str, salt: str) -> None:
         try:
@@ -251,7 +248,8 @@ def main() -> None:
 
     def send(record: Record) -> None:
         with lock, suppress(BrokenPipeError):
-            answers.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+            # A reward that is no number is refused where it is read; not to answer would hold the episode up.
+            answers.write(json.dumps(record).encode() + b"\n")
             answers.flush()
 
     loop = asyncio.new_event_loop()

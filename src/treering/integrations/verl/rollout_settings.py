@@ -92,8 +92,9 @@ def record_batch(
 
     Example: `record_batch(store, batch["prompts"].unbind(), batch["responses"].unbind(), version=3)`.
     """
-    if len({len(prompts), len(responses), len(responses if prompt_ids is None else prompt_ids)}) > 1:
-        raise InputError(f"each row has a prompt and a response, got {len(prompts)} and {len(responses)}; pair them")
+    numbers = [len(given) for given in (prompts, responses, prompt_ids) if given is not None]
+    if len(set(numbers)) > 1:
+        raise InputError(f"each row has a prompt, a response and an id if any has, got {numbers} of them; pair them")
     for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         tokens = np.asarray(prompt, np.int32)
         prompt_id = hash_of_prompt(tokens.tolist()) if prompt_ids is None else prompt_ids[number]

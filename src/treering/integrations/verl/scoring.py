@@ -59,7 +59,6 @@ def score_rows_once(
     temperatures: Sequence[float],
     *,
     entropy_of: EntropyOf = "all",
-    backend: str = "auto",
 ) -> RowScores:
     """Computes each distinct token once, and scores each edge once for each temperature that its rows have.
 
@@ -68,7 +67,6 @@ def score_rows_once(
         forest: of the B rows, in their order; at least one has two tokens.
         temperatures: of each row; positive.
         entropy_of: see `treering.forward`.
-        backend: of attention.
 
     Raises:
         InputError: a token outside the vocabulary, a temperature that is not positive.
@@ -80,7 +78,7 @@ def score_rows_once(
     check_no_hooks(model)
     check_forest(forest, parts)
     plan = _plan(forest, temperatures)
-    with tree_attention(model, backend):
+    with tree_attention(model):
         hidden = hidden_states(parts, forest)
     scores = scored_on_head(parts, lambda head, rows: _scored(rows, head, forest, plan, parts, entropy_of), hidden)
     at = torch.from_numpy(plan.places).to(hidden.device)

@@ -58,7 +58,7 @@ class DraftSession:
         self.propose_s = 0.0
         self.prompts = PromptTable()
         self._source = source
-        self._min_gain = settings.min_gain
+        self._gate = DraftGate(settings.min_gain)
         self._max_draft, self._max_model_len = max_draft, max_model_len
         self._forget_rows()
         if self.history is not None and settings.refresh_interval_s > 0:
@@ -100,9 +100,11 @@ class DraftSession:
         return lists
 
     def start_anew(self) -> None:
-        """Forgets all rows, as after an error; what was learnt stays."""
-        self.requests.drafter.load_state(self.requests.drafter.state())
-        self.requests = RequestDrafter(self.requests.drafter, vocab_size=self.requests.vocab_size)
+        """Forgets all rows, as after an error; what was learnt and counted stays."""
+        before = self.requests
+        before.drafter.load_state(before.drafter.state())
+        self.requests = RequestDrafter(before.drafter, vocab_size=before.vocab_size)
+        self.requests.num_drafted, self.requests.num_accepted = before.num_drafted, before.num_accepted
         self._forget_rows()
 
     def close(self) -> None:
@@ -111,7 +113,6 @@ class DraftSession:
             self.history.close()
 
     def _forget_rows(self) -> None:
-        self._gate = DraftGate(self._min_gain)
         self._by_content = ContentRows(self.requests, self.prompts)
         self._by_runner = RunnerRows(self.requests, self.prompts)
 

@@ -6,8 +6,7 @@ Read when vLLM makes the drafter, before numba may be imported, so nothing here 
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from treering.errors import ConfigError
 
 HISTORY_VARIABLE, CONFIG_VARIABLE = "TREERING_HISTORY", "TREERING_VLLM_CONFIG"
 
-_NUMBER, _COUNT, _TEXT, _TEXTS = "a number", "a whole number", "a text", "a list of texts"
+_NUMBER, _COUNT, _TEXTS = "a number", "a whole number", "a list of texts"
 _KINDS: Mapping[str, str] = {
     "min_acceptance": _NUMBER,
     "min_gain": _NUMBER,
-    "policy": _TEXT,
     "sources": _TEXTS,
     "max_live_tokens": _COUNT,
     "max_other_tokens": _COUNT,
@@ -41,8 +39,6 @@ class PluginSettings:
     """See `treering.Drafter`."""
     min_gain: float = 1 / 16
     """Accepted tokens a row and step below which only one step in 16 looks for drafts; 0: every step."""
-    policy: str | None = None
-    """See `treering.Drafter`."""
     sources: tuple[str, ...] | None = None
     """See `treering.Drafter`."""
     max_live_tokens: int | None = None
@@ -54,7 +50,7 @@ class PluginSettings:
 
     def drafter_options(self) -> dict[str, Any]:
         """The arguments for `treering.Drafter` that are set."""
-        names = ("min_acceptance", "policy", "sources", "max_live_tokens", "max_other_tokens")
+        names = ("min_acceptance", "sources", "max_live_tokens", "max_other_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -73,20 +69,6 @@ def read_settings(environment: Mapping[str, str] | None = None) -> PluginSetting
     file, folder = variables.get(CONFIG_VARIABLE), variables.get(HISTORY_VARIABLE)
     values = {} if not file else _checked(Path(file), _read(Path(file)))
     return PluginSettings(history=Path(folder) if folder else None, **values)
-
-
-@contextmanager
-def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
-    """Inside, variables that vLLM's workers read at their start have the values of `changes`; then what they had."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -121,8 +103,6 @@ def _problem(key: str, value: object) -> str:
 def _is_kind(value: object, kind: str) -> bool:
     if kind == _TEXTS:
         return isinstance(value, list) and all(isinstance(text, str) for text in value)
-    if kind == _TEXT:
-        return isinstance(value, str)
     return isinstance(value, int if kind == _COUNT else int | float) and not isinstance(value, bool)
 
 

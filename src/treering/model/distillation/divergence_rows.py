@@ -29,6 +29,7 @@ def divergence_rows(
     *,
     vocab_size: int,
     softcap: float | None = None,
+    logit_divisor: float = 1.0,
 ) -> Float[Tensor, " R"]:
     """The divergence of each row, float32 or wider; differentiable with respect to the student only.
 
@@ -39,6 +40,7 @@ def divergence_rows(
         divergence: the kind, and the temperature of both.
         vocab_size: V, which determines the rows per chunk.
         softcap: of the student's logits; None leaves them as they are.
+        logit_divisor: number that the student divides its logits by.
 
     Example: where both models give the same logits, every divergence is 0.
     """
@@ -46,7 +48,8 @@ def divergence_rows(
     max_rows = max(1, max_logit_rows(rows.device, vocab_size) // 2)
     pieces = chunks(rows.shape[0], np.empty(0, np.int64), max_rows)
     of_logits = _OfTeacher(teacher, divergence, rows.device.type)
-    (total,) = by_chunks(rows, head, pieces, of_logits, softcap=softcap, temperature=divergence.temperature)
+    temperature = divergence.temperature * logit_divisor
+    (total,) = by_chunks(rows, head, pieces, of_logits, softcap=softcap, temperature=temperature)
     return total
 
 

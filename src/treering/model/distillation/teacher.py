@@ -38,12 +38,14 @@ class TeacherStates:
         hidden: [R, C], without gradients.
         head: the teacher's, hidden state to logits.
         softcap: bound of its logits; None without one.
+        logit_divisor: number that the teacher divides its logits by.
         num_logits: V.
     """
 
     hidden: Float[Tensor, "R C"]
     head: nn.Module
     softcap: float | None
+    logit_divisor: float
     num_logits: int
 
     def take(self, rows: Int[Tensor, " n"]) -> "TeacherStates":
@@ -53,7 +55,7 @@ class TeacherStates:
     def target(self, rows: slice, temperature: float, *, like: Tensor) -> Target:
         """Log-probs [n, V] of some rows, in the dtype and on the device of `like`."""
         with torch.no_grad():
-            logits = scaled_logits(self.head, self.hidden[rows], softcap=self.softcap, temperature=temperature)
+            logits = self._logits(self.hidden[rows], temperature)
             return Target(logits.to(like).log_softmax(-1))
 
     def top(self, k: int, temperature: float = 1.0) -> "TeacherTopK":
@@ -61,11 +63,14 @@ class TeacherStates:
         ids, logprobs = [], []
         with torch.no_grad():
             for hidden in torch.split(self.hidden, max_logit_rows(self.hidden.device, self.num_logits)):
-                logits = scaled_logits(self.head, hidden, softcap=self.softcap, temperature=temperature)
+                logits = self._logits(hidden, temperature)
                 top = logits.topk(k, -1)
                 ids.append(top.indices)
                 logprobs.append(top.values - logits.logsumexp(-1, keepdim=True))
         return TeacherTopK(ids=torch.cat(ids), logprobs=torch.cat(logprobs))
+
+    def _logits(self, hidden: Float[Tensor, "n C"], temperature: float) -> Float[Tensor, "n V"]:
+        return scaled_logits(self.head, hidden, softcap=self.softcap, temperature=temperature * self.logit_divisor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,7 +161,13 @@ def score(
 
 def states_of(parts: ModelParts, hidden: Float[Tensor, "R C"]) -> TeacherStates:
     """The distributions of a teacher's hidden states."""
-    return TeacherStates(hidden=hidden, head=parts.head, softcap=parts.softcap, num_logits=parts.num_logits)
+    return TeacherStates(
+        hidden=hidden,
+        head=parts.head,
+        softcap=parts.softcap,
+        logit_divisor=parts.logit_divisor,
+        num_logits=parts.num_logits,
+    )
 
 
 def check_top_k(top_k: int | None, parts: ModelParts) -> None:

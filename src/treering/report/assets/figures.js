@@ -220,8 +220,8 @@ function account() {
   const parts = Object.entries(ours.account);
   const all = parts.reduce((total, [, count]) => total + count, 0);
   const element = html("section", { class: "card wide", id: "account" }, html("h3", {}, `Account of ${format(all)} rollouts`));
-  element.append(html("p", { class: "help" }, "Each sampled rollout is trained once, or left out for one of these reasons."));
-  const colors = ["var(--c0)", "var(--c4)", "var(--c1)", "var(--c3)"];
+  element.append(html("p", { class: "help" }, "Each sampled rollout is counted once: what is trained, and why others are not."));
+  const colors = ["var(--c0)", "var(--c4)", "var(--c1)", "var(--c2)", "var(--c3)"];
   const plot = html("div", { class: "plot" });
   fitted(plot, (width) => {
     const picture = svg("svg", { viewBox: `0 0 ${width} 30`, height: 30, role: "img", "aria-label": "Account of the rollouts" });

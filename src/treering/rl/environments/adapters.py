@@ -21,11 +21,14 @@ _RESERVED = frozenset({"reset", "get_reward"})
 class ToolObject(Protocol):
     """An object whose other public methods are tools, as TRL's `environment_factory` makes them."""
 
-    def reset(self, **data: Any) -> str | None:
-        """Begins an episode with the fields of a task; returns text to add to the question, or None."""
+    def reset(self, **data: Any) -> Any:
+        """Begins an episode with the fields of a task, its prompt too if that is taken.
 
-    def get_reward(self) -> float:
-        """The reward of the episode."""
+        Returns what is added to the question, text or parts of a message; or None.
+        """
+
+    def get_reward(self) -> Any:
+        """The reward of the episode; may be a coroutine."""
 
 
 class StepObject(Protocol):
@@ -42,7 +45,7 @@ class ToolEnvironment(Environment):
     """Episodes of an object whose public methods are tools: they end with the first turn that calls none.
 
     A task's data are a mapping with "prompt", a text or messages, and the fields that `reset` takes. Each episode has
-    an object of its own, whose methods run in other threads.
+    an object of its own, whose methods run in other threads, unless they are coroutines.
 
     Example:
         >>> class Calculator:
@@ -79,11 +82,13 @@ class ToolEnvironment(Environment):
     async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
         """See `Environment.run`."""
         data = dict(task.data)
-        messages = _opening(data.pop("prompt", None), task)
+        messages = _opening(data.get("prompt"), task)
         thing = self._factory()
-        more = await asyncio.to_thread(thing.reset, **data)
+        if not _takes(thing.reset, "prompt"):
+            del data["prompt"]
+        more = await _called(thing.reset, **data)
         if more:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{more}"}
+            messages[-1] = _extended(messages[-1], more)
         try:
             for _ in range(self._max_turns):
                 reply = await policy.chat(messages, tools=self.tools)
@@ -93,7 +98,7 @@ class ToolEnvironment(Environment):
                 messages += [await _answer(thing, call, self.tools) for call in reply.tool_calls]
         except ContextFullError:
             pass
-        return float(await asyncio.to_thread(thing.get_reward))
+        return float(await _called(thing.get_reward))
 
 
 class StepEnvironment(Environment):
@@ -139,11 +144,12 @@ class StepEnvironment(Environment):
                 messages.append(reply.message)
                 observed, reward, *ends = await asyncio.to_thread(thing.step, reply.text)
                 rewards[reply.call] = float(reward)
-                if any(ends[:2]):
+                # Gym before Gymnasium has its info in the place of the second.
+                if any(end for end in ends[:2] if not isinstance(end, Mapping)):
                     break
         except ContextFullError:
             pass
-        return Outcome(reward=0.0, turn_rewards=rewards, numbers={"return": sum(rewards.values())})
+        return Outcome(reward=0.0, turn_rewards=rewards)
 
 
 def tool_schema(function: Callable[..., Any], name: str) -> Mapping[str, Any]:
@@ -182,9 +188,10 @@ def _json_type(hint: Any) -> dict[str, str]:
 
 
 def _tools_of(thing: object) -> list[Mapping[str, Any]]:
-    methods = inspect.getmembers(thing, callable)
+    # Of the class, as properties of the object may not have values yet.
+    names = [name for name, _ in inspect.getmembers(type(thing), inspect.isfunction)]
     found = [
-        tool_schema(method, name) for name, method in methods if not name.startswith("_") and name not in _RESERVED
+        tool_schema(getattr(thing, name), name) for name in names if not name.startswith("_") and name not in _RESERVED
     ]
     if not found:
         raise InputError(
@@ -202,6 +209,26 @@ def _opening(prompt: object, task: EnvTask) -> list[Mapping[str, Any]]:
     raise InputError(f'the data of a task have a "prompt", a text or messages, got {prompt!r:.60} in {task.id!r}')
 
 
+def _extended(message: Mapping[str, Any], more: Any) -> Mapping[str, Any]:
+    """A message with more at its end; both may be text or lists of parts."""
+    content = message["content"]
+    if isinstance(content, str) and isinstance(more, str):
+        return {**message, "content": content + more}
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else list(each) for each in (content, more)]
+    return {**message, "content": [*parts[0], *parts[1]]}
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+async def _called(method: Callable[..., Any], /, **arguments: Any) -> Any:
+    if inspect.iscoroutinefunction(method):
+        return await method(**arguments)
+    return await asyncio.to_thread(method, **arguments)
+
+
 async def _answer(thing: object, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The message of a call's result; what the tool raises is its answer, so that the policy sees it."""
     message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
@@ -211,11 +238,7 @@ async def _answer(thing: object, call: ToolCall, tools: Sequence[Mapping[str, An
             raise InputError(f"there is no tool {call.name!r}")
         method = getattr(thing, call.name)
         inspect.signature(method).bind(**arguments)
-        found = (
-            await method(**arguments)
-            if inspect.iscoroutinefunction(method)
-            else await asyncio.to_thread(method, **arguments)
-        )
+        found = await _called(method, **arguments)
         return {**message, "content": found if isinstance(found, str) else json.dumps(found, default=str)}
     except Exception as error:
         return {**message, "content": f"error: {error}"}

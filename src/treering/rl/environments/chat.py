@@ -90,6 +90,11 @@ class ChatMemory:
         self._chat = chat
         self._known: list[_Known] = []
 
+    @property
+    def num_tokens(self) -> int:
+        """Ids of all chats that it knows."""
+        return sum(known.tokens.size for known in self._known)
+
     def context(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
         """The ids of a chat up to the policy's next turn, int32 [N].
 
@@ -138,7 +143,8 @@ def as_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...
     return decode_tools({"tools": [dict(tool) for tool in tools]}) if tools else ()
 
 
-_TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_CALL_END = "</tool_call>"
+_TAGGED = re.compile(rf"<tool_call>(.*?){_CALL_END}", re.DOTALL)
 
 
 def split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
@@ -151,7 +157,9 @@ def split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
         >>> split_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
         ('Let me see.', (ToolCall(name='add', arguments={'a': 1}, id=None),))
     """
-    tagged = [(found.group(), _call(found.group(1))) for found in _TAGGED.finditer(text)]
+    # Nothing is searched after the last end: a turn may begin thousands of calls and end none.
+    head, end, _ = text.rpartition(_CALL_END)
+    tagged = [(found.group(), _call(found.group(1))) for found in _TAGGED.finditer(head + end)]
     spans = tagged or [(line, _call(line)) for line in text.splitlines()]
     return _without(text, [span for span, call in spans if call]), tuple(call for _, call in spans if call)
 

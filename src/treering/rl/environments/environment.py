@@ -41,7 +41,7 @@ class Outcome:
     """Of agents, by name."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of single calls, by `Reply.call`: a call is worth the run's reward and those of this and later calls of
-    its agent."""
+    its agent. What is logged and evaluated is the run's reward and those of all calls of the agent."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Logged as means over runs, by name."""
 

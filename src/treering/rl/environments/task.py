@@ -95,10 +95,10 @@ class EnvironmentTask(Task):
         """
         self.environment, self.chat, self.options = environment, chat, options
         self._stop_tokens = tuple(chat.text.end_tokens if stop_tokens is None else stop_tokens)
-        self.tasks = {task.id: task for task in _checked_tasks(environment)}
+        tasks = _checked_tasks(environment)
+        self.tasks = {task.id: task for task in tasks}
         self._prompts = tuple(
-            TaskPrompt(prompt_id=task.id, tokens=np.zeros(0, np.int32), columns={"data": task.data})
-            for task in _checked_tasks(environment)
+            TaskPrompt(prompt_id=task.id, tokens=np.zeros(0, np.int32), columns={"data": task.data}) for task in tasks
         )
 
     @property

@@ -82,7 +82,7 @@ class EpisodeForecast:
     """
 
     def __init__(self) -> None:
-        self._lengths = LengthPredictor("median", guess=1.0)
+        self._lengths = LengthPredictor(guess=1.0)
         self._waits = WaitPredictor()
         self._token_s = 0.0
 

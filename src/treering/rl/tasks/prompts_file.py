@@ -178,7 +178,7 @@ class PromptsFile(Task):
     def _read(self, path: Path, names: dict[str, None]) -> Sequence[Prompt]:
         """The prompts; adds the names of their columns to `names`, in order."""
         options = {"prompts": code_digest(Path(__file__).parent), "is_raw": self._is_raw, **self._kept.extent}
-        with unchanged(path, self._cache):
+        with unchanged(path):
             tokens = open_built(path, self._renderer, options, partial(self._build, path), folder=self._cache)
             self.form_in_words, self.notes = tokens.facts.form, tuple(tokens.facts.notes)
             # Warnings of reading are those of the build, and have been given.

@@ -1,12 +1,12 @@
 """Which tokens end a turn of a policy: those of its tokenizer, its chat template, its model folder and the settings."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treering.errors import ConfigError, InputError
+from treering.files.json_object import read_object
 from treering.rl.tasks.text_tokens import TextTokens
 
 _MODEL_FILES = ("generation_config.json", "config.json")
@@ -77,7 +77,7 @@ def _named_id(tokens: TextTokens, named: str | int) -> int:
 def _ends_of_model(folder: Path) -> list[tuple[int, str]]:
     found = []
     for file in (folder / name for name in _MODEL_FILES):
-        settings = _read(file) if file.is_file() else {}
+        settings = read_object(file) if file.is_file() else {}
         # Models of text and images keep the text's settings in an object of their own.
         inner = settings.get("text_config")
         for place in (settings, inner if isinstance(inner, dict) else {}):
@@ -93,13 +93,3 @@ def _ids(value: Any, file: Path) -> Iterator[int]:
             raise InputError(f"{file}: eos_token_id is a token id or a list of them, got {value!r}; correct it")
         if token_id >= 0:
             yield token_id
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{file}: a model's settings are a JSON object ({error}); fetch the file again") from error
-    if not isinstance(settings, dict):
-        raise InputError(f"{file}: a model's settings are a JSON object, got {type(settings).__name__}; fetch it again")
-    return settings

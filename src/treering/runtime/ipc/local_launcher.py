@@ -18,6 +18,7 @@ from torch import nn
 
 from treering.errors import StateError
 from treering.runtime.ipc.child import SERVER_PARENT, main
+from treering.runtime.ipc.environment import environment_with
 from treering.runtime.ipc.launcher import Ended, Kind, Recipe
 from treering.runtime.ipc.ring_access import RingAccess
 from treering.runtime.ipc.weight_ring import WeightRing
@@ -157,12 +158,5 @@ def _start_server() -> None:
     if threading.current_thread() is threading.main_thread():
         # The kernel watches the thread that starts the server, and another one may end before the run.
         changes[SERVER_PARENT] = str(os.getpid())
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
+    with environment_with(changes):
         forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value

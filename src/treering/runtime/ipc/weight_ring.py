@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from treering.errors import StateError
 from treering.runtime.ipc.shared_memory import SharedMemory
-from treering.runtime.ipc.weight_layout import WeightLayout, model_tensors
-from treering.runtime.ipc.weight_store import BASE
+from treering.runtime.ipc.weight_store import BASE, WeightStore
 
 _HEADER = struct.Struct("<qI")
 """The version (-1 during a write) and the CRC-32 of the weights."""
@@ -21,16 +20,15 @@ _HEADER_BYTES = 64
 """The header with its padding."""
 
 
-class WeightRing:
-    """The weights of the latest S versions of one model: the `WeightStore` of processes on one host.
+class WeightRing(WeightStore):
+    """The weights of the latest S versions of one model, for processes on one host.
 
     Example: with 3 slots, after writing versions 0 to 4, versions 2, 3 and 4 can be read, and 1 raises StateError.
     """
 
     def __init__(self, model: nn.Module, num_slots: int, memory: SharedMemory | None = None) -> None:
         """`memory`: of a ring that another process made for the same model; None allocates it."""
-        self._layout = WeightLayout(model)
-        self.num_slots = num_slots
+        super().__init__(model, num_slots)
         self._stride = _HEADER_BYTES + self.num_bytes
         size = (num_slots + 1) * self._stride
         if memory is not None and len(memory.view) != size:
@@ -39,15 +37,6 @@ class WeightRing:
                 f"run has {len(memory.view):,}; make the recipe's model depend on nothing but the recipe"
             )
         self.memory = SharedMemory(size) if memory is None else memory
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one version."""
-        return self._layout.num_bytes
-
-    def write(self, version: int, model: nn.Module, slot: int | None = None) -> None:
-        """See `WeightStore`."""
-        self.put(version, model_tensors(model), slot)
 
     def put(self, version: int, tensors: Mapping[str, Tensor], slot: int | None = None) -> None:
         """See `WeightStore`."""

@@ -1,10 +1,13 @@
-"""The weights' way from the trainer to the rollout workers: protocols, and messages where no memory is shared."""
+"""The weights' way from the trainer to the rollout workers: stores, and messages where no memory is shared."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
+
+from treering.runtime.ipc.weight_layout import WeightLayout, model_tensors
 
 BASE = -1
 """The `slot` argument for the weights that a new trainer starts from, outside the ring of versions."""
@@ -14,29 +17,35 @@ PART_BYTES = 4 << 20
 """Of a part, at most."""
 
 
-class WeightStore(Protocol):
+class WeightStore(ABC):
     """The controller's store of the weights' latest versions, by version, and of the base of a new trainer.
 
     There are no locks: a version is announced only after it is complete, and is dropped only when no process needs it.
     """
 
-    @property
-    def num_slots(self) -> int:
-        """Versions that it holds."""
+    def __init__(self, model: nn.Module, num_slots: int) -> None:
+        """Holds `num_slots` versions of the weights of models like this one, and none yet."""
+        self._layout = WeightLayout(model)
+        self.num_slots = num_slots
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one version."""
+        return self._layout.num_bytes
 
     def write(self, version: int, model: nn.Module, slot: int | None = None) -> None:
         """Copies a model's weights into the store as `version`, or as the base (`slot=BASE`)."""
+        self.put(version, model_tensors(model), slot)
 
+    @abstractmethod
     def put(self, version: int, tensors: Mapping[str, Tensor], slot: int | None = None) -> None:
         """As `write`, with tensors by name, as `tensors` returns them."""
 
+    @abstractmethod
     def put_bytes(self, version: int, payload: bytes | bytearray) -> None:
         """As `put`, with the bytes of all tensors as `WeightLayout.pack` of the same model lays them out."""
 
+    @abstractmethod
     def read(self, version: int, model: nn.Module, slot: int | None = None) -> None:
         """Copies a version into a model.
 
@@ -44,6 +53,7 @@ class WeightStore(Protocol):
             StateError: the store does not hold it, or it is damaged.
         """
 
+    @abstractmethod
     def tensors(self, version: int) -> dict[str, Tensor]:
         """Copies of a version's tensors by name.
 
@@ -51,6 +61,7 @@ class WeightStore(Protocol):
             StateError: see `read`.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Frees the memory once nothing refers to it."""
 

@@ -108,7 +108,7 @@ class RolloutPool:
             )
             if not requests:
                 continue
-            if worker.step != open_step.step or not worker.has_begun:
+            if worker.step != open_step.step:
                 worker.begin(open_step, policy_versions[open_step.version])
             worker.submit(requests)
         for number, worker in enumerate(self._workers):

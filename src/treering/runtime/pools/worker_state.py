@@ -89,8 +89,6 @@ class WorkerState:
     child: ChildProcess
     step: int = 0
     """Its current step; 0 for a new worker."""
-    has_begun: bool = False
-    """Whether it was sent that step."""
     running: dict[RolloutKey, Work] = field(default_factory=dict)
     move_target: int | None = None
     """Worker that takes over the rollouts that this one must give up, until this one has answered."""
@@ -122,7 +120,7 @@ class WorkerState:
 
     def begin(self, open_step: OpenStep, policy_version: int) -> None:
         """Starts a step on it, before its first requests there."""
-        self.step, self.has_begun = open_step.step, True
+        self.step = open_step.step
         if self.sent is not None:
             self.sent.begin()
         self.child.offer(open_step.version)

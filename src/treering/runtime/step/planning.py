@@ -4,7 +4,6 @@ Plans change speed, never a rollout. They are checkpointed all the same: roundin
 batch.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from treering.errors import InputError
 from treering.schedule.cluster import Cluster
 from treering.schedule.latency import Latency
 from treering.schedule.measured_latency import PassTimes, merged
@@ -151,7 +149,7 @@ class Planner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state`. Drops plans of another policy or cluster, and lengths of another predictor."""
+        """Resumes from a `state`. Drops plans of another policy or cluster."""
         self._plans = {}
         if list(state["made_for"]) == self._made_for():
             self._plans = {plan["step"]: _from_state(plan) for plan in state["plans"]}
@@ -165,12 +163,7 @@ class Planner:
         self._waits.load_state(state["waits"])
         for timed in state["timed"]:
             self.note_times(PassTimes.from_state(timed))
-        try:
-            self._predictor.load_state(state["lengths"])
-        except InputError as error:
-            warnings.warn(
-                f"lengths are learnt anew, because another predictor wrote the checkpoint: {error}", stacklevel=2
-            )
+        self._predictor.load_state(state["lengths"])
 
     def _forecast(self, step: int) -> Forecast:
         numbers = self._prompts_of(step).tolist()

@@ -1,7 +1,5 @@
 """Baseline policies. None of them corrects predictions or looks beyond its step."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from treering.schedule.plan.plans import PlacementPlan, place
@@ -36,7 +34,7 @@ class Fifo(Policy):
 class PlanPolicy(Policy):
     """One plan for all steps, with uncorrected forecasts.
 
-    Example: `PlanPolicy(PlacementPlan(name="halves", num_turns=2))` runs odd and even steps on different workers.
+    Example: `PlanPolicy(PlacementPlan(name="turns", num_turns=2))` runs odd and even steps on different workers.
     """
 
     def __init__(self, plan: PlacementPlan) -> None:
@@ -48,14 +46,13 @@ class PlanPolicy(Policy):
         return self._plan.name
 
     def assign(self, request: PlanRequest) -> Assignment:
-        """Places the step by the plan, with at most as many turns as workers."""
-        forecast, cluster = request.forecasts[0], request.cluster
-        plan = replace(self._plan, num_turns=min(self._plan.num_turns, cluster.num_workers))
+        """Places the step by the plan."""
+        forecast = request.forecasts[0]
         return place(
-            plan,
+            self._plan,
             forecast.lengths,
             forecast.prompts,
             step=request.step,
-            cluster=cluster,
+            cluster=request.cluster,
             wait_s=forecast.wait_s,
         )

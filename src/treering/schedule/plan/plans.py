@@ -48,17 +48,6 @@ def equal_counts(order: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]
     return groups
 
 
-def equal_sums(order: NDArray[np.int64], lengths: NDArray[np.float64], num_groups: int) -> NDArray[np.int64]:
-    """int64 [N]: group of each rollout, groups with equal token sums along an order of all rollouts.
-
-    Example: lengths [6, 2, 2, 2] in their own order and two groups are [0, 1, 1, 1].
-    """
-    middles = np.cumsum(lengths[order]) - lengths[order] / 2
-    groups = np.empty(order.size, np.int64)
-    groups[order] = np.minimum((middles / lengths.sum() * num_groups).astype(np.int64), num_groups - 1)
-    return groups
-
-
 @compiled_once()
 def balanced(order: NDArray[np.int64], lengths: NDArray[np.float64], num_workers: int) -> NDArray[np.int64]:
     """int64 [N]: for each position in the order, the worker with the fewest tokens so far; the lowest on ties.
@@ -77,10 +66,10 @@ def balanced(order: NDArray[np.int64], lengths: NDArray[np.float64], num_workers
     return found
 
 
-Placing = Literal["balanced", "equal_counts", "equal_sums", "two_tier"]
+Placing = Literal["balanced", "equal_counts", "two_tier"]
 """How rollouts are split among workers. balanced: the longest first, each to the worker with the fewest predicted
-tokens. equal_counts: ranges of ranks, as many rollouts each (RhymeRL's Tier 1). equal_sums: ranges of ranks, as many
-tokens each. two_tier: eight ranges of ranks with as many rollouts each, on as many workers as each needs (Tier 2)."""
+tokens. equal_counts: ranges of ranks, as many rollouts each (RhymeRL's Tier 1). two_tier: eight ranges of
+ranks with as many rollouts each, on as many workers as each needs (Tier 2)."""
 
 _NUM_GROUPS = 8
 """Groups of two_tier, if there are as many workers."""
@@ -90,7 +79,7 @@ _NUM_GROUPS = 8
 class PlacementPlan:
     """One way to place every step.
 
-    Example: `PlacementPlan(name="halves", num_turns=2)` runs odd steps on the odd workers and even steps on the others.
+    Example: `PlacementPlan(name="turns", num_turns=2)` runs odd steps on the odd workers and even steps on the others.
     """
 
     name: str
@@ -179,8 +168,6 @@ def _by_ranges(
 ) -> NDArray[np.int64]:
     if placing == "equal_counts":
         return available[equal_counts(rising, available.size)]
-    if placing == "equal_sums":
-        return available[equal_sums(rising, lengths, available.size)]
     groups = np.array_split(rising, min(_NUM_GROUPS, available.size, rising.size))
     counts = share_out([lengths[group] for group in groups], replace(cluster, num_workers=available.size))
     workers = np.empty(lengths.size, np.int64)

@@ -1,7 +1,7 @@
 """Turns logged steps into a trace: each step is predicted from the steps that a run would have seen before it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from treering.data.formats.detect import FormatName
 from treering.schedule.policy import Forecast
-from treering.schedule.predict.lengths import LengthPredictor
+from treering.schedule.predict.lengths import LengthPredictor, make_predictor
 from treering.schedule.predict.waits import WaitPredictor
 from treering.schedule.traces.logs import LoggedStep, read_log
 from treering.schedule.traces.trace import Trace, TraceStep
@@ -18,7 +18,6 @@ from treering.types import PromptId
 
 def read_trace(
     path: str | os.PathLike[str],
-    predictor: Callable[[int], LengthPredictor],
     *,
     num_rollouts: int | None = None,
     staleness: int = 0,
@@ -28,7 +27,6 @@ def read_trace(
 
     Args:
         path: as `treering.schedule.traces.logs.read_log` reads it.
-        predictor: makes a new predictor, given the most tokens of a rollout.
         num_rollouts: of a step, if the log has no `step`; see `read_log`.
         staleness: step k is predicted from the steps up to k - 1 - staleness, which have ended when it is planned.
         format: of the records; see `read_log`.
@@ -36,12 +34,12 @@ def read_trace(
     Raises:
         InputError: see `read_log`.
 
-    Example: `read_trace("runs/a", lambda limit: make_predictor("median", max_tokens=limit), staleness=1)` is the trace
-    of a run's own rollouts.
+    Example: `read_trace("runs/a", staleness=1)` is the trace of a run's own rollouts.
     """
     steps = read_log(path, num_rollouts=num_rollouts, format=format)
     longest = max(int(step.lengths.max()) for step in steps)
-    return Trace(steps=predicted_steps(steps, predictor(longest), staleness=staleness), max_tokens=longest)
+    predictor = make_predictor(max_tokens=longest)
+    return Trace(steps=predicted_steps(steps, predictor, staleness=staleness), max_tokens=longest)
 
 
 def predicted_steps(

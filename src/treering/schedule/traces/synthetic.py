@@ -19,6 +19,9 @@ FORMS = "lognormal:MU,SIGMA[,MAX]; exponential:MEAN[,MAX]; bimodal:SHORT,LONG,SH
 DEFAULT_SPREAD = 0.3
 """Sigma of the logarithm around either length of a bimodal law."""
 
+_MOST_TOKENS = 2**31 - 1
+"""As in a log; sums over a run then fit 64 bits."""
+
 Sampler = Callable[[np.random.Generator, int], NDArray[np.float64]]
 
 
@@ -64,9 +67,15 @@ def parse_law(text: str) -> LengthLaw:
     return law
 
 
-def whole_lengths(lengths: NDArray[np.float64], law: LengthLaw) -> NDArray[np.int64]:
+def _whole_lengths(lengths: NDArray[np.float64], law: LengthLaw) -> NDArray[np.int64]:
     """Lengths as token counts: rounded, at least 1, at most what the law allows."""
-    return np.rint(np.clip(lengths, 1.0, law.max_tokens)).astype(np.int64)
+    limited = np.clip(lengths, 1.0, law.max_tokens)
+    if limited.max() > _MOST_TOKENS:
+        raise InputError(
+            f"a rollout has at most {_MOST_TOKENS:,} tokens, and the law of lengths gave {limited.max():.3g}; lower "
+            "it, or give it a MAX"
+        )
+    return np.rint(limited).astype(np.int64)
 
 
 def _lognormal(numbers: list[float]) -> LengthLaw | None:
@@ -124,58 +133,47 @@ _RANGES = {
 
 
 def synthetic_trace(
-    spec: str | LengthLaw, *, num_steps: int, num_rollouts: int, group_size: int = 1, noise: float = 0.25, seed: int
+    spec: str | LengthLaw, *, num_steps: int, num_rollouts: int, noise: float = 0.25, seed: int
 ) -> Trace:
     """Lengths sampled from a law; each prediction is the length times exp(noise z), z standard normal.
 
-    The simplest model for comparing schedules. Groups only say which rollouts share a prompt; for one prediction
-    per prompt see `treering.schedule.traces.stability.stable_trace`.
+    Each rollout has a prompt of its own. Predictions are at most the law's largest length, or the longest rollout if
+    the law has no limit.
 
     Args:
         spec: a law, or its text as `parse_law` reads it.
         num_steps: at least 1.
-        num_rollouts: of each step, a multiple of `group_size`.
-        group_size: rollouts of a prompt in a step.
+        num_rollouts: of each step, at least 1.
         noise: standard deviation of log(predicted / actual), at least 0.
         seed: of lengths and errors.
 
     Raises:
-        InputError: a law that cannot be read, or a count that does not fit.
+        InputError: a law that cannot be read, or a number out of its range.
 
     Example: `synthetic_trace("constant:100", num_steps=12, num_rollouts=64, noise=0.0, seed=0)` has 12 steps of 64
     rollouts with 100 tokens each, all predicted exactly.
     """
     law = parse_law(spec) if isinstance(spec, str) else spec
-    check_counts(num_steps, num_rollouts, group_size)
+    if min(num_steps, num_rollouts) < 1:
+        raise InputError(
+            f"a trace has one step or more of one rollout or more, got {num_steps} steps of {num_rollouts}; raise them"
+        )
     if not (np.isfinite(noise) and noise >= 0):
         raise InputError(f"noise is the sigma of log errors, at least 0, got {noise!r}; correct it")
     random = np.random.default_rng(seed)
     pairs = []
     for _ in range(num_steps):
-        lengths = whole_lengths(law.sample(random, num_rollouts), law)
+        lengths = _whole_lengths(law.sample(random, num_rollouts), law)
         predicted = np.maximum(lengths * np.exp(noise * random.standard_normal(num_rollouts)), 1.0)
         pairs.append((lengths, predicted))
-    return as_trace(pairs, law, group_size)
+    return _as_trace(pairs, law)
 
 
-def check_counts(num_steps: int, num_rollouts: int, group_size: int) -> None:
-    """Rejects a trace without steps, and steps that are not a multiple of the group size."""
-    if min(num_steps, num_rollouts, group_size) < 1 or num_rollouts % group_size:
-        raise InputError(
-            f"a trace has one step or more, each of whole groups, got {num_steps} steps of {num_rollouts} rollouts in "
-            f"groups of {group_size}; make the rollouts a multiple of the group"
-        )
-
-
-def as_trace(pairs: list[tuple[NDArray[np.int64], NDArray[np.float64]]], law: LengthLaw, group_size: int) -> Trace:
-    """A trace of each step's lengths and predictions; each `group_size` consecutive rollouts share a prompt.
-
-    Predictions are capped at the law's largest length, or at the longest rollout if the law has no limit.
-    """
+def _as_trace(pairs: list[tuple[NDArray[np.int64], NDArray[np.float64]]], law: LengthLaw) -> Trace:
     longest = max(int(lengths.max()) for lengths, _ in pairs) if law.max_tokens is None else law.max_tokens
     steps = []
     for number, (lengths, predicted) in enumerate(pairs):
-        prompts = (number * lengths.size + np.arange(lengths.size)) // group_size
+        prompts = number * lengths.size + np.arange(lengths.size)
         forecast = Forecast(lengths=np.minimum(predicted, longest), prompts=prompts)
         steps.append(TraceStep(lengths=lengths, forecast=forecast))
     return Trace(steps=tuple(steps), max_tokens=longest)

@@ -37,7 +37,8 @@ T = TypeVar("T")
 def tokens_that_fit(parts: ModelParts) -> int:
     """The largest number of tokens whose activations fit into free memory; call it inside `tree_attention`.
 
-    Measured for a model once. Left free are gradients that do not exist yet, AdamW's state, and a share for logits.
+    Measured for a model once; `DEFAULT_TOKENS` if its decoder is frozen and saves nothing. Left free are gradients that
+    do not exist yet, AdamW's state, and a share for logits.
 
     Example: 40 GB free and 1 MB a token give 30,000 tokens for a model whose weights are frozen.
     """
@@ -89,7 +90,10 @@ def run_by_memory(parts: ModelParts, weights: Iterable[Tensor], run: Callable[[i
 
 
 def _measured(parts: ModelParts) -> int:
+    each = bytes_per_token(parts)
+    if each == 0:
+        return DEFAULT_TOKENS
     free, _ = free_memory(parts.device)
     trained = [weight for weight in parts.decoder.parameters() if weight.requires_grad]
     to_come = sum(weight.numel() * (_OPTIMIZER_BYTES + weight.element_size()) for weight in trained)
-    return max(LEAST_TOKENS, int((free * (1 - _HEAD_SHARE) - to_come) / bytes_per_token(parts)))
+    return max(LEAST_TOKENS, int((free * (1 - _HEAD_SHARE) - to_come) / each))

@@ -6,8 +6,8 @@ not computed in one forward, the step runs twice: a pass without gradients gives
 every log-prob, and the model's own backward takes these vectors.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from treering.train.gradient.activations import ParentsChoice, ParentsOption, ch
 from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, MaxTokens, run_by_memory, tokens_that_fit
 from treering.train.gradient.checks import check_inputs, routers_of
 from treering.train.gradient.flat_batch import flatten_batch, read_entries
-from treering.train.gradient.passes import count_passes
+from treering.train.gradient.passes import count_passes, units_of
 from treering.train.gradient.rank_sums import reduced_over_ranks
 from treering.train.gradient.router_losses import RouterLosses, Routing
 from treering.train.gradient.run import StepRun
@@ -174,7 +174,7 @@ def backward(
     def first() -> int:
         inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
         # Compiled layers keep the hooks of their first forward.
-        with inside, router_hooks(routers_of(router_losses, parts)):
+        with inside, router_hooks(routers_of(router_losses, parts)), _casting_anew(parts.device):
             return tokens_that_fit(parts)
 
     return run_by_memory(parts, weights, step, first)
@@ -220,23 +220,25 @@ def _backward(
             router_losses=router_losses,
         )
         entries = read_entries(forests, objective)
+        teacher = None
+        if objective.distillation is not None:
+            teacher = StepTeacher(
+                objective.distillation, of_teacher, student=parts, forests=forests, temperature=temperature
+            )
+            teacher.check(units_of(plan), entries)
+            scorer = replace(scorer, divergence=teacher.divergence)
         agreement.what = f"{objective.name} with ranks={team.mode!r} and router_losses={router_losses}"
         agreement.num_passes = count_passes(plan, objective) if team.mode == "sharded" else 0
     inside = nullcontext() if is_active(parts) else tree_attention(model, backend)
     reducing = reduced_over_ranks(team, parts, model, value_head)
-    with inside, teaching(objective.distillation, of_teacher, backend), router_hooks(routers), reducing:
+    teaching_too = teaching(objective.distillation, of_teacher, backend)
+    with inside, teaching_too, router_hooks(routers), _casting_anew(scorer.device), reducing:
         parts = with_features(parts, forests)
         scorer = replace(scorer, parts=parts)
         batch = flatten_batch(entries, objective, team.group.sum)
         routing = None
         if router_losses is not None and routers is not None:
             routing = Routing(router_losses, routers, plan.num_branch_tokens, team.group.sum)
-        teacher = None
-        if objective.distillation is not None:
-            teacher = StepTeacher(
-                objective.distillation, of_teacher, student=parts, forests=forests, temperature=temperature
-            )
-            scorer = replace(scorer, divergence=teacher.divergence)
         run = StepRun(
             plan,
             objective,
@@ -244,7 +246,6 @@ def _backward(
             scorer,
             parents=parents,
             min_passes=agreement.num_passes,
-            in_step=team.mode == "sharded",
             routing=routing,
             teacher=teacher,
             on_progress=on_progress,
@@ -266,6 +267,21 @@ def _backward(
         num_scoring_tokens=run.num_scoring_tokens,
         scoring_s=run.scoring_s,
     )
+
+
+@contextmanager
+def _casting_anew(device: torch.device) -> Iterator[None]:
+    """Inside, autocast of torch 2.10 casts weights in every pass.
+
+    Its cache keeps those of a pass without gradients, and the next pass would train none of them.
+    """
+    before = torch.is_autocast_cache_enabled()
+    is_anew = torch.__version__ < "2.11" and torch.is_autocast_enabled(device.type)
+    torch.set_autocast_cache_enabled(before and not is_anew)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def plan_step(

@@ -19,7 +19,7 @@ from treering.ranks.group import RankGroup
 from treering.train.gradient.backward import plan_step
 from treering.train.gradient.flat_batch import read_entries
 from treering.train.gradient.partitioned import score_unit
-from treering.train.gradient.passes import Unit, num_forwards
+from treering.train.gradient.passes import Unit, num_forwards, units_of
 from treering.train.gradient.scoring import Scorer
 from treering.train.objectives import sft
 from treering.train.progress import OnProgress, PhaseProgress
@@ -68,7 +68,7 @@ def branch_logprobs(
         parts=without_gradients(parts, forests), temperature=temperature, entropy_of="none", value_head=None
     )
     plan = plan_step(forests, objective, max_tokens, device=parts.device)
-    units: list[Unit] = [*plan.micro_batches, *plan.partitioned]
+    units = units_of(plan)
     num_passes = sum(map(num_forwards, units))
     # Before the first pass, which gathers weights where they are sharded.
     most_passes = max(group.gather(num_passes))

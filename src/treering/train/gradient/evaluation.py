@@ -101,7 +101,7 @@ def _local_pairs(batch: FlatBatch, branches: Int64Array, device: torch.device) -
     """Pairs whose branches are both in `branches`, as indices into it."""
     if batch.pairs is None:
         return None
-    place = np.full(batch.offsets.size - 1, -1, np.int64)
+    place = np.full(batch.branch_tree.size, -1, np.int64)
     place[branches] = np.arange(branches.size)
     local = place[batch.pairs]
     return to_device(local[(local >= 0).all(1)], device)

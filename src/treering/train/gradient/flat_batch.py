@@ -18,24 +18,20 @@ from treering.tree.forest import Forest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FlatBatch:
-    """Per-entry data of all branches; branch i owns entries offsets[i] to offsets[i + 1].
+class BatchEntries:
+    """Per-entry data of K branches, before any rank has told its denominators.
 
     Attributes:
-        offsets: int64 [K + 1].
+        offsets: int64 [K + 1]; branch i owns entries offsets[i] to offsets[i + 1].
+        branch_tree: int64 [K], see `entry_weights`.
         counts: [F] weight of an entry in averages, 0 if it is not trained.
-        weights: [F] factor of an entry's term in the loss.
         values: [F] each, the objective's own data.
-        pairs: int64 [P, 2] compared branches, None for objectives without pairs.
-        pair_weight: factor of a pair's term in the loss: 1 / pairs of all ranks.
     """
 
     offsets: Int64Array
+    branch_tree: Int64Array
     counts: Float64Array
-    weights: Float64Array
     values: Mapping[str, Float64Array]
-    pairs: Int64Array | None
-    pair_weight: float
 
     @property
     def num_trained(self) -> float:
@@ -52,6 +48,21 @@ class FlatBatch:
         return Selection(
             branches=branches, edges=edges[trained].astype(np.int64), entries=entries[trained], branch=branch[trained]
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatBatch(BatchEntries):
+    """Entries with their factors in the loss.
+
+    Attributes:
+        weights: [F] factor of an entry's term in the loss.
+        pairs: int64 [P, 2] compared branches, None for objectives without pairs.
+        pair_weight: factor of a pair's term in the loss: 1 / pairs of all ranks.
+    """
+
+    weights: Float64Array
+    pairs: Int64Array | None
+    pair_weight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,23 +118,6 @@ class Selection:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BatchEntries:
-    """What a flat batch is made of, before any rank has told its denominators; K branches, F entries.
-
-    Attributes:
-        branch_length: int64 [K].
-        branch_tree: int64 [K], see `entry_weights`.
-        counts: [F], see `FlatBatch`.
-        values: see `FlatBatch`.
-    """
-
-    branch_length: Int64Array
-    branch_tree: Int64Array
-    counts: Float64Array
-    values: Mapping[str, Float64Array]
-
-
 def read_entries(forests: Sequence[Forest], objective: Objective) -> BatchEntries:
     """The entries of an objective over forests.
 
@@ -138,7 +132,7 @@ def read_entries(forests: Sequence[Forest], objective: Objective) -> BatchEntrie
     counts = entry_counts(forests, objective.masks(branch_length), objective.weighting.shared)
     _check_pictures(forests, counts)
     return BatchEntries(
-        branch_length=branch_length,
+        offsets=np.concatenate([[0], np.cumsum(branch_length)]).astype(np.int64),
         branch_tree=np.concatenate([empty, *branch_tree]),
         counts=counts,
         values=objective.flat_values(branch_length, trained=counts > 0),
@@ -149,17 +143,18 @@ def flatten_batch(entries: BatchEntries, objective: Objective, sum_over_ranks: S
     """The flat batch of an objective; denominators cover all ranks."""
     weights = entry_weights(
         entries.counts,
-        branch_length=entries.branch_length,
+        branch_length=np.diff(entries.offsets),
         branch_tree=entries.branch_tree,
         weighting=objective.weighting,
         sum_over_ranks=sum_over_ranks,
     )
     num_pairs = 0.0 if objective.pairs is None else float(sum_over_ranks(np.array([len(objective.pairs)], float))[0])
     return FlatBatch(
-        offsets=np.concatenate([[0], np.cumsum(entries.branch_length)]).astype(np.int64),
+        offsets=entries.offsets,
+        branch_tree=entries.branch_tree,
         counts=entries.counts,
-        weights=weights,
         values=entries.values,
+        weights=weights,
         pairs=objective.pairs,
         pair_weight=1.0 / max(num_pairs, 1.0),
     )

@@ -12,6 +12,11 @@ from treering.tree.plan.plan import MicroBatch, Plan
 Unit = MicroBatch | PartitionedTree
 
 
+def units_of(plan: Plan) -> list[Unit]:
+    """Micro-batches, then partitioned trees: the order in which a step runs them."""
+    return [*plan.micro_batches, *plan.partitioned]
+
+
 def count_passes(plan: Plan, objective: Objective) -> int:
     """The forwards with a backward of a rank that keeps step with others, which add empty ones.
 
@@ -20,7 +25,7 @@ def count_passes(plan: Plan, objective: Objective) -> int:
 
     Example: two micro-batches are two passes.
     """
-    units: list[Unit] = [*plan.micro_batches, *plan.partitioned]
+    units = units_of(plan)
     if plan.partitioned or crossing_units(units, objective):
         raise ConfigError(
             f'ranks="sharded" runs as many passes of whole trees on every rank, and here {len(plan.partitioned)} trees '

@@ -27,7 +27,7 @@ from treering.train.gradient.edge_vectors import joined_leaves, split_gradients,
 from treering.train.gradient.evaluation import LossTotals, evaluate
 from treering.train.gradient.flat_batch import FlatBatch, Selection
 from treering.train.gradient.partitioned import PartitionedStep, score_unit
-from treering.train.gradient.passes import Unit, crossing_units, num_forwards
+from treering.train.gradient.passes import Unit, crossing_units, num_forwards, units_of
 from treering.train.gradient.router_losses import Routing, branches_through, recorded_by
 from treering.train.gradient.scoring import Scorer
 from treering.train.gradient.teacher import StepTeacher
@@ -58,20 +58,15 @@ class StepRun:
         *,
         parents: ParentsOption,
         min_passes: int,
-        in_step: bool = False,
         routing: Routing | None = None,
         teacher: StepTeacher | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         """`scorer` and `routing` belong to the model; the caller must be inside `tree_attention`, also of the teacher.
 
-        With `in_step` every unit runs, trained or not.
-
-        Raises:
-            InputError: given scores of a teacher that are not those of the branches.
+        Ranks in step run `min_passes` at least, and then every unit, trained or not; others have 0.
         """
         self._teacher = teacher
-        self._in_step = in_step
         self._min_passes = min_passes
         self._routing = routing
         self._num_passes = 0
@@ -84,10 +79,8 @@ class StepRun:
         self._objective = objective
         self._batch = batch
         self._scorer = scorer
-        self._units: list[Unit] = [*plan.micro_batches, *plan.partitioned]
+        self._units = units_of(plan)
         self._selected = [batch.select(unit.forest, unit.branches) for unit in self._units]
-        if teacher is not None:
-            teacher.check(self._units, self._selected)
         self.parents = self._choose(plan, parents) if plan.partitioned else None
 
     def backward(self) -> None:
@@ -118,7 +111,7 @@ class StepRun:
         if selected.entries.size == 0:
             self._evaluate_nothing(selected, vectors)
         if unit.forest.num_tokens == 0 or (selected.entries.size == 0 and self._routing is None):
-            if self._in_step:
+            if self._min_passes:
                 self._run_nothing()
             return
         self._num_passes += 1
@@ -128,7 +121,7 @@ class StepRun:
         losses = [self._loss_of_hidden(hidden, unit.forest, selected, vectors, scorer)] if selected.entries.size else []
         if self._routing is not None:
             losses.append(_router_loss(self._routing, routes, unit.forest).to(hidden.device))
-        if not selected.entries.size and self._in_step:
+        if not selected.entries.size and self._min_passes:
             losses.append(scorer.zero(hidden))
         loss = sum(losses[1:], start=losses[0])
         if loss.requires_grad:

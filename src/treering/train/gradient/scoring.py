@@ -93,6 +93,7 @@ class Scorer:
             self.divergence,
             vocab_size=self.parts.num_logits,
             softcap=self.parts.softcap,
+            logit_divisor=self.parts.logit_divisor,
         )
         return replace(scores, divergence=by_row[to_device(table.edge_row, hidden.device)])
 

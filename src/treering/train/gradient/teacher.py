@@ -20,7 +20,7 @@ from treering.model.distillation.teacher import check_top_k, states_of
 from treering.model.edges import EdgeTable, edge_table
 from treering.model.families import ModelParts, find_parts
 from treering.model.forward import check_forest, hidden_states, without_gradients
-from treering.train.gradient.flat_batch import Selection
+from treering.train.gradient.flat_batch import BatchEntries, Selection
 from treering.train.gradient.partitioned import PartitionedStep
 from treering.train.gradient.passes import Unit
 from treering.train.gradient.scoring import Scorer
@@ -102,15 +102,15 @@ class StepTeacher:
             lengths = np.concatenate([np.zeros(0, np.int64), *(forest.branch_length for forest in forests)])
             self._given = GivenTargets(distillation.teacher, lengths, student.num_logits)
 
-    def check(self, units: Sequence[Unit], selected: Sequence[Selection]) -> None:
+    def check(self, units: Sequence[Unit], entries: BatchEntries) -> None:
         """Checks given scores, before the first gradient; a model has none.
 
         Raises:
             InputError: see `GivenTargets.targets`.
         """
         if self._given is not None:
-            for unit, own in zip(units, selected, strict=True):
-                self._given.targets(unit.forest, own)
+            for unit in units:
+                self._given.targets(unit.forest, entries.select(unit.forest, unit.branches))
 
     def targets(self, unit: Unit, selected: Selection) -> TargetRows:
         """The distributions of the states before the selected tokens, of which there is at least one."""

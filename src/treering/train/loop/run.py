@@ -104,14 +104,17 @@ def run_steps(
     Example: num_steps=5 and save_every=2 save after steps 2, 4 and 5.
     """
     saver = Saver(loop, checkpoints, save_every, interruption, on_saved)
+    left_out: Interrupted | None = None
 
     def measured(step: int) -> dict[str, float]:
+        nonlocal left_out
         try:
             return {} if evaluation is None else evaluation.at(step, num_steps, loop.on_progress)
-        except Interrupted:
+        except Interrupted as error:
             if interruption is None or not interruption.is_requested:
                 raise
             # The step is logged first, and saved where the next one would begin.
+            left_out = error
             return {}
 
     if loop.num_steps_done == 0 and (first := measured(0)):
@@ -122,6 +125,9 @@ def run_steps(
         metrics.log(report.step, {**report.values(), **(logged or {}), **measured(report.step)})
         saver.save_if_due(is_last=report.step == num_steps)
         yield report
+    if left_out is not None:
+        left_out.add_note(f"step {num_steps} is saved, and was not evaluated")
+        raise left_out
 
 
 def knows_first(folder: Path) -> bool:

@@ -1,10 +1,9 @@
 """The cost of a forest in time, and the trees that sharing would make slower."""
 
-import json
 import math
 from dataclasses import asdict, dataclass
 
-from treering.errors import ConfigError, StateError
+from treering.errors import ConfigError
 from treering.tree.forest import Forest
 from treering.tree.stats import flat_work, visible_pairs
 
@@ -47,26 +46,6 @@ class CostModel:
         """Seconds of computing every branch of a forest as a separate sequence."""
         flat = flat_work(forest.branch_length)
         return self.cost(flat.num_tokens, flat.num_pairs, forest.num_branches)
-
-    def to_json(self) -> str:
-        """One JSON object that `from_json` reads back exactly."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "CostModel":
-        """The cost model that `to_json` wrote.
-
-        Raises:
-            StateError: the text is not such an object.
-        """
-        try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError, ConfigError) as error:
-            raise StateError(
-                f"a stored cost model is a JSON object with token_s, pair_s and segment_s, got {text[:60]!r} "
-                f"({error}); "
-                "delete it and fit again"
-            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Tasks that raise, exit or hang; the others answer once."""
+"""Tasks that raise, exit, hang or have a reward that is no number; the others answer once."""
 
 import asyncio
+import math
 
 import verifiers.v1 as vf
 from in_process import InProcess
@@ -27,10 +28,10 @@ class FaultyTask(vf.Task):
 
     @vf.reward
     async def one(self) -> float:
-        return 1.0
+        return math.nan if self.data.name == "unrewarded" else 1.0
 
 
 class FaultyTaskset(vf.Taskset[FaultyTask, vf.TasksetConfig]):
     def load(self):
-        names = ("fine", "raises", "exits", "hangs")
+        names = ("fine", "raises", "exits", "hangs", "unrewarded")
         return [FaultyTask(vf.TaskData(name=name, prompt=f"task {name}")) for name in names]

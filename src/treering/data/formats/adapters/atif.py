@@ -16,7 +16,6 @@ from treering.data.formats.tool_calls import nested_tools
 from treering.data.trajectory import Message, TaskId, Trajectory
 from treering.errors import InputError
 
-PREFIX = "ATIF"
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 _KEYS = (*TASK_KEYS, "task_name")
 _IDS = ("prompt_token_ids", "completion_token_ids", "logprobs")
@@ -68,7 +67,8 @@ def _trajectories(
 
 
 def _step(step: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(step, dict) or step.get("source") not in _ROLES:
+    source = step.get("source") if isinstance(step, dict) else None
+    if not isinstance(step, dict) or not isinstance(source, str) or source not in _ROLES:
         raise InputError(
             f"{where} must be an object with source, one of {', '.join(_ROLES)}, got {show(step)}; repair it"
         )

@@ -5,7 +5,7 @@ Source: evaluation/utils/shared.py of OpenHands, its events, and those of its so
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from treering.data.formats.adapters.chat import decode_chat
 from treering.data.formats.codec import check_readable
@@ -25,6 +25,7 @@ NO_CALL_KEPT = (
 _NO_MESSAGE = frozenset(
     {"recall", "change_agent_state", "agent_state_changed", "null", "condense", "condensation_request", "loop_recovery"}
 )
+_Id: TypeAlias = str | int | None
 _OWN_ARGS = frozenset(
     {
         *("thought", "blocking", "keep_prompt", "is_input", "is_static", "hidden", "cwd", "confirmation_state"),
@@ -40,14 +41,14 @@ class _Run:
     """What was read of a run: chat messages by the ids of their events, and what stood before a condensation."""
 
     note: Note
-    messages: list[tuple[object, dict[str, Any]]] = field(default_factory=list)
+    messages: list[tuple[_Id, dict[str, Any]]] = field(default_factory=list)
     before: list[list[dict[str, Any]]] = field(default_factory=list)
     tools: object = None
-    answers: dict[object, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[_Id, dict[str, Any]] = field(default_factory=dict)
     """Answers of the model by the ids of its responses, one for all calls of a response."""
 
     def add(self, event: Mapping[str, Any], message: dict[str, Any]) -> None:
-        self.messages.append((event.get("id"), message))
+        self.messages.append((_id_of(event, "id"), message))
 
 
 def decode_openhands(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
@@ -170,7 +171,7 @@ def _add_answer(event: Mapping[str, Any], run: _Run, args: Mapping[str, Any]) ->
         choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
     )
     if isinstance(response, dict) and isinstance(message, dict):
-        identity = response.get("id")
+        identity = _id_of(response, "id")
         if identity is None or identity not in run.answers:
             run.answers[identity] = message
             run.add(event, {**message, "role": "assistant"})
@@ -204,16 +205,26 @@ def _condense(args: Mapping[str, Any], run: _Run, where: str) -> None:
     """Ends a stretch; the next one begins with what is kept, and with the summary where one was written."""
     run.before.append([message for _, message in run.messages])
     start, end = args.get("forgotten_events_start_id"), args.get("forgotten_events_end_id")
-    if isinstance(start, int) and isinstance(end, int):
-        forgotten: set[object] = set(range(start, end + 1))
-    else:
-        forgotten = set(args.get("forgotten_event_ids") or [])
-    kept = [(event_id, _context(message)) for event_id, message in run.messages if event_id not in forgotten]
+    span = (start, end) if isinstance(start, int) and isinstance(end, int) else None
+    named = array(f"{where}.forgotten_event_ids", args.get("forgotten_event_ids") or [])
+
+    def is_forgotten(event_id: _Id) -> bool:
+        if span:
+            return isinstance(event_id, int) and span[0] <= event_id <= span[1]
+        return event_id is not None and event_id in named
+
+    kept = [(event_id, _context(message)) for event_id, message in run.messages if not is_forgotten(event_id)]
     if summary := text_field(args, "summary", f"{where}.summary"):
         offset = args.get("summary_offset")
         place = offset if isinstance(offset, int) else min(1, len(kept))
         kept.insert(place, (None, {"role": "user", "content": summary}))
     run.messages = kept
+
+
+def _id_of(record: Mapping[str, Any], key: str) -> _Id:
+    """What names an event or an answer of the model; None where nothing does."""
+    value = record.get(key)
+    return value if isinstance(value, str | int) else None
 
 
 def _context(message: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +252,7 @@ def _read_call(event: Mapping[str, Any], run: _Run, where: str) -> None:
         action = event["action"] if isinstance(event.get("action"), dict) else {}
         given = {key: value for key, value in action.items() if key != "kind" and value is not None}
         call = {"id": event.get("tool_call_id"), "name": event.get("tool_name"), "arguments": given}
-    identity = event.get("llm_response_id")
+    identity = _id_of(event, "llm_response_id")
     if identity is not None and identity in run.answers:
         run.answers[identity]["tool_calls"].append(call)
         return

@@ -15,8 +15,9 @@ from treering.integrations.vllm.engine.guard import end_with_this_process
 from treering.integrations.vllm.engine.llm_requirements import EXTENSION
 from treering.integrations.vllm.engine.weights import checkpoint_of
 from treering.integrations.vllm.requirements import speculative_config
-from treering.integrations.vllm.settings import CONFIG_VARIABLE, HISTORY_VARIABLE, environment_with
+from treering.integrations.vllm.settings import CONFIG_VARIABLE, HISTORY_VARIABLE
 from treering.model.wrappers import unwrap
+from treering.runtime.ipc.environment import environment_with
 
 _BLOCK_SIZE = 32
 """Tokens of keys and values that are allocated at a time; a prompt shares whole blocks only."""

@@ -45,7 +45,9 @@ class BoundReward:
             return [_called(self.function, prompt, text, **columns) for text in texts]
         size = len(texts)
         given: dict[str, object] = {name: [value] * size for name, value in columns.items()}
-        value = prompt.columns.get("prompt", prompt.columns.get("question"))
+        value = prompt.columns.get("prompt")
+        if value is None:
+            value = prompt.columns.get("question")
         completions = [[{"role": "assistant", "content": text}] if isinstance(value, list) else text for text in texts]
         if "prompts" in _parameters(self.function) or _takes_any(self.function):
             given["prompts"] = [value] * size

@@ -26,8 +26,14 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeSettings:
-    """How the judge is asked, and where its answers are kept."""
+class Judge:
+    """A reward for groups, called as TRL calls rewards.
+
+    Replies are kept on disk by what was asked, so that a resumed run and a second run get the same ones.
+
+    Example: with the template "Is {response} a colour? 0 or 1" and the pattern "([01])", a model that replies "1, it
+    is." gives the score 1.0.
+    """
 
     url: str
     """Up to and with its version, such as http://127.0.0.1:8000/v1."""
@@ -45,20 +51,6 @@ class JudgeSettings:
     cache: Path
     """Folder with a file for each reply."""
 
-
-class Judge:
-    """A reward for groups, called as TRL calls rewards.
-
-    Replies are kept on disk by what was asked, so that a resumed run and a second run get the same ones.
-
-    Example: with the template "Is {response} a colour? 0 or 1" and the pattern "([01])", a model that replies "1, it
-    is." gives the score 1.0.
-    """
-
-    def __init__(self, settings: JudgeSettings) -> None:
-        """Asks nothing yet."""
-        self._settings = settings
-
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | Exception]:
         """The score of each completion, or why it has none."""
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
@@ -68,7 +60,7 @@ class Judge:
         ]
         # Equal ones are asked once.
         unique = list(dict.fromkeys(questions))
-        with ThreadPoolExecutor(self._settings.max_concurrent) as threads:
+        with ThreadPoolExecutor(self.max_concurrent) as threads:
             scores = dict(zip(unique, threads.map(self._score, unique), strict=True))
         return [scores[question] for question in questions]
 
@@ -81,32 +73,32 @@ class Judge:
                 )
             return str(values[match[1]])
 
-        return _PLACEHOLDER.sub(fill, self._settings.template)
+        return _PLACEHOLDER.sub(fill, self.template)
 
     def _score(self, question: str) -> float | Exception:
         try:
-            return _number(self._reply(question), self._settings.pattern)
+            return _number(self._reply(question), self.pattern)
         except (InputError, StateError, OSError) as error:
             return error
 
     def _reply(self, question: str) -> str:
         body = {
-            **self._settings.parameters,
-            "model": self._settings.model,
+            **self.parameters,
+            "model": self.model,
             "messages": [{"role": "user", "content": question}],
         }
         data = json.dumps(body, sort_keys=True).encode()
-        file = self._settings.cache / f"{blake2b(data, digest_size=16).hexdigest()}.json"
+        file = self.cache / f"{blake2b(data, digest_size=16).hexdigest()}.json"
         reply = _kept(file)
         if reply is None:
             reply = self._ask(data)
-            self._settings.cache.mkdir(parents=True, exist_ok=True)
+            self.cache.mkdir(parents=True, exist_ok=True)
             write_text(file, json.dumps({"reply": reply}))
         return reply
 
     def _ask(self, data: bytes) -> str:
         """The reply; failures that may pass are tried again after 1, 2, 4, ... seconds."""
-        for attempt in range(self._settings.num_retries):
+        for attempt in range(self.num_retries):
             try:
                 return self._attempt(data)
             except HTTPError as error:
@@ -121,8 +113,8 @@ class Judge:
             raise self._refused(error) from error
         except (OSError, HTTPException) as error:
             raise StateError(
-                f"the judge at {self._settings.url} answers within task.judge.time_limit_s = "
-                f"{self._settings.time_limit_s:g}, and it failed {self._settings.num_retries + 1} times, at last with "
+                f"the judge at {self.url} answers within task.judge.time_limit_s = "
+                f"{self.time_limit_s:g}, and it failed {self.num_retries + 1} times, at last with "
                 f"{type(error).__name__}: {error}; start it, or correct task.judge.url"
             ) from error
 
@@ -130,17 +122,21 @@ class Judge:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
-        request = Request(f"{self._settings.url.rstrip('/')}/chat/completions", data, headers)
-        with urlopen(request, timeout=self._settings.time_limit_s) as response:
-            answer = json.load(response)
+        request = Request(f"{self.url.rstrip('/')}/chat/completions", data, headers)
+        with urlopen(request, timeout=self.time_limit_s) as response:
+            answer = response.read()
         try:
-            return str(answer["choices"][0]["message"]["content"])
-        except (LookupError, TypeError) as error:
+            text = json.loads(answer)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError) as error:
             raise StateError(f"a judge answers with choices, got {answer!r:.200}; check task.judge.url") from error
+        # A reply that only thinks, or was cut before its text, has none.
+        if not isinstance(text, str):
+            raise StateError(f"a judge answers with text, got {answer!r:.200}; raise its max_tokens")
+        return text
 
     def _refused(self, error: HTTPError) -> StateError:
         text = error.read(200).decode(errors="replace")
-        return StateError(f"the judge at {self._settings.url} refused with {error.code}: {text}; correct task.judge")
+        return StateError(f"the judge at {self.url} refused with {error.code}: {text}; correct task.judge")
 
 
 def _kept(file: Path) -> str | None:
@@ -162,9 +158,15 @@ def _number(reply: str, pattern: str | None) -> float:
 
 
 def _text_of(value: Any) -> str:
-    """A text, or the messages of a chat one after another."""
+    """A text, or the messages of a chat one after another; of parts of a message those that are text."""
     if isinstance(value, str):
         return value
-    if len(value) == 1:
-        return str(value[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in value)
+    texts = [_content_of(message) for message in value]
+    if len(texts) == 1:
+        return texts[0]
+    return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(value, texts, strict=True))
+
+
+def _content_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
