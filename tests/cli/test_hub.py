@@ -129,7 +129,7 @@ def test_a_tokenizer_in_the_cache_is_no_model(tmp_path: Path, cache: Path) -> No
 def test_a_command_refuses_an_unknown_id_in_one_line(hub_commands: Commands, cache: Path) -> None:
     for name in ("sft", "train"):
         line = hub_commands.refused(name)
-        assert f"model.path = 'org/tiny' is no folder in ., ., and the cache {cache} has no" in line
+        assert f"model.path = 'org/tiny' is no folder in ., and the cache {cache} has no" in line
         assert "run `hf download org/tiny`" in line
         assert not (hub_commands.folder / "out").exists()
 
