@@ -208,7 +208,7 @@ def test_rewards_that_raise_are_counted_and_told(folder: Path, train: Call) -> N
     total = summary["total"]
     assert total["num_reward_errors"] + total["num_rollouts"] == 32
     assert 0 < total["num_reward_errors"] < 32
-    assert f"warning: step 1: {metrics_of(folder / 'out')[0]['reward/num_errors']:.0f} rewards raised" in err
+    assert f"warning: step 1: {metrics_of(folder / 'out')[0]['reward/num_errors']:.0f} rollouts left out" in err
     assert "test_command.py" in err
     assert "no judge today" in err
 

@@ -101,7 +101,7 @@ def measure_rewards(
         report = rewards(on_progress)
         if report.reward_errors:
             warnings.warn(
-                f"evaluation: {report.num_reward_errors} rewards raised; {report.reward_errors[0]}", stacklevel=2
+                f"evaluation: {report.num_reward_errors} rollouts left out; {report.reward_errors[0]}", stacklevel=2
             )
         return report.values()
 

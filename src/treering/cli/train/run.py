@@ -121,11 +121,12 @@ def _opened(config: RlConfig, config_dir: Path, console: Console, group: RankGro
 
 def _notes_of(report: RlStepReport) -> Sequence[str]:
     rollouts = report.rollouts
-    raised = [
-        f"warning: step {report.step}: {rollouts.num_reward_errors} rewards raised; {message}"
+    # Rewards that raised, and episodes that failed.
+    left_out = [
+        f"warning: step {report.step}: {rollouts.num_reward_errors} rollouts left out; {' '.join(message.split())}"
         for message in rollouts.reward_errors[:1]
     ]
-    return [*(() if report.update is None else report.update.notes), *raised]
+    return [*(() if report.update is None else report.update.notes), *left_out]
 
 
 def _announce(
