@@ -13,20 +13,28 @@ Decode = Callable[[TokenIds], str]
 _TOKENS_PER_CHARACTER = 4
 
 
-def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: Decode) -> int | None:
+def first_stop(
+    tokens: TokenIds, num_new: int, strings: Sequence[str], decode: Decode, num_before: int = 0
+) -> int | None:
     """How many of the last `num_new` tokens to keep if one completes a stop string, else None.
 
     Args:
-        tokens: int32 [R], the tokens of the current turn; see `turn_start`.
+        tokens: int32 [R], the tokens of the current turn, see `turn_start`; or as many of the last ones as `reach_of`
+            says besides the new ones.
         num_new: number of tokens at the end that are not checked yet.
         strings: at least one.
         decode: tokens to text.
+        num_before: how many of the tokens an aborted rollout began with. A turn ends with its first stop string, so
+            that what follows one in them is of another turn.
 
     A space before the first token of a turn counts, as where it follows a prompt.
 
     Example: with one character per token, of "ab;c" with 3 new tokens 2 new ones are kept for the string ";".
     """
-    window = window_of(strings)
+    window = _window_of(strings)
+    # Only strings within reach of a new token count.
+    if num_before > 0 and tokens.size - num_before - num_new < window:
+        tokens = tokens[_last_turn(tokens[:num_before], strings, decode) :]
     for count in range(1, num_new + 1):
         end = tokens.size - num_new + count
         texts = _texts(tokens[max(0, end - window) : end], decode)
@@ -35,15 +43,12 @@ def first_stop(tokens: TokenIds, num_new: int, strings: Sequence[str], decode: D
     return None
 
 
-def last_turn(tokens: TokenIds, strings: Sequence[str], decode: Decode) -> int:
+def _last_turn(tokens: TokenIds, strings: Sequence[str], decode: Decode) -> int:
     """Where the turn begins that the tokens of an aborted rollout end with: after a string that is whole.
-
-    A turn ends with its first stop string, so that what follows is of another one. Only strings within reach of a token
-    that comes next are looked for.
 
     Example: 3 of "ab;c" for the string ";", and 0 of "abc".
     """
-    first, num_left = 0, min(window_of(strings), tokens.size)
+    first, num_left = 0, min(_window_of(strings), tokens.size)
     while num_left > 0:
         count = first_stop(tokens[first:], num_left, strings, decode)
         if count is None:
@@ -61,7 +66,12 @@ def _texts(tokens: TokenIds, decode: Decode) -> tuple[str, str]:
     return decode(tokens), doubled.removeprefix(first)
 
 
-def window_of(strings: Sequence[str]) -> int:
+def reach_of(strings: Sequence[str]) -> int:
+    """Tokens before the new ones that `first_stop` reads at most: two strings, of which the first ended a turn."""
+    return 2 * _window_of(strings)
+
+
+def _window_of(strings: Sequence[str]) -> int:
     """Tokens that a stop string takes at most, none of them empty.
 
     Example: 12 for "END".

@@ -81,14 +81,22 @@ def test_a_stop_string_never_spans_an_observation() -> None:
     assert running(request_of("cde", so_far=seen), seen).cut_at_stop(0, letters) is False
 
 
-@pytest.mark.parametrize("num_before", range(3))
-def test_a_turn_that_was_aborted_is_not_ended_by_the_string_of_the_turn_before(num_before: int) -> None:
-    turn = running(request_of("bc"))
-    turn.extend(step(0, 1, 2))
+@pytest.mark.parametrize("num_before", range(7))
+def test_an_aborted_turn_ends_where_it_would_have_ended(num_before: int) -> None:
+    def quarters(tokens: Any) -> str:
+        return "b" * (len(tokens) // 4)
+
+    def num_until_stop(rollout: RunningRollout) -> int:
+        while not rollout.cut_at_stop(rollout.extend(step(1)), quarters):
+            pass
+        return len(rollout.tokens)
+
+    turn = running(request_of("bb"))
+    num_tokens = num_until_stop(turn)
+    assert num_tokens == 7
     first = turn.rollout("stop")
-    part = running(request_of("bc", so_far=first), first)
-    part.extend(step(*[2, 0][:num_before]))
+    part = running(request_of("bb", so_far=first), first)
+    for _ in range(num_before):
+        assert not part.cut_at_stop(part.extend(step(1)), quarters)
     aborted = part.rollout("abort")
-    again = running(request_of("bc", so_far=aborted), aborted)
-    assert not again.cut_at_stop(again.extend(step(4)), letters)
-    assert again.cut_at_stop(again.extend(step(1, 2)), letters)
+    assert num_until_stop(running(request_of("bb", so_far=aborted), aborted)) == num_tokens - num_before

@@ -4,7 +4,6 @@ Rollouts are stored with the engine's log-probs, and a checkpoint holds the weig
 after it, until the next update. So both sides are of the same weights, and what differs is arithmetic.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
@@ -18,6 +17,7 @@ from treering.arrays import Float64Array, Int64Array
 from treering.cli.models import load_checkpoint
 from treering.data import Trajectory, read_trajectories
 from treering.errors import InputError
+from treering.files.json_object import read_object
 from treering.model.forward import forward
 from treering.report.rollouts import ROLLOUTS_FOLDER
 from treering.report.run import CONFIG_FILE
@@ -78,10 +78,10 @@ def measure_mismatch(folder: Path, checkpoints: tuple[Path, ...]) -> MismatchRep
     if not files or not checkpoints:
         return _nothing("it needs rollouts and a whole checkpoint, and there are none")
     try:
-        settings = json.loads((folder / CONFIG_FILE).read_bytes())
+        settings = read_object(folder / CONFIG_FILE)
         sampling, dtype = dict(settings["sampling"]), settings["model"]["dtype"]
         temperature = float(sampling["temperature"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (InputError, ValueError, LookupError, TypeError) as error:
         return _nothing(f"{CONFIG_FILE} does not say how rollouts were sampled ({error!r})")
     changed = [name for name, neutral in _OFF.items() if sampling.get(name, neutral[0]) not in neutral]
     if changed:

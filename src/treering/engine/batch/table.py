@@ -14,7 +14,7 @@ from treering.engine.kv_cache.rollout_cache import ComputedTokens, Copy, Rollout
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout, RolloutKey
 from treering.engine.sampling.noise import row_key
-from treering.engine.stop_strings import Decode, first_stop, last_turn, turn_start, window_of
+from treering.engine.stop_strings import Decode, first_stop, turn_start
 from treering.types import TokenIds
 
 Move = Callable[[Int64Array, Int64Array], None]
@@ -121,13 +121,10 @@ class Table:
         strings = request.sampling.stop_strings
         if not strings:
             return False
-        first = columns.num_prompt[row] + turn_start(request.so_far)
-        so_far = columns.tokens[row, first : columns.num_prompt[row] + _num_so_far(request)]
-        num_gained = columns.num_tokens[row] - first - so_far.size
-        if num_gained - num_new < window_of(strings):
-            # A turn without a token since: what was aborted has the begin of another one.
-            first += last_turn(so_far, strings, decode)
-        stays = first_stop(columns.tokens[row, first : columns.num_tokens[row]], num_new, strings, decode)
+        begin = turn_start(request.so_far)
+        num_before = 0 if request.so_far is None else request.so_far.num_tokens - begin
+        turn = columns.tokens[row, columns.num_prompt[row] + begin : columns.num_tokens[row]]
+        stays = first_stop(turn, num_new, strings, decode, num_before)
         if stays is not None:
             columns.num_tokens[row] -= num_new - stays
         return stays is not None
@@ -272,10 +269,6 @@ class Table:
         if num_tokens > context or num_stops > stops:
             context = 2 * num_tokens if num_tokens > context else context
             self.columns = widen(self.columns, max_context=context, max_stops=max(stops, num_stops))
-
-
-def _num_so_far(request: Request) -> int:
-    return 0 if request.so_far is None else request.so_far.num_tokens
 
 
 def _restore(c: BatchState, row: int, so_far: Rollout) -> None:

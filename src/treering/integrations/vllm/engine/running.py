@@ -7,7 +7,7 @@ import numpy as np
 
 from treering.engine.request import Request
 from treering.engine.rollout import FinishReason, Rollout
-from treering.engine.stop_strings import Decode, first_stop, last_turn, turn_start, window_of
+from treering.engine.stop_strings import Decode, first_stop, reach_of, turn_start
 from treering.errors import StateError
 from treering.types import TokenIds
 
@@ -61,22 +61,19 @@ class RunningRollout:
         strings = self.request.sampling.stop_strings
         if not strings or not num_new:
             return False
-        window, first = window_of(strings), turn_start(self.request.so_far)
-        if len(self.tokens) - num_new < window:
-            # A turn without a token since: what was aborted has the begin of another one.
-            first += last_turn(self.start.tokens[first:], strings, decode)
-        stays = first_stop(self._tail(num_new + window, first), num_new, strings, decode)
+        tail = self._tail(num_new + reach_of(strings))
+        stays = first_stop(tail, num_new, strings, decode, max(0, tail.size - len(self.tokens)))
         if stays is None:
             return False
         num_kept = len(self.tokens) - num_new + stays
         del self.tokens[num_kept:], self.logprobs[num_kept:]
         return True
 
-    def _tail(self, size: int, first: int) -> TokenIds:
-        """At most so many of the last tokens, from the first one of their turn on."""
+    def _tail(self, size: int) -> TokenIds:
+        """At most so many of the last tokens of the turn that the request samples."""
         new = self.tokens[-size:]
-        begin = max(first, self.start.num_tokens - (size - len(new)))
-        return np.concatenate([self.start.tokens[begin:], np.array(new, np.int32)])
+        first = max(turn_start(self.request.so_far), self.start.num_tokens - (size - len(new)))
+        return np.concatenate([self.start.tokens[first:], np.array(new, np.int32)])
 
     def rollout(self, reason: FinishReason) -> Rollout:
         """The rollout with its tokens so far."""
