@@ -1,8 +1,8 @@
 # One entry for people and CI. `make test` on a fresh clone does all its set-up.
 SHELL := /bin/bash
 PYTHON ?= python3
-# Which tests `make test` runs; without the slow ones: make test MARKS='not gpu and not ranks and not slow'
-MARKS ?= not gpu and not ranks
+# Which tests `make test` runs; without the slow ones: make test MARKS='not gpu and not ranks and not learns and not slow'
+MARKS ?= not gpu and not ranks and not learns
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -10,8 +10,8 @@ STAMP := .venv/.installed
 # Torch's waiting threads spin by default, which slows every process on a shared machine down.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: venv demo test ranks-test test-oldest trl-test vllm-test verl-test ray-test env-test hosts lint fmt types checks faults bench bench-draft \
-  screenshots figures docs dist gpu gpu-data peers clean
+.PHONY: venv demo test examples ranks-test test-oldest trl-test tinker-test vllm-test verl-test ray-test env-test hosts lint fmt types checks faults bench bench-draft \
+  screenshots figures docs dist gpu gpu-check gpu-data peers clean
 
 venv: $(STAMP)
 
@@ -21,13 +21,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Its options go into ARGS: make demo ARGS='--out runs/demo --seed 1'
+# Its options go into ARGS: make demo ARGS='--out runs/demo --seed 1', or ARGS=--real for a pretrained model
 demo: $(STAMP)
 	$(BIN)/treering demo $(ARGS)
 
 # Two workers of one thread each: on two cores twice as fast as one worker of two. WORKERS=0 runs everything in one process.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "$(MARKS)" tests
+
+# Whether every example learns what its page says. About half an hour; one alone: make examples ARGS='-k sums'
+examples: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -m learns -o timeout=1800 tests/examples $(ARGS)
 
 # Models that several processes train together, 2 and 4 of one thread each, on gloo. About four minutes on two cores.
 ranks-test: $(STAMP)
@@ -60,6 +64,19 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt | $(STAMP)
 	  -e '.[dev,liger,trl]' deepspeed
 	touch $@
 
+# With Tinker's own client, which brings 57 packages, in an environment of its own. It warns of its own.
+TINKER := .venv-tinker
+TINKER_TESTS ?= tests/integrations/tinker
+tinker-test: $(TINKER)/.installed
+	OMP_NUM_THREADS=1 $(TINKER)/bin/python -m pytest -n $(WORKERS) --dist loadfile -o filterwarnings=default \
+	  -m "$(MARKS)" $(TINKER_TESTS)
+
+$(TINKER)/.installed: pyproject.toml constraints.txt constraints-tinker.txt | $(STAMP)
+	$(PYTHON) -m venv --clear $(TINKER)
+	$(TINKER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-tinker.txt \
+	  -e '.[dev,tinker]'
+	touch $@
+
 # Inside vLLM's build for CPUs, with TRL beside it, in an environment of its own: vLLM pins torch and much else exactly. One
 # process, because each test process starts its own engines, and fork is not safe once numba's threads run.
 VLLM := .venv-vllm
@@ -83,7 +100,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt | $(STAMP)
 
 # On Ray, in an environment of its own, one test process: each Ray starts several processes. Ray warns of its own.
 RAY := .venv-ray
-RAY_TESTS ?= tests/integrations/ray
+RAY_TESTS ?= tests/integrations/ray tests/benchmarks/pipe
 ray-test: $(RAY)/.installed
 	RAY_USAGE_STATS_ENABLED=0 OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -o filterwarnings=default -m "$(MARKS)" \
 	  $(RAY_TESTS)
@@ -132,6 +149,7 @@ hosts: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/prose.py
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -168,10 +186,10 @@ screenshots: $(STAMP)
 # nothing else may be installed: so no beartype (addopts), and of the tests only files that have some for a device. Kernels
 # are compiled in every process by itself, because pools of compilers outlive their tests. What runs too long is
 # interrupted, with a line for every test so far; versions there may warn of what no test is about. The benchmarks have
-# what is left of GPU_S. Where a device is lent for minutes: make gpu GPU_TEST_S=150 GPU_S=440
+# what is left of GPU_S. Where a device is lent for minutes: make gpu GPU_TEST_S=180 GPU_S=440
 GPU_TEST_S ?= 400
 GPU_S ?= 1200
-GPU_PYTEST = $(PYTHON) -u -m pytest -o addopts= -o timeout=300 -n 8 -v --no-header -ra --strict-markers -W default \
+GPU_PYTEST = $(PYTHON) -u -m pytest -o addopts= -o timeout=300 -n 12 -v --no-header -ra --strict-markers -W default \
   --import-mode=importlib -m gpu
 gpu:
 	@SECONDS=0; tested=0; measured=0; \
@@ -181,6 +199,20 @@ gpu:
 	  --budget-s $$(($(GPU_S) - SECONDS)) $(ARGS) || measured=$$?; \
 	echo "gpu tests: exit $$tested, benchmarks: exit $$measured, $$SECONDS s"; \
 	[ $$tested -eq 0 ] && [ $$measured -eq 0 ]
+
+# The packages of the GPU without one, in an environment of their own: flash-attn-4 compiles its kernels with our masks and
+# lists for Hopper, and liger-kernel runs in Triton's interpreter. Two minutes, half of them to install.
+GPU_CHECK := .venv-gpu-check
+gpu-check: $(GPU_CHECK)/.installed
+	OMP_NUM_THREADS=1 $(GPU_CHECK)/bin/python -m pytest -n 0 tests/attention/test_flash_package.py
+	OMP_NUM_THREADS=1 $(GPU_CHECK)/bin/python -m pytest -n 0 -k liger tests/model/test_layers.py
+
+$(GPU_CHECK)/.installed: pyproject.toml constraints.txt constraints-gpu.txt | $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) $(GPU_CHECK)
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(GPU_CHECK)/bin/python \
+	  -c constraints.txt -c constraints-gpu.txt -e '.[flash,liger,train]' beartype hypothesis pytest pytest-timeout \
+	  pytest-xdist
+	touch $@
 
 # Samples of the bench sets for that machine, which has none: an ignored folder to carry along.
 gpu-data: $(STAMP)
@@ -221,5 +253,5 @@ dist: $(STAMP)
 	$(PYTHON) tools/check_wheel.py dist
 
 clean:
-	rm -rf .venv .venv-docs .venv-env .venv-oldest .venv-peers .venv-ray .venv-trl .venv-verl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-docs .venv-env .venv-gpu-check .venv-oldest .venv-peers .venv-ray .venv-tinker .venv-trl .venv-verl .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common.tables import show
-from treering.cli.display.progress import WorkProgress
+from treering.cli.display import WorkProgress
 from treering.errors import InputError, TreeringError
 
 SUBJECTS = {
@@ -33,8 +33,11 @@ SUBJECTS = {
     "loop": ("the plain RL loop, each part of Treering alone, and all together", "--runs"),
     "trl_rollouts": ("rollouts of TRL's trainer: drafts where they pay against none", "--runs --seeds"),
     "vllm": ("inside vLLM: drafts from history against its own drafters and none", "--runs --only --policy"),
+    "real": (
+        "a pretrained model: GRPO that learns by the plain loop and by Treering's, exactness, profiles",
+        "--only --seeds --prompts --folder",
+    ),
     "ranks": ("one and two ranks under torchrun: tokens per second, trees shared by cost", "--runs --only"),
-    "weights": ("handing weights to rollout workers: shared memory against Ray's object store, by size", "--runs"),
     "faults": ("kills, damaged files and full disks: each run ends right or says why", "--cases --only --seed --full"),
 }
 """What each measures, and its options."""
@@ -67,6 +70,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
                        "replays everything"},
     "--policy": {"type": Path, "metavar": "DIR", "help": "a saved policy; without it one is trained"},
     "--seeds": {"dest": "num_seeds", "type": int, "metavar": "N", "help": "of the learning comparison, or 0"},
+    "real --seeds": {"dest": "num_seeds", "type": int, "metavar": "N", "help": "of each task, and of exact; 3"},
+    "--prompts": {"dest": "num_prompts", "type": int, "metavar": "N", "help": "of each task of GRPO; 32"},
+    "--folder": {"type": Path, "metavar": "DIR", "help": "keeps each part that is done; runs/real"},
     "--cases": {"dest": "num_cases", "type": int, "metavar": "N", "help": "how many faults; 300"},
     "faults --only": {"metavar": "KIND", "help": "this kind alone, as a note about a failure names it"},
     "--seed": {"type": int, "metavar": "N", "help": "of the first case; the others have the next ones"},

@@ -34,7 +34,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests, and the processes that they start, keep tokens in a folder of their own."""
+    """Tests, and the processes that they start, keep tokens in their own folder."""
     os.environ["TREERING_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from treering.model.families import RECURRENT_SINCE, transformers_release
+from treering.model.tree_model import RECURRENT_SINCE, transformers_release
 
 if transformers_release() < RECURRENT_SINCE:
     pytest.skip("recurrent layers need a newer transformers", allow_module_level=True)
@@ -25,8 +25,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.models import VOCAB
-from treering.model.recurrence import plan, rows
-from treering.model.recurrence.rows import Price
+from treering.model import recurrence_plan
+from treering.model.recurrence_plan import Price
 
 _SHAPE = {
     **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
@@ -56,11 +56,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
     "qwen3_5_moe": ("Qwen3_5Moe", "TextConfig", {**_DELTA, **_EXPERTS, "rope_parameters": _ROPE}),
     "bamba": ("Bamba", "Config", _MAMBA),
 }
-"""Names of transformers' classes, and what their configurations have beside `_SHAPE`."""
+"""Names of transformers' classes, and what their configurations have besides `_SHAPE`."""
 
 HYBRIDS = tuple(_FAMILIES)
 DENSE = ("qwen3_5", "bamba")
-"""Those without experts: whatever is not about a family is tested on one model of each kind of layer."""
+"""Models without experts: whatever is not about a family is tested on one model of each kind of layer."""
 
 _MODULES: tuple[Any, ...] = (modeling_bamba, modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
 
@@ -140,8 +140,8 @@ def planned(name: str) -> Iterator[None]:
     """Inside the block recurrent layers are planned in this way, with no bound on what is rescanned."""
     planning = PLANNINGS[name]
     with (
-        mock.patch.object(plan, "price_on", return_value=planning.price),
-        mock.patch.object(rows, "THRESHOLDS", planning.thresholds),
-        mock.patch.object(rows, "MAX_GROWTH", float("inf")),
+        mock.patch.object(recurrence_plan, "price_on", return_value=planning.price),
+        mock.patch.object(recurrence_plan, "THRESHOLDS", planning.thresholds),
+        mock.patch.object(recurrence_plan, "MAX_GROWTH", float("inf")),
     ):
         yield

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE
+from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE
 
 ROOT = Path(__file__).parents[1]
 NUM_MOMENTS = 6
@@ -47,7 +47,7 @@ class FileOperations:
 
 
 def in_a_process(train: Train, folder: Path, kill_at: int | None) -> bool:
-    """Whether the run came to its end, leaving `FOLDER.json` beside its folder; False if it was killed."""
+    """Whether the run came to its end, leaving `FOLDER.json` next to its folder; False if it was killed."""
     child = os.fork()
     if child == 0:
         try:
@@ -99,7 +99,7 @@ def main(train: Train) -> None:
 
 
 def reports_of(module: str, folder: Path) -> list[Report]:
-    """What such a program says; a process of its own, because what it trains in must be killed."""
+    """What such a program prints; it has its own process, because what it trains in must be killed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-m", module, str(folder)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

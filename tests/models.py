@@ -47,7 +47,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "glm4": ("Glm4", {"head_dim": 8, "partial_rotary_factor": 0.5, "pad_token_id": None}),
 }
-"""Names of transformers' classes, and what their configurations have beside `_SHAPE`."""
+"""Names of transformers' classes, and what their configurations have besides `_SHAPE`."""
 
 FAMILIES = tuple(_FAMILIES)
 EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")

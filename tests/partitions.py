@@ -1,11 +1,18 @@
 """Random partitions of a tree, drawn without the planner: any cut that the execution must bear."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+from unittest import mock
 
 import numpy as np
 
+from treering.train.memory import ParentsChoice
 from treering.tree.forest import Forest
-from treering.tree.plan.partition import Partition
+from treering.tree.partition import Partition
+
+Parents = Literal["keep", "recompute"]
 
 
 def random_partitions(tree: Forest, seed: int, max_tokens: int = 8, cut: float = 0.15) -> tuple[Partition, ...]:
@@ -39,3 +46,10 @@ def chain_partitions(num_tokens: int, size: int) -> tuple[Partition, ...]:
         Partition(tokens=np.arange(start, min(start + size, num_tokens), dtype=np.int32), parent=start // size - 1)
         for start in range(0, num_tokens, size)
     )
+
+
+@contextmanager
+def forced(parents: Parents) -> Iterator[None]:
+    """Inside, activations of partitions are kept or recomputed, whatever memory is free."""
+    with mock.patch("treering.train.step.choose_parents", return_value=ParentsChoice(parents=parents, reason="")):
+        yield

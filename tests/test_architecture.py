@@ -1,6 +1,7 @@
 """Imports run one way: a room imports only from rooms above its own, and some rooms never touch torch."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -16,6 +17,7 @@ ORDER = (
     "errors",
     "extras",
     "closing",
+    "families",
     "types",
     "arrays",
     "files",
@@ -23,6 +25,7 @@ ORDER = (
     "metrics",
     "trackers",
     "data",
+    "config",
     "tree",
     "history",
     "schedule",
@@ -38,25 +41,35 @@ ORDER = (
     "serving",
     "integrations",
     "report",
-    "config",
     "__init__",
     "cli",
     "__main__",
 )
 # The core, installed without the packages of `treering[train]`.
 NO_TORCH = {
-    *("errors", "extras", "closing", "types", "arrays", "files", "compiling", "metrics", "config"),
+    *("errors", "extras", "closing", "families", "types", "arrays", "files", "compiling", "metrics", "config"),
     *("data", "tree", "history", "schedule", "analysis", "trackers", "report"),
 }
 # Packages that an extra installs, which the core imports inside functions only; some import torch themselves.
 OPTIONAL = {
     *("accelerate", "jaxtyping", "peft", "pyarrow", "safetensors", "tokenizers", "transformers"),
-    *("mlflow", "trackio", "wandb"),
+}
+
+# Names that several files or classes have. Both lists only shrink.
+SHARED_FILE_NAMES = {
+    *("adapters", "command", "decoder", "distill", "environment", "held_out", "judge", "layers", "loop"),
+    *("messages", "metrics", "migration", "optim", "options", "plugin", "policy", "process", "ranks", "reader"),
+    *("reference", "rollouts", "run", "scoring", "settings", "sft", "step", "summary", "task", "teacher"),
+    *("trainer", "types", "weights"),
+}
+SHARED_CLASS_NAMES = {
+    *("EvalOptions", "Outcome", "PassTimes", "Policy", "Rollouts", "Sampled", "Sampler", "Served", "Session"),
+    *("Span", "Target", "Trace", "Turn"),
 }
 
 
 def room_of(module: str) -> str:
-    """The room of a dotted module name: "tree" for "treering.tree.build", "__init__" for the bare package."""
+    """The room of a dotted module name: "tree" for "treering.tree.radix", "__init__" for the bare package."""
     return [*module.split("."), "__init__"][1]
 
 
@@ -203,6 +216,18 @@ def test_a_planted_circle_is_found() -> None:
     assert set(circle(units_below("t", edges))) == {"t.a", "t.b"}
 
 
+def test_files_and_public_classes_have_names_of_their_own() -> None:
+    files = Counter(path.stem for _, path in _modules() if path.stem not in ("__init__", "__main__"))
+    classes = Counter(
+        node.name
+        for _, path in _modules()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in files.items() if count > 1} <= SHARED_FILE_NAMES
+    assert {name for name, count in classes.items() if count > 1} <= SHARED_CLASS_NAMES
+
+
 def test_imports_run_one_way() -> None:
     found = (
         violations(module, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py")
@@ -214,20 +239,20 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("treering.tree.build", "import treering.train.gradient.backward"),
-        ("treering.tree.build", "from treering.model.forward import forward"),
-        ("treering.tree.build", "from treering import history"),
-        ("treering.tree.build", "from treering import Forest"),
-        ("treering.tree.build", "import treering"),
-        ("treering.tree.build", "from ..train import step"),
-        ("treering.tree.build", "from .. import train"),
-        ("treering.tree.build", "def f():\n    from treering.train import step"),
-        ("treering.tree.build", "if TYPE_CHECKING:\n    from treering.train import step"),
-        ("treering.tree.build", "import_module('treering.train')"),
+        ("treering.tree.radix", "import treering.train.step"),
+        ("treering.tree.radix", "from treering.model.forward import forward"),
+        ("treering.tree.radix", "from treering import history"),
+        ("treering.tree.radix", "from treering import Forest"),
+        ("treering.tree.radix", "import treering"),
+        ("treering.tree.radix", "from ..train import step"),
+        ("treering.tree.radix", "from .. import train"),
+        ("treering.tree.radix", "def f():\n    from treering.train import step"),
+        ("treering.tree.radix", "if TYPE_CHECKING:\n    from treering.train import step"),
+        ("treering.tree.radix", "import_module('treering.train')"),
         ("treering.errors", "from treering.types import ModelShape"),
-        ("treering.train.gradient.backward", "from treering.objectives import sft"),
-        ("treering.report", "from treering.config import load"),
-        ("treering.tree.build", "import torch"),
+        ("treering.train.step", "from treering.objectives import sft"),
+        ("treering.data.trajectory", "from treering.config import load"),
+        ("treering.tree.radix", "import torch"),
         ("treering.schedule", "def f():\n    from torch.nn import functional"),
         ("treering.data.rendering.template", "from transformers import AutoTokenizer"),
         ("treering.data.rendering.template", "class A:\n    import transformers"),
@@ -242,14 +267,14 @@ def test_a_planted_violation_is_caught(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("treering.tree.build", "from treering.tree.forest import Forest"),
-        ("treering.tree.build", "from . import forest"),
-        ("treering.tree.build", "from treering import errors"),
-        ("treering.train.gradient.backward", "from treering.model.forward import forward\nimport torch"),
+        ("treering.tree.radix", "from treering.tree.forest import Forest"),
+        ("treering.tree.radix", "from . import forest"),
+        ("treering.tree.radix", "from treering import errors"),
+        ("treering.train.step", "from treering.model.forward import forward\nimport torch"),
         ("treering.data.rendering.template", "def f():\n    from transformers import AutoTokenizer"),
         ("treering.data.rendering.encoder", "if TYPE_CHECKING:\n    from tokenizers import Tokenizer"),
         ("treering.cli.main", "import treering.config.sft"),
-        ("treering", "from treering.train.gradient.backward import backward"),
+        ("treering", "from treering.train.step import backward"),
     ],
 )
 def test_an_import_from_above_is_allowed(module: str, source: str) -> None:

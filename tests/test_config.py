@@ -2,14 +2,20 @@
 
 import contextlib
 import re
+import tomllib
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treering.config import Config, SftConfig, load
+from treering.config import Config, RlConfig, SftConfig, load
+from treering.config.optim import OptimOptions
+from treering.config.problems import REMOVED
+from treering.config.record import load_written
+from treering.config.steps import StepsOptions
 from treering.errors import ConfigError
 
 MINIMAL = '[data]\nsource = "generated"\n[train]\nnum_steps = 20\n'
@@ -39,9 +45,9 @@ def test_a_file_gives_its_values_and_defaults_fill_the_rest(minimal: Path) -> No
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(minimal: Path) -> None:
-    overrides = ["train.num_steps=5", "train.learning_rate=1e-3", "train.num_steps = 7", "data.stand_in.num_tasks=3"]
+    overrides = ["train.num_steps=5", "optim.learning_rate=1e-3", "train.num_steps = 7", "data.max_tasks=3"]
     config = load(SftConfig, minimal, overrides)
-    assert (config.train.num_steps, config.train.learning_rate, config.data.stand_in.num_tasks) == (7, 1e-3, 3)
+    assert (config.train.num_steps, config.optim.learning_rate, config.data.max_tasks) == (7, 1e-3, 3)
 
 
 def test_an_override_is_read_as_toml_and_else_as_a_string(minimal: Path) -> None:
@@ -51,14 +57,72 @@ def test_an_override_is_read_as_toml_and_else_as_a_string(minimal: Path) -> None
         [
             "run.dir=runs/a b",
             'metrics.sinks=["jsonl", "tensorboard"]',
-            "train.betas=[0, 0.5]",
-            "data.stand_in.seed=4",
+            "optim.betas=[0, 0.5]",
+            "data.max_tasks=4",
         ],
     )
     assert config.run.dir == Path("runs/a b")
     assert config.metrics.sinks == ("jsonl", "tensorboard")
-    assert config.train.betas == (0.0, 0.5)
-    assert config.data.stand_in.seed == 4
+    assert config.optim.betas == (0.0, 0.5)
+    assert config.data.max_tasks == 4
+
+
+def test_every_old_name_of_the_optimizer_is_refused_with_the_one_that_both_commands_have(minimal: Path) -> None:
+    for name in [name for name, field in OptimOptions.model_fields.items() if not field.exclude]:
+        for section in ("train", "rl"):
+            told = f"unknown key '{section}.{name}'; did you mean 'optim.{name}'?"
+            assert told in refusal(minimal, f"{section}.{name}=1")
+            with pytest.raises(ConfigError, match=re.escape(told)):
+                load(RlConfig, None, ["rl.num_steps=5", f"{section}.{name}=1"])
+    for name in [name for name, field in StepsOptions.model_fields.items() if not field.exclude]:
+        assert f"unknown key 'rl.{name}'; did you mean 'train.{name}'?" in refusal(minimal, f"rl.{name}=1")
+        with pytest.raises(ConfigError, match=rf"unknown key 'train\.{name}'; did you mean 'rl\.{name}'\?"):
+            load(RlConfig, None, ["rl.num_steps=5", f"train.{name}=1"])
+
+
+def nested(settings: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    """A copy of settings with another value of a dotted key."""
+    name, _, rest = key.partition(".")
+    return settings | {name: nested(settings.get(name, {}), rest, value) if rest else value}
+
+
+OLD = [
+    pytest.param(config, key, id=f"{config.__name__} {key}")
+    for config in (SftConfig, RlConfig)
+    for key in REMOVED
+    if key.partition(".")[0] in config.model_fields
+]
+
+
+@pytest.mark.parametrize(("config_type", "key"), OLD)
+def test_a_removed_setting_is_refused_with_what_holds_now_and_read_from_a_run_where_it_holds(
+    config_type: type[Config], key: str
+) -> None:
+    least = {SftConfig: MINIMAL, RlConfig: "[rl]\nnum_steps = 20\n"}[config_type]
+    settings, (value, told) = tomllib.loads(least), REMOVED[key]
+    config = config_type.model_validate(settings)
+    with pytest.raises(ConfigError, match=re.escape(f"{key} is a setting of earlier versions: {told}")) as caught:
+        load(config_type, None, [*overrides_of(settings), f"{key}=7"])
+    assert len(str(caught.value)) <= 300
+    before = nested(config.model_dump(mode="json"), key, value)
+    assert load_written(config_type, before, [], source="config.json") == config
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{re.escape(key)} is a setting of earlier versions"):
+        load_written(config_type, nested(before, key, "x"), [], source="config.json")
+
+
+def overrides_of(settings: dict[str, Any]) -> list[str]:
+    return [f"{name}.{key}={value}" for name, section in settings.items() for key, value in section.items()]
+
+
+@pytest.mark.parametrize("section", ["data", "eval"])
+def test_one_path_stands_for_an_array_of_it(tmp_path: Path, section: str) -> None:
+    text = '[train]\nnum_steps = 1\n[data]\nfiles = "a.jsonl"\n'
+    config = load(SftConfig, written(tmp_path, text), [f"{section}.files=b.jsonl"])
+    assert getattr(config, section).files == (Path("b.jsonl"),)
+    assert load(SftConfig, written(tmp_path, text), [f'{section}.files=["b", "c"]']).data.files
+    assert f"{section}.files: expected an array, got 7 (integer)" in refusal(
+        tmp_path / "run.toml", f"{section}.files=7"
+    )
 
 
 @given(st.text(max_size=20) | st.text(alphabet="\n\r=\"'#[]{}, other1", max_size=30))
@@ -75,12 +139,11 @@ def test_no_override_value_can_set_another_key(text: str) -> None:
 @pytest.mark.parametrize(
     ("override", "key", "near"),
     [
-        ("train.learning_rat=1", "train.learning_rat", "train.learning_rate"),
+        ("train.learning_rat=1", "train.learning_rat", "optim.learning_rate"),
         ("trian.num_steps=1", "trian", "train"),
-        ("data.stand_in.num_task=1", "data.stand_in.num_task", "data.stand_in.num_tasks"),
-        ("warmup_steps=1", "warmup_steps", "train.warmup_steps"),
+        ("data.max_task=1", "data.max_task", "data.max_tasks"),
+        ("warmup_steps=1", "warmup_steps", "optim.warmup_steps"),
         ("model.num_step=1", "model.num_step", "train.num_steps"),
-        ("data.stand_in.sed=1", "data.stand_in.sed", "data.stand_in.seed"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_name(minimal: Path, override: str, key: str, near: str) -> None:
@@ -105,7 +168,7 @@ def test_a_name_of_another_library_is_refused_with_ours(minimal: Path, override:
 
 
 def test_who_would_push_from_the_configuration_is_told_the_command(minimal: Path) -> None:
-    told = "a run is uploaded when you ask for it: treering push RUN REPO_ID"
+    told = "upload a checkpoint with `hf upload`, see docs/report.md"
     assert f"unknown key 'run.push_to_hub'; {told}" in refusal(minimal, "run.push_to_hub=true")
 
 
@@ -134,13 +197,13 @@ def test_an_unknown_key_near_nothing_is_refused_with_the_keys_there_are(minimal:
         ('train.num_steps="3"', "train.num_steps: expected a valid integer, got '3' (string)"),
         ("train.num_steps=1.5", "train.num_steps: expected a valid integer, got 1.5 (float)"),
         ("train.seed=true", "train.seed: expected a valid integer, got True (boolean)"),
-        ("train.layout=flat", "train.layout: expected 'tree' or 'packed', got 'flat' (string)"),
-        ("train.learning_rate=nan", "train.learning_rate: expected a finite number, got nan (float)"),
+        ("train.layout=flat", "train.layout: expected 'tree', 'joined' or 'packed', got 'flat' (string)"),
+        ("optim.learning_rate=nan", "optim.learning_rate: expected a finite number, got nan (float)"),
         ("run.keep=0", "run.keep: expected greater than or equal to 1, got 0 (integer)"),
         ("metrics.sinks=jsonl", "metrics.sinks: expected an array, got 'jsonl' (string)"),
         ("run.dir=3", "run.dir: expected a path, as a string, got 3 (integer)"),
         ("train=3", "train: expected a table of settings, got 3 (integer)"),
-        ("train.betas=[0.9]", "train.betas.1 has no default and is not set"),
+        ("optim.betas=[0.9]", "optim.betas.1 has no default and is not set"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_was_expected_and_what_came(
@@ -168,10 +231,10 @@ def test_all_problems_are_named_in_one_line(minimal: Path) -> None:
         (['data.files=["a"]'], "reads no files"),
         (["data.source=files"], "at least one file"),
         (["data.template=hf"], "neither data.tokenizer nor model.path is set"),
-        (["train.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
+        (["optim.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
         (["train.divisor=3"], 'normalizer = "token_mean" with divisor = 3.0'),
         (["train.normalizer=constant"], 'normalizer = "constant" with divisor = None'),
-        (["train.layout=packed", "train.shared=once"], "cannot hold"),
+        (["train.layout=packed", "train.shared=once"], "has no such trees"),
         (['metrics.sinks=["jsonl", "jsonl"]'], "repeats one"),
         (["model.path=m"], "is a pre-trained model"),
         (["train.objective=distill"], "teacher.path is not set"),
@@ -197,7 +260,7 @@ def test_a_model_folder_goes_with_what_is_no_shape(minimal: Path) -> None:
 
 
 def test_training_needs_an_end() -> None:
-    assert "neither num_epochs nor num_steps" in refusal(None, "data.source=generated")
+    assert "neither train.num_epochs nor train.num_steps" in refusal(None, "data.source=generated")
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,20 +1,13 @@
 """The configuration of `treering train`: defaults are those of the records it becomes, contradictions are named."""
 
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from treering.config import RlConfig, load
-from treering.config.engine import EngineConfig, SamplingConfig
-from treering.config.loop import LoopConfig
-from treering.config.rl import HistoryConfig
-from treering.engine.request import Sampling
+from treering.config.engine import DraftOptions, EngineConfig
 from treering.errors import ConfigError
-from treering.rl.drafting import DraftOptions
-from treering.rl.options import RlOptions
-from treering.train.loop.compute import ComputeOptions
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = "rl.num_steps=20"
@@ -32,25 +25,7 @@ def test_an_end_is_all_that_a_configuration_needs() -> None:
     config = load(RlConfig, None, [STEPS])
     assert (config.task.kind, config.history.drafts, config.rl.layout) == ("sums", "on", "tree")
     assert config.run.dir == Path("runs/train")
-    assert "neither num_epochs nor num_steps" in refusal()
-
-
-def test_sections_hold_the_settings_of_their_records_with_the_same_defaults() -> None:
-    sampling = Sampling(max_tokens=256)
-    found = SamplingConfig()
-    stops = {"stop_tokens", "stop_strings"}
-    assert set(SamplingConfig.model_fields) == {field.name for field in fields(Sampling)} - stops
-    assert all(getattr(found, name) == getattr(sampling, name) for name in SamplingConfig.model_fields)
-    history = HistoryConfig().model_dump(exclude={"drafts", "verify_costs"})
-    own = {"publish_new_after"}
-    assert history == {field.name: field.default for field in fields(DraftOptions) if field.name not in own}
-    options = {field.name: field.default for field in (*fields(RlOptions), *fields(ComputeOptions))}
-    # The library measures no layers unless it is asked to.
-    own = {"prompts_per_step", "group_size", "max_tokens", "ranks", "layers", "num_steps"}
-    shared = set(options) & set(LoopConfig.model_fields) - own
-    loop = LoopConfig(num_steps=1)
-    assert {name: getattr(loop, name) for name in shared} == {name: options[name] for name in shared}
-    assert len(shared) == 18
+    assert "neither rl.num_epochs nor rl.num_steps" in refusal()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +70,6 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["task.stop_tokens=[3]"], 'kind = "sums" has no stop_tokens'),
         (["task.kind=prompts"], "file is not set; set task.file"),
         (["task.kind=prompts", "task.file=p"], "needs a tokenizer, and a random model has none; set task.tokenizer"),
-        (["task.min_terms=6"], "min_terms is at most max_terms, and here they are 6 and 5"),
         ([*PROMPTS, "warmup.num_steps=3"], 'task.kind = "prompts" has none; set warmup.num_steps = 0'),
         (["optim.warmup_steps=20"], "warmup_steps = 20 is not below num_steps = 20"),
         (["optim.min_learning_rate=1e-9"], 'schedule = "constant" with min_learning_rate'),
@@ -105,35 +79,20 @@ def test_a_prompts_file_needs_no_tokenizer_beside_a_model_folder() -> None:
         (["teacher.path=m", "rl.objective=distill", "rl.entropy_coefficient=0"], "no bonus, and entropy_coefficient"),
         (["rl.divisor=3"], 'normalizer = "None" with divisor = 3.0'),
         (["rl.normalizer=constant"], 'normalizer = "constant" with divisor = None'),
-        (["rl.importance=token_mask"], 'max_importance, and here it is unset with importance = "token_mask"'),
-        (["rl.min_importance=0.5"], "is unset with importance .* min_importance = 0.5"),
-        (
-            ["rl.max_importance=2", "rl.min_importance=0.5"],
-            'belongs to masks, .* max_importance = 2.0 and importance = "None"',
-        ),
-        (
-            ["rl.importance=token_mask", "rl.max_importance=2", "rl.min_importance=3"],
-            "at most max_importance .* min_importance = 3.0 with max_importance = 2.0",
-        ),
         (["rl.entropy_coefficient=-1"], "rl.entropy_coefficient: expected greater than or equal to 0"),
         (
             ["rl.objective=ppo"],
-            "rl.objective: expected 'grpo', 'dapo', .* 'rloo' or 'distill'",
+            "rl.objective: an objective of rollouts is one of .*, got 'ppo'; it needs a value head",
         ),
-        (["rl.layout=packed", "rl.normalizer=tree_mean"], 'layout = "packed" has no trees'),
-        (["history.sources=[]"], "sources is empty; name one, or set drafts"),
-        (['history.sources=["own", "own"]'], "repeats one"),
+        (["rl.layout=packed", "rl.normalizer=tree_mean"], 'layout = "packed" has no tree per task'),
         (["model.path=m", "model.num_layers=2"], "has its own shape.*num_layers"),
         (["rl.group_size=1"], "rl.group_size: expected greater than or equal to 2"),
         (["rl.clip=[2.0, 0.2]"], "rl.clip.0: expected less than or equal to 1"),
         (["sampling.top_p=0"], "sampling.top_p: expected greater than 0"),
         (["history.min_acceptance=0"], "history.min_acceptance: expected greater than 0"),
         (["rl.staleness=1"], "rl.staleness is 1 without any; set runtime.workers=1 or more"),
-        (["runtime.launcher=ray"], "runtime.workers is 0; set runtime.workers=1 or more"),
         (["runtime.trainer_ranks=2"], "runtime.workers is 0; set runtime.workers=1 or more, or start it by torchrun"),
-        (["runtime.workers=1", "runtime.listen=10.0.0.1"], "runtime.listen is for Ray"),
-        (["runtime.workers=1", "runtime.resources.trainer.num_gpus=1"], "runtime.resources is for Ray"),
-        (["schedule=work_stealing", "runtime.workers=2", "runtime.rebalance=none"], "lets none move; set"),
+        (["schedule=two_tier"], "schedule"),
         (["task.kind=verifiers", "task.tokenizer=t"], "runs a taskset, and task.env is not set"),
         (["task.kind=verifiers", "task.env=x"], '"verifiers" needs a tokenizer, and a random model has none'),
         (["task.class=x"], 'kind = "sums" has no class, which belong to "environment"'),
@@ -159,8 +118,12 @@ def test_settings_that_contradict_are_refused(overrides: list[str], rule: str) -
     assert re.search(rule, message), message
 
 
-def test_turns_off_needs_no_source() -> None:
-    assert load(RlConfig, None, [STEPS, "history.drafts=off", "history.sources=[]"]).history.sources == ()
+def test_drafts_need_a_source_and_each_one_once() -> None:
+    assert DraftOptions(drafts="off", sources=()).sources == ()
+    with pytest.raises(ConfigError, match="sources is empty; name one, or set drafts"):
+        DraftOptions(sources=())
+    with pytest.raises(ConfigError, match="repeats one"):
+        DraftOptions(sources=("own", "own"))
 
 
 def test_the_engine_s_settings_are_those_of_the_engine() -> None:
@@ -170,16 +133,14 @@ def test_the_engine_s_settings_are_those_of_the_engine() -> None:
 
     parameters = inspect.signature(TorchEngine.__init__).parameters
     assert set(EngineConfig.model_fields) - {"kind", "verification"} == set(parameters) - {
-        "self", "model", "drafter", "version", "decode", "costs",
+        "self", "model", "drafter", "version", "decode", "costs", "max_prefill",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["engine.kind=vllm", "engine.backend=plain"], 'engine.kind = "vllm" has no backend'),
-        (["engine.kind=vllm", "engine.duplicate_rows=each", "engine.continuation=prefill"], "duplicate_rows and no"),
-        (["engine.kind=vllm", "history.verify_costs=measured"], 'no history.verify_costs = "measured", which'),
+        (["engine.kind=vllm", "engine.backend=plain"], 'engine.kind = "vllm" has its own kernels'),
         (["engine.kind=vllm", "sampling.top_k=5"], 'rl.old_logprobs = "recomputed"'),
         (["engine.kind=vllm", "sampling.repetition_penalty=1.1"], 'rl.old_logprobs = "recomputed"'),
         (["engine.verification=exact"], 'engine.kind is "torch"'),

@@ -1,11 +1,14 @@
-"""The core works without the packages of `treering[train]`, and what needs them says which extra to install."""
+"""The core works without the packages of `treering[train]`, and what needs them says how to install them."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -68,6 +71,21 @@ def without_train(
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
+def read_project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def optional_dependencies() -> dict[str, list[str]]:
+    return read_project()["optional-dependencies"]
+
+
+def command_for(extra: str) -> str:
+    """What installs all of an extra: in the order of names, each with its range as the wheel has it."""
+    ranges = [line.replace(">=5.0,<6", "<6,>=5.0") for line in sorted(optional_dependencies()[extra])]
+    quoted = " ".join(f"'{line}'" for line in ranges)
+    return f"pip install {quoted}"
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name, lines in {"tokens": TOKENS, "messages": MESSAGES, "epochs": EPOCHS}.items():
@@ -79,7 +97,6 @@ def folder(tmp_path: Path) -> Path:
     ("arguments", "part"),
     [
         (["inspect", "tokens.jsonl", "--why", "--json"], '"unique_tokens": 4'),
-        (["inspect", "--history", "epochs.jsonl", "--json"], '"epochs"'),
         (["inspect", "--drafts", "epochs.jsonl", "--json"], '"speedup"'),
         (["simulate", "--workers", "2", "--rollouts", "8", "--slots", "4", "--steps", "2", "--json"], "histopipe"),
         (["--help"], "simulate"),
@@ -106,7 +123,7 @@ def test_tokenizers_and_jinja_alone_read_chats(folder: Path) -> None:
     assert json.loads(done.stdout)["files"][0]["flat_tokens"] == 5
     assert "chats are rendered by the chat template of ." in done.stderr
     done = without_train(COMMAND, *arguments, cwd=folder, packages=packages | {"jinja2"})
-    assert done.stderr == "treering: a chat template needs jinja2: pip install 'treering[chat]'\n"
+    assert done.stderr == f"treering: a chat template needs jinja2: {command_for('chat')}\n"
 
 
 def test_forests_history_and_drafter_work(tmp_path: Path) -> None:
@@ -127,18 +144,24 @@ def test_a_command_that_needs_more_says_so_in_one_line(folder: Path, arguments: 
     done = without_train(COMMAND, *arguments, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     extra = "chat" if "tokenizers" in needs else "train"
-    assert done.stderr == f"treering: {needs}: pip install 'treering[{extra}]'\n"
+    assert done.stderr == f"treering: {needs}: {command_for(extra)}\n"
+
+
+def test_the_doctor_says_how_to_install_what_is_missing(tmp_path: Path) -> None:
+    done = without_train(COMMAND, "doctor", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"since torch is missing: {command_for('train')}\n" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["backward", "objectives.sft"])
 def test_a_public_name_that_needs_more_says_so(tmp_path: Path, name: str) -> None:
     done = without_train(f"import treering\ntreering.{name}", cwd=tmp_path)
     last = done.stderr.splitlines()[-1]
-    assert last.endswith(f"treering.{name} needs torch and transformers: pip install 'treering[train]'")
+    assert last.endswith(f"treering.{name} needs torch and transformers: {command_for('train')}")
 
 
 def test_the_checked_packages_are_those_of_the_extra() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = read_project()
     for name, packages in {"train": extras.TRAIN, "chat": extras.CHAT}.items():
         assert {line.partition(">")[0] for line in project["optional-dependencies"][name]} == set(packages)
     assert not {line.partition(">")[0] for line in project["dependencies"]} & set(extras.TRAIN)
@@ -146,8 +169,36 @@ def test_the_checked_packages_are_those_of_the_extra() -> None:
 
 def test_small_packages_are_named_where_only_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name in {"jaxtyping", "tokenizers"} else name)
-    with pytest.raises(
-        MissingExtraError, match=r"^a run needs tokenizers and jaxtyping: pip install 'treering\[train\]'$"
-    ):
+    with pytest.raises(MissingExtraError) as error:
         extras.require("a run")
+    assert str(error.value) == f"a run needs tokenizers and jaxtyping: {command_for('train')}"
     extras.require("a run", "torch")
+
+
+def test_a_hint_names_what_is_missing_or_too_old_and_never_a_name_that_no_index_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for extra, lines in optional_dependencies().items():
+        names = {re.split("[<>=; ]", line)[0] for line in lines if not line.startswith("treering[")}
+        command = extras.install_hint(extra)
+        assert "treering" not in command
+        assert any(re.search(f"'{name}[<>=]", command) for name in names)
+    monkeypatch.setattr(extras, "versions_of", lambda names: {name: "4.0" for name in names if name != "torch"})
+    assert extras.install_hint("train") == "pip install 'torch>=2.10' 'transformers<6,>=5.0'"
+
+    def not_installed(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", not_installed)
+    assert extras.install_hint("serve") == "pip install -e '.[serve]' in the checkout of Treering"
+
+
+def test_no_page_or_message_installs_a_name_that_no_index_has() -> None:
+    """The place of the name once it is published is one comment."""
+    folders = ("docs", "examples", "src")
+    files = [
+        file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in {".md", ".py", ".toml"}
+    ]
+    lines = [line for file in [*files, ROOT / "README.md"] for line in file.read_text(encoding="utf-8").splitlines()]
+    found = [line.strip() for line in lines if re.search(r"install (-\S+ \S+ )*['\"]?treering", line)]
+    assert found == ["# once published: pip install 'treering[train]'"]

@@ -18,12 +18,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tests.data.conftest import CHAT_TEMPLATE, build_tokenizer
 from treering.cli.commands import app
 from treering.cli.main import _UsageError, main
-from treering.cli.reference.settings import sections_of
+from treering.cli.reference import sections_of
 from treering.config import RlConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-QUICK_START = (ROOT / "docs" / "quick_start.md").read_text(encoding="utf-8")
+QUICK_START, _, _ = (ROOT / "docs" / "quick_start.md").read_text(encoding="utf-8").partition("\n## Recipes\n")
 _, _, FROM_OWN_DATA = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## On your own data\n")
 OWN_DATA = FROM_OWN_DATA.partition("\n## ")[0]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

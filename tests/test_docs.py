@@ -19,11 +19,12 @@ DOCUMENTS = (
     "README.md",
     "docs/tree.md",
     "docs/objectives.md",
+    "docs/data.md",
     "docs/history.md",
     "docs/schedule.md",
     "docs/engine.md",
     "docs/rl.md",
-    "docs/moe.md",
+    "docs/models.md",
     "docs/kernels.md",
     "docs/agent_trees.md",
     "docs/rewards.md",
@@ -44,7 +45,7 @@ def modules_of(room: str) -> list[str]:
     return [
         name
         for name in names
-        if not any(part in name for part in (".triton", ".cuda", ".flash.kernel", ".head.kernels"))
+        if not any(part in name for part in (".triton", ".cuda", ".flash_kernel", ".head_kernels"))
     ]
 
 

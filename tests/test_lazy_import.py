@@ -13,7 +13,7 @@ print(json.dumps(sorted(set(sys.modules) & set({heavy}))))
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Which heavy libraries a fresh interpreter holds after the statement."""
+    """The heavy libraries that a fresh interpreter holds after the statement."""
     code = PROBE.format(statement=statement, heavy=sorted(HEAVY))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=500)
     return set(json.loads(done.stdout.splitlines()[-1]))

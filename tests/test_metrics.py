@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from treering import metrics
-from treering.errors import InputError, StateError, UnsupportedError
-from treering.metrics import JsonlSink, Metrics, TensorBoardSink
+from treering.errors import InputError, StateError
+from treering.metrics import JsonlSink, Metrics
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -24,12 +22,6 @@ def rows(path: Path) -> list[dict[str, object]]:
 def with_steps(path: Path, last: int) -> Path:
     path.write_text("".join(f'{{"step": {step}, "a": {step / 2}}}\n' for step in range(1, last + 1)))
     return path
-
-
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
 def test_a_row_is_one_json_object_with_its_step(tmp_path: Path) -> None:
@@ -112,28 +104,8 @@ def test_what_is_no_metric_is_refused_and_nothing_is_written(
     assert rows(tmp_path / "m.jsonl") == [{"step": 1, "good": 2}]
 
 
-def test_every_sink_gets_every_step(tmp_path: Path) -> None:
-    with Metrics([JsonlSink(tmp_path / "m.jsonl"), TensorBoardSink(tmp_path / "tb")]) as log:
-        log.log(1, {"a": 0.5})
-        log.log(2, {"a": float("inf")})
-    assert [row["a"] for row in rows(tmp_path / "m.jsonl")] == [0.5, "inf"]
-    assert scalars(tmp_path / "tb", "a") == [(1, 0.5), (2, math.inf)]
-
-
-def test_a_resumed_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
-    with Metrics([TensorBoardSink(tmp_path)]) as log:
-        for step in range(1, 10):
-            log.log(step, {"a": 1.0})
-    with Metrics([TensorBoardSink(tmp_path, resume_step=6)]) as log:
-        log.log(7, {"a": 2.0})
-    assert scalars(tmp_path, "a") == [*((step, 1.0) for step in range(1, 7)), (7, 2.0)]
-
-
-@pytest.mark.parametrize("sink_type", [JsonlSink, TensorBoardSink])
-def test_a_closed_sink_takes_no_more_and_closes_again(
-    tmp_path: Path, sink_type: type[JsonlSink | TensorBoardSink]
-) -> None:
-    sink = sink_type(tmp_path / "log")
+def test_a_closed_sink_takes_no_more_and_closes_again(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "log")
     with Metrics([sink]):
         pass
     with pytest.raises((OSError, ValueError)):
@@ -141,30 +113,6 @@ def test_a_closed_sink_takes_no_more_and_closes_again(
     sink.close()
 
 
-def test_without_tensorboard_the_sink_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    with pytest.raises(UnsupportedError, match=r"treering\[tensorboard\]"):
-        TensorBoardSink(tmp_path)
-
-
 def test_no_two_metrics_share_a_name() -> None:
     names = [value for key, value in vars(metrics).items() if key.isupper()]
     assert len(names) == len(set(names)) > 5
-
-
-def test_tensorboard_shows_rollouts_as_a_table_of_text(tmp_path: Path) -> None:
-    rollout = metrics.Completion(prompt="1+|2\n", completion="3", reward=1.0, advantage=None)
-    with Metrics([TensorBoardSink(tmp_path), JsonlSink(tmp_path / "m.jsonl")]) as log:
-        log.log_completions(3, [rollout])
-        log.log(3, {"a": 1.0})
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    (event,) = events.Tensors("completions")
-    assert event.step == 3
-    assert event.tensor_proto.string_val[0].decode().splitlines() == [
-        "| prompt | completion | reward | advantage |",
-        "| --- | --- | --- | --- |",
-        r"| 1+\|2 ⏎  | 3 | 1.0 | None |",
-    ]
-    assert "completions" in events.PluginTagToContent("text")
-    assert rows(tmp_path / "m.jsonl") == [{"step": 3, "a": 1.0}]

@@ -18,6 +18,7 @@ REPORTS = {
     "python -m benchmarks engine": ("engine",),
     "python -m benchmarks loop": ("loop",),
     "python -m benchmarks pictures": ("pictures",),
+    "python -m benchmarks real": ("real",),
     "python -m benchmarks tree": ("tree", "tree_sets", "tree_partitions"),
     "python -m benchmarks vllm": ("vllm",),
     "treering simulate": ("simulate",),

@@ -1,6 +1,6 @@
 """Installs the wheel of a folder into a clean environment, and runs the commands from it: `make dist`.
 
-Nothing of the checkout is on the path: they run in a folder of their own, without PYTHONPATH.
+Nothing of the checkout is on the path: they run in their own folder, without PYTHONPATH.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from treering.data.formats import codec, endings, messages, tasks, token_arrays
+from treering.data.formats import chat_messages, codec, json_fields, reader, record_format
 
 PAGE = Path(__file__).parents[1] / "docs" / "data.md"
 BEGIN, END = "<!-- keys: begin (tools/data_keys.py) -->\n", "<!-- keys: end -->\n"
@@ -14,21 +14,25 @@ BEGIN, END = "<!-- keys: begin (tools/data_keys.py) -->\n", "<!-- keys: end -->\
 def as_table() -> str:
     """The table in Markdown, a row for each kind of key."""
     rows = [
-        ("record", "read: token ids", token_arrays.TOKEN_KEYS),
-        ("record", "read: which tokens are trained", (*token_arrays.MASK_KEYS, "labels")),
-        ("record", "read: the task", tasks.TASK_KEYS),
+        ("record", "read: token ids", json_fields.TOKEN_KEYS),
+        ("record", "read: which tokens are trained", (*json_fields.MASK_KEYS, "labels")),
+        ("record", "read: the task", record_format.TASK_KEYS),
         ("record", "read: numbers of the rollout", (*codec.SCALARS, "logprobs", "advantages")),
         ("record", "read where the format has it, else refused", codec.CONTEXT_KEYS),
         ("record", "refused: another mask or weight", ("*mask", "*masks", "*weights")),
-        ("record", "refused beside tokens: a length", ("prompt_length", "response_len", "completion_length")),
+        ("record", "refused next to tokens: a length", ("prompt_length", "response_len", "completion_length")),
         ("record", "refused", codec.UNREADABLE),
-        ("record, policy's turn", "left out: a cut turn", (*endings.CUT_FLAGS, *endings.CUT_REASONS, "status")),
-        ("record", "left out: a failed run", (*endings.ERROR_KEYS, *endings.COMPLETED_KEYS, *endings.END_KEYS)),
-        ("message", "read: 1 trains it, 0 does not", messages.TRAINED_KEYS),
-        ("message", "read: 1 leaves it out", messages.CONTEXT_KEYS),
-        ("message", "read: the thought", (*messages.REASONING_KEYS, "thinking_blocks", "thought")),
-        ("policy's message", "refused: another word on training", [f"*{word}*" for word in messages.ABOUT_TRAINING]),
-        ("message", "refused", messages.UNREADABLE),
+        ("record, policy's turn", "left out: a cut turn", (*reader.CUT_FLAGS, *reader.CUT_REASONS, "status")),
+        ("record", "left out: a failed run", (*reader.ERROR_KEYS, *reader.COMPLETED_KEYS, *reader.END_KEYS)),
+        ("message", "read: 1 trains it, 0 does not", chat_messages.TRAINED_KEYS),
+        ("message", "read: 1 leaves it out", chat_messages.CONTEXT_KEYS),
+        ("message", "read: the thought", (*chat_messages.REASONING_KEYS, "thinking_blocks", "thought")),
+        (
+            "policy's message",
+            "refused: another word on training",
+            [f"*{word}*" for word in chat_messages.ABOUT_TRAINING],
+        ),
+        ("message", "refused", chat_messages.UNREADABLE),
         ("any", "ignored", ("all others",)),
     ]
     lines = ["| key of a | what is done | keys |", "|---|---|---|"]

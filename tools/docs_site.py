@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     found = _OUT.sub(rf"]({up}\1/", found)
     found = _BY_FILE.sub(lambda link: f"[{titles.get(link[3], link[1])}]({link[2]})", found)
     if depth:
-        # Files beside an example are part of the repository alone.
+        # Files next to an example are part of the repository alone.
         return re.sub(r"\[([^\]]+)\]\((?!\w+:|#|\.\./)(?!README\.md)[^)]*\)", r"\1", found)
     return _ELSEWHERE.sub(r"\1", found)
 
@@ -56,7 +56,7 @@ def _titles(nav: Any) -> Iterator[tuple[str, str]]:
 
 
 def on_post_build(*, config: Any) -> None:
-    """Copies every page as Markdown beside its HTML, and writes llms.txt."""
+    """Copies every page as Markdown next to its HTML, and writes llms.txt."""
     site, lines = Path(config.site_dir), [f"# {config.site_name}", "", f"> {config.site_description}", ""]
     pages = [(path, path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs").glob("*.md"))]
     for path, name in [*pages, *((path, path.relative_to(ROOT)) for path in OUTSIDE)]:

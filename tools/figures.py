@@ -1,23 +1,24 @@
-"""Draws the figures of docs/ from what the library itself computes: `make figures`.
+"""Draws the figures of docs/ from what the library itself computes, or has measured: `make figures`.
 
-Each figure is one SVG without a script or a font of its own; grey text is readable on light and dark pages.
+Each figure is one SVG without its own script or font; grey text is readable on light and dark pages.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 import numpy as np
 
 from treering import Drafter, DraftRows, Forest, HistoryStore
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import linear_latency
-from treering.schedule.policies import make_policy
-from treering.schedule.simulator.run import simulate
-from treering.schedule.simulator.timeline import Timeline
-from treering.schedule.traces.synthetic import synthetic_trace
+from treering.schedule.cluster import Cluster, linear_latency
+from treering.schedule.histopipe import make_policy
+from treering.schedule.simulator import Timeline, simulate
+from treering.schedule.traces import synthetic_trace
 
-FOLDER = Path(__file__).parents[1] / "docs" / "figures"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "figures"
+REAL = ROOT / "benchmarks" / "results" / "real.json"
 BLUE, ORANGE, GREEN, GREY, TEXT = "#0072b2", "#d55e00", "#009e73", "#9aa0a6", "#7a8088"
 """Colours that colour-blind readers tell apart (Okabe and Ito)."""
 
@@ -114,6 +115,58 @@ def _bars(run: Timeline, top: float, scale: float) -> Iterator[str]:
         yield _box(start * scale, top + int(worker) * 18, max(1.0, (end - start) * scale), 15, colours[(step - 1) % 4])
 
 
+def draw_learning() -> str:
+    """Rewards by step of both loops on each task, means over seeds."""
+    runs = json.loads(REAL.read_text(encoding="utf-8"))["runs"]
+    parts = [_text(0, 14, "SmolLM2-135M-Instruct, mean reward by step: plain loop and Treering", bold=True)]
+    for number, task in enumerate(dict.fromkeys(run["task"] for run in runs)):
+        own = [run["sides"] for run in runs if run["task"] == task]
+        lines = {side: np.mean([each[side]["reward_by_step"] for each in own], 0) for side in ("plain", "treering")}
+        parts += _chart(task, lines, {"plain": ORANGE, "treering": BLUE}, left=number * 215, first=1, unit="step")
+    return _svg(640, 230, parts)
+
+
+def draw_forwards() -> str:
+    """Tokens per forward and rollout by epoch when drafts come from one source, and from all."""
+    tasks = json.loads(REAL.read_text(encoding="utf-8"))["tasks"]
+    colours = {"siblings": GREEN, "history": ORANGE, "own": GREY, "others": "#cc79a7", "all": BLUE}
+    parts = [_text(0, 14, "Tokens per verification step by epoch and source of drafts", bold=True)]
+    for number, row in enumerate(tasks):
+        lines = {source: row["drafts_by_source"][source] for source in colours}
+        parts += _chart(row["task"], lines, colours, left=number * 215, first=1, unit="epoch", low=1.0)
+    return _svg(640, 230, parts)
+
+
+def _chart(
+    title: str,
+    lines: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str],
+    *,
+    left: float,
+    first: int,
+    unit: str,
+    low: float = 0.0,
+) -> Iterator[str]:
+    """Lines over steps or epochs in a frame of 150 by 130, with the first and last of each axis, and a legend."""
+    high = max(max(values) for values in lines.values())
+    count, top, width, height = len(next(iter(lines.values()))), 50, 165, 120
+    yield _text(left + 30, 38, title)
+    yield _box(left + 30, top, width, height, "none", GREY)
+    for value, y in ((high, top + 10), (low, top + height)):
+        yield _text(left, y, f"{value:.2f}", size=11)
+    yield _text(left + 30, top + height + 14, f"{unit} {first}", size=11)
+    yield _text(left + width + 10, top + height + 14, str(first + count - 1), size=11)
+    along, up = width / max(1, count - 1), height / (high - low)
+    for number, (name, values) in enumerate(lines.items()):
+        places = [
+            f"{left + 30 + along * i:.1f},{top + height - up * (each - low):.1f}" for i, each in enumerate(values)
+        ]
+        yield f'<polyline points="{" ".join(places)}" fill="none" stroke="{colours[name]}" stroke-width="1.8"/>'
+        yield _text(
+            left + 30 + (number % 3) * 62, top + height + 30 + number // 3 * 14, name, fill=colours[name], size=11
+        )
+
+
 def _row_of_each_token(forest: Forest) -> list[tuple[int, int]]:
     """First and last branch through each token; branches that share one are neighbours here."""
     through: list[list[int]] = [[] for _ in range(forest.num_tokens)]
@@ -146,6 +199,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tree.svg": draw_tree,
     "drafts.svg": draw_drafts,
     "pipeline.svg": draw_pipeline,
+    "real_learning.svg": draw_learning,
+    "real_drafts.svg": draw_forwards,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Resolves `treering[train]` beside each host of `hosts.toml`, downloads metadata only, and prints a table.
+"""Resolves `treering[train]` next to each host of `hosts.toml`, downloads metadata only, and prints a table.
 
 A conflict that hosts.toml does not list fails, and so does a listed one that is none any more. The versions of torch
 and transformers are those that pip would install for both. Run it with `make hosts`.
@@ -22,10 +22,10 @@ COLUMNS = ("host", "version", "torch", "transformers", "result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A project to resolve beside."""
+    """A project to resolve with Treering."""
 
     name: str
-    """As in a requirement, extras included."""
+    """Name in a requirement, extras included."""
     version: str
     conflict: str | None = None
     """Why it is known not to resolve; None where it must."""
@@ -80,7 +80,7 @@ def read_hosts(table: Path = TABLE) -> tuple[list[Host], list[str]]:
 
 
 def resolver(uv: str, options: Sequence[str]) -> Resolve:
-    """Resolves a requirement beside `treering[train]` with uv; one that starts with "only " by itself."""
+    """Resolves a requirement with `treering[train]` with uv; one that starts with "only " by itself."""
 
     def resolve(requirement: str) -> Resolved:
         alone = requirement.startswith("only ")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 1800
-"""Of one run of tests; a fault that makes them hang is caught."""
+"""Seconds of one run of tests; a fault that makes them hang is caught."""
 
 COMPILED = ("@kernel", "@lean", "@compiled_once")
 """What compiled functions are marked with."""

@@ -1,23 +1,19 @@
-"""Makes the pictures of the page and of the panel for the documents, from a short demo: `make screenshots`.
+"""Makes the pictures of the page for the documents, from a short demo: `make screenshots`.
 
 They are those of headless Chromium, which has to be installed.
 """
 
 import argparse
-import io
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
-from rich.terminal_theme import MONOKAI
 
-from treering.cli.display.panel import PanelState, as_panel
-from treering.cli.report.texts import find_text
+from treering.cli.report import find_text
 from treering.report.content import page_content
 from treering.report.page import as_html
-from treering.report.run import read_run
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -45,21 +41,18 @@ def main() -> None:
         (work / "page.html").write_text(page, encoding="utf-8")
         (work / "forest.html").write_text(_only(page, "forest", "origins"), encoding="utf-8")
         (work / "phone.html").write_text(PHONE, encoding="utf-8")
-        (work / "panel.html").write_text(_panel(demo / "treering"), encoding="utf-8")
         FIGURES.mkdir(exist_ok=True)
         for name, width, height, scheme in (
             ("page", 1200, 1130, "light"),
             ("forest", 1200, 800, "dark"),
             ("phone", 500, 1400, "light"),
-            ("panel", 780, 220, "light"),
         ):
             _shoot(work, work / f"{name}.html", FIGURES / f"report_{name}.png", width, height, scheme)
 
 
 def _make_demo(folder: Path) -> Path:
     # These import torch.
-    from treering.cli.demo.command import measure
-    from treering.cli.demo.run import DemoSize
+    from treering.cli.demo import DemoSize, measure
 
     folder.mkdir()
     size = DemoSize(num_prompts=64, prompts_per_step=16, group_size=12, num_epochs=4)
@@ -69,17 +62,6 @@ def _make_demo(folder: Path) -> Path:
 
 def _only(page: str, *ids: str) -> str:
     return page.replace("</body>", KEEP.replace("KEPT", str(list(ids))) + "</body>")
-
-
-def _panel(folder: Path) -> str:
-    """The panel at three quarters of a run, as a page."""
-    found = read_run(folder)
-    state = PanelState(title="runs/demo/treering", num_steps=found.num_planned)
-    for row in found.rows[: 3 * len(found.rows) // 4]:
-        state.add(row)
-    console = Console(width=88, record=True, file=io.StringIO(), force_terminal=True)
-    console.print(as_panel(state))
-    return console.export_html(theme=MONOKAI, inline_styles=True)
 
 
 def _shoot(work: Path, page: Path, file: Path, width: int, height: int, scheme: str) -> None:

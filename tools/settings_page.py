@@ -1,12 +1,13 @@
 """Writes `docs/settings.md`, every setting of `treering sft` and `treering train`, from their typed sections.
 
-`python tools/settings_page.py` replaces it; `tests/cli/reference/test_settings.py` compares it.
+`python tools/settings_page.py` replaces it; `tests/cli/test_reference.py` compares it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from treering.cli.reference.settings import Section, sections_of
+from treering.cli.reference import Section, sections_of, split_by_sharing
 from treering.config import RlConfig, SftConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -22,14 +23,31 @@ Unknown keys are refused with the nearest name. `treering sft --help` and `treer
 
 def as_markdown() -> str:
     """The page; `python tools/settings_page.py` writes it."""
-    of_sft, of_rl = sections_of(SftConfig), sections_of(RlConfig)
-    shared = {section.type_name for section in of_sft} & {section.type_name for section in of_rl}
+    sft, shared = split_by_sharing(sections_of(SftConfig), sections_of(RlConfig))
+    train, again = split_by_sharing(sections_of(RlConfig), sections_of(SftConfig))
     groups = {
-        "`treering sft`": [section for section in of_sft if section.type_name not in shared],
-        "`treering train`": [section for section in of_rl if section.type_name not in shared],
-        "Both": [section for section in of_sft if section.type_name in shared],
+        "`treering sft`": sft,
+        "`treering train`": train,
+        "Shared by `sft` and `train`": [_joined(section, again) for section in shared],
     }
     return HEAD + "".join(f"\n## {title}\n{_sections(sections)}" for title, sections in groups.items())
+
+
+def _joined(section: Section, others: Sequence[Section]) -> Section:
+    """A section of `sft` under the headers of both commands, with the defaults of both where they differ."""
+    defaults = {one.key: one.default for one in section.settings}
+    other = next(each for each in others if {one.key for one in each.settings} == defaults.keys())
+    theirs = {one.key: one.default for one in other.settings}
+    settings = tuple(
+        one
+        if theirs[one.key] == one.default
+        else replace(one, default=f"{one.default} of sft, {theirs[one.key] or 'unset'} of train")
+        for one in section.settings
+    )
+    name = section.name if section.name == other.name else f"{section.name}] and [{other.name}"
+    is_whole = section.type_name == other.type_name
+    about = section.description if is_whole else "What both commands have."
+    return replace(section, name=name, settings=settings, description=about)
 
 
 def _sections(sections: Sequence[Section]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 OnProgress = Callable[..., None]
-"""Told in words what is being measured and, where known, the share of the whole that is done."""
+"""A function that takes what is being measured and, where known, the share of the whole that is done."""
 
 
 def silent(words: str, done: float | None = None) -> None:

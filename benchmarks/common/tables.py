@@ -15,7 +15,7 @@ def show(report: Mapping[str, Any], tables: Tables, console: "Console") -> None:
 
     The key "" is the report itself as a single row.
     """
-    from treering.cli.display.tables import figures_table
+    from treering.cli.display import figures_table
 
     for key, places in tables.items():
         rows = _rows(report.get(key, ()) if key else report)

@@ -2,7 +2,7 @@
 
 ToolBench's conversations are repeated, each time as other tasks with another first message, to a file of some size: as
 messages, or as the ids of their tokens. On it run `treering inspect`, the same again, and `treering sft` to its first
-step, each in a process of its own. Seconds are of the processors, with those of the processes that it starts.
+step, each in its own process. Seconds are of the processors, with those of the processes that it starts.
 """
 
 import gzip

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.common.timing import Step
 from benchmarks.tree.steps import HEAD_CHUNK_ROWS, PADDED_TOKENS, Trainable, padded_inputs, padded_micro_batches
-from treering.train.gradient.backward import backward
-from treering.train.objectives import distill
+from treering.objectives import distill
+from treering.train.step import backward
 from treering.tree.forest import Forest
 from treering.types import TokenIds
 

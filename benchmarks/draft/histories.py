@@ -1,4 +1,4 @@
-"""Which other rollouts a drafter may see while one is replayed: siblings, earlier ones, or those of a wrong task.
+"""The other rollouts that a drafter may see while one is replayed: siblings, earlier ones, or those of a wrong task.
 
 R rollouts of the recording   K replayed ones   W waves
 """
@@ -23,7 +23,7 @@ NUM_RECENT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """Which rollouts are replayed, in order, and the history of each.
+    """The rollouts that are replayed, in order, and the history of each.
 
     Attributes:
         history: its name.

@@ -7,18 +7,18 @@ from benchmarks.draft.drafters.ours import make_drafter, replay_rows
 from benchmarks.draft.histories import Plan
 from benchmarks.draft.replay import OnDone, Row, part
 from treering.analysis.recording import Recorded
-from treering.history.draft.settings import MIN_ACCEPTANCE
+from treering.history.draft.drafter import MIN_ACCEPTANCE
 
 SHIPPED = "treering_shipped"
 """Ours as shipped, where `treering` is the row at a rival's drafts."""
 RIVAL = "arctic"
 LEAST, MOST = 0.005, 0.3
-"""Of the acceptances that are tried; up to 1 only if a drafter still drafts too much at `MOST`."""
+"""Greatest acceptance that is tried; up to 1 only if a drafter still drafts too much at `MOST`."""
 NUM_TRIES = 8
 NUM_REPLAYS = NUM_TRIES + 1
-"""Of one search at most."""
+"""Most replays of one search."""
 CLOSE = 0.997
-"""Of the allowed drafts: a row that drafts as much ends the search."""
+"""Share of the allowed drafts at which the search ends."""
 
 
 def best_rival(rows: Iterable[Row], history: str) -> Row | None:

@@ -34,7 +34,7 @@ class Tally:
     """Rows of each call."""
 
     def add_time(self, taken_us: float, num_rows: int) -> None:
-        """Notes a call that took so long for so many rows."""
+        """Note the seconds of a call and its number of rows."""
         self.propose_us.append(taken_us / num_rows)
         self.call_rows.append(num_rows)
 
@@ -64,7 +64,7 @@ class ChainDrafter(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of what it keeps of the present history."""
+        """Bytes that it keeps of the present history."""
 
     def start(self, recorded: Recorded, sources: Int64Array) -> None:
         """A new rollout begins, with these rollouts as history."""

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from benchmarks.common.progress import OnProgress
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.rl.tasks.task import Task
 from treering.types import ModelShape
 
@@ -55,7 +55,7 @@ class Policy:
 def warm_policy(on_progress: OnProgress) -> Policy:
     """The demo's policy and task, trained until it gets about half of its sums right."""
     # Imported late: CUDA machines, where this file's tests are collected too, lack the command line's packages.
-    from treering.cli.demo.policy import MAX_ROLLOUT_TOKENS, demo_task, warm_start
+    from treering.cli.demo import MAX_ROLLOUT_TOKENS, demo_task, warm_start
 
     task = demo_task(NUM_PROMPTS, seed=0)
     start = warm_start(

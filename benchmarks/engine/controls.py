@@ -17,7 +17,7 @@ from benchmarks.common.timing import check_runs, process_seconds
 from benchmarks.engine.cases import Policy
 from benchmarks.engine.drafting import LEARNING_DRAW, MEASURED_DRAW, REMEMBERED_DRAW, remember
 from benchmarks.engine.runs import Rollouts, count_differing, run_all
-from treering.engine.request import Request
+from treering.engine.protocol import Request
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 
@@ -100,7 +100,7 @@ def _requests(policy: Policy, case: Case, draw: int) -> list[Request]:
     if case != "creative":
         return requests
     return [
-        replace(request, sampling=replace(request.sampling, temperature=CREATIVE_TEMPERATURE)) for request in requests
+        replace(request, sampling=request.sampling.changed(temperature=CREATIVE_TEMPERATURE)) for request in requests
     ]
 
 

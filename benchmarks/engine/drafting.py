@@ -19,8 +19,7 @@ from benchmarks.common.timing import OnRun
 from benchmarks.engine.cases import Policy
 from benchmarks.engine.generate import generate
 from benchmarks.engine.runs import Best, Rollouts, count_differing, count_tokens, fastest, run_all, thread_counts
-from treering.engine.protocol import EngineStats
-from treering.engine.request import Request
+from treering.engine.protocol import EngineStats, Request
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
@@ -64,7 +63,7 @@ class DraftingSide:
     """A drafter in an engine that others use too; it knows the same before every run."""
 
     def __init__(self, policy: Policy, store: HistoryStore, engine: TorchEngine, num_threads: int) -> None:
-        """Lets the drafter learn from a draw that is not measured, with costs measured on so many threads."""
+        """Lets the drafter learn from a draw that is not measured, with costs measured on `num_threads` threads."""
         self._drafter, self._engine, self._num_threads = Drafter(store), engine, num_threads
         engine.use_drafter(self._drafter)
         with threads(num_threads):
@@ -93,9 +92,9 @@ def _run_plain(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
 
 def _run_each(engine: TorchEngine, requests: Sequence[Request]) -> Rollouts:
     """The same, every row computed for itself."""
-    engine.use_duplicate_rows("each")
+    engine.shares_rows = False
     rollouts = _run_plain(engine, requests)
-    engine.use_duplicate_rows("auto")
+    engine.shares_rows = True
     return rollouts
 
 
@@ -148,7 +147,7 @@ def _measure_size(policy: Policy, size: int, store: HistoryStore, num_runs: int,
 
 
 def _ratio(slow: Best, fast: Best, num_tokens: float = 1.0) -> float:
-    """How many times as fast the second is, the median over rounds, with so many tokens for each of the first's."""
+    """How many times as fast the second is, the median over rounds, with that many tokens for each of the first's."""
     return median(num_tokens * own / other for own, other in zip(slow.seconds, fast.seconds, strict=True))
 
 

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.common.timing import OnRun, interleaved_seconds, wall_seconds
-from treering.engine.protocol import Engine
-from treering.engine.request import Request
-from treering.engine.rollout import RolloutKey
+from treering.engine.protocol import Engine, Request, RolloutKey
 from treering.train.loop.compute import num_threads as threads
 from treering.types import TokenIds
 
@@ -32,7 +30,7 @@ class Best(NamedTuple):
 
     num_threads: int
     seconds: list[float]
-    """Of each round."""
+    """Seconds of each round."""
 
     @property
     def median_s(self) -> float:
@@ -46,7 +44,7 @@ def thread_counts() -> list[int]:
 
 
 def fastest(ways: Mapping[tuple[str, int], Way], num_runs: int, on_run: OnRun) -> dict[str, Best]:
-    """Of the ways by name and number of threads, which take turns, the best number for each name, by the median.
+    """Return the number of threads with the best median for each way; ways and numbers take turns.
 
     All ways are expected to be warm.
 
@@ -64,7 +62,7 @@ def fastest(ways: Mapping[tuple[str, int], Way], num_runs: int, on_run: OnRun) -
 
 
 def with_threads(num_threads: int, way: Way) -> None:
-    """Runs a way with torch on so many threads."""
+    """Runs a way with torch on `num_threads` threads."""
     with threads(num_threads):
         way()
 

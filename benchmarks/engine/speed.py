@@ -17,7 +17,7 @@ from benchmarks.common.progress import OnProgress
 from benchmarks.engine.cases import random_prompts
 from benchmarks.engine.generate import CACHES, generate
 from benchmarks.engine.runs import Best, Way, count_tokens, fastest, run_all, thread_counts, with_threads
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 
 BATCH_SIZES = (1, 8, 16, 32)

@@ -24,7 +24,7 @@ from benchmarks.faults.datasets import DATASETS, SET_DISKS
 from benchmarks.faults.episodes import EPISODES
 from benchmarks.faults.inputs import INPUTS
 from benchmarks.faults.judge import ENDINGS, Verdict, failure
-from benchmarks.faults.processes import IN_ONE_PROCESS, SIGNALLED, WITH_WORKERS
+from benchmarks.faults.processes import REWARDED, SIGNALLED
 from benchmarks.faults.runs import Server
 from benchmarks.faults.serving import SERVERS
 from benchmarks.faults.task import Task, arguments, make_task
@@ -38,13 +38,13 @@ TABLES = {
 NUM_STEPS = 6
 NUM_CASES = 300
 _SHARES: Sequence[tuple[Sequence[Kind], float]] = (
-    *((KILLS, 0.12), (SIGNALLED, 0.08), (IN_ONE_PROCESS, 0.03), (WITH_WORKERS, 0.06)),
+    *((KILLS, 0.12), (SIGNALLED, 0.08), (REWARDED, 0.03)),
     *((EPISODES, 0.03), (LIMITS, 0.05), (DISKS, 0.08), (OTHERS, 0.02), (INPUTS, 0.03)),
     *((DATASETS, 0.02), (SET_DISKS, 0.01), (SERVERS, 0.01)),
 )
 """Share of the cases that each list has; the rest are damaged files."""
 _ROWS = (
-    *(KILLS, SIGNALLED, IN_ONE_PROCESS, WITH_WORKERS, EPISODES, DAMAGED, LIMITS, DISKS, OTHERS, INPUTS, DATASETS),
+    *(KILLS, SIGNALLED, REWARDED, EPISODES, DAMAGED, LIMITS, DISKS, OTHERS, INPUTS, DATASETS),
     *(SET_DISKS, SERVERS),
 )
 """The order of the report."""

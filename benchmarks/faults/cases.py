@@ -108,7 +108,7 @@ def _read_only(case: Case) -> Verdict:
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Callable[[], object]]:
-    """A new folder that is a disk of its own, and a call that makes it larger and writable."""
+    """A new folder that is its own disk, and a call that makes it larger and writable."""
     folder.mkdir()
     mount = "mount", "-t", "tmpfs", "-o"
     subprocess.run([*mount, options, "tmpfs", str(folder)], check=True)

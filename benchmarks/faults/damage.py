@@ -10,7 +10,7 @@ Damage = Callable[[Path, Random], None]
 """Changes one file in place."""
 
 MARKER = "executed"
-"""File beside the run folder that a pickle in it would make if it were executed."""
+"""File next to the run folder that a pickle in it would make if it were executed."""
 
 
 class _Bomb:
@@ -106,7 +106,7 @@ DAMAGES: Mapping[str, Damage] = {
     "replaced by a link to itself": _link_to_itself,
 }
 LINE_DAMAGES: Mapping[str, Damage] = {"a line deleted": _delete_line, "a line twice": _repeat_line}
-"""Of files of lines."""
+"""Damages that files of lines can have."""
 
 FILES: Mapping[str, str] = {
     "metrics.jsonl": "metrics.jsonl",

@@ -193,7 +193,7 @@ SET_DISKS = (
     ),
     Kind(name="a data set", detail="cache on a read-only disk", happen=_on_a_read_only_disk),
 )
-"""These need a disk of their own."""
+"""These need their own disk."""
 DATASETS = (
     Kind(name="a data set", detail="cut while it is read", happen=partial(_changes, change=_truncate)),
     Kind(name="a data set", detail="overwritten while it is read", happen=partial(_changes, change=_overwrite)),

@@ -1,4 +1,4 @@
-"""Faults of runs whose rollouts are episodes: kills of the run, of its workers, and of an environment's processes."""
+"""Faults of runs whose rollouts are episodes: kills of the run, and of an environment's processes."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.common.tiny_model import TINY_MODEL
 from benchmarks.faults.cases import Case, Kind, killed
 from benchmarks.faults.judge import Verdict
-from benchmarks.faults.processes import FREE_OF_CLOCKS, child_killed, child_pids, children_of, command_of
+from benchmarks.faults.processes import child_killed, child_pids, command_of
 from benchmarks.faults.task import SETTINGS, undisturbed
 from treering.rl.environments import Environment, EnvTask
 from treering.rl.environments.policy import Policy
@@ -99,16 +99,6 @@ EPISODES = (
             name="episodes-with-tools",
             find=_tools_of,
             overrides=("task.class=benchmarks.faults.episodes:ByProcess",),
-        ),
-    ),
-    Kind(
-        name="SIGKILL of processes of a run of episodes",
-        detail="rollout worker or trainer",
-        happen=partial(
-            _child_killed,
-            name="episodes-in-workers",
-            find=partial(children_of, role="rollout worker or trainer"),
-            overrides=("runtime.workers=2", *FREE_OF_CLOCKS),
         ),
     ),
 )

@@ -34,7 +34,7 @@ _ANSWERS = ("a b", "b a", "a a b", "b b a")
 
 
 def _brings_code(case: Case) -> Verdict:
-    """A model folder names classes of its own, in a file beside its weights."""
+    """A model folder names classes of its own, in a file next to its weights."""
     folder = case.folder / "model"
     shutil.copytree(next((case.task.half / "checkpoints").glob("step-*")), folder)
     config = folder / "config.json"

@@ -1,4 +1,4 @@
-"""Faults of processes: signals, kills of every kind of process, and rewards that attack the process they run in."""
+"""Faults of processes: signals, kills of what a run has started, and rewards that attack the process they run in."""
 
 import os
 import signal
@@ -11,27 +11,22 @@ from pathlib import Path
 
 from benchmarks.faults.cases import Case, Kind
 from benchmarks.faults.judge import Verdict, failure, judge, judge_stop
-from benchmarks.faults.rewards import ALWAYS, ENDING, HARMLESS, RAISING, write_task
+from benchmarks.faults.rewards import ALWAYS, HARMLESS, RAISING, write_task
 from benchmarks.faults.runs import Ended
 from benchmarks.faults.task import arguments, undisturbed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FREE_OF_CLOCKS = "runtime.rebalance=none", "history.drafts=off"
-"""Without them the rounding of a run with workers depends on which rollouts share a batch."""
 _POLL_S = 0.01
 
 
-def _signalled(case: Case, number: signal.Signals, overrides: Sequence[str]) -> Verdict:
+def _signalled(case: Case, number: signal.Signals) -> Verdict:
     """Ended by a signal at a random moment, and resumed."""
-    task, run_s = case.task, case.run_s
-    if overrides:
-        task, run_s = undisturbed(case.folder.parent, case.server, task, "workers", overrides)
-    command = [*arguments(task, case.run), *overrides]
+    command = arguments(case.task, case.run)
     run = case.server.start(command)
-    time.sleep(case.random.uniform(0.0, run_s))
+    time.sleep(case.random.uniform(0.0, case.run_s))
     run.send(number)
     wrong = _judge_end(case.run, run.end(), number)
-    return wrong or judge(task, case.run, case.server.start(command).end(), may_round=bool(overrides))
+    return wrong or judge(case.task, case.run, case.server.start(command).end())
 
 
 def _judge_end(folder: Path, ended: Ended, number: signal.Signals) -> Verdict | None:
@@ -52,14 +47,8 @@ def child_killed(case: Case, name: str, find: Callable[[int], list[int]], overri
         if victims and case.random.random() < 0.2:
             os.kill(case.random.choice(victims), signal.SIGKILL)
             num_kills -= 1
-    # Which rollouts share a batch, and so the rounding, depends on when processes answer.
+    # The rollouts that share a batch, and so the rounding, depend on when processes answer.
     return judge(task, case.run, run.end(), may_round=True)
-
-
-def children_of(pid: int, role: str) -> list[int]:
-    """The fork server of a run, or the processes that it has forked."""
-    servers = [child for child in child_pids(pid) if "forkserver" in command_of(child)]
-    return servers if role == "fork server" else [child for server in servers for child in child_pids(server)]
 
 
 def child_pids(pid: int) -> list[int]:
@@ -79,15 +68,14 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def _rewarded(case: Case, name: str, workers: int) -> Verdict:
+def _rewarded(case: Case, name: str) -> Verdict:
     """A reward does something to its process for some rollouts, or for all."""
     task = replace(case.task, config=write_task(case.folder.parent))
-    overrides = [f"runtime.workers={workers}", *FREE_OF_CLOCKS]
-    if name not in ALWAYS:
+    if name != ALWAYS:
         like = "honest" if name in HARMLESS else "raises"
-        task, _ = undisturbed(case.folder.parent, case.server, task, f"{like}-{workers}", [_by(like), *overrides])
-    ended = case.server.start([*arguments(task, case.run), _by(name), *overrides]).end()
-    if name not in ALWAYS:
+        task, _ = undisturbed(case.folder.parent, case.server, task, like, [_by(like)])
+    ended = case.server.start([*arguments(task, case.run), _by(name)]).end()
+    if name != ALWAYS:
         return judge(task, case.run, replace(ended, stderr=_without_reward_warnings(ended.stderr)))
     if ended.code == 0 or f"benchmarks.faults.rewards:{name}" not in ended.stderr:
         return failure(f"a reward that never works ended with {ended.code}: {ended.stderr[-200:]!r}")
@@ -104,40 +92,10 @@ def _without_reward_warnings(stderr: str) -> str:
 
 
 SIGNALLED = tuple(
-    Kind(
-        name="a signal at a random moment", detail=number.name, happen=partial(_signalled, number=number, overrides=())
-    )
+    Kind(name="a signal at a random moment", detail=number.name, happen=partial(_signalled, number=number))
     for number in SIGNALS
 )
-IN_ONE_PROCESS = tuple(
-    Kind(name="a hostile reward, in one process", detail=name, happen=partial(_rewarded, name=name, workers=0))
-    for name in (*HARMLESS[:-2], *RAISING, ALWAYS[0])
+REWARDED = tuple(
+    Kind(name="a hostile reward", detail=name, happen=partial(_rewarded, name=name))
+    for name in (*HARMLESS, *RAISING, ALWAYS)
 )
-WITH_WORKERS = (
-    *(
-        Kind(name="a hostile reward, with workers", detail=name, happen=partial(_rewarded, name=name, workers=1))
-        for name in (*HARMLESS, *RAISING, *ENDING, *ALWAYS)
-    ),
-    *(
-        Kind(
-            name="SIGKILL of processes of a run",
-            detail=role,
-            happen=partial(
-                child_killed,
-                name="workers",
-                find=partial(children_of, role=role),
-                overrides=("runtime.workers=2", *FREE_OF_CLOCKS),
-            ),
-        )
-        for role in ("rollout worker, reward worker, spare or trainer", "fork server")
-    ),
-    *(
-        Kind(
-            name="a signal at a random moment, with workers",
-            detail=number.name,
-            happen=partial(_signalled, number=number, overrides=("runtime.workers=2", *FREE_OF_CLOCKS)),
-        )
-        for number in SIGNALS
-    ),
-)
-"""Each takes several seconds, because a run with workers imports torch anew."""

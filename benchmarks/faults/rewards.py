@@ -1,11 +1,8 @@
 """Rewards that do something to the process they run in, for some rollouts or for all, and the task that they reward."""
 
-import ctypes
 import json
 import os
-import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
@@ -14,17 +11,14 @@ from benchmarks.common.tiny_model import TINY_MODEL
 from benchmarks.faults.task import SETTINGS, save_tokenizer
 from treering.rl.tasks.task import Prompt
 
-HARMLESS = ("prints", "forks", "changes_folder", "leaves_thread", "leaves_process")
+HARMLESS = ("prints", "forks", "changes_folder")
 """Their run is that of `honest`."""
 
 RAISING = ("exits", "interrupts")
-"""Their run is that of `raises`, also in one process."""
+"""Their run is that of `raises`."""
 
-ENDING = ("crashes", "ends", "closes_files")
-"""With workers their run is that of `raises`."""
-
-ALWAYS = ("always_exits", "always_crashes")
-"""Their run ends in one line."""
+ALWAYS = "always_exits"
+"""Its run ends in one line."""
 
 _WORDS = ["sum", "of", *"0123456789", "one", "two", "three"]
 
@@ -62,15 +56,6 @@ def changes_folder(prompt: Prompt, text: str) -> float:
     return _for_some(text, lambda: os.chdir("/"))
 
 
-def leaves_thread(prompt: Prompt, text: str) -> float:
-    return _for_some(text, threading.Thread(target=threading.Event().wait).start)
-
-
-def leaves_process(prompt: Prompt, text: str) -> float:
-    """Leaves a process that ends soon after the run, if nothing ends it."""
-    return _for_some(text, lambda: subprocess.Popen(["sleep", "5"]))
-
-
 def exits(prompt: Prompt, text: str) -> float:
     return _for_some(text, sys.exit)
 
@@ -79,25 +64,8 @@ def interrupts(prompt: Prompt, text: str) -> float:
     return _for_some(text, _interrupt)
 
 
-def crashes(prompt: Prompt, text: str) -> float:
-    return _for_some(text, lambda: ctypes.string_at(0))
-
-
-def ends(prompt: Prompt, text: str) -> float:
-    return _for_some(text, lambda: os._exit(0))
-
-
-def closes_files(prompt: Prompt, text: str) -> float:
-    return _for_some(text, lambda: os.closerange(3, 4096))
-
-
 def always_exits(prompt: Prompt, text: str) -> float:
     sys.exit("no judge")
-
-
-def always_crashes(prompt: Prompt, text: str) -> float:
-    ctypes.string_at(0)
-    return 0.0
 
 
 def _for_some(text: str, act: Callable[[], object]) -> float:

@@ -18,7 +18,6 @@ SETTINGS = """
 {model}
 [task]
 num_prompts = 4
-min_terms = 2
 max_terms = 2
 max_number = 3
 [sampling]
@@ -33,7 +32,7 @@ learning_rate = 1e-2
 [run]
 save_every = 2
 """
-LEARN = ("warmup.num_steps=20", "warmup.num_prompts=5", "warmup.learning_rate=2e-2", "rl.num_steps=1")
+LEARN = ("warmup.num_steps=20", "warmup.learning_rate=2e-2", "rl.num_steps=1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

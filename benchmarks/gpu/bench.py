@@ -5,35 +5,30 @@ but little else. `TRITON_INTERPRET=1 python3 -m benchmarks.gpu.bench --device cp
 without a device, to check that it works; such figures claim nothing, so a file is written only if named. The engine
 comes before attention and models and has most of the time: its cases at 1 and 16 rows take three minutes, half of which
 its baseline spends compiling. Every part measures its most important cases first; `--only` runs some parts alone. On a
-device every part has a process of its own.
+device every part has its own process.
 """
 
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from benchmarks.common.tables import in_words
-from benchmarks.gpu import loop as gpu_loop
-from benchmarks.gpu import pictures as gpu_pictures
 from benchmarks.gpu.attention import bench as gpu_attention
 from benchmarks.gpu.attention.cases import DENSE_LENGTHS, TINY_LENGTHS, full_cases, tiny_cases
 from benchmarks.gpu.budget import Budget, Cell, PartReport
 from benchmarks.gpu.clock import Stopwatch, environment
 from benchmarks.gpu.data import FOLDER, Workload
-from benchmarks.gpu.engine import bench as gpu_engine
-from benchmarks.gpu.engine import cases as gpu_engine_cases
 from benchmarks.gpu.model import bench as gpu_model
 from benchmarks.gpu.model.cases import full_plans, tiny_plans
 from benchmarks.gpu.model.ways import all_ways
 from benchmarks.gpu.workloads import generated_workload, set_workloads
-from benchmarks.loop.runs import RunSize
-from benchmarks.pictures.cases import DEFAULT, QWEN2_5_VL_3B, small
 from treering.data import AgentSpec
 from treering.errors import ConfigError, TreeringError, UnsupportedError
 
@@ -49,7 +44,7 @@ SHARES: dict[Part, float] = {
     "pictures": 0.2,
     "model": 1.0,
 }
-"""Of the seconds left when a part begins; the last part of a run has all of them."""
+"""Share of the seconds left when a part begins; the last part of a run has all of them."""
 
 BUDGET_S = 300.0
 
@@ -109,24 +104,29 @@ def run(settings: Settings) -> dict[Part, Cell]:
     sets = [generated_workload(TINY_SPEC)] if settings.size == "tiny" else set_workloads(settings.data, SPEC)
     reports: dict[Part, Cell] = {}
     for part in settings.parts:
+        try:
+            module = _module(part)
+        except ModuleNotFoundError as error:
+            print(f"\n{part}: skipped, {error.name} is not installed", flush=True)
+            continue
         seconds = _share_s(budget, part, settings.parts)
         print(f"\n{part}: at most about {seconds:.0f} s", flush=True)
         report = PartReport(
             part,
             seconds,
             environment=environment(settings.device, size=settings.size, sets=[some.name for some in sets]),
-            goals=dict(MODULES[part].GOALS),
+            goals=dict(module.GOALS),
             file=None if settings.out is None else settings.out / f"gpu-{part}.json",
         )
         MEASURE[part](report, settings, sets)
         report.write()
         reports[part] = report.as_json()
-        _print(part, reports[part])
+        _print(part, module.COLUMNS, reports[part])
     return reports
 
 
 def run_apart(parts: Sequence[Part], budget: Budget, arguments: Sequence[str]) -> dict[Part, int]:
-    """Exit statuses of all parts, each of which runs in a process of its own with these arguments.
+    """Exit statuses of all parts, each of which runs in its own process with these arguments.
 
     After an error in a kernel every call to the device fails in that process, and a kernel may hang; other parts must
     not be affected.
@@ -157,9 +157,10 @@ def _share_s(budget: Budget, part: Part, parts: Sequence[Part]) -> float:
 
 
 def _measure_engine(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
-    tiny = settings.size == "tiny"
-    plans = gpu_engine_cases.tiny_plans() if tiny else gpu_engine_cases.full_plans()
-    gpu_engine.measure_engine(report, plans, settings.device, _watch(settings))
+    from benchmarks.gpu.engine import bench, cases
+
+    plans = cases.tiny_plans() if settings.size == "tiny" else cases.full_plans()
+    bench.measure_engine(report, plans, settings.device, _watch(settings))
 
 
 def _measure_attention(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
@@ -174,15 +175,22 @@ def _watch(settings: Settings) -> Stopwatch:
 
 
 def _measure_loop(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    from benchmarks.gpu.engine import cases
+    from benchmarks.gpu.loop import measure_loop
+    from benchmarks.loop.runs import RunSize
+
     tiny = settings.size == "tiny"
-    plan = gpu_engine_cases.tiny_plans()[0] if tiny else gpu_engine_cases.full_plans()[1]
+    plan = cases.tiny_plans()[0] if tiny else cases.full_plans()[1]
     size = RunSize(num_prompts=4, prompts_per_step=2, group_size=2, num_steps=3) if tiny else RunSize()
-    gpu_loop.measure_loop(report, size, plan, sets[-1], settings.device)
+    measure_loop(report, size, plan, sets[-1], settings.device)
 
 
 def _measure_pictures(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
+    from benchmarks.gpu.pictures import measure_pictures
+    from benchmarks.pictures.cases import DEFAULT, QWEN2_5_VL_3B, small
+
     measured = small(DEFAULT) if settings.size == "tiny" else QWEN2_5_VL_3B
-    gpu_pictures.measure_pictures(report, small(DEFAULT), measured, settings.device)
+    measure_pictures(report, small(DEFAULT), measured, settings.device)
 
 
 def _measure_models(report: PartReport, settings: Settings, sets: Sequence[Workload]) -> None:
@@ -197,21 +205,18 @@ MEASURE: dict[Part, Callable[[PartReport, Settings, Sequence[Workload]], None]] 
     "pictures": _measure_pictures,
     "model": _measure_models,
 }
-MODULES = {
-    "engine": gpu_engine,
-    "attention": gpu_attention,
-    "loop": gpu_loop,
-    "pictures": gpu_pictures,
-    "model": gpu_model,
-}
-"""The goals of each part, and what is printed of its cases."""
 
 
-def _print(part: Part, report: Cell) -> None:
+def _module(part: Part) -> Any:
+    """The goals of a part and the columns of its cases; a part imports what it needs when it is asked for."""
+    return import_module(f"benchmarks.gpu.{part}" if part in ("loop", "pictures") else f"benchmarks.gpu.{part}.bench")
+
+
+def _print(part: Part, columns: Mapping[str, Sequence[str]], report: Cell) -> None:
     """One line per case, then the goals."""
     print(f"\n{part} on {report['environment']['device']}")
     for case in report["cases"]:
-        places = MODULES[part].COLUMNS[case["kind"]]
+        places = columns[case["kind"]]
         print(f"{case['case']:44} {in_words({place: case[place] for place in places})}")
     print(f"goals: {in_words(report['goals'])}")
 

@@ -113,7 +113,7 @@ class PartReport:
     def _measured(self, case: str, measure: Callable[[], Cell]) -> Cell | None:
         try:
             found = measure()
-            # A value that is no JSON, such as NaN, would fail every later write.
+            # A value that is not JSON, such as NaN, would fail every later write.
             json.dumps(found, allow_nan=False)
             return found
         except Exception as error:

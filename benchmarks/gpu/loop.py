@@ -20,10 +20,10 @@ from benchmarks.gpu.data import Workload
 from benchmarks.gpu.engine.cases import TEMPERATURE, EnginePlan, build
 from benchmarks.gpu.engine.drafts import ReplayDrafter
 from benchmarks.loop.runs import LoopRun, RunSize, Start, Variant, configuration, make_start, run_loop
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
-from treering.train.gradient.backward import backward
-from treering.train.objectives import sft
+from treering.objectives import sft
+from treering.train.step import backward
 from treering.tree.forest import Forest
 from treering.types import PromptId, TokenIds
 

@@ -48,7 +48,7 @@ def gradient_difference(case: Case, device: str) -> float:
 
 
 def speed(case: Case, device: str) -> Cell:
-    """Seconds of each way's runs, its peak of allocated bytes, weights included, and the speedup beside its bound."""
+    """Seconds of each way's runs, its peak of allocated bytes, weights included, and the speedup next to its bound."""
     model, forest = model_of(case, device), forest_of(case)
     seconds, peaks = {}, {}
     for name, make in WAYS.items():

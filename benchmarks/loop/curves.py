@@ -23,14 +23,14 @@ from benchmarks.common.progress import OnProgress, silent
 from benchmarks.common.tables import in_words
 from benchmarks.loop.bench import NUM_WORKERS, environment
 from benchmarks.loop.runs import RunSize, Variant, configuration, make_start, run_loop
-from treering.cli.display.progress import WorkProgress
+from treering.cli.display import WorkProgress
 from treering.errors import InputError
 
 SIZE = RunSize(num_prompts=128, prompts_per_step=16, num_steps=24)
 LAST = 4
 """Steps whose mean is the final reward; as many at the beginning give the first reward."""
 SHARE = 0.8
-"""Of the plain loop's gain: the steps that each loop takes to it are counted."""
+"""Share of the plain loop's gain to which the steps of each loop are counted."""
 WINDOW = 3
 """Steps whose mean reward has to reach it."""
 
@@ -78,7 +78,7 @@ def summarize(own: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) 
     return {
         "first": mean(mean(curve[:LAST]) for curve in own),
         "last": mean(last),
-        # Of the population of these seeds: with a single one it is 0.
+        # Deviation of the population of these seeds: with a single one it is 0.
         "last_deviation": float(np.std(last)),
         "last_of_seeds": last,
         "difference_to_plain": [value - mean(curve[-LAST:]) for value, curve in zip(last, plain, strict=True)],

@@ -11,15 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.progress import OnProgress
-from treering.cli.demo.policy import ENOUGH, MAX_NUMBER, MAX_ROLLOUT_TOKENS, demo_task, warm_start
-from treering.cli.settings import compute_options
-from treering.cli.train.loop import make_loop, make_model
-from treering.cli.train.task import load_task
+from treering.cli.demo import ENOUGH, MAX_NUMBER, MAX_ROLLOUT_TOKENS, demo_task, warm_start
+from treering.cli.train import make_loop, make_model
+from treering.cli.train_task import load_task
 from treering.config import RlConfig
 from treering.data import Trajectory
 from treering.rl.step_report import RlStepReport
 from treering.runtime.pipeline import PipelineLoop
-from treering.schedule.latency import Latency
+from treering.schedule.cluster import Latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class RunSize:
     max_batch: int = 16
     """Rollouts that an engine runs at one time."""
     max_tokens: int = MAX_ROLLOUT_TOKENS
-    """Of a rollout."""
+    """Most tokens of a rollout."""
     num_train_threads: int | None = None
     """None is as many as torch takes."""
 
@@ -61,7 +60,6 @@ class Variant:
     name: str
     layout: Literal["packed", "tree"] = "packed"
     drafts: Literal["off", "on"] = "off"
-    verify_costs: Literal["measured", "fixed"] = "measured"
     workers: int = 0
     schedule: str = "fifo"
     staleness: int = 0
@@ -125,7 +123,7 @@ def configuration(
             "seed": seed,
         },
         "engine": {"max_batch": size.max_batch, "num_threads": 1, "seed": seed},
-        "history": {"drafts": variant.drafts, "verify_costs": variant.verify_costs},
+        "history": {"drafts": variant.drafts, "min_acceptance": 0.4},
         "optim": {"learning_rate": 2e-4, "betas": (0.9, 0.99)},
         "run": {"dir": run_dir},
         "runtime": {"workers": variant.workers},
@@ -138,10 +136,10 @@ def run_loop(config: RlConfig) -> LoopRun:
     config_dir = config.run.dir.parent
     source = load_task(config.task, config_dir=config_dir)
     model = make_model(config, config_dir, source)
-    compute = compute_options(config.model, config.rl)
+
     num_steps = config.rl.num_steps
     assert num_steps is not None, "configuration sets it"
-    loop = make_loop(config, config_dir, source, model, compute=compute, num_steps=num_steps)
+    loop = make_loop(config, config_dir, source, model, num_steps=num_steps)
     reports, latest, ended, measured = [], [], [], list[Latency | None]()
     with ExitStack() as stack:
         if isinstance(loop, PipelineLoop):

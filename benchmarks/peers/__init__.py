@@ -1,1 +1,1 @@
-"""Arctic's suffix decoding, in an environment of its own."""
+"""Arctic's suffix decoding, in its own environment."""

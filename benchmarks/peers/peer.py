@@ -1,4 +1,4 @@
-"""Starts other projects' trainers and drafters in an environment of their own and reads their results.
+"""Starts other projects' trainers and drafters in their own environment and reads their results.
 
 Model, weights and tokens are passed in a file, seconds and errors come back in another. Nothing of a peer is imported.
 """

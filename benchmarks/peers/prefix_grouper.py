@@ -1,4 +1,4 @@
-"""PrefixGrouper on one case, beside one branch at a time; runs in `.venv-peers`, without treering.
+"""PrefixGrouper on one case, next to one branch at a time; runs in `.venv-peers`, without treering.
 
 Usage: python -I prefix_grouper.py CASE.pt RESULT.json NUM_RUNS
 

@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 from treering.data.picture import Picture, PlacedPicture
-from treering.train.loop.compute import enable_gradient_checkpointing
+from treering.model.layers import enable_gradient_checkpointing
 from treering.tree.forest import Forest
 
 IMAGE, VIDEO, BEGIN, END = 1000, 1001, 1002, 1003
@@ -57,7 +57,7 @@ QWEN2_5_VL_3B = Case(
     is_checkpointed=True,
     dtype="bfloat16",
 )
-"""The default's batch on the published shape; without checkpointing a padded batch would not fit beside its weights."""
+"""The default's batch on the published shape; a padded batch without checkpointing would not fit."""
 
 
 def small(case: Case) -> Case:

@@ -1,4 +1,4 @@
-"""Peak memory of one step in a process of its own: `python -m benchmarks.pictures.memory WAY CASE`.
+"""Peak memory of one step in its own process: `python -m benchmarks.pictures.memory WAY CASE`.
 
 A step on small pictures comes first, so that what is loaded or compiled once does not count. Weights, inputs and
 gradients do: of these only the inputs differ, as a padded batch repeats its pictures.

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from benchmarks.common.timing import Step
 from benchmarks.pictures.cases import Case, forest_of, stock_inputs
 from treering.objectives import sft
-from treering.train.gradient.backward import backward
+from treering.train.step import backward
 
 
 def padded_batch(model: nn.Module, case: Case) -> Step:
-    """Of a careful user: no padding is needed, and the head runs only on rows with loss."""
+    """What a careful user runs: no padding is needed, and the head runs only on rows with loss."""
     device = next(model.parameters()).device
     inputs, num = {name: each.to(device) for name, each in stock_inputs(case).items()}, case.completion_tokens
 

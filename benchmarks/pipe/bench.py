@@ -34,7 +34,7 @@ TARGET = 0.15
 SIZE = RunSize(num_train_threads=1)
 """One thread a process, so that processors are shared by processes alone."""
 
-POLICIES = ("fifo", "work_stealing", "longest_first", "equal_groups", "histopipe")
+POLICIES = ("fifo", "longest_first", "histopipe")
 
 
 def variants(policies: Sequence[str] = POLICIES) -> list[list[Variant]]:
@@ -45,7 +45,6 @@ def variants(policies: Sequence[str] = POLICIES) -> list[list[Variant]]:
             name=f"{policy}-{staleness}-{drafts}",
             layout="tree",
             drafts=drafts,
-            verify_costs="fixed",
             workers=NUM_WORKERS,
             schedule=policy,
             staleness=staleness,
@@ -82,7 +81,7 @@ def measure(
 def run_timed(config: RlConfig, *, first: int) -> TimedRun:
     """Runs all steps of a configuration with workers that record their passes; the first `first` steps do not count."""
     # The product's own loop, with this recipe in its workers.
-    with patch("treering.cli.train.loop.TrainRecipe", TimedRecipe):
+    with patch("treering.cli.train.TrainRecipe", TimedRecipe):
         run = run_loop(config)
     records = read_passes(config.run.dir, since_s=float(run.ended_s[first - 1]))
     return TimedRun(config=config, run=run, records=records, first=first)

@@ -8,16 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from treering.cli.train.loop import TrainRecipe
-from treering.engine.protocol import Engine, EngineStats, WhenRunning
-from treering.engine.rollout import Rollout
+from treering.cli.train import TrainRecipe
+from treering.engine.protocol import Engine, EngineStats, Rollout, WhenRunning
 from treering.history.draft.drafter import Drafter
 
 PASS, LOAD = range(2)
 """Kinds of records."""
 
 COLUMNS = ("kind", "started_s", "seconds", "num_rows", "num_prefilled", "num_sampled")
-"""Of a record; `read_passes` adds the number of the worker."""
+"""File name of a record; `read_passes` adds the number of the worker."""
 
 
 def record_passes(engine: Engine, file: Path) -> Engine:
@@ -61,7 +60,7 @@ class TimedRecipe(TrainRecipe):
     """The recipe of a run whose workers record the times of passes in its folder."""
 
     def make_engine(self, model: PreTrainedModel, drafter: Drafter | None, version: int) -> Engine:
-        """See `Recipe`."""
+        """Make the engine of a worker."""
         folder = self._config.run.dir
         folder.mkdir(parents=True, exist_ok=True)
         return record_passes(super().make_engine(model, drafter, version), folder / f"passes-{os.getpid()}.csv")

@@ -8,21 +8,20 @@ from numpy.typing import NDArray
 
 from benchmarks.loop.runs import LoopRun
 from benchmarks.pipe.passes import LOAD, PASS
-from treering.cli.train.settings import cluster_of
+from treering.cli.train_engine import cluster_of
 from treering.config import RlConfig
 from treering.errors import InputError
-from treering.history.budget.pass_times import non_decreasing
-from treering.schedule.latency import Latency
-from treering.schedule.policies import make_policy
+from treering.history.budget import non_decreasing
+from treering.schedule.cluster import Latency
+from treering.schedule.histopipe import make_policy
 from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
-from treering.schedule.predict.lengths import make_predictor
-from treering.schedule.simulator.run import simulate
-from treering.schedule.simulator.timeline import Timeline
-from treering.schedule.traces.trace import Trace, TraceStep
+from treering.schedule.predict import make_predictor
+from treering.schedule.simulator import Timeline, simulate
+from treering.schedule.traces import Trace, TraceStep
 from treering.train.loop.batches import StepPlan
 
 _NUM_STATES = 3
-"""Of a pass: alone, beside one other process at work, and beside two or more."""
+"""Slowdown of a pass: alone, next to one other busy process, and next to two or more."""
 _NUM_TURNS = 50
 _NUM_ROUNDS = 10
 
@@ -34,7 +33,7 @@ class TimedRun:
     config: RlConfig
     run: LoopRun
     records: NDArray[np.float64]
-    """As `read_passes` gives them."""
+    """What `read_passes` returns."""
     first: int
     """Steps of the first epoch, which do not count."""
 
@@ -87,22 +86,22 @@ class MeasuredLatencyPolicy(Policy):
 
     @property
     def name(self) -> str:
-        """Of the policy."""
+        """Name of the policy."""
         return self._policy.name
 
     def assign(self, request: PlanRequest) -> Assignment:
-        """See `Policy`."""
+        """Assign with the latency that was known two steps and the staleness ago."""
         known = self._latencies[max(0, request.step - 2 - request.cluster.staleness)]
         cluster = replace(request.cluster, latency=known or request.cluster.latency)
         return self._policy.assign(replace(request, cluster=cluster))
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
-        """See `Policy`."""
+        """Hand the lengths to the policy."""
         self._policy.learn(step, predicted, lengths)
 
 
 def fit_latency(runs: Sequence[TimedRun]) -> tuple[Latency, NDArray[np.float64]]:
-    """Averages of runs: the times of a process that runs alone, and the slowdown of a pass by those beside it.
+    """Averages of runs: the times of a process that runs alone, and the slowdown of a pass by those next to it.
 
     Seconds of a pass are a curve over its rows, linear between powers of 2, plus a constant for each prefilled token,
     times a factor for 0, 1 and 2 other processes at work; curve and factors are fitted in turn. `prefill_s` is per
@@ -167,7 +166,7 @@ def _factors(real: NDArray[np.float64], alone: NDArray[np.float64], beside: NDAr
 
 
 def _shares(timeline: Timeline) -> NDArray[np.float64]:
-    """float64 [states]: the share of the workers' busy time with so many other workers or trainers at work.
+    """float64 [states]: the share of the workers' busy time with that many other workers or trainers at work.
 
     Example: two workers that run [0, 4] and [0, 2], then an update of 1 s: 2/6, 4/6, 0.
     """

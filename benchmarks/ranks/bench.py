@@ -23,7 +23,7 @@ from benchmarks.tree.sets import NO_DATA, TaskSource, find_source
 from treering.errors import StateError
 from treering.train.loop.batches import StepPlan
 from treering.tree.forest import Forest
-from treering.tree.plan.ranks import share_among_ranks
+from treering.tree.plan import share_among_ranks
 
 NOTE = "several minutes; needs the real-data folder (TREERING_DATA)"
 TABLES = {"sets": ("name", "flat_tokens", "flat_tokens_per_s", "seconds", "busiest_over_mean")}

@@ -16,11 +16,11 @@ from torch import nn
 from benchmarks.distill.bench import STUDENT as SHAPE
 from benchmarks.tree.cases import build_model
 from benchmarks.tree.sets import TaskSample, find_source
+from treering.objectives import sft
 from treering.ranks.group import RankGroup
-from treering.train.gradient.backward import backward
 from treering.train.loop.batches import StepBatch, make_batch
-from treering.train.loop.ranks import shard_model, share_batch
-from treering.train.objectives import sft
+from treering.train.loop.compute import shard_model, share_batch
+from treering.train.step import backward
 
 MAX_TOKENS = 16_384
 

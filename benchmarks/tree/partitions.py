@@ -5,7 +5,8 @@ of whole sequences (gspo), whose pass without gradients is counted apart.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 from torch import Tensor
@@ -15,9 +16,9 @@ from benchmarks.common.saved_bytes import peak_saved_bytes
 from benchmarks.common.timing import interleaved_medians, process_seconds
 from benchmarks.tree.cases import SHAPE
 from benchmarks.tree.steps import gradient, relative_error
-from treering.train.gradient.activations import Parents
-from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.objectives import Objective, gspo, sft
+from treering.objectives import Objective, gspo, sft
+from treering.train.memory import ParentsChoice
+from treering.train.step import BackwardResult, backward
 from treering.tree.forest import Forest
 
 BUDGET = 512
@@ -26,6 +27,7 @@ BUDGET = 512
 PARTITIONS = "partitions"
 """Name of this part in `--only`."""
 
+Parents = Literal["keep", "recompute"]
 PARENTS: tuple[Parents, ...] = ("keep", "recompute")
 
 OnWords = Callable[[str], None]
@@ -121,7 +123,13 @@ def _ways(model: PreTrainedModel, tree: Forest) -> dict[str, Callable[[], Backwa
 def _way(
     model: PreTrainedModel, tree: Forest, objective: Objective, max_tokens: int | None, parents: Parents
 ) -> Callable[[], BackwardResult]:
-    return lambda: backward(model, tree, objective, max_tokens, parents=parents)
+    def run() -> BackwardResult:
+        # What a step does by itself depends on free memory.
+        choice = ParentsChoice(parents=parents, reason="benchmark")
+        with mock.patch("treering.train.step.choose_parents", return_value=choice):
+            return backward(model, tree, objective, max_tokens)
+
+    return run
 
 
 def _sequence_objective(tree: Forest) -> Objective:

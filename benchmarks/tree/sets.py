@@ -179,7 +179,7 @@ def with_tools(trajectories: Iterable[Trajectory], file: Path) -> list[Trajector
     """Trajectories whose system prompts end with the tool schemas of a file, one as JSON per line.
 
     Raises:
-        InputError: the file is missing or is no JSON list.
+        InputError: the file is missing or is not a JSON list.
     """
     try:
         schemas = json.loads(file.read_text(encoding="utf-8"))

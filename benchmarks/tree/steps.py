@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from benchmarks.common.timing import Step
-from treering.train.gradient.auto_tokens import MaxTokens
-from treering.train.gradient.backward import backward
-from treering.train.objectives import sft
+from treering.objectives import sft
+from treering.train.memory import MaxTokens
+from treering.train.step import backward
 from treering.tree.forest import Forest
 from treering.types import TokenIds
 
@@ -77,7 +77,7 @@ def padded_batch(model: PreTrainedModel, batch: Trainable, max_tokens: int | Non
 
 
 def packed_chains(model: PreTrainedModel, batch: Trainable, max_tokens: MaxTokens = None) -> Step:
-    """Treering without sharing: every branch a chain of its own, packed in rows without padding."""
+    """Treering without sharing: every branch its own chain, packed in rows without padding."""
     sequences, masks = _sequences(batch), batch.loss_masks()
 
     def step() -> None:
@@ -103,7 +103,7 @@ def tree(model: PreTrainedModel, batch: Trainable, max_tokens: MaxTokens = None)
 def padded_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:
     """Numbers of the sequences of each padded batch: longest first, as many as fit, so that little is padded.
 
-    A sequence longer than the budget is a batch of its own. Example: lengths 5, 9, 4 and 8 with 18 tokens give [1, 3]
+    A sequence longer than the budget has its own batch. Example: lengths 5, 9, 4 and 8 with 18 tokens give [1, 3]
     (2 x 9) and [0, 2] (2 x 5).
     """
     if max_tokens is None:

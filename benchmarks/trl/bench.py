@@ -50,7 +50,7 @@ def measure(
     only: Sequence[str] | None = None,
     on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """Every case, stock and on trees, beside the bound."""
+    """Every case, stock and on trees, next to the bound."""
     require("python -m benchmarks trl", "torch", "transformers", "trl")
     source = find_source()
     names = chosen(only or (), [*SYNTHETIC, *(SETS if source else ())])

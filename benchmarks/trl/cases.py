@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.tree.sets import TaskSource
-from treering.integrations.trl.task_sampler import TaskSampler
 from treering.types import LossMask, TokenIds
 
 NUM_ROWS = 8
@@ -70,6 +69,8 @@ def real(source: TaskSource, name: str, num_tokens: int) -> Case:
     sample = source.sample(name, num_tokens=num_tokens)
     rows = [row for task in sample.tasks for row in task.sequences]
     masks = sample.loss_masks()
+    from treering.integrations.trl.grouping import TaskSampler
+
     order = TaskSampler(rows, NUM_ROWS, seed=0, epoch=lambda: 0).order(0).tolist()
     picked = [order[start : start + NUM_ROWS] for start in range(0, len(order), NUM_ROWS)]
     batches = tuple(([rows[i] for i in batch], [masks[i] for i in batch]) for batch in picked)

@@ -80,7 +80,7 @@ def _alone(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _save_policy(folder: Path) -> None:
-    from treering.cli.demo.policy import demo_task, warm_start
+    from treering.cli.demo import demo_task, warm_start
 
     start = warm_start(demo_task(SHORT_PROMPTS, seed=0), seed=SEED, on_step=lambda step, accuracy: None)
     start.model.save_pretrained(folder)

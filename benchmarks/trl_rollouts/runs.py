@@ -24,7 +24,7 @@ class RunSize:
 def measure_drafts(policy: Path, size: RunSize, seed: int) -> dict[str, Any]:
     """Process time of every call, with drafts and without, on the same prompts, weights and noise.
 
-    Run it in a process of its own: the drafter is loaded once in a process.
+    Run it in its own process: the drafter is loaded once in a process.
     """
     from treering.integrations.trl import HistoryRollouts
 
@@ -100,7 +100,7 @@ def _train(policy: Path, num_prompts: int, seed: int, rollout_func: Any) -> list
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    from treering.cli.demo.policy import MAX_ROLLOUT_TOKENS, demo_task
+    from treering.cli.demo import MAX_ROLLOUT_TOKENS, demo_task
 
     torch.set_num_threads(1)
     task = demo_task(num_prompts, seed=0)

@@ -1,4 +1,4 @@
-"""One engine in a process of its own: samples the problems epoch after epoch, and measures the last one."""
+"""One engine in its own process: samples the problems epoch after epoch, and measures the last one."""
 
 import os
 import time
@@ -170,7 +170,7 @@ class _Meter:
         self._began = time.process_time()
 
     def report(self, num_tokens: int) -> dict[str, Any]:
-        """The figures of the epoch, which gave so many tokens."""
+        """The figures of the epoch, which gave that many tokens."""
         cpu_s = time.process_time() - self._began
         return {
             "num_tokens": num_tokens,

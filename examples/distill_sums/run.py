@@ -9,12 +9,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
+from treering.config.loop import RlOptions
+from treering.config.optim import OptimOptions
+from treering.config.sft import SftOptions
+from treering.config.teacher import DistillOptions
 from treering.rl.loop import RlLoop
-from treering.rl.options import RlOptions
 from treering.rl.tasks.sums import ChainedSums
-from treering.train.loop.distill import DistillOptions
-from treering.train.loop.optim import OptimOptions
-from treering.train.loop.sft import LoopOptions, SftLoop
+from treering.train.loop.sft import SftLoop
 
 MAX_TOKENS = 64
 SUMS_PER_STEP = 32
@@ -61,7 +62,7 @@ def sft_loop(model: Qwen3ForCausalLM, solved: ChainedSums, options: argparse.Nam
         model,
         solved.held_out(options.rollouts * options.group * options.steps).solutions(),
         optim=OptimOptions(learning_rate=options.learning_rate),
-        options=LoopOptions(trees_per_step=options.rollouts * options.group, seed=options.seed),
+        options=SftOptions(trees_per_step=options.rollouts * options.group, seed=options.seed),
     )
     return loop.step
 
@@ -103,7 +104,7 @@ def warm_start(
     """Trains on written solutions until enough sums are right; the steps, and the share that is."""
     optim = OptimOptions(learning_rate=2e-3, warmup_steps=20, weight_decay=0.01, betas=(0.9, 0.99))
     loop = SftLoop(
-        model, solved.solutions(), optim=optim, options=LoopOptions(trees_per_step=SUMS_PER_STEP, seed=options.seed)
+        model, solved.solutions(), optim=optim, options=SftOptions(trees_per_step=SUMS_PER_STEP, seed=options.seed)
     )
     right = 0.0
     while loop.num_steps_done < options.teacher_steps and right < enough:

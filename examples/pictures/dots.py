@@ -23,7 +23,7 @@ CELL = 28
 """Pixels along each side of the square that is one token."""
 COLUMNS, ROWS = 3, 2
 SHARE_RIGHT = 0.4
-"""Of the answers of the supervised start; the others are guesses, so that there is something left to learn."""
+"""Share of right answers of the supervised start; the others are guesses, so that there is something left to learn."""
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PICTURE = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 TEMPLATE = (

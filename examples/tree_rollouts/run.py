@@ -10,15 +10,17 @@ from sums_with_calculator import Calculator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import treering
-from treering.train.loop.optim import OptimOptions
-from treering.train.loop.sft import LoopOptions, SftLoop
+from treering.config.optim import OptimOptions
+from treering.config.sft import SftOptions
+from treering.train.loop.sft import SftLoop
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     task = Calculator(options.prompts, options.seed, max_terms=4, max_number=20)
     model = warm_start(task, options.warmup_steps, options.seed)
-    engine = treering.TorchEngine(model, max_batch=32, num_threads=1, continuation=options.continuation)
+    engine = treering.TorchEngine(model, max_batch=32, num_threads=1)
+    engine.keep_rollouts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     for step in range(1, options.steps + 1):
         before = engine.stats
@@ -106,7 +108,7 @@ def warm_start(task: Calculator, num_steps: int, seed: int) -> Qwen3ForCausalLM:
     model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
     optim = OptimOptions(learning_rate=3e-3, warmup_steps=20, weight_decay=0.01)
     solved = task.held_out(32 * num_steps).solutions()
-    loop = SftLoop(model, solved, optim=optim, options=LoopOptions(trees_per_step=32, seed=seed))
+    loop = SftLoop(model, solved, optim=optim, options=SftOptions(trees_per_step=32, seed=seed))
     for _ in range(num_steps):
         loop.step()
     return model
@@ -123,7 +125,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("warmup-steps", 150, "supervised steps"),
         ("seed", 0, "of weights and prompts"),
         ("learning-rate", 1e-4, "of the updates"),
-        ("continuation", "copy", "copy or prefill: see docs/engine.md"),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     return parser.parse_args(arguments)

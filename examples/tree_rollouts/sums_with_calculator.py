@@ -11,7 +11,7 @@ import re
 from itertools import accumulate
 from typing import ClassVar
 
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Rollout
 from treering.rl.tasks.sums import Parts, SumTask, Terms, sum_text
 from treering.rl.tasks.task import Prompt
 from treering.types import TokenIds

@@ -1,6 +1,6 @@
 """GRPO with TRL on sums told as stories, every prompt computed once for its group.
 
-    pip install 'treering[trl]'
+    pip install -e '.[trl]'    # in the checkout
     python examples/trl_grpo_sums/run.py
 
 A small Qwen3 from random weights with one id per character. Only one line differs from a script without Treering.

@@ -1,6 +1,6 @@
 """SFT with TRL on agents' search trees, every shared token of a micro-batch computed once.
 
-    pip install 'treering[trl]'
+    pip install -e '.[trl]'    # in the checkout
     python examples/trl_sft_toolbench/run.py
 
 Reads ToolBench from the real-data folder (TREERING_DATA, default ../shared/data); without it, generated trajectories.

@@ -10,12 +10,14 @@ from treering.extras import require
 
 if TYPE_CHECKING:
     from treering import errors as errors
+    from treering import families as families
     from treering import objectives as objectives
     from treering import ranks as ranks
     from treering import schedule as schedule
-    from treering.engine.request import Request as Request
-    from treering.engine.request import Sampling as Sampling
-    from treering.engine.rollout import Rollout as Rollout
+    from treering.config.engine import Sampling as Sampling
+    from treering.config.router import RouterLosses as RouterLosses
+    from treering.engine.protocol import Request as Request
+    from treering.engine.protocol import Rollout as Rollout
     from treering.engine.torch_engine import TorchEngine as TorchEngine
     from treering.history.draft.drafter import Drafter as Drafter
     from treering.history.draft.request_drafter import RequestDrafter as RequestDrafter
@@ -23,12 +25,13 @@ if TYPE_CHECKING:
     from treering.history.store.store import HistoryStore as HistoryStore
     from treering.history.types import DraftRows as DraftRows
     from treering.model.context import tree_attention as tree_attention
-    from treering.model.distillation.teacher import score as score
     from treering.model.forward import forward as forward
+    from treering.model.forward import per_token_logps as per_token_logps
     from treering.model.patch import patch as patch
-    from treering.rl.tree_advantages import tree_advantages as tree_advantages
-    from treering.train.gradient.backward import backward as backward
-    from treering.train.gradient.router_losses import RouterLosses as RouterLosses
+    from treering.model.teacher import score as score
+    from treering.model.tree_model import TreeModel as TreeModel
+    from treering.rl.advantages import tree_advantages as tree_advantages
+    from treering.train.step import backward as backward
     from treering.tree.forest import Forest as Forest
 
     __version__: str
@@ -39,22 +42,35 @@ _HOMES = {
     "Forest": "treering.tree.forest",
     "HistoryReader": "treering.history.store.reader",
     "HistoryStore": "treering.history.store.store",
-    "Request": "treering.engine.request",
+    "Request": "treering.engine.protocol",
     "RequestDrafter": "treering.history.draft.request_drafter",
-    "Rollout": "treering.engine.rollout",
-    "RouterLosses": "treering.train.gradient.router_losses",
-    "Sampling": "treering.engine.request",
+    "Rollout": "treering.engine.protocol",
+    "RouterLosses": "treering.config.router",
+    "Sampling": "treering.config.engine",
     "TorchEngine": "treering.engine.torch_engine",
-    "backward": "treering.train.gradient.backward",
+    "TreeModel": "treering.model.tree_model",
+    "backward": "treering.train.step",
     "forward": "treering.model.forward",
     "patch": "treering.model.patch",
-    "score": "treering.model.distillation.teacher",
-    "tree_advantages": "treering.rl.tree_advantages",
+    "per_token_logps": "treering.model.forward",
+    "score": "treering.model.teacher",
+    "tree_advantages": "treering.rl.advantages",
     "tree_attention": "treering.model.context",
 }
-_MODULES = frozenset({"errors", "objectives", "ranks", "schedule"})
+_MODULES = frozenset({"errors", "families", "objectives", "ranks", "schedule"})
 _NEED_TRAIN = frozenset(
-    {"RouterLosses", "TorchEngine", "backward", "forward", "patch", "ranks", "score", "tree_attention"}
+    {
+        "RouterLosses",
+        "TorchEngine",
+        "TreeModel",
+        "backward",
+        "forward",
+        "patch",
+        "per_token_logps",
+        "ranks",
+        "score",
+        "tree_attention",
+    }
 )
 """Names that need the packages of `treering[train]`."""
 
@@ -70,12 +86,15 @@ __all__ = [
     "RouterLosses",
     "Sampling",
     "TorchEngine",
+    "TreeModel",
     "__version__",
     "backward",
     "errors",
+    "families",
     "forward",
     "objectives",
     "patch",
+    "per_token_logps",
     "ranks",
     "schedule",
     "score",
@@ -109,5 +128,5 @@ def _version() -> str:
     try:
         return metadata.version("treering")
     except metadata.PackageNotFoundError:
-        # A checkout on PYTHONPATH has no metadata; the local suffix marks it as no release.
+        # A checkout on PYTHONPATH has no metadata; the local suffix shows that this is not a release.
         return "0.0.0+source"

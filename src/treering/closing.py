@@ -5,7 +5,7 @@ from typing import Self
 
 
 class Closing(ABC):
-    """Is closed at the end of a `with` statement, also after an error.
+    """Base of objects that a `with` statement closes at its end, also after an error.
 
     Example: `with Metrics(sinks) as metrics: ...` closes the sinks.
     """
@@ -14,7 +14,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what is held; a second call does nothing."""
+        """Release what the object holds; a second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

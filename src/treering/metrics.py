@@ -1,21 +1,18 @@
-"""Metrics of a run: their names and the sinks that they are written to.
+"""Metrics of a run: their names and the sinks that store them.
 
-Nothing that a run trains depends on a sink. This module imports no torch.
+Training does not depend on any sink. This module does not import torch.
 """
 
 import json
 import math
-import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
-from io import BytesIO
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from treering.closing import Closing
-from treering.errors import InputError, StateError, UnsupportedError
+from treering.errors import InputError, StateError
 from treering.files.step_lines import append, read_rows, reopen
 from treering.files.writing import check_regular, writing
 
@@ -29,20 +26,19 @@ NUM_BRANCH_TOKENS: Final = "train/num_branch_tokens"
 NUM_LOSS_TOKENS: Final = "train/num_loss_tokens"
 SHARING: Final = "train/sharing"
 NUM_RECOMPUTED_TOKENS: Final = "train/num_recomputed_tokens"
-NUM_UNSHARED_TREES: Final = "train/num_unshared_trees"
 REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
 NUM_REWARD_ERRORS: Final = "reward/num_errors"
 NUM_UNSCORED: Final = "reward/num_unscored"
 REWARD_NUMBERS: Final = "rewards/"
-"""How the names of numbers begin that a task gives beside its rewards."""
+"""Prefix of the metrics that a task reports with its rewards."""
 ZERO_VARIANCE_SHARE: Final = "reward/zero_variance_share"
 NUM_ROLLOUTS: Final = "rollout/num_rollouts"
 NUM_EMPTY: Final = "rollout/num_empty"
 NUM_EMPTY_GROUPS: Final = "rollout/num_empty_groups"
 NUM_OVERLONG: Final = "rollout/num_overlong"
 NUM_LOGGED: Final = "rollout/num_logged"
-"""Lines in the rollout log; absent if the run keeps none."""
+"""Lines in the rollout log; absent if the run keeps no log."""
 NUM_TURNS: Final = "rollout/num_turns"
 NUM_SAMPLED: Final = "rollout/num_sampled"
 LENGTH_MEAN: Final = "rollout/length_mean"
@@ -55,6 +51,11 @@ STALENESS: Final = "rollout/staleness"
 NUM_STOLEN: Final = "rollout/num_stolen"
 NUM_MOVED: Final = "rollout/num_moved"
 NUM_RESAMPLED: Final = "rollout/num_resampled"
+REHEARSED: Final = "rehearsal/tokens"
+"""Tokens sampled early in a step, for the next one."""
+REHEARSAL_KEPT: Final = "rehearsal/kept"
+"""Share of the tokens that a step sampled again and that stayed the same."""
+REHEARSAL_SAVED_S: Final = "rehearsal/seconds_saved"
 STEP_S: Final = "time/step_s"
 ROLLOUT_S: Final = "time/rollout_s"
 TRAIN_S: Final = "time/train_s"
@@ -69,7 +70,7 @@ EVAL_REWARD: Final = "eval/reward"
 EVAL_LENGTH_MEAN: Final = "eval/length_mean"
 EVAL_NUM_REWARD_ERRORS: Final = "eval/num_reward_errors"
 EVAL_PASS_AT: Final = "eval/pass_at_"
-"""With the number of samples behind it: "eval/pass_at_4"."""
+"""Prefix of a name that ends with the number of samples: "eval/pass_at_4"."""
 
 Number = int | float
 
@@ -79,10 +80,10 @@ class Completion:
     """A rollout as trackers show it.
 
     Attributes:
-        prompt: its text.
-        completion: what followed, the answers of an environment included.
-        reward: None without one.
-        advantage: None without one.
+        prompt: text of the prompt.
+        completion: text after the prompt, messages of the environment included.
+        reward: None if the rollout has none.
+        advantage: None if the rollout has none.
     """
 
     prompt: str
@@ -97,7 +98,7 @@ COLUMNS: Final = tuple(field.name for field in fields(Completion))
 
 
 class Sink(Protocol):
-    """Stores rows of metrics."""
+    """Store for rows of metrics."""
 
     def write(self, step: int, values: Mapping[str, Number]) -> None:
         """Store the values of one step; once it returns, a killed process does not lose them."""
@@ -110,18 +111,18 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object a line: `{"step": 7, "train/loss": 1.25}`.
+    """File with one JSON object per line: `{"step": 7, "train/loss": 1.25}`.
 
-    JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf", which Python's `float`
-    reads back; null would be ambiguous.
+    JSON has no NaN and no infinity, so they are written as the strings "nan", "inf" and "-inf", which Python's `float`
+    reads; null would be ambiguous.
 
     Args:
         path: the file; its folder is created.
-        resume_step: the last step that the run keeps. Rows after it, and an incomplete last line, are cut off, so that
+        resume_step: last step that the run keeps. Rows after it, and an incomplete last line, are removed, so that
             no step occurs twice; other damage is a warning (`treering.files.step_lines.reopen`). None means a new run.
 
     Raises:
-        StateError: a new run finds rows in the file, or it cannot be read or written.
+        StateError: the file has rows and the run is new, or the file cannot be read or written.
 
     Example: a file with steps 1 to 9 opened with `resume_step=6` holds steps 1 to 6, and the next row is step 7.
     """
@@ -139,11 +140,11 @@ class JsonlSink:
                 "run folder, resume that run, or remove the file"
             )
         with writing(path):
-            # Without a buffer, a failed write is not tried again when the file is closed.
+            # With a buffer, `close` would repeat a write that failed.
             self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Number]) -> None:
-        """Append one line and flush it; values: metric name to number.
+        """Append one line and flush it.
 
         Raises:
             StateError: the disk is full.
@@ -154,83 +155,15 @@ class JsonlSink:
             append(self._file, line)
 
     def write_completions(self, step: int, rows: Sequence[Completion]) -> None:
-        """Nothing: the folder of a run has all of its rollouts."""
+        """Do nothing; the rollout log of the run has all completions."""
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._file.close()
-
-
-class TensorBoardSink:
-    """Scalars in a TensorBoard event file, written without torch.
-
-    Args:
-        folder: the log folder; each opened sink adds a file to it.
-        resume_step: the last step that the run keeps; the new file tells TensorBoard to drop later points of earlier
-            files. None means a new run.
-
-    Raises:
-        UnsupportedError: the optional package `tensorboard` is not installed.
-        StateError: the file cannot be written.
-
-    Example: `TensorBoardSink(Path("runs/a"), resume_step=6)` after a file with steps 1 to 9 shows steps 1 to 6.
-    """
-
-    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.plugins.text.summary_v2 import text_pb
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise UnsupportedError(
-                f"TensorBoard logs need the package 'tensorboard', and it cannot be imported ({error}); install it "
-                "with pip install 'treering[tensorboard]', or leave \"tensorboard\" out of metrics.sinks"
-            ) from error
-        self._event: Any = event_pb2.Event
-        self._summary: Any = summary_pb2.Summary
-        self._as_record: Any = RecordWriter
-        self._as_text: Any = text_pb
-        # TensorBoard reads the files of a folder in the order of their names.
-        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}"
-        with writing(self._path):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("xb", buffering=0)
-        self._add(file_version="brain.Event:2")
-        if resume_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(step=resume_step + 1, session_log=start)
-
-    def write(self, step: int, values: Mapping[str, Number]) -> None:
-        """Add one event with a scalar (float32) per metric.
-
-        Raises:
-            StateError: the disk is full.
-        """
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step=step, summary=self._summary(value=scalars))
-
-    def write_completions(self, step: int, rows: Sequence[Completion]) -> None:
-        """Add a text: a table in Markdown.
-
-        Raises:
-            StateError: the disk is full.
-        """
-        self._add(step=step, summary=self._as_text(COMPLETIONS, _as_markdown(rows)))
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._file.close()
-
-    def _add(self, **content: Any) -> None:
-        # TensorBoard's own writer writes in a thread, whose errors are printed as tracebacks.
-        record = BytesIO()
-        self._as_record(record).write(self._event(wall_time=time.time(), **content).SerializeToString())
-        with writing(self._path, record.tell()):
-            append(self._file, record.getvalue())
 
 
 class Metrics(Closing):
-    """Sends each step's values to every sink; use it in a `with` statement.
+    """Writer of each step's values to every sink; use it in a `with` statement.
 
     Example: `with Metrics([JsonlSink(path)]) as metrics: metrics.log(1, {LOSS: 2.5, GRAD_NORM: float("inf")})` writes
     `{"step": 1, "train/loss": 2.5, "train/grad_norm": "inf"}`.
@@ -269,7 +202,7 @@ class Metrics(Closing):
 
 
 def num_logged(path: Path) -> dict[int, int | None]:
-    """Lines in the rollout log by step, as the rows of a metrics file say; 0 for a step that kept none.
+    """Return the number of lines in the rollout log by step, from a metrics file; None if its value is not an int.
 
     Raises:
         StateError: the file cannot be read.
@@ -280,17 +213,8 @@ def num_logged(path: Path) -> dict[int, int | None]:
     return {step: number if type(number) is int else None for step, number in counts.items()}
 
 
-def _as_markdown(rows: Sequence[Completion]) -> str:
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *(astuple(row) for row in rows)]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", r"\|").replace("\n", " ⏎ ")
-
-
 def _json_number(value: Number) -> Number | str:
-    # repr of a float that is not finite is 'nan', 'inf' or '-inf'.
+    # The repr is 'nan', 'inf' or '-inf'.
     return value if math.isfinite(value) else repr(value)
 
 
@@ -303,7 +227,7 @@ def _checked_name(name: str) -> str:
 def _number(name: str, value: Any) -> Number:
     if isinstance(value, Integral):
         return int(value)
-    # A tensor is not a registered Real, and float() of a tensor with several elements raises, as it should.
+    # A tensor is not a registered Real.
     if isinstance(value, Real) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
         return float(value)
     raise InputError(f"a metric is one number: {name!r} is {value!r}; log its mean, or each part under its own name")

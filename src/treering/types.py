@@ -1,4 +1,4 @@
-"""Shared value types: token ids, prompt ids, and the sizes of a decoder that determine its cost per token."""
+"""Shared types: token ids, prompt ids, and the sizes of a decoder that decide its cost per token."""
 
 import difflib
 import json
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from treering.errors import ConfigError, UnsupportedError
+from treering.families import FAMILIES
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 """Token ids, int32, one dimension."""
@@ -21,43 +22,41 @@ LossMask: TypeAlias = npt.NDArray[np.bool_]
 """True where a token is trained, one entry per token."""
 
 PromptId: TypeAlias = str | int
-"""Identifies a prompt: a dataset key, else a hash of its token ids; the same in every epoch."""
+"""Id of a prompt, the same in every epoch: a dataset key, else a hash of the token ids."""
+
+Layout: TypeAlias = Literal["tree", "joined", "packed"]
+"""How the tasks of a step become forests: a tree per task, one tree for all, or a chain per sequence."""
 
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 """Largest token id in a forest."""
 
 
 def is_count(value: object, *, least: int) -> TypeGuard[int]:
-    """Whether a value is an int or numpy integer of at least `least`; True and False are not.
+    """Return whether a value is an int or numpy integer, not a bool, and at least `least`.
 
-    Example: 4 and `np.int64(4)` are counts from 1 on; 0, 1.0 and True are not.
+    Example: with `least=1`, 4 and `np.int64(4)` are counts; 0, 1.0 and True are not.
     """
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
 
 def hash_of_prompt(tokens: Sequence[int] | TokenIds) -> str:
-    """The id of a prompt that has no other: a hash of its token ids, the same in every process.
+    """Return the id of a prompt without a dataset key: a hash of its token ids, the same in every process.
 
-    Example: `hash_of_prompt([5, 6])` is a text of 16 hexadecimal digits.
+    Example: `hash_of_prompt([5, 6])` has 16 hexadecimal digits.
     """
     return blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=8).hexdigest()
-
-
-_DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_TEXT_OF_PICTURE_TYPES = ("qwen2_5_vl_text", "qwen3_vl_text")
-_EXPERT_TYPES = ("qwen3_moe",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a causal decoder with gated MLPs that decide its cost per token.
 
-    Example: two layers of hidden size 256 with 4 heads, 2 key-value heads, head size 64 and MLPs of 768 hold
-    786,432 parameters a layer; with a head over 256 tokens that is 1,638,400 parameters per token.
+    Example: with hidden size 256, 4 heads, 2 key-value heads, head size 64 and MLPs of 768, a layer has 786,432
+    parameters. Two layers and an output head over 256 tokens are 1,638,400 parameters per token.
     """
 
     name: str
-    """Name in reports, for instance "qwen3-8b"."""
+    """Name in reports, such as "qwen3-8b"."""
     num_layers: int
     """Decoder layers."""
     hidden_size: int
@@ -90,9 +89,9 @@ class ModelShape:
 
     @property
     def params_per_token(self) -> int:
-        """Parameters that one token is multiplied with: projections, active experts, router and the output head.
+        """Parameters that one token is multiplied with: projections, active experts, router and output head.
 
-        The embedding is a look-up and is left out; norms and biases are too small to matter and are left out too.
+        The embedding is not counted because it is a look-up; norms and biases are not counted because they are small.
         """
         attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size * self.num_active_experts
@@ -140,13 +139,14 @@ NAMED_SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 
 
 DEFAULT_SHAPE = "qwen3-8b"
-"""The shape whose FLOPs are counted where no model is known."""
+"""Shape for FLOPs where the model is unknown."""
 
 
 def find_shape(name_or_path: str) -> ModelShape:
-    """The shape with that name in `NAMED_SHAPES`, else the one of a Hugging Face `config.json` or its folder.
+    """Return the shape with that name in `NAMED_SHAPES`, else the shape in a Hugging Face `config.json` or its folder.
 
-    Raises ConfigError with the nearest names where it is neither.
+    Raises:
+        ConfigError: it is neither; the message has the nearest names.
 
     Example: `find_shape("qwen3-8b").params_per_token` is 7,568,097,280.
     """
@@ -163,9 +163,13 @@ def find_shape(name_or_path: str) -> ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape written in a Hugging Face `config.json`, given its path or its folder; the text model's where it sees.
+    """Return the shape in a Hugging Face `config.json`, given its path or its folder.
 
-    Raises ConfigError for a missing or broken file and UnsupportedError for an architecture it cannot count.
+    The shape of a model that takes images is that of its text model.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+        UnsupportedError: FLOPs of the architecture are not counted.
 
     Example: hidden_size 256 and num_attention_heads 4 without head_dim give head_size 64.
     """
@@ -174,12 +178,13 @@ def read_shape(path: Path) -> ModelShape:
     if isinstance(config.get("vision_config"), dict) and isinstance(config.get("text_config"), dict):
         config = config["text_config"]
     kind = config.get("model_type")
-    if kind not in _DENSE_TYPES + _TEXT_OF_PICTURE_TYPES + _EXPERT_TYPES:
-        known = ", ".join(_DENSE_TYPES + _EXPERT_TYPES)
+    family = FAMILIES.get(str(kind))
+    if family is None or family.counts_flops is None:
+        known = ", ".join(family.model_type for family in FAMILIES.values() if family.counts_flops)
         raise UnsupportedError(f"FLOPs are counted for model_type {known}; {file} has {kind!r}; name a known shape")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise UnsupportedError(f"every layer must have the same MLP to be counted; {file} mixes dense and expert ones")
-    has_experts = kind in _EXPERT_TYPES
+    has_experts = family.counts_flops == "experts"
     num_heads = _size(config, "num_attention_heads", file)
     hidden_size = _size(config, "hidden_size", file)
     return ModelShape(

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tests.history.recordings import Line, recording, trajectories
-from treering.analysis.recording import Recorded, lengths_before, record, some_prompts
+from treering.analysis.recording import Recorded, record, some_prompts
 from treering.data import Renderer, Trajectory
 from treering.errors import InputError
 
@@ -63,18 +63,6 @@ def test_a_sample_has_whole_prompts_and_all_their_epochs() -> None:
     for limit, expected in ((30, 18), (240, 120)):
         found = recording(*lines, choose=lambda whole, n=limit: some_prompts(whole, weights=whole.lengths, limit=n))
         assert found.num_rollouts == expected
-
-
-def test_lengths_of_an_epoch_are_those_of_sampled_tokens() -> None:
-    recorded = recording(
-        *(Line(epoch=3, response=(1,) * count) for count in (60, 10, 20)),
-        Line(epoch=3, task="r", response=(1, 2, 3), mask=(True, False, True)),
-        Line(epoch=4, task="s", response=(1,)),
-    )
-    medians, longest = lengths_before(recorded, 3)
-    assert medians.tolist()[:2] == [20, 2]
-    assert longest.tolist()[:2] == [60, 2]
-    assert np.isnan([medians[2], longest[2]]).all()
 
 
 def test_rollouts_without_an_epoch_are_refused_with_their_number() -> None:

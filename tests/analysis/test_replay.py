@@ -99,7 +99,7 @@ def test_the_other_prompt_is_one_of_those_that_are_replayed() -> None:
         for epoch in range(2)
         for task in range(10)
     ]
-    # Of ten prompts two are left, and in the second epoch each says what the other one said.
+    # Two of ten prompts are left, and in the second epoch each says what the other one said.
     lines[12], lines[17] = (
         Line(task="2", epoch=1, response=lines[7].response),
         Line(task="7", epoch=1, response=lines[2].response),

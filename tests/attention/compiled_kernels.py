@@ -12,11 +12,15 @@ import triton.language as tl
 
 from tests.compiling import compile_for_hopper
 from treering.attention import Form
-from treering.attention.triton import launch
-from treering.attention.triton.forward import forward_kernel
-from treering.attention.triton.key_gradient import add_slots_kernel, key_gradient_kernel
-from treering.attention.triton.query_gradient import delta_kernel, query_gradient_kernel
-from treering.attention.triton.tiles import choose_tiles, launches, padded_size
+from treering.attention import triton_launch as launch
+from treering.attention.triton_kernels import (
+    add_slots_kernel,
+    delta_kernel,
+    forward_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
+from treering.attention.triton_tables import choose_tiles, launches, padded_size
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KERNELS = {"forward": forward_kernel, "query_gradient": query_gradient_kernel, "key_gradient": key_gradient_kernel}

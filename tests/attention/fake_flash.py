@@ -53,9 +53,15 @@ class Block(NamedTuple):
     seen: Tensor
 
 
-def listed(lists: BlockSparse, mask_mod: Callable[..., Lanes], aux: list[Tensor], *, by_key: bool) -> Iterator[Block]:
-    """The pairs of blocks that a kernel visits, in its order."""
+def listed(
+    lists: BlockSparse, inputs: "Inputs", mask_mod: Callable[..., Lanes], aux: list[Tensor], *, by_key: bool
+) -> Iterator[Block]:
+    """The pairs of blocks that a kernel visits, in its order; the package refuses more lists or places than blocks."""
     assert len(lists) == 5
+    num_blocks = [side.shape[1] // size for side, size in zip(inputs[:2], lists.block_size, strict=True)]
+    num_own, num_other = reversed(num_blocks) if by_key else num_blocks
+    assert lists.mask_block_cnt.shape == lists.full_block_cnt.shape == (1, 1, num_own)
+    assert max(lists.mask_block_idx.shape[3], lists.full_block_idx.shape[3]) <= num_other
     ways = ((lists.mask_block_cnt, lists.mask_block_idx), (lists.full_block_cnt, lists.full_block_idx))
     for own in range(lists.mask_block_cnt.shape[2]):
         for is_full, (lengths, blocks) in enumerate(ways):
@@ -104,7 +110,7 @@ def forward(
     total, weights = torch.zeros_like(inputs.query), torch.zeros_like(inputs.query[:, :, 0])
     if learnable_sink is not None:
         weights += learnable_sink.double().exp()[:, None]
-    for block in listed(block_sparse_tensors, mask_mod, aux_tensors, by_key=False):
+    for block in listed(block_sparse_tensors, inputs, mask_mod, aux_tensors, by_key=False):
         parts = inputs.scores(block, softmax_scale, softcap).exp() * block.seen
         total[:, block.rows] += parts @ inputs.value[:, block.keys]
         weights[:, block.rows] += parts.sum(-1)
@@ -126,7 +132,7 @@ def backward(
     delta = padded((grad_out.double() * out.double()).sum(-1)[0].T[..., None], height)
     exponent = padded(lse[0].double()[..., None], height)
     gradients = [torch.zeros_like(tensor) for tensor in inputs]
-    for block in listed(block_sparse_tensors, mask_mod, aux_tensors, by_key=True):
+    for block in listed(block_sparse_tensors, inputs, mask_mod, aux_tensors, by_key=True):
         scores = inputs.scores(block, softmax_scale, softcap)
         weights = (scores - exponent[:, block.rows]).exp() * block.seen
         rows = upstream[:, block.rows]
@@ -162,7 +168,7 @@ def install(patch: pytest.MonkeyPatch, block_size: tuple[int, int] | None = None
     made["flash_attn.cute.interface"]._flash_attn_bwd = backward
     for name, module in made.items():
         patch.setitem(sys.modules, name, module)
-    patch.delitem(sys.modules, "treering.attention.flash.kernel", raising=False)
-    patch.setattr("treering.attention.flash.backend.check_flash", lambda *arguments: None)
+    patch.delitem(sys.modules, "treering.attention.flash_kernel", raising=False)
+    patch.setattr("treering.attention.flash.check_flash", lambda *arguments: None)
     if block_size is not None:
-        patch.setattr("treering.attention.flash.backend.blocks_of", lambda *arguments: block_size)
+        patch.setattr("treering.attention.flash.blocks_of", lambda *arguments: block_size)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from treering.attention import Backend, Form, TreeLayout, attend
-from treering.attention.ancestors import Ancestor
 from treering.attention.gateway import Gateway
+from treering.attention.layout import Ancestor
 from treering.tree.forest import Forest
-from treering.tree.plan.fragment import sight_of, take_fragment
-from treering.tree.plan.partition import Partition
+from treering.tree.fragment import query_ranges, take_fragment
+from treering.tree.partition import Partition
 
 CPU = torch.device("cpu")
 Inputs = list[Tensor]
@@ -68,7 +68,7 @@ def in_partitions(
         while above >= 0:
             gateway = layouts[above].gateway
             assert gateway is not None
-            ancestors.append(Ancestor.from_sight(gateway, sight_of(tree, partitions[above].tokens, part.tokens)))
+            ancestors.append(Ancestor.from_ranges(gateway, query_ranges(tree, partitions[above].tokens, part.tokens)))
             above = partitions[above].parent
         layout = TreeLayout(take_fragment(tree, part.tokens), device, ancestors=tuple(ancestors), gateway=Gateway())
         rows = torch.from_numpy(part.tokens.astype(np.int64)).to(device)

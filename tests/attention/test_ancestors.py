@@ -14,16 +14,14 @@ from tests.attention.given import CPU, assert_partitions_equal_the_tree, random_
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
-from treering.attention import Backend, Form, TreeLayout
-from treering.attention.ancestors import Ancestor, ancestor_calls
+from treering.attention import Backend, Form, TreeLayout, triton, triton_tables
 from treering.attention.gateway import Gateway, KeysValues
-from treering.attention.schedule.build import MAX_STEP_ENTRIES
-from treering.attention.schedule.call import Call, Visibility
-from treering.attention.triton import Tiles, TileSize, tables
-from treering.attention.triton import backend as triton_backend
+from treering.attention.layout import Ancestor, join
+from treering.attention.rectangles import MAX_STEP_ENTRIES, AttentionCall, Visibility, ancestor_calls
+from treering.attention.triton_tables import Tiles, TileSize
 from treering.errors import StateError
 from treering.tree.forest import Forest
-from treering.tree.plan.fragment import Sight, sight_of, take_fragment
+from treering.tree.fragment import QueryRanges, query_ranges, take_fragment
 
 PART = st.one_of(st.none(), st.integers(1, 12))
 
@@ -57,8 +55,8 @@ def test_backends_that_join_keys_are_exact_through_gateways(
         fake_flash.install(monkeypatch, (8, 6))
     if backend == "triton":
         pytest.importorskip("triton")
-        monkeypatch.setattr(triton_backend, "choose_tiles", lambda *_: Tiles(*[TileSize(16, 16)] * 3))
-        monkeypatch.setattr(tables, "MIN_TILES", 4)
+        monkeypatch.setattr(triton, "choose_tiles", lambda *_: Tiles(*[TileSize(16, 16)] * 3))
+        monkeypatch.setattr(triton_tables, "MIN_TILES", 4)
     tree = Forest.from_sequences([[0] * 20 + [1] * 6, [0] * 20 + [2] * 11 + [3] * 4, [0] * 20 + [2] * 11 + [4] * 5])
     # Torch has no gradients of flex on CPU.
     inputs = [tensor.requires_grad_(backend != "flex") for tensor in random_inputs(tree.num_tokens, size=8)]
@@ -80,20 +78,22 @@ def test_calls_cover_each_visible_pair_once_and_leave_no_row_blind(
     for part in partitions:
         above = part.parent
         while above >= 0:
-            ancestor = Ancestor.from_sight(Gateway(), sight_of(tree, partitions[above].tokens, part.tokens))
+            ancestor = Ancestor.from_ranges(Gateway(), query_ranges(tree, partitions[above].tokens, part.tokens))
             layout = TreeLayout(take_fragment(tree, part.tokens), CPU, ancestors=(ancestor,))
-            assert_covered(ancestor.sight, layout.ancestor_calls(ancestor, window), layout.sight.position, window)
+            assert_covered(ancestor.ranges, layout.ancestor_calls(ancestor, window), layout.ranges.position, window)
             above = partitions[above].parent
 
 
-def assert_covered(sight: Sight, calls: Iterable[Call], position: NDArray[np.int64], window: int | None) -> None:
+def assert_covered(
+    ranges: QueryRanges, calls: Iterable[AttentionCall], position: NDArray[np.int64], window: int | None
+) -> None:
     rows = np.arange(position.size)[:, None]
-    visible = (sight.first[None, :] <= rows) & (rows < sight.stop[None, :])
+    visible = (ranges.first[None, :] <= rows) & (rows < ranges.stop[None, :])
     if window is not None:
-        visible &= position[:, None] - sight.position[None, :] < window
+        visible &= position[:, None] - ranges.position[None, :] < window
     covered = np.zeros(visible.shape, int)
     for call in calls:
-        seen = call.mask(sight, position)
+        seen = call.mask(ranges, position)
         assert seen.any(1).all(), "a row without a key has no softmax"
         assert call.visibility is Visibility.MASKED or seen.all()
         covered[np.ix_(np.arange(call.query_start, call.query_stop), call.key_indices())] += seen
@@ -103,8 +103,8 @@ def assert_covered(sight: Sight, calls: Iterable[Call], position: NDArray[np.int
 def test_a_spine_that_all_rows_see_is_one_unmasked_call_however_many_leaves_hang_off_it() -> None:
     # In a comb whose last branch continues in two rows, every second key is on their path.
     keys = np.arange(40_000)
-    sight = Sight(first=np.zeros_like(keys), stop=np.where(keys % 2 == 0, 2, 0), position=keys)
-    (call,) = ancestor_calls(sight)
+    ranges = QueryRanges(first=np.zeros_like(keys), stop=np.where(keys % 2 == 0, 2, 0), position=keys)
+    (call,) = ancestor_calls(ranges)
     assert call.keys is not None
     assert (call.keys.tolist(), call.visibility) == (keys[::2].tolist(), Visibility.FULL)
 
@@ -113,7 +113,7 @@ def test_masks_stay_small_where_one_key_is_seen_by_fewer_rows() -> None:
     keys = np.arange(10_000)
     stop = np.where(keys % 2 == 0, 2000, 0)
     stop[2] = 1999
-    calls = list(ancestor_calls(Sight(first=np.zeros_like(keys), stop=stop, position=keys)))
+    calls = list(ancestor_calls(QueryRanges(first=np.zeros_like(keys), stop=stop, position=keys)))
     masked = [call for call in calls if call.visibility is Visibility.MASKED]
     assert len(masked) == 1
     assert 2000 * masked[0].key_indices().size <= MAX_STEP_ENTRIES
@@ -134,10 +134,22 @@ def test_gradients_are_summed_in_float32_for_bfloat16() -> None:
 
 def test_a_partition_that_runs_before_its_parent_is_refused() -> None:
     gateway = Gateway()
-    with pytest.raises(StateError, match="layer 2 of an ancestor partition is not there: it must run before"):
+    with pytest.raises(StateError, match="layer 2 of an ancestor partition is missing: it must run before"):
         gateway.read(2)
     gateway.export(2, KeysValues(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)))
     gateway.close()
     gateway.export(2, KeysValues(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)))
-    with pytest.raises(StateError, match="is not there"):
+    with pytest.raises(StateError, match="is missing"):
         gateway.read(2)
+
+
+def test_joined_keys_lie_in_memory_token_by_token_as_those_of_a_layer_do() -> None:
+    # Keys of a layer are projected by tokens, [1, N, G, D].
+    above, own = (torch.randn(1, num_tokens, 2, 4).transpose(1, 2) for num_tokens in (3, 5))
+    gateway = Gateway()
+    gateway.export(0, KeysValues(above, above))
+    ranges = QueryRanges(first=np.zeros(3, np.int64), stop=np.full(3, 5), position=np.arange(3))
+    layout = TreeLayout(Forest.from_sequences([[0] * 5]), CPU, ancestors=(Ancestor.from_ranges(gateway, ranges),))
+    for joined in join(KeysValues(own, own), layout, 0):
+        assert joined.transpose(1, 2).is_contiguous()
+        assert torch.equal(joined, torch.cat([above, own], 2))

@@ -9,13 +9,13 @@ from tests.forests import SHAPES, sequence_sets
 from tests.partitions import random_partitions
 from treering.attention.blocks import BlockPairs, find_block_pairs
 from treering.tree.forest import Forest
-from treering.tree.plan.fragment import Sight, sight_of
+from treering.tree.fragment import QueryRanges, query_ranges
 
 
-def visible(sight: Sight, position: np.ndarray, window: int | None) -> np.ndarray:
+def visible(ranges: QueryRanges, position: np.ndarray, window: int | None) -> np.ndarray:
     rows = np.arange(position.size)[:, None]
-    seen = (sight.first <= rows) & (rows < sight.stop)
-    return seen if window is None else seen & (position[:, None] - sight.position < window)
+    seen = (ranges.first <= rows) & (rows < ranges.stop)
+    return seen if window is None else seen & (position[:, None] - ranges.position < window)
 
 
 def assert_right(pairs: BlockPairs, seen: np.ndarray, query_size: int, key_size: int) -> int:
@@ -43,9 +43,9 @@ def test_no_visible_pair_is_outside_and_no_full_block_hides_one(
     sequences: list[list[int]], sizes: tuple[int, int], window: int | None
 ) -> None:
     forest = Forest.from_sequences(sequences)
-    sight = Sight.within(forest)
-    pairs = find_block_pairs(sight, sight.position, query_size=sizes[0], key_size=sizes[1], window=window)
-    num_empty = assert_right(pairs, visible(sight, sight.position, window), *sizes)
+    ranges = QueryRanges.within(forest)
+    pairs = find_block_pairs(ranges, ranges.position, query_size=sizes[0], key_size=sizes[1], window=window)
+    num_empty = assert_right(pairs, visible(ranges, ranges.position, window), *sizes)
     if window is None:
         assert num_empty == 0
     order = np.lexsort((pairs.key_block, pairs.query_block))
@@ -54,9 +54,9 @@ def test_no_visible_pair_is_outside_and_no_full_block_hides_one(
 
 @pytest.mark.parametrize("name", [*SHAPES, "nothing"])
 def test_blocks_of_a_forest_are_full_where_they_can_be(name: str) -> None:
-    sight = Sight.within(Forest.from_sequences(SHAPES.get(name, [])))
-    pairs = find_block_pairs(sight, sight.position, query_size=8, key_size=8)
-    seen = visible(sight, sight.position, None)
+    ranges = QueryRanges.within(Forest.from_sequences(SHAPES.get(name, [])))
+    pairs = find_block_pairs(ranges, ranges.position, query_size=8, key_size=8)
+    seen = visible(ranges, ranges.position, None)
     assert assert_right(pairs, seen, 8, 8) == 0
     for i, j, is_full in zip(pairs.query_block, pairs.key_block, pairs.is_full, strict=True):
         assert is_full == (seen[i * 8 : i * 8 + 8, j * 8 : j * 8 + 8].sum() == 64)
@@ -70,7 +70,7 @@ def test_keys_of_ancestors_are_covered(sequences: list[list[int]], seed: int, wi
     tree = Forest.from_sequences(sequences).trees()[0]
     partitions = random_partitions(tree, seed, 10)
     for part in partitions[1:]:
-        sight = sight_of(tree, partitions[part.parent].tokens, part.tokens)
+        ranges = query_ranges(tree, partitions[part.parent].tokens, part.tokens)
         position = tree.position[part.tokens].astype(np.int64)
-        pairs = find_block_pairs(sight, position, query_size=4, key_size=4, window=window)
-        assert_right(pairs, visible(sight, position, window), 4, 4)
+        pairs = find_block_pairs(ranges, position, query_size=4, key_size=4, window=window)
+        assert_right(pairs, visible(ranges, position, window), 4, 4)

@@ -13,9 +13,8 @@ from torch import Tensor
 from tests.attention import fake_flash
 from tests.attention.given import assert_close, layout_of, random_inputs, results
 from tests.forests import SHAPES, sequence_sets, star
-from treering.attention import Backend, Form, TreeLayout, attend, self_check
-from treering.attention.flash.ops import flash_backward, flash_forward
-from treering.attention.flash.tables import FlashTables
+from treering.attention import Backend, Form, TreeLayout, attend, dispatch
+from treering.attention.flash import FlashTables, flash_backward, flash_forward
 
 BOTH: tuple[Backend, ...] = ("flash", "reference")
 SMALL = (8, 6)
@@ -24,9 +23,9 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    self_check.check_backend.cache_clear()
+    dispatch.check_backend.cache_clear()
     yield
-    self_check.check_backend.cache_clear()
+    dispatch.check_backend.cache_clear()
 
 
 def compare(layout: TreeLayout, inputs: list[Tensor], form: Form, sinks: Tensor | None = None) -> None:

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from tests.attention.given import results
-from tests.tree.plan.test_cutting_pictures import random_tree
+from tests.tree.test_partition import tree_of_pictures
 from treering.attention import Form, TreeLayout
-from treering.attention.api import attend
-from treering.attention.schedule.build import build_schedule
+from treering.attention.dispatch import attend
+from treering.attention.rectangles import forest_calls
 from treering.data.picture import Picture, PlacedPicture
 from treering.tree.forest import Forest
-from treering.tree.pictures import picture_spans
+from treering.tree.picture_tokens import picture_spans
 
 LARGE = [Picture(values=np.full((1, 2), n, np.float32), num_tokens=n) for n in (150, 50, 33)]
 
@@ -40,7 +40,7 @@ def expected_mask(forest: Forest, window: int | None) -> np.ndarray:
     return visible & (forest.position[:, None] - forest.position[None, :] < window)
 
 
-TREES = [*(random_tree(seed) for seed in range(8)), large_tree()]
+TREES = [*(tree_of_pictures(seed) for seed in range(8)), large_tree()]
 
 
 @pytest.mark.parametrize("window", [None, 4, 60, 200])
@@ -50,16 +50,16 @@ def test_calls_cover_the_visible_pairs_once(number: int, window: int | None) -> 
     layout = TreeLayout(forest, torch.device("cpu"), sees_whole_pictures=True)
     expected = expected_mask(forest, window)
     assert (layout.visible(window).numpy() == expected).all()
-    schedule = build_schedule(layout.sight, forest.segment_start, window)
+    calls = forest_calls(layout.ranges, forest.segment_start, window)
     count = np.zeros(expected.shape, int)
-    for call in (*schedule.within, *schedule.across):
+    for call in (*calls.within, *calls.across):
         rows = np.arange(call.query_start, call.query_stop)
         keys = call.key_indices()
         pairs = np.ones((rows.size, keys.size), bool)
         if call.visibility.value == "causal":
             pairs = np.tril(pairs)
         elif call.visibility.value == "masked":
-            pairs = call.mask(layout.sight, layout.sight.position)
+            pairs = call.mask(layout.ranges, layout.ranges.position)
         count[np.ix_(rows, keys)] += pairs
     assert (count == expected).all()
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from treering.attention import AttentionShape, Form, TreeLayout, attend, self_check
-from treering.attention.reference import reference_attention
-from treering.attention.self_check import OFF_SWITCH, check_backend, verify
+from treering.attention import AttentionShape, Form, TreeLayout, attend, dispatch
+from treering.attention.dispatch import OFF_SWITCH, check_backend, reference_attention, verify
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
 
@@ -30,7 +29,7 @@ def run_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Attention], None]:
 
     def replace(attention: Attention) -> None:
         monkeypatch.setattr(
-            self_check, "implementation", lambda backend: reference_attention if backend == "reference" else attention
+            dispatch, "implementation", lambda backend: reference_attention if backend == "reference" else attention
         )
 
     return replace

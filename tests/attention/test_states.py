@@ -7,8 +7,7 @@ import torch
 from tests.forests import SHAPES
 from tests.partitions import random_partitions
 from treering.attention import TreeLayout
-from treering.attention.gateway import Gateway, KeysValues
-from treering.attention.states import Boundary, StateGateway, States, boundary_of
+from treering.attention.gateway import Boundary, Gateway, KeysValues, StateGateway, States, boundary_of
 from treering.errors import StateError
 from treering.tree.forest import Forest
 
@@ -26,7 +25,7 @@ def test_closing_a_layout_frees_keys_values_and_states() -> None:
     boundary = Boundary(above=None, slots=nothing, start=np.array([-1, -1]), left=np.array([0, 1]), gateway=states)
     TreeLayout(Forest.from_sequences([[5, 6]]), torch.device("cpu"), gateway=keys, boundary=boundary).close()
     for gateway in (keys, states):
-        with pytest.raises(StateError, match="layer 3 of an ancestor partition is not there"):
+        with pytest.raises(StateError, match="layer 3 of an ancestor partition is missing"):
             gateway.read(3)
 
 

@@ -19,14 +19,16 @@ from tests.attention.given import (
 from tests.forests import SHAPES, bushy, comb, sequence_sets, star
 from tests.partitions import random_partitions
 from treering.attention import Form
-from treering.attention.reference import reference_attention
-from treering.attention.self_check import OFF_SWITCH
-from treering.attention.triton import Tiles, TileSize, backend, tables, triton_attention
+from treering.attention import triton as backend
+from treering.attention import triton_tables as tables
+from treering.attention.dispatch import OFF_SWITCH, reference_attention
+from treering.attention.triton import triton_attention
+from treering.attention.triton_tables import Tiles, TileSize
 from treering.errors import UnsupportedError
 from treering.tree.forest import Forest
 
 pytest.importorskip("triton")
-launch = pytest.importorskip("treering.attention.triton.launch")
+launch = pytest.importorskip("treering.attention.triton_launch")
 pytestmark = pytest.mark.skipif(
     not launch.INTERPRETED, reason="the kernels are compiled here; test_gpu_attention holds them to the same laws"
 )
@@ -156,7 +158,7 @@ def test_a_token_changes_only_its_descendants_bitwise() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("cpu", torch.float32, 64, 0.1), "runs on CUDA, and the tensors are on cpu: choose segments; to test"),
+        (("cpu", torch.float32, 64, 0.1), "runs on CUDA, got tensors on cpu: choose segments; to test"),
         (("cuda", torch.float64, 64, 0.1), "bfloat16, float16, float32, not in torch.float64: choose segments"),
         (
             ("cuda", torch.bfloat16, 512, 0.1),
@@ -174,5 +176,5 @@ def test_what_the_kernels_do_not_take_is_refused(values: tuple[str, torch.dtype,
 def test_a_missing_triton_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "has_triton", lambda: False)
     layout = layout_of([[1, 2]])
-    with pytest.raises(UnsupportedError, match=r"needs triton, for Linux: install treering\[gpu\]"):
+    with pytest.raises(UnsupportedError, match=r"needs triton \(Linux only\): pip install 'triton>=3.6', or"):
         triton_attention(*random_inputs(2), layout=layout, form=FORMS["plain"])

@@ -10,23 +10,25 @@ from tests.attention.given import CPU
 from tests.forests import sequence_sets
 from treering.attention import TreeLayout
 from treering.attention.blocks import BlockPairs, find_block_pairs
-from treering.attention.triton import TileSize
-from treering.attention.triton.tables import (
+from treering.attention.triton_tables import (
     DIRECT,
+    MAX_HEAD_SIZES,
     NUM_PROGRAMS,
     Tables,
+    TileSize,
     WorkList,
+    choose_tiles,
+    launches,
     work_by_key,
     work_by_query,
 )
-from treering.attention.triton.tiles import MAX_HEAD_SIZES, choose_tiles, launches, padded_size
 from treering.tree.forest import Forest
-from treering.tree.plan.fragment import Sight
+from treering.tree.fragment import QueryRanges
 
 
 def pairs_of(sequences: list[list[int]], query_size: int, key_size: int, window: int | None = None) -> BlockPairs:
-    sight = Sight.within(Forest.from_sequences(sequences))
-    return find_block_pairs(sight, sight.position, query_size=query_size, key_size=key_size, window=window)
+    ranges = QueryRanges.within(Forest.from_sequences(sequences))
+    return find_block_pairs(ranges, ranges.position, query_size=query_size, key_size=key_size, window=window)
 
 
 def visited(work: WorkList) -> list[tuple[int, int, bool]]:
@@ -72,8 +74,8 @@ def assert_shared_in_order(work: WorkList, max_visits: int) -> None:
 
 def test_a_block_of_keys_that_no_row_sees_still_has_an_item() -> None:
     # It writes the zeros of their gradient.
-    sight = Sight(first=np.array([0, 5, 5]), stop=np.array([5, 5, 5]), position=np.arange(3))
-    pairs = find_block_pairs(sight, np.arange(5), query_size=5, key_size=1)
+    ranges = QueryRanges(first=np.array([0, 5, 5]), stop=np.array([5, 5, 5]), position=np.arange(3))
+    pairs = find_block_pairs(ranges, np.arange(5), query_size=5, key_size=1)
     assert sorted(work_by_key(pairs, 3, CPU).items[:, 0].tolist()) == [0, 1, 2]
 
 
@@ -95,11 +97,6 @@ def test_tables_are_made_once_and_a_window_that_hides_nothing_is_none() -> None:
     assert Tables.of(layout, 39) is not tables
     assert tables.by_query(TileSize(16, 16)) is tables.by_query(TileSize(16, 16))
     assert not tables.has_window
-
-
-@pytest.mark.parametrize(("size", "padded"), [(1, 16), (16, 16), (17, 32), (64, 64), (80, 128), (96, 128), (256, 256)])
-def test_heads_are_padded_to_powers_of_two(size: int, padded: int) -> None:
-    assert padded_size(size) == padded
 
 
 @pytest.mark.parametrize("dtype", MAX_HEAD_SIZES)

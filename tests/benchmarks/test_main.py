@@ -20,7 +20,7 @@ ALIKE = (
     "pipe",
     "loop",
     "ranks",
-    "weights",
+    "real",
     "faults",
     "trl",
     "trl_rollouts",

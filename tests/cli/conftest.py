@@ -1,10 +1,11 @@
-"""The commands that train, in a folder of their own."""
+"""The commands that train, in their own folder."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runs import Call, Commands, trainer
+from tests.runtime.in_process import TestActors
 from treering.cli.training import run_sft, run_train
 
 
@@ -17,7 +18,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Commands:
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the workers of a run be objects of this process, and no Ray actors."""
+    monkeypatch.setattr("treering.cli.train.make_actors", lambda _: TestActors())
+
+
+@pytest.fixture
+def commands(
+    folder: Path, in_process: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Commands:
     return Commands(folder, monkeypatch, capfd)
 
 
@@ -28,6 +37,6 @@ def sft(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
-def train(capsys: pytest.CaptureFixture[str]) -> Call:
+def train(in_process: None, capsys: pytest.CaptureFixture[str]) -> Call:
     """`train(path, *overrides)` is the JSON summary of `treering train`, and its stderr."""
     return trainer(run_train, capsys)

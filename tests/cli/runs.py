@@ -33,11 +33,12 @@ save_every = 2
 SFT = f"""{MODEL}
 [data]
 source = "generated"
-stand_in = {{ num_tasks = 5, num_trials = 2, vocab_size = 32 }}
+max_tasks = 5
 [train]
 num_steps = 4
 trees_per_step = 2
 max_batch_tokens = 4000
+[optim]
 learning_rate = 1e-2
 """
 TRAIN = f"""{MODEL}
@@ -70,7 +71,7 @@ def take_signals() -> None:
 
 
 def started(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """`treering WORDS` in a process of its own, in a folder that it imports from, with more environment variables."""
+    """`treering WORDS` in its own process, in a folder that it imports from, with more environment variables."""
     paths = os.pathsep.join(map(str, (ROOT / "src", ROOT, folder)))
     return subprocess.Popen(
         [sys.executable, "-c", "from treering.cli.start import main; main()", *words],

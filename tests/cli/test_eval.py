@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from tests.cli.runs import Commands, assert_same_weights, call, rows
-from treering.cli.push.card import model_card
+from treering.cli.model_card import model_card
 from treering.config import RlConfig, SftConfig, load
-from treering.config.load import load_written
+from treering.config.record import load_written
 from treering.data import AgentSpec, generate_trajectories, write_trajectories
+from treering.files.writing import MANIFEST, read_facts, seal
+from treering.report.content import page_content, tiles_of
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_a_run_and_the_command_agree_on_held_out_rewards(commands: Commands, eva
 
 def test_held_out_files_leave_weights_and_rollouts_as_they_are_without_them(commands: Commands) -> None:
     write("train.jsonl", seed=0), write("test.jsonl", seed=1)
-    own = ("data.source=files", 'data.files=["train.jsonl"]', "data.stand_in={}")
+    own = ("data.source=files", 'data.files=["train.jsonl"]')
     commands.done("sft", *own)
     commands.done("sft", *own, 'eval.files=["test.jsonl"]', "eval.every=1", "run.dir=evaluated")
     assert_same_weights(Path("out"), Path("evaluated"), 4)
@@ -93,19 +95,41 @@ def test_a_model_is_evaluated_on_a_file(commands: Commands, evaluate: Any) -> No
     assert "--step names a checkpoint of a run" in evaluate("out/checkpoints/step-000001", "--step", "1")
 
 
+@pytest.mark.parametrize(("name", "figure"), [("sft", "held-out loss"), ("train", "held-out reward")])
+def test_what_a_run_measured_on_held_out_data_is_in_its_last_table_its_report_and_a_comparison(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, figure: str
+) -> None:
+    assert call(monkeypatch, name, f"{name}.toml", "eval.share=0.4") == 0
+    key = figure.replace("held-out ", "eval/")
+    values = [row[key] for row in evaluations().values()]
+    words = f"{values[0]:.4f} after step 0, {values[-1]:.4f} after step 4"
+    table = next(line for line in capfd.readouterr().out.splitlines() if figure in line)
+    assert words in table
+    content = page_content(Path("out"), lambda run: None)
+    assert content["runs"][0]["facts"]["table"][figure] == words
+    assert name == "sft" or (figure, f"{values[-1]:.3f}") in [tile[:2] for tile in tiles_of(content)]
+    compared = page_content(Path("out"), lambda run: None, others=[Path("out")])
+    assert [run["facts"]["table"][figure] for run in compared["runs"]] == [words, words]
+
+
 def write(name: str, *, seed: int) -> None:
     spec = AgentSpec(num_tasks=4, num_trials=2, vocab_size=32, seed=seed)
     write_trajectories(Path(name), generate_trajectories(spec))
 
 
-def test_a_split_with_an_empty_side_is_refused(commands: Commands) -> None:
-    assert "holds out 0 of 5 tasks, and both sides need some" in commands.refused("sft", "eval.share=0.001")
-    assert "holds out 4 of 4 prompts" in commands.refused("train", "eval.share=0.999")
+def test_the_nearest_share_that_leaves_both_sides_some_is_taken_and_logged(commands: Commands) -> None:
+    assert "eval.share = 0.001 of 5 tasks is 0 by their ids; 1 held out instead" in commands.done(
+        "sft", "eval.share=0.001"
+    )
+    told = "eval.share = 0.999 of 4 prompts is 4 by their ids; 3 held out instead"
+    assert told in commands.done("train", "eval.share=0.999", "rl.prompts_per_step=1", "run.dir=rl")
+    told = "eval.share = 0.5 leaves some tasks on both sides, and there is 1"
+    assert told in commands.refused("sft", "eval.share=0.5", "data.max_tasks=1", "run.dir=one")
 
 
 def test_the_settings_that_a_run_has_written_read_back_as_they_were() -> None:
     for kind, overrides in (
-        (SftConfig, ["train.num_steps=3", "data.source=generated", "eval.share=0.2", "train.betas=[0.8, 0.9]"]),
+        (SftConfig, ["train.num_steps=3", "data.source=generated", "eval.share=0.2", "optim.betas=[0.8, 0.9]"]),
         (
             RlConfig,
             ["rl.num_steps=3", "task.kind=prompts", "task.file=p.jsonl", "task.tokenizer=t", "rl.clip=[0.1, 0.2]"],
@@ -115,3 +139,39 @@ def test_the_settings_that_a_run_has_written_read_back_as_they_were() -> None:
         written = json.loads(json.dumps(config.model_dump(mode="json")))
         assert load_written(kind, written, [], source="config.json") == config
         assert load_written(kind, written, ["run.keep=7"], source="config.json").run.keep == 7
+
+
+def aged(run: Path, values: dict[str, Any]) -> None:
+    """Writes more settings into the files of a run, as an earlier version did."""
+    config = json.loads((run / "config.json").read_text())
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        config[section][name] = value
+    (run / "config.json").write_text(json.dumps(config))
+    identity = json.loads((run / "run.json").read_text()) | values
+    (run / "run.json").write_text(json.dumps(identity))
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        facts = read_facts(checkpoint) | {"identity": identity}
+        (checkpoint / MANIFEST).unlink()
+        seal(checkpoint, facts)
+
+
+def test_a_run_of_an_earlier_version_is_evaluated_resumed_and_shown_or_refused_by_name(
+    commands: Commands, evaluate: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = ("eval.share=0.5", "task.num_prompts=4")
+    commands.done("train", *own)
+    found = evaluate("out")
+    aged(Path("out"), {"warmup.num_prompts": 4096, "history.shape": "tree", "optim.eps": 1e-8, "rl.importance": None})
+    assert evaluate("out") == found
+    assert "resuming the run in out after step 4" in commands.done("train", *own, "rl.num_steps=5")
+    aged(Path("out"), {"warmup.num_prompts": 20, "history.shape": "chain"})
+    told = "config.json: 2 problems: warmup.num_prompts is a setting of earlier versions: 4096 are drawn"
+    assert told in evaluate("out")
+    assert "history.shape is a setting of earlier versions: drafts are trees" in evaluate("out")
+    assert "warmup.num_prompts is 20 there and 'nothing' here" in commands.refused("train", *own, "rl.num_steps=6")
+    # Both read settings as the run wrote them.
+    for command in ("report", "inspect", "doctor"):
+        words = {"report": ["out"], "inspect": ["--drafts", "out"], "doctor": ["out"]}[command]
+        assert call(monkeypatch, command, *words) == 0, capfd.readouterr().err
+    assert page_content(Path("out"), lambda run: None)["runs"][0]["facts"]["settings"]["history.shape"] == '"chain"'

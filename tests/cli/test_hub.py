@@ -23,6 +23,7 @@ files = ["data.jsonl"]
 [train]
 num_steps = 2
 trees_per_step = 2
+[optim]
 learning_rate = 1e-2
 [run]
 dir = "out"
@@ -198,7 +199,7 @@ def test_a_model_is_fetched_from_the_hub_once_and_without_what_it_does_not_need(
 
 
 def found(home: Path, address: str, name: str, revision: str = "") -> subprocess.CompletedProcess[str]:
-    """What `find_folder` prints in a process of its own, which the hub's client takes its environment from."""
+    """What `find_folder` prints in its own process, which the hub's client takes its environment from."""
     script = f"from treering.cli.hub import find_folder\nprint(find_folder({name!r}, [], setting='model.path'"
     env = {key: value for key, value in os.environ.items() if key != "HF_HUB_CACHE"}
     env |= {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}

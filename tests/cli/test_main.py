@@ -15,15 +15,14 @@ import pytest
 from tests.cli.runs import call
 from treering.cli.inspect.options import InspectOptions
 from treering.cli.main import main
-from treering.cli.push.options import PushOptions
-from treering.cli.simulate.options import SimulateOptions
+from treering.cli.simulate import SimulateOptions
 from treering.errors import ConfigError, DataWarning, InputError, StateError, UnsupportedError
 
 PLACES = {
-    **{name: f"{name}.command" for name in ("inspect", "demo", "doctor", "report", "push")},
-    **{"simulate": "simulate.run", "watch": "watch", "sft": "training", "train": "training"},
+    **{"demo": "demo", "inspect": "inspect.command", "report": "report"},
+    **{"simulate": "simulation", "sft": "training", "train": "training"},
 }
-SUBCOMMANDS = {*PLACES, "compile", "init", "trl", "cache"}
+SUBCOMMANDS = {*PLACES, "doctor", "init", "trl", "cache"}
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]) -> None:
@@ -48,28 +47,20 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[..., None]
         ("sft c.toml --json", {"config_path": Path("c.toml"), "overrides": []}),
         ("train c.toml rl.group_size=3 run.dir=x --json", {"overrides": ["rl.group_size=3", "run.dir=x"]}),
         (
-            "report a b --open --out p.html --rollouts r.parquet --json",
+            "report a b --open --refresh --out p.html --rollouts r.parquet --json",
             {"folders": [Path("a"), Path("b")], "out": Path("p.html"), "open_page": True}
-            | {"rollouts": Path("r.parquet")},
-        ),
-        ("watch runs/a --once --json", {"folder": Path("runs/a"), "once": True}),
-        (
-            "push runs/a me/a --step 3 --base-model o/b --private --dry-run --json",
-            PushOptions(
-                folder=Path("runs/a"), repo_id="me/a", step=3, base_model="o/b", private=True, dry_run=True,
-                json_output=True,
-            ),
+            | {"refresh": True, "rollouts": Path("r.parquet")},
         ),
         ("demo --out o --seed 3 --json", {"out": Path("o"), "seed": 3}),
         ("simulate", SimulateOptions()),
         (
-            "simulate log --policies a,b --timeline t.html --json --workers 3 --slots 4 --rollouts 5 --steps 6 "
-            "--staleness 2 --seeds 7 --lengths constant:8 --noise 0.9 "
-            "--waits 0.5 --decode 1,2 --training 0.3 --prefill 0.4 --load 0.5",
+            "simulate log --json --workers 3 --slots 4 --rollouts 5 --steps 6 "
+            "--staleness 2 --seeds 7 --lengths lognormal:8,0 --noise 0.9 "
+            "--decode 1,2 --training 0.3 --prefill 0.4 --load 0.5",
             SimulateOptions(
-                file=Path("log"), policies="a,b", timeline=Path("t.html"), json_output=True, num_workers=3, num_slots=4,
-                num_rollouts=5, num_steps=6, staleness=2, num_seeds=7, lengths="constant:8", noise=0.9,
-                waits="0.5", decode="1,2", training=0.3, prefill_ms=0.4, load_s=0.5,
+                file=Path("log"), json_output=True, num_workers=3, num_slots=4,
+                num_rollouts=5, num_steps=6, staleness=2, num_seeds=7, lengths="lognormal:8,0", noise=0.9,
+                decode="1,2", training=0.3, prefill_ms=0.4, load_s=0.5,
             ),
         ),
     ],

@@ -9,14 +9,14 @@ import treering
 from treering.cli.hub import locate, search_places
 from treering.config import SftConfig, load
 from treering.data import read_trajectories
-from treering.errors import ConfigError, InputError
+from treering.errors import ConfigError, InputError, plural
 
 LIBRARY = ("data", "tree", "history", "schedule", "model", "train", "engine", "rl", "analysis", "runtime")
 
 
 def test_the_library_knows_no_options_of_commands():
     root = Path(treering.__file__).parent
-    files = [file for room in LIBRARY for file in (root / room).rglob("*.py") if file.name != "timeline_html.py"]
+    files = [file for room in LIBRARY for file in (root / room).rglob("*.py")]
     found = [file.name for file in files if re.search(r"--(tokenizer|template|format|model-shape)", file.read_text())]
     assert len(files) > 100
     assert found == []
@@ -61,3 +61,10 @@ def test_short_names_of_dtypes_are_the_full_ones(tmp_path, short, full):
     assert load(SftConfig, file, [f"model.dtype={short}"]).model.dtype == full
     with pytest.raises(ConfigError, match="half precision needs its loss scaled"):
         load(SftConfig, file, ["model.dtype=fp16"])
+
+
+def test_a_count_agrees_with_its_noun():
+    assert plural(0, "prompt") == "0 prompts"
+    assert plural(1, "prompt") == "1 prompt"
+    assert plural(1200, "entry", "entries") == "1,200 entries"
+    assert plural(1, "task is", "tasks are") == "1 task is"

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
+from tests import models
 from tests.cli.hub_cache import save_model
-from treering.cli.models import build_model, load_teacher
+from tests.data.conftest import save_tokenizer
+from treering.cli.models import build_model, load_teacher, tokenizer_note
 from treering.config.model import ModelConfig
 from treering.data.rendering.template import ChatTemplate
 from treering.errors import ConfigError, InputError
@@ -232,3 +235,40 @@ def test_the_attention_that_a_folder_asks_for_need_not_be_installed(tmp_path: Pa
 def test_an_unknown_rope_type_is_named(tmp_path: Path, key: str, settings: dict[str, object]) -> None:
     message = refusal(edit_config(save_model(tmp_path / "m"), **{key: settings}))
     assert f"asks in {key} for the rope type 'nonsense'" in message
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused_or_named_and_padding_is_not(tmp_path: Path) -> None:
+    own = save_bytes(tmp_path / "own", EOS, "<extra>")
+    num_ids = len(Tokenizer.from_file(str(own / "tokenizer.json")).get_vocab())
+    longer = save_bytes(tmp_path / "longer", EOS, "<extra>")
+    extended = Tokenizer.from_file(str(longer / "tokenizer.json"))
+    extended.add_special_tokens(["<more>"])
+    extended.save(str(longer / "tokenizer.json"))
+    other = save_bytes(tmp_path / "other", "<first>", EOS)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+
+    def model(vocab_size: int, **ids: object) -> PreTrainedModel:
+        return models.build(vocab_size=vocab_size, **ids)
+
+    padded = round(num_ids / 0.95)
+    assert tokenizer_note(model(padded, eos_token_id=0), own, own) is None
+    assert tokenizer_note(model(padded, eos_token_id=padded - 1), bare, own) is None, "padding may have a name"
+    assert tokenizer_note(model(padded), own, longer) is None
+    assert tokenizer_note(model(5000), None, own) is None, "random weights know no tokenizer"
+    assert tokenizer_note(model(5000), bare, None) is None
+    note = tokenizer_note(model(5000, eos_token_id=0), bare, own)
+    assert note is not None
+    assert note.startswith(f"warning: {own} has {num_ids} tokens for the model's 5,000")
+    for ids in ({"eos_token_id": 4000}, {"eos_token_id": [0, 4000]}, {"bos_token_id": 4000}):
+        with pytest.raises(InputError, match=rf"{next(iter(ids))} of the model is 4000, and .* none with"):
+            tokenizer_note(model(5000, **ids), bare, own)
+    with pytest.raises(InputError, match=r"token '<\|endoftext\|>' is 0 in .*own and 1 in .*other \(1 differ\)"):
+        tokenizer_note(model(padded), own, other)
+
+
+EOS = "<|endoftext|>"
+
+
+def save_bytes(folder: Path, *special: str) -> Path:
+    return save_tokenizer(folder, list(special), eos_token=EOS)

@@ -1,4 +1,4 @@
-"""The folder of a run: damage is told and kept, one process writes, and a disk that fails costs no checkpoint."""
+"""The folder of a run: damage is reported and kept, one process writes, and a disk that fails costs no checkpoint."""
 
 import errno
 import os
@@ -134,7 +134,7 @@ def test_drafts_of_a_killed_process_are_removed(commands: Commands) -> None:
 
 
 def test_a_second_demo_in_a_folder_is_refused(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    from treering.cli.demo import command as demo
+    from treering.cli import demo
     from treering.cli.run_folder import locked
 
     def measure(out: Path, *_: object, **__: object) -> None:
@@ -185,14 +185,18 @@ DISK = Disk()
         ("rollouts/epoch", errno.EDQUOT),
         ("unfinished-step-000002", errno.ENOSPC),
         ("history/.unfinished", errno.EDQUOT),
-        ("tensorboard/events", errno.ENOSPC),
-        ("/.costs.json", errno.EDQUOT),
+        # Its writer is a thread, which prints the error too.
+        pytest.param(
+            "tensorboard/events",
+            errno.ENOSPC,
+            marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+        ),
     ],
 )
 def test_a_disk_that_fails_anywhere_is_one_line_and_the_run_can_go_on(
     commands: Commands, text: str, number: int
 ) -> None:
-    settings = ['metrics.sinks=["jsonl", "tensorboard"]', "rl.sharing=measured"]
+    settings = ['metrics.sinks=["jsonl", "tensorboard"]']
     with DISK.failing(f"out{text}" if text.startswith("/") else text, number):
         line = commands.refused("train", f"run.dir={commands.folder / 'out'}", *settings)
     assert os.strerror(number) in line

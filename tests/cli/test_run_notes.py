@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from treering.cli.run_notes import RunLength
-from treering.cli.sft.settings import with_step_size
+from treering.cli.session import RunLength
+from treering.cli.sft import with_step_size
 from treering.config import SftConfig
 from treering.train.loop.batches import StepPlan
 

@@ -18,9 +18,9 @@ import torch
 
 from tests.cli.runs import Commands
 from treering.data import Trajectory, read_trajectories
-from treering.files.atomic import MANIFEST, _digest
+from treering.files.writing import MANIFEST, _digest
 from treering.history.store.store import HistoryStore
-from treering.rl.rollout_log import RolloutLog
+from treering.rl.step_report import RolloutLog
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -94,7 +94,6 @@ def test_names_in_data_never_become_paths(tmp_path: Path, name: str) -> None:
         for file in (
             "history/.lock",
             "history/history-00000000.bin",
-            "history/manifest.bin",
             "rollouts/epoch-000.jsonl",
             "saved",
         )
@@ -116,11 +115,11 @@ def test_files_and_folders_have_the_modes_that_the_umask_leaves(commands: Comman
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net")
-def test_processes_of_a_run_listen_to_loopback_only_and_write_their_environment_nowhere(commands: Commands) -> None:
+def test_a_run_listens_to_loopback_only_and_writes_its_environment_nowhere(commands: Commands) -> None:
     hidden = {name: f"hidden-{name}" for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "ANYTHING")}
     environment = os.environ | hidden | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     code = "from treering.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "train", "train.toml", "runtime.workers=2", "runtime.trainer_ranks=2"]
+    command = [sys.executable, "-c", code, "train", "train.toml"]
     command += ["rl.num_steps=2000", "run.save_every=1", 'metrics.sinks=["jsonl", "tensorboard"]']
     run, told = commands.folder / "out", commands.folder / "told"
     with told.open("wb") as output:
@@ -135,10 +134,7 @@ def test_processes_of_a_run_listen_to_loopback_only_and_write_their_environment_
         members = [
             pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if session_of(pid) == process.pid
         ]
-        assert len(members) >= 6
-        # Those of the trainer's two ranks.
         addresses = [address for pid in members for address in listening(pid)]
-        assert len(addresses) >= 2
         assert [address for address in addresses if not is_loopback(address)] == []
     finally:
         os.killpg(process.pid, signal.SIGKILL)

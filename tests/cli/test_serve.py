@@ -14,7 +14,7 @@ import pytest
 from tests.models import build
 from treering.cli.serve.command import opened
 from treering.cli.serve.options import ServeOptions
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError
 

@@ -1,12 +1,15 @@
 """Laws of both commands that train: a stopped run ends as one that was not, and goes on only as it began."""
 
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.cli.runs import Call, is_same, metrics_of
+from tests.cli.runs import Call, Commands, is_same, metrics_of
 from tests.cli.sft import test_command as of_sft
 from tests.cli.train import test_command as of_train
 from treering.errors import StateError
@@ -50,13 +53,13 @@ REFUSED = {
     "sft": {
         "model.hidden_size=32": "model.hidden_size is 16 there and 32 here",
         "model.dtype=bfloat16": "model.dtype is 'float32' there and 'bfloat16' here",
-        "data.stand_in.seed=1": "data is ",
+        "data.max_tasks=4": "data has changed",
         "train.layout=packed": "train.layout is 'tree' there and 'packed' here",
-        "train.betas=[0.5, 0.9]": r"train.betas is '\[0.9, 0.95\]' there and '\[0.5, 0.9\]' here",
-        "train.schedule=cosine": "train.schedule is 'constant' there and 'cosine' here",
+        "optim.betas=[0.5, 0.9]": r"optim.betas is '\[0.9, 0.95\]' there and '\[0.5, 0.9\]' here",
+        "optim.schedule=cosine": "optim.schedule is 'constant' there and 'cosine' here",
     },
     "train": {
-        "task.max_prompts=4": "task is ",
+        "task.max_prompts=4": r"task \(p.jsonl\) has changed",
         "engine.seed=1": "engine.seed is 0 there and 1 here",
         "rl.group_size=4": "rl.group_size is 3 there and 4 here",
         "sampling.temperature=0.5": "sampling.temperature is 1.0 there and 0.5 here",
@@ -77,7 +80,7 @@ def test_a_run_of_other_settings_is_refused_by_name(name: str, call: Call, folde
 def test_settings_that_change_only_memory_speed_or_length_may_change(name: str, call: Call) -> None:
     section = COMMANDS[name]
     call("run.dir=out")
-    changed = ["max_batch_tokens=9", "parents=recompute", "sharing=measured", "num_steps=5"]
+    changed = ["max_batch_tokens=9", "gradient_checkpointing=reentrant", "num_steps=5"]
     own = ["engine.max_batch=4", "engine.backend=plain", "history.drafts=off"] if name == "train" else []
     summary, _ = call("run.dir=out", "run.keep=1", *(f"{section}.{setting}" for setting in changed), *own)
     assert (summary["resumed_from_step"], summary["num_steps"]) == (4, 5)
@@ -94,3 +97,30 @@ def test_a_setting_that_is_passed_by_hand_reaches_the_training(name: str, call: 
     for override in PASSED[name]:
         other, _ = call(f"run.dir={override}", override)
         assert not is_same(plain, other), override
+
+
+@pytest.mark.parametrize("name", ["sft", "train"])
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    commands.done(name, "run.dir=whole")
+    checkpoint = next(Path("whole/checkpoints").iterdir())
+    tensors = load_file(checkpoint / "model.safetensors")
+    # Float32 weights and the two moments of each.
+    size = 3 * sum(tensor.nbytes for tensor in tensors.values())
+
+    def with_free(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+
+    with_free(size - 1)
+    told = commands.refused(name)
+    assert f"a checkpoint takes {size / 1e9:.2f} GB" in told
+    assert "set run.dir elsewhere" in told
+    assert not list(Path("out").glob("checkpoints/step-*"))
+    with_free(2 * size)
+    assert "up to 3 more are written (run.keep = 2)" in commands.done(name)
+    # A finished run saves no more.
+    with_free(0)
+    commands.done(name)
+    with_free(3 * size)
+    assert "warning: a checkpoint" not in commands.done(name, "run.dir=other")

@@ -1,4 +1,4 @@
-"""No key of a record that could change what is trained is ignored without a word.
+"""No key of a record that could change what is trained is ignored silently.
 
 Each key of the formats' specifications gets values of its type. A record with it is compared with the record without:
 it is refused, left out with a note, or read as something else; or the key is one of those that say nothing of training.
@@ -19,7 +19,7 @@ SYSTEMS = ("system", "system_prompt", "instructions", "developer_prompt")
 TOOLS = ("tools", "functions", "tool_defs", "oai_tools")
 LENGTHS = ("prompt_length", "response_length", "prompt_len", "completion_length")
 MASKS = [[0, 0, 1], [0, 1], [0, 1, 1, 1]]
-# What the specifications, and trainers beside them, call masks, weights, contexts and ends.
+# Names of masks, weights, contexts and ends in the specifications and in trainers.
 OF_TRAINING: dict[str, list[object]] = {
     **valued(("loss_mask", "loss_masks", "response_mask", "completion_mask", "action_mask"), MASKS),
     **valued(("assistant_mask", "assistant_masks", "env_mask", "tool_mask", "target_mask", "mask"), MASKS),
@@ -36,7 +36,7 @@ OF_TRAINING: dict[str, list[object]] = {
     **valued(("finish_reason", "stop_reason"), ["length", "max_tokens", "error"]),
     **valued(("is_completed", "completed"), [False]),
 }
-# What says nothing beside ids, which hold all that the policy saw, and no end that it did not write.
+# Keys that are ignored with token ids, which include all that the policy saw.
 OF_CHATS = {*SYSTEMS, *TOOLS}
 OF_CUTS = {"is_truncated", "truncated", "finish_reason", "stop_reason"}
 WITH_IDS = {"treering", "prime_rl", "skyrl"}

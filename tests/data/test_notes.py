@@ -1,11 +1,11 @@
-"""What is said of data before it is trained."""
+"""Notes on data before it is trained."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from treering.data import RenderedTrajectory, Trajectory, render
-from treering.data.notes import DataNotes, num_distinct
+from treering.data.cache.build_dataset import DataNotes, num_distinct
 from treering.tree.forest import Forest
 
 

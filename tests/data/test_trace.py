@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.data.traces import Record, answer, linked, message, run
 from treering.data import Trace, Trajectory
-from treering.data.formats.traces import decode_trace
+from treering.data.formats.adapters.verifiers import decode_trace
 from treering.errors import InputError
 from treering.tree.forest import Forest
 
@@ -19,7 +19,7 @@ def tokens_of(trajectories: list[Trajectory]) -> list[list[int]]:
 
 
 def test_branches_and_further_roots_are_trajectories_in_the_order_of_their_leaves() -> None:
-    # Two answers to one question; a sub-agent with a prompt of its own; the first answer goes on.
+    # Two answers to one question; a sub-agent with its own prompt; the first answer continues.
     trace = decode_trace(
         run(
             message(None, [1]),

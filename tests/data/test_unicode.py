@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from treering.data import Message, ToolCall, Trajectory
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.errors import InputError
 
 HALF = "\ud83d"

@@ -12,7 +12,7 @@ def message(parent: int | None, tokens: list[int], **fields: Any) -> Record:
 
 
 def answer(parent: int | None, prompt: list[int], sampled: list[int], **fields: Any) -> Record:
-    """A message that the policy wrote: the generation prompt, then what it sampled, at log-probs of its own."""
+    """Return a message of the policy: the generation prompt, then the sampled tokens with their log-probs."""
     record = message(parent, prompt + sampled, message={"role": "assistant", "content": "text"}, sampled=True)
     mask = [False] * len(prompt) + [True] * len(sampled)
     return {**record, "mask": mask, "logprobs": [-token / 7 for token in sampled], **fields}

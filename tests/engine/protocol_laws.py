@@ -12,13 +12,11 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from treering.engine.protocol import Engine, WhenRunning
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import FinishReason, Rollout, RolloutKey
+from treering.engine.protocol import Engine, FinishReason, Request, Rollout, RolloutKey, Sampling, WhenRunning
 from treering.errors import InputError
 
 MAX_TOKENS = 24
-"""Of a rollout: more than two steps give, drafts or not."""
+"""Tokens of a rollout: more than two steps give, drafts or not."""
 
 
 class MakeEngine(Protocol):
@@ -185,7 +183,7 @@ def peek_returns_what_an_abort_would_and_changes_nothing(make: MakeEngine) -> No
 
 
 def a_branch_has_its_parents_tokens_and_goes_on_alone(make: MakeEngine) -> None:
-    """Of a running and of a returned rollout; the same as on an engine that has never seen the parent."""
+    """Branch from a running and a returned rollout; an engine that has never seen the parent gives the same."""
     engine = make(max_batch=2)
     engine.submit([request_of(0)])
     engine.step()

@@ -1,6 +1,6 @@
 """Branches of rollouts: law 5, and which keys and values are computed for them.
 
-The reference computes one request at a time, everything anew and without drafts: `continuation="prefill"`.
+The reference computes one request at a time, everything again and without drafts.
 """
 
 from dataclasses import replace
@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
+from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, recomputing, run
 from tests.models import build_float64
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Request, Rollout, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError
 
@@ -22,11 +21,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEF"
 
 @pytest.fixture(scope="module")
 def parents(model: PreTrainedModel) -> Rollouts:
-    return run(recomputing(model), group_requests(9, 3, stop_tokens=(STOP,)))
+    return run(alone(model), group_requests(9, 3, stop_tokens=(STOP,)))
 
 
-def recomputing(model: PreTrainedModel, **options: object) -> TorchEngine:
-    return TorchEngine(model, max_batch=1, backend="plain", continuation="prefill", **options)
+def alone(model: PreTrainedModel) -> TorchEngine:
+    return recomputing(TorchEngine(model, max_batch=1, backend="plain"))
 
 
 def decode(tokens: np.ndarray) -> str:
@@ -72,43 +71,42 @@ def test_branches_equal_those_of_an_engine_that_reuses_nothing(
             branches.append(branch)
             engine.submit([branch])
     assert len(branches) == 60
-    alone = run(recomputing(model), branches)
-    assert_same(finished, parents | alone)
+    assert_same(finished, parents | run(alone(model), branches))
     assert drafting == "no_drafts" or engine.stats.num_accepted > 0
 
 
 def test_a_branch_prefills_nothing_that_its_parent_has(model: PreTrainedModel) -> None:
     requests = group_requests(6, 1, max_tokens=20)
-    for continuation, num_prefilled in (("copy", 0), ("prefill", 10)):
-        engine = TorchEngine(model, max_batch=8, continuation=continuation)
-        engine.submit(requests)
-        for _ in range(12):
-            engine.step()
-        before = engine.stats
-        (running,) = engine.peek([("p5", 0, 0)])
-        branch = branch_of(requests, running, 10, 1)
-        engine.submit([branch])
+    engine = TorchEngine(model, max_batch=8)
+    engine.submit(requests)
+    for _ in range(12):
         engine.step()
-        # Of 10 shared tokens the last is computed by the step that samples; the prompt's last one was copied too.
-        assert engine.stats.since(before).num_prefilled == num_prefilled
-        finished = run(engine, [])
-        before = engine.stats
-        later = branch_of(requests, finished["p3", 0, 0], 10, 2)
-        run(engine, [later])
-        assert engine.stats.since(before).num_prefilled == num_prefilled
+    before = engine.stats
+    (running,) = engine.peek([("p5", 0, 0)])
+    engine.submit([branch_of(requests, running, 10, 1)])
+    engine.step()
+    # The last of 10 shared tokens is computed by the step that samples; the prompt's last one was copied too.
+    assert engine.stats.since(before).num_prefilled == 0
+    finished = run(engine, [])
+    before = engine.stats
+    run(engine, [branch_of(requests, finished["p3", 0, 0], 10, 2)])
+    assert engine.stats.since(before).num_prefilled == 0
 
 
 def test_a_later_turn_prefills_only_what_it_observed(model: PreTrainedModel, parents: Rollouts) -> None:
     (key,) = [key for key, parent in parents.items() if key[0] == "p4" and key[2] == 0]
     request = next(r for r in group_requests(9, 3, max_tokens=40, stop_tokens=(STOP,)) if r.key == key)
     engine = TorchEngine(model, max_batch=2)
-    (turn,) = engine.generate([replace(request, sampling=Sampling(max_tokens=6))])
+    (turn,) = engine.generate([replace(request, sampling=Sampling(max_tokens=3))])
+    # The first continuation is computed as a whole: before it, finished rollouts were not kept.
+    again = replace(request, sampling=Sampling(max_tokens=6), so_far=turn)
+    (turn,) = engine.generate([again])
     before = engine.stats
     again = replace(request, so_far=turn.observe(np.array([1, 2, 3], np.int32)))
     found = run(engine, [again])
     # The turn's last token was sampled but not computed; the last observed one is computed as the next is sampled.
     assert engine.stats.since(before).num_prefilled == 3
-    assert_same(found, run(recomputing(model), [again]))
+    assert_same(found, run(alone(model), [again]))
 
 
 def test_equal_rollouts_of_different_prompts_share_nothing(model: PreTrainedModel) -> None:
@@ -120,7 +118,7 @@ def test_equal_rollouts_of_different_prompts_share_nothing(model: PreTrainedMode
     engine.submit([mine])
     engine.step()
     again = replace(other, so_far=replace(parent.branch(10, sample=1), prompt_id="2", sample=0))
-    assert_same(run(engine, [again]), {mine.key: parent} | run(recomputing(model), [again]))
+    assert_same(run(engine, [again]), {mine.key: parent} | run(alone(model), [again]))
 
 
 def test_a_stop_string_across_the_branching_token_ends_a_branch(model: PreTrainedModel) -> None:
@@ -155,6 +153,7 @@ def test_new_weights_read_the_whole_branch_again(model: PreTrainedModel) -> None
     mine, other = build_float64("qwen3", seed=0).eval(), build_float64("qwen3", seed=5).eval()
     requests = group_requests(6, 1)
     engine = TorchEngine(mine, max_batch=4)
+    engine.keep_rollouts()
     parent = run(engine, requests)["p5", 0, 0]
     mine.load_state_dict(other.state_dict())
     engine.update_weights(1)
@@ -162,5 +161,5 @@ def test_new_weights_read_the_whole_branch_again(model: PreTrainedModel) -> None
     branch = branch_of(requests, parent, 10, 1)
     found = run(engine, [branch])
     assert engine.stats.since(before).num_prefilled == 5 + 10
-    assert_same(found, run(recomputing(other), [branch]))
+    assert_same(found, run(alone(other), [branch]))
     assert found[branch.key].versions.tolist() == [0] * 10 + [1] * 10

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.engine.decoder.cuda_cases import batch_of
-from tests.engine.decoder.test_cuda_decoder import FILLING, GROWING, NUM_SLOTS, assert_close, both, weights_of
+from tests.engine.decoder.test_cuda_decoder import FILLING, GROWING, assert_close, both, weights_of
 from tests.engine.decoder.test_cuda_engine import right_second
-from tests.engine.decoder.test_cuda_gumbel import everything, keys_of
-from tests.engine.decoder.test_cuda_linear import assert_rounded_once
+from tests.engine.decoder.test_cuda_verify import everything, keys_of
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter
 from tests.engine.speculation.test_draft_trees import Truth, right_last, script_of
 from tests.engine.test_torch_engine import assert_same, group_requests, run
@@ -54,7 +53,7 @@ def test_drafts_change_no_token_and_float32_has_those_of_the_plain_engine(shape:
 
 def test_branches_have_the_tokens_of_an_engine_that_reuses_nothing() -> None:
     model = build("qwen3").eval().to("cuda")
-    requests = group_requests(8, 2, max_tokens=40)
+    requests = [replace(request, call=0) for request in group_requests(8, 2, max_tokens=40)]
     engine = TorchEngine(model, max_batch=7)
     parents = run(engine, requests)
     before = engine.stats
@@ -65,30 +64,7 @@ def test_branches_have_the_tokens_of_an_engine_that_reuses_nothing() -> None:
     found = run(engine, branches)
     # The prompts fill no page, so they are computed again, all but the last token.
     assert engine.stats.since(before).num_prefilled == sum(range(8))
-    assert_same(found, run(TorchEngine(model, max_batch=7, backend="plain", continuation="prefill"), branches), 1e-3)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 16, 50])
-def test_products_of_few_rows_are_those_of_float64_rounded_once(num_tokens: int) -> None:
-    from treering.engine.decoder.cuda.linear import LinearTile, linear
-
-    generator = torch.Generator().manual_seed(0)
-    shapes = (num_tokens, 1024), (400, 1024), (400,)
-    x, weight, bias = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
-    for tile in (LinearTile(64, 1), LinearTile(32, 2), LinearTile(16, 1)):
-        out = torch.empty(num_tokens, 400, dtype=x.dtype, device="cuda")
-        parts = None if tile.parts == 1 else torch.empty(tile.parts, *out.shape, device="cuda")
-        linear(x.cuda(), weight.cuda(), bias.cuda(), out, tile, parts)
-        assert_rounded_once(out.cpu(), x, weight, bias)
-
-
-def test_every_product_of_a_captured_pass_has_a_kernel_that_was_timed() -> None:
-    from treering.engine.decoder.cuda.decoder import CudaDecoder
-
-    decoder = CudaDecoder(weights_of(build("qwen3", head_dim=64).to("cuda", torch.bfloat16)), NUM_SLOTS)
-    decoder.run(batch_of(GROWING, VOCAB))
-    (chosen,) = decoder.products.chosen.values()
-    assert {*chosen} == {"qkv", "out", "gate_up", "down", "head"}
+    assert_same(found, run(TorchEngine(model, max_batch=7, backend="plain"), branches), 1e-3)
 
 
 def test_a_trainer_captures_after_an_engine_in_inference_mode() -> None:
@@ -117,7 +93,7 @@ def test_new_weights_are_read_by_passes_that_are_captured_already() -> None:
 @pytest.mark.parametrize("vocabulary", [1000, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gumbel_max_samples_equal_the_reference(vocabulary: int, dtype: torch.dtype) -> None:
-    from treering.engine.decoder.cuda.gumbel import gumbel_max
+    from treering.engine.decoder.cuda.verify import gumbel_max
 
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(64, vocabulary, generator=generator)).to("cuda", dtype)
@@ -136,8 +112,8 @@ def test_a_step_waits_for_the_device_once(drafting: str, monkeypatch: pytest.Mon
     requests = group_requests(4, 2, max_tokens=20)
     expected = run(TorchEngine(model, max_batch=8), requests)
     drafter = ScriptedDrafter(script_of(right_last, Truth(expected))) if drafting == "trees" else None
-    duplicate_rows = "once" if drafting == "duplicates" else "each"
-    engine = TorchEngine(model, drafter, max_batch=8, costs="none", duplicate_rows=duplicate_rows)
+    engine = TorchEngine(model, drafter, max_batch=8, costs="none")
+    engine.shares_rows = drafting == "duplicates"
     run(engine, requests)
     waits: list[object] = []
     monkeypatch.setattr(

@@ -9,11 +9,10 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
+from tests.engine.scripted import ScriptedEngine
 from treering.engine.host import EngineHost
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.protocol import Request, Rollout, RolloutKey, Sampling
 from treering.engine.sampling.noise import call_id, row_key
-from treering.engine.scripted import ScriptedEngine
 from treering.errors import InputError, StateError
 
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, run
+from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, recomputing, run
 from tests.models import build_float64
 from tests.picture_models import IMAGE, VIDEO, Sequenced, build, picture, sequence, stock_inputs
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Request, Rollout, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import InputError, UnsupportedError
 
@@ -46,7 +45,7 @@ def requests(family: str, *, draw: int = 0) -> list[Request]:
 
 
 def stock_logprobs(model: nn.Module, one: Sequenced, rollout: Rollout) -> np.ndarray:
-    """Of the rollout's tokens, by stock transformers on the whole sequence, and without placeholders: [2, tokens]."""
+    """Log-probs by stock transformers on the whole sequence, and without placeholders: [2, tokens]."""
     inputs = stock_inputs(model, replace(one, tokens=[*one.tokens, *rollout.tokens.tolist()]))
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits[0, len(one.tokens) - 1 : -1].double() / TEMPERATURE
@@ -64,7 +63,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 @pytest.fixture(scope="module")
 def alone(model: nn.Module) -> Rollouts:
     """Each rollout in an engine that reuses nothing, one after another, without drafts."""
-    engine = TorchEngine(model, max_batch=1, continuation="prefill", max_tokens=200)
+    engine = recomputing(TorchEngine(model, max_batch=1, max_tokens=200))
     assert engine.backend == "plain on cpu (the model takes pictures)"
     return run(engine, requests(model.config.model_type))
 
@@ -83,6 +82,17 @@ def test_drafts_batch_and_chunks_change_no_token(model: nn.Module, alone: Rollou
     engine = TorchEngine(model, drafter_of(alone), max_batch=12, max_prefill=3, costs="none")
     assert_same(run(engine, requests(model.config.model_type)), alone, tolerance=1e-5)
     assert engine.stats.num_accepted > 0
+
+
+def test_rehearsed_rollouts_are_those_of_one_go(model: nn.Module, alone: Rollouts) -> None:
+    engine = TorchEngine(model, max_batch=12, max_prefill=40)
+    wanted = requests(model.config.model_type)
+    engine.rehearse(wanted)
+    while engine.is_rehearsing:
+        engine.step()
+    tokens = engine.take_rehearsals()
+    assert_same(run(engine, [replace(each, rehearsed=tokens[each.key]) for each in wanted]), alone, tolerance=1e-5)
+    assert engine.stats.num_kept == engine.stats.num_verified > 60
 
 
 def test_continued_rollouts_are_those_of_one_go(model: nn.Module, alone: Rollouts) -> None:
@@ -111,7 +121,7 @@ def test_each_picture_is_computed_once_in_a_version_by_the_weights_of_it() -> No
             weight.add_(0.05)
     with pytest.raises(InputError, match="weights have changed since version 0"):
         engine.update_weights(0)
-    # The engine's own weights are those of its version until it is told.
+    # The engine's own weights are those of its version until it is updated.
     assert_same(run(engine, requests("qwen2_5_vl", draw=1)), before, tolerance=1e-6)
     engine.update_weights(1)
     after = run(engine, requests("qwen2_5_vl", draw=1))

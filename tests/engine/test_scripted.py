@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from tests.engine.protocol_laws import LAWS, MakeEngine, request_of
-from treering.engine.protocol import Engine, EngineStats
-from treering.engine.request import Request, Sampling
-from treering.engine.scripted import ScriptedEngine
+from tests.engine.scripted import ScriptedEngine
+from treering.engine.protocol import Engine, EngineStats, Request, Sampling
 from treering.errors import ConfigError, InputError
 
 

@@ -1,4 +1,4 @@
-"""The example on tree rollouts runs, and what it reuses changes none of its figures but the prefilled tokens."""
+"""The example on tree rollouts runs."""
 
 import re
 import runpy
@@ -25,15 +25,12 @@ def lines_of(arguments: str, capsys: pytest.CaptureFixture[str]) -> list[tuple[s
     return lines
 
 
-def test_tree_rollouts_take_fewer_samples_and_copies_change_no_result(capsys: pytest.CaptureFixture[str]) -> None:
-    copying, computing = (lines_of(f"{TINY} --continuation {mode}", capsys) for mode in ("copy", "prefill"))
-    for (line, num_rollouts, num_sampled, num_flat, num_prefilled), (other, *_, num_recomputed) in zip(
-        copying, computing, strict=True
-    ):
-        assert line == other
+def test_tree_rollouts_take_fewer_samples_and_prefill_little(capsys: pytest.CaptureFixture[str]) -> None:
+    for _, num_rollouts, num_sampled, num_flat, num_prefilled in lines_of(TINY, capsys):
         assert int(num_rollouts) == 2 * (2 + 2 * 2)
         assert int(num_sampled) < int(num_flat)
-        assert int(num_prefilled) < int(num_recomputed)
+        # Flat rollouts would prefill every answer of the calculator; branches copy what they share.
+        assert int(num_prefilled) < int(num_flat)
 
 
 def test_solutions_are_what_the_calculator_would_have_answered() -> None:

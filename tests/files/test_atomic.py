@@ -1,13 +1,13 @@
-"""A folder or a file is written whole, or not at all."""
+"""A folder or a file is written whole or not at all."""
 
 from pathlib import Path
 
 import pytest
 
-from treering.files.atomic import read_facts, write_file, write_folder
+from treering.files.writing import read_facts, write_file, write_folder
 
 
-def test_what_fails_midway_leaves_the_old_version_and_no_draft(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_version_and_no_draft(tmp_path: Path) -> None:
     def fill(draft: Path) -> None:
         (draft / "a").write_text("old")
 

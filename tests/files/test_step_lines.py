@@ -1,4 +1,4 @@
-"""Logs that are reopened: what is whole stays, what is lost is counted, and the damaged file is kept."""
+"""Reopening a log keeps its whole lines, counts lost lines, and keeps a copy of a damaged file."""
 
 import json
 import warnings
@@ -23,7 +23,7 @@ KEPT = LINES[: 4 * PER_STEP]
 
 
 def reopened(folder: Path, content: bytes) -> tuple[bytes, list[str]]:
-    """What stays of a log, and what is said."""
+    """Return the content of a reopened log, and the warnings."""
     file = folder / "log.jsonl"
     file.write_bytes(content)
     with warnings.catch_warnings(record=True) as caught:
@@ -41,7 +41,7 @@ def replaced(number: int, line: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("num_bytes", [len(b"".join(LINES)), len(b"".join(LINES)) - 7, len(b"".join(KEPT)) + 1])
-def test_a_log_that_a_kill_left_is_cut_without_a_word(tmp_path: Path, num_bytes: int) -> None:
+def test_a_log_that_a_kill_left_is_truncated_silently(tmp_path: Path, num_bytes: int) -> None:
     assert reopened(tmp_path, b"".join(LINES)[:num_bytes]) == (b"".join(KEPT), [])
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
@@ -70,12 +70,12 @@ def test_damage_is_counted_and_the_rest_stays(tmp_path: Path, content: bytes, ke
     assert len(said) == 1
     assert f"log.jsonl is damaged: {words};" in said[0]
     aside = tmp_path / "log.jsonl.damaged"
-    # Where lines are only missing, nothing more can be kept.
+    # With missing lines only, there is nothing to keep.
     assert aside.exists() == ("unreadable" in words or "repeated" in words)
     assert not aside.exists() or (aside.read_bytes() == content and aside.name in said[0])
 
 
-def test_damaged_files_are_kept_under_names_of_their_own(tmp_path: Path) -> None:
+def test_damaged_files_are_kept_under_different_names(tmp_path: Path) -> None:
     for _ in range(3):
         reopened(tmp_path, replaced(4, b"?\n"))
     names = ["log.jsonl", "log.jsonl.damaged", "log.jsonl.damaged-2", "log.jsonl.damaged-3"]
@@ -83,9 +83,7 @@ def test_damaged_files_are_kept_under_names_of_their_own(tmp_path: Path) -> None
 
 
 @given(st.data())
-def test_whatever_the_damage_every_lost_line_is_counted(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_every_lost_line_is_counted(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     damaged = bytearray(b"".join(LINES))
     for _ in range(data.draw(st.integers(1, 3))):
         change: Callable[[int, int], None] = data.draw(
@@ -106,11 +104,11 @@ def test_whatever_the_damage_every_lost_line_is_counted(
     assert not num_missing or f"{num_missing} missing line" in said[0]
 
 
-def test_a_step_whose_count_is_unknown_has_a_line_at_least(tmp_path: Path) -> None:
+def test_a_step_without_an_expected_count_has_at_least_one_line(tmp_path: Path) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
     files[0].write_bytes(LINES[0])
     files[1].write_bytes(LINES[6])
-    with pytest.warns(UserWarning, match=r"log is damaged: 1 missing line of step 2; what can be read stays"):
+    with pytest.warns(UserWarning, match=r"log is damaged: 1 missing line of step 2; readable lines are kept"):
         reopen(files, 3, {1: None, 2: None, 3: None}, log=tmp_path / "log")
 
 
@@ -121,7 +119,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "log.jsonl").is_symlink()
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_folder_or_a_broken_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name in ("folder", "loop"):
@@ -129,11 +127,11 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
             reopen([tmp_path / name], 1, {}, log=tmp_path)
 
 
-def test_rows_are_the_whole_lines(tmp_path: Path) -> None:
+def test_only_whole_lines_with_a_step_are_rows(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b'{"step": 1}\n[]\n{"step": 2}\n{"step": 3}')
     assert list(read_rows(tmp_path / "a")) == [{"step": 1}, {"step": 2}]
     assert list(read_rows(tmp_path / "b")) == []
 
 
-def test_steps_are_told_as_spans() -> None:
+def test_consecutive_steps_are_one_span() -> None:
     assert spans({7, 2, 4, 5, 6}) == "2, 4 to 7"

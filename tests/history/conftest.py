@@ -10,6 +10,6 @@ from tests.history.stores import data_files, large, write
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
     """A folder with three data files, of which the middle one holds b and c alone."""
-    write(tmp_path, {"a": large(1)}, {"b": large(3)[:70_000], "c": [4]}, {"d": [5, 6]})
+    write(tmp_path, {"a": large(1)}, {"b": large(3)[:160_000], "c": [4]}, {"d": [5, 6]})
     assert len(data_files(tmp_path)) == 3
     return tmp_path

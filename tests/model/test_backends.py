@@ -9,7 +9,7 @@ from treering.model.context import tree_attention
 from treering.tree.forest import Forest
 
 pytest.importorskip("triton")
-launch = pytest.importorskip("treering.attention.triton.launch")
+launch = pytest.importorskip("treering.attention.triton_launch")
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="float64 runs in triton's interpreter only")
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 8], [1, 2, 3, 4, 9, 7, 6, 5], [5, 6]]

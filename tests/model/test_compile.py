@@ -11,8 +11,8 @@ from tests.attention import fake_flash
 from tests.forests import comb
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.errors import UnsupportedError
-from treering.train.gradient.backward import backward
-from treering.train.objectives import sft
+from treering.objectives import sft
+from treering.train.step import backward
 from treering.tree.forest import Forest
 
 SMALL = Forest.from_sequences([[5] * 12 + [6] * 9, [5] * 12 + [7] * 8, [5] * 12 + [7] * 8 + [1] * 7, [1, 2]])

@@ -22,7 +22,7 @@ from tests import picture_models
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from treering.errors import ConfigError, StateError, UnsupportedError
-from treering.model import families
+from treering.model import tree_model
 from treering.model.context import tree_attention
 from treering.model.forward import forward
 from treering.model.patch import patch
@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "prefix tuning": (prefix_tuned, "PrefixTuningConfig adds virtual tokens"),
     "aLoRA": (
         adapted(LoraConfig(task_type="CAUSAL_LM", target_modules=Q, alora_invocation_tokens=[1])),
-        "aLoRA finds its invocation tokens in the outer forward.*leave out alora_invocation_tokens",
+        "adapter ALoraLinearVariant at .*use plain LoRA",
     ),
     "Poly": (adapted(PolyConfig(task_type="CAUSAL_LM", target_modules=Q)), "PolyModel has a forward of its own"),
     "dropped ranks": (adapted(LoHaConfig(target_modules=Q, rank_dropout=0.1)), r"q_proj' has rank_dropout=0\.1"),
@@ -327,11 +327,11 @@ def test_what_would_not_be_exact_is_refused_by_name(name: str) -> None:
 
 
 def test_recurrent_layers_of_an_old_transformers_are_refused_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families.transformers, "__version__", "5.14.1")
+    monkeypatch.setattr(tree_model.transformers, "__version__", "5.14.1")
     message = r"'bamba' has recurrent layers.*transformers 5\.15 or newer, got 5\.14\.1"
     with pytest.raises(UnsupportedError, match=message):
         forward(retyped("bamba", build()), FOREST)
-    monkeypatch.setattr(families.transformers, "__version__", "5.15.0.dev0")
+    monkeypatch.setattr(tree_model.transformers, "__version__", "5.15.0.dev0")
     assert forward(retyped("bamba", build()), FOREST).logprobs.shape == (FOREST.num_tokens,)
 
 

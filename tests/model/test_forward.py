@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES, sequence_sets
 from tests.largest_tensor import LargestTensor
-from tests.models import FAMILIES, VOCAB, build, build_float64, flat_logprobs
+from tests.models import FAMILIES, VOCAB, assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from treering.errors import ConfigError, InputError
-from treering.model.forward import forward
+from treering.model.forward import forward, per_token_logps
 from treering.tree.forest import Forest
 
 MODEL = build_float64()
@@ -116,3 +116,49 @@ def test_a_plain_head_holds_few_logits_too(monkeypatch: pytest.MonkeyPatch) -> N
         forward(model, forest).logprobs.sum().backward()
     weights = max(weight.numel() for weight in model.parameters())
     assert largest.num_entries == weights < forest.num_tokens * vocab
+
+
+def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    sequences = [[5, 6, 7, 8, 9], [5, 6, 7, 10], [5, 6, 11, 12, 13, 14], [5, 6, 7, 8, 9], [20, 21]]
+    ids, mask = torch.zeros(5, 7, dtype=torch.long), torch.zeros(5, 7, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        begin = {"left": 7 - len(sequence), "right": 0, "both": 1}[side]
+        ids[row, begin : begin + len(sequence)] = torch.tensor(sequence)
+        mask[row, begin : begin + len(sequence)] = 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
+def test_log_probs_of_a_padded_batch_are_those_of_the_stock_models_padded_forward(family: str, side: str) -> None:
+    model, (ids, mask) = build_float64(family), padded(side)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits / 0.7
+    stock = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0] * mask[:, 1:] * mask[:, :-1]
+    weights = torch.arange(30.0, dtype=torch.float64).reshape(5, 6) + 1
+    (stock * weights).sum().backward()
+    expected = take_gradients(model)
+    forest, places = Forest.from_padded(ids, mask)
+    found = per_token_logps(model, forest, 0.7, places=places)
+    assert found.shape == ids.shape
+    assert found[:, 0].tolist() == [0.0] * 5
+    assert (found[:, 1:] - stock).abs().max() <= 1e-10
+    (found[:, 1:] * weights).sum().backward()
+    assert_gradients_equal(take_gradients(model), expected, 1e-10)
+
+
+def test_without_places_a_branch_is_a_row_padded_on_the_right_and_a_mask_leaves_entries_out() -> None:
+    model, (ids, mask) = build_float64("qwen3"), padded("right")
+    forest, places = Forest.from_padded(ids, mask)
+    every = per_token_logps(model, forest)
+    assert every.shape == (5, 6)
+    assert every.equal(per_token_logps(model, forest, places=places)[:, :6])
+    wanted = torch.zeros(5, 6).long()
+    wanted[:, 3:] = 1
+    assert (per_token_logps(model, forest, mask=wanted) - every * wanted).abs().max() <= 1e-12
+    own = flat_logprobs(model, [5, 6, 7, 10])[0]
+    assert (every[1, 1:4] - own).abs().max() <= 1e-12
+    with pytest.raises(InputError, match=r"shape of places, \(5, 6\), got \(5, 7\)"):
+        per_token_logps(model, forest, mask=mask)
+    with pytest.raises(InputError, match=r"below 12, -1 at padding, got shape \(1, 1\) with 14"):
+        per_token_logps(model, forest, places=np.array([[14]]))

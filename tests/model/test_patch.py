@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import treering
 from tests.models import VOCAB, assert_gradients_equal, build_float64, take_gradients
 from treering.errors import InputError, StateError, UnsupportedError
-from treering.model import fused_head
+from treering.model import patch as patch_module
 
 PAD, IGNORED = 0, -100
 PROMPT, ANSWERS = [5, 6, 7, 8], [[1, 2, 3], [1, 2, 4, 5], [9], [1, 2, 3]]
@@ -92,7 +92,7 @@ def test_logits_and_gradients_of_a_padded_batch_are_the_stock_models(family, sid
 def test_a_fused_head_scores_each_distinct_label_once_and_gives_the_batch_its_values(
     num_items, num_logits, monkeypatch
 ):
-    monkeypatch.setattr(fused_head, "MAX_CPU_LOGITS", num_logits)
+    monkeypatch.setattr(patch_module, "MAX_CPU_LOGITS", num_logits)
     model = build_float64("qwen3").train()
     add_fused_head(model)
     ids, mask = padded([PROMPT + answer for answer in ANSWERS], "left")

@@ -17,7 +17,7 @@ from treering.attention import TreeLayout
 from treering.errors import StateError, UnsupportedError
 from treering.model.context import tree_attention
 from treering.model.forward import forward
-from treering.model.recurrence.plan import plan_of
+from treering.model.recurrence_plan import plan_of
 from treering.tree.forest import Forest
 
 MODELS = {family: build_wide(family) for family in DENSE}

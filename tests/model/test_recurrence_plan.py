@@ -8,10 +8,17 @@ from hypothesis import strategies as st
 
 from tests.forests import bushy, comb, sequence_sets, star
 from treering.attention import TreeLayout
-from treering.attention.states import Boundary, StateGateway
-from treering.model.recurrence.plan import RecurrencePlan, make_plan, runs_of
-from treering.model.recurrence.rows import MAX_GROWTH, PRICES, Price, choose_schedule
-from treering.model.recurrence.runs import find_runs
+from treering.attention.gateway import Boundary, StateGateway
+from treering.model.recurrence_plan import (
+    MAX_GROWTH,
+    PRICES,
+    Price,
+    RecurrencePlan,
+    choose_schedule,
+    find_runs,
+    make_plan,
+    runs_of,
+)
 from treering.tree.forest import Forest
 
 CPU = torch.device("cpu")

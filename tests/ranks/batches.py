@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.models import build_float64
-from treering.train.objectives import Objective, dapo, distill, gspo, sft
+from treering.objectives import Objective, dapo, distill, gspo, sft
 from treering.tree.forest import Forest
 
 Groups = list[list[list[int]]]  # forests, sequences, tokens
@@ -56,7 +56,7 @@ def tree(seed: int, *, num_branches: int = 3, depth: int = 3) -> list[list[int]]
 
 
 def batches(num_ranks: int) -> dict[str, RankBatch]:
-    """Those that ranks run in step, and those of other passes on each rank, under names that begin with "uneven"."""
+    """Batches that ranks run in step, and batches with uneven passes, under names that begin with "uneven"."""
     others = range(1, num_ranks)
     even = [[tree(10 * rank), tree(10 * rank + 1)] for rank in range(num_ranks)]
     big = [[tree(rank, num_branches=4, depth=5)] for rank in range(num_ranks)]

@@ -27,6 +27,6 @@ def torchrun(*arguments: str, folder: Path | None = None, **variables: str) -> s
 
 
 def weights_of(summary: Any) -> dict[str, torch.Tensor]:
-    """Of the last checkpoint that a summary names, as `AutoModelForCausalLM` loads it."""
+    """Weights of the last checkpoint that a summary names, as `AutoModelForCausalLM` loads them."""
     checkpoint = summary["checkpoint"] if isinstance(summary, dict) else summary.checkpoint
     return dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict())

@@ -11,19 +11,26 @@ from torch.distributed.tensor import DTensor
 
 from tests.models import build as build_stock
 from tests.models import global_norm
+from tests.partitions import forced
 from tests.picture_models import build as build_with_pictures
 from tests.picture_models import forest_of, sequences_of
 from tests.ranks.batches import RankBatch, batches, tree
 from tests.ranks.wraps import SHARDED, WHOLE, build, shard_layers
 from treering import ranks
+from treering.objectives import sft
 from treering.ranks.setup import without_ddp
-from treering.train.gradient.backward import backward
-from treering.train.objectives import sft
+from treering.train.step import backward as measuring_backward
 from treering.tree.forest import Forest
 
 # On two ranks every batch with the plain wraps; with the others, and on more ranks, those that ask most of a wrap.
 ALWAYS = ("skewed", "gspo in partitions")
 PLAIN = ("root", "layers", "tied")
+
+
+def backward(*args: Any, **options: Any) -> Any:
+    """A step that keeps partitions: measuring memory takes forwards of its own."""
+    with forced("keep"):
+        return measuring_backward(*args, **options)
 
 
 class Case(NamedTuple):
@@ -106,7 +113,7 @@ def run_pictures(num_ranks: int, rank: int) -> dict[str, float]:
 def alone(model: nn.Module, batch: RankBatch) -> dict[str, Tensor]:
     """The gradients of one process."""
     objective = batch.make_objective(None)
-    backward(model, batch.forests(None), objective, batch.max_tokens, parents="keep", ranks="alone")
+    backward(model, batch.forests(None), objective, batch.max_tokens, ranks="alone")
     return gradients(model)
 
 
@@ -115,9 +122,7 @@ def together(model: nn.Module, batch: RankBatch, mode: Any, rank: int, expected:
     group = ranks.prepare(model)
     total = 0.0
     for called in (model, without_ddp(model)):
-        result = backward(
-            called, batch.forests(rank), batch.make_objective(rank), batch.max_tokens, parents="keep", ranks=mode
-        )
+        result = backward(called, batch.forests(rank), batch.make_objective(rank), batch.max_tokens, ranks=mode)
         assert result.plan.ranks == mode
         total += result.loss
     assert group.size > 1

@@ -14,17 +14,25 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.models import build_float64
+from tests.partitions import forced
 from tests.picture_models import build as build_with_pictures
 from tests.ranks.batches import tree
 from tests.ranks.wraps import shard_apart, shard_layers
 from treering import ranks
 from treering.engine.torch_engine import TorchEngine
-from treering.model.distillation.teacher import score
 from treering.model.forward import forward
 from treering.model.patch import patch
-from treering.train.gradient.backward import backward
-from treering.train.objectives import Objective, dapo, distill, dpo, ppo, sft
+from treering.model.teacher import score
+from treering.objectives import Objective, dapo, distill, dpo, ppo, sft
+from treering.train.step import backward as measuring_backward
 from treering.tree.forest import Forest
+
+
+def backward(*args: Any, **options: Any) -> Any:
+    """A step that keeps partitions: measuring memory takes forwards of its own."""
+    with forced("keep"):
+        return measuring_backward(*args, **options)
+
 
 FOREST = Forest.from_sequences(tree(0))
 
@@ -94,7 +102,7 @@ def step(
     model: nn.Module, groups: Any = None, *, objective: Any = None, max_tokens: Any = None, **options: Any
 ) -> None:
     forests = [Forest.from_sequences(group) for group in groups or [tree(0)]]
-    backward(model, forests, objective or sft(), max_tokens, parents="keep", **options)
+    backward(model, forests, objective or sft(), max_tokens, **options)
 
 
 def prepared(model: Any = None) -> nn.Module:
@@ -143,7 +151,7 @@ def submesh(num_ranks: int) -> Any:
 
 
 def forward_is_that_of_one(num_ranks: int, rank: int) -> None:
-    """Each rank has a forest of its own; the last one's is empty."""
+    """Each rank has its own forest; the last one's is empty."""
     plain = build_float64()
     model = prepared(fully_shard(copy.deepcopy(plain)))
     forest = Forest.from_sequences(tree(rank)) if rank + 1 < num_ranks else Forest.from_sequences([])
@@ -160,7 +168,7 @@ def with_values() -> Objective:
 
 
 def value_head_inside() -> None:
-    """A value head that is a module of the model is summed over ranks once, like one beside it."""
+    """A value head that is a module of the model is summed over ranks once, like one next to it."""
     found = []
     for is_inside in (False, True):
         model, head = build_float64(), nn.Linear(32, 1).double()

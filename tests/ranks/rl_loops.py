@@ -11,14 +11,14 @@ from tests.models import build_float64
 from tests.ranks.exact import error_of
 from tests.ranks.wraps import with_lora
 from tests.rl.runs import PLAIN, TinyTask, eager, options, store, uneven
+from treering.config.teacher import DistillOptions
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 from treering.ranks import prepare
 from treering.ranks.group import RankGroup
-from treering.ranks.state import as_whole
+from treering.ranks.sharded_state import as_whole
 from treering.rl.loop import RlLoop
-from treering.train.loop.distill import DistillOptions
-from treering.train.loop.ranks import shard_model
+from treering.train.loop.compute import shard_model
 
 NUM_STEPS, SAVED_STEP = 5, 3
 MAX_TOKENS = 20
@@ -80,7 +80,7 @@ def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
         return TorchEngine(whole, drafter, max_batch=4, max_tokens=200, version=version, num_threads=1, costs="none")
 
     mode = None if case.model == "whole" or not on_ranks else case.model
-    max_tokens = MAX_TOKENS if mode == "gathered" else None
+    max_tokens = MAX_TOKENS if mode == "gathered" else "auto"
     is_distilled = case.engine == "distilled"
     distill = DistillOptions(divergence="jsd", weight=0.5) if is_distilled else None
     return RlLoop(
@@ -88,7 +88,7 @@ def make_loop(case: RlCase, *, on_ranks: bool, seed: int = 0) -> RlLoop:
         TinyTask(),
         make_engine,
         optim=PLAIN,
-        options=options(prompts_per_step=3, ranks=mode, max_tokens=max_tokens, parents="keep", distill=distill),
+        options=options(prompts_per_step=3, ranks=mode or "gathered", max_batch_tokens=max_tokens, distill=distill),
         drafting=eager() if case.engine == "drafting" else None,
         # Each rank holds the whole teacher.
         teacher=build_float64(seed=2) if is_distilled else None,

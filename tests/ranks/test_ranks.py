@@ -99,7 +99,7 @@ def test_an_rl_run_goes_on_bitwise_with_as_many_ranks(case: rl_loops.RlCase, siz
 
 @pytest.mark.parametrize("mode", ["sharded", "gathered"])
 def test_a_bfloat16_policy_sums_in_float32(mode: str, found: Found) -> None:
-    # Of one float32 sum's own rounding: at most one unit in the last place for each rank that is added.
+    # Rounding of one float32 sum: at most one unit in the last place for each rank that is added.
     assert found[2][0]["bfloat16"][mode] <= 2 * 2**-23
 
 

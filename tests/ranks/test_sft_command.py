@@ -11,14 +11,13 @@ from safetensors.torch import load_file
 
 from tests.models import build
 from tests.ranks.commands import torchrun, treering, weights_of
-from treering.cli.sft.run import train
-from treering.cli.sft.summary import SftSummary
+from treering.cli.sft import SftSummary, train
 from treering.config import SftConfig, load
 
 CONFIG = """
 [data]
 source = "generated"
-stand_in = {num_tasks = 6, num_trials = 3, vocab_size = 64}
+max_tasks = 6
 
 [model]
 hidden_size = 32
@@ -32,6 +31,8 @@ device = "cpu"
 [train]
 num_steps = 3
 trees_per_step = 3
+
+[optim]
 learning_rate = 1e-3
 
 [eval]
@@ -102,7 +103,7 @@ def test_two_ranks_train_the_adapters_of_one_and_either_goes_on(folder: Path) ->
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sequences))
     (folder / "lora.toml").write_text(
         f'[model]\npath = "{folder / "base"}"\ndevice = "cpu"\n[lora]\nrank = 2\n[data]\nfiles = ["data.jsonl"]\n'
-        "[train]\nnum_steps = 2\ntrees_per_step = 2\nlearning_rate = 1e-2\n"
+        "[train]\nnum_steps = 2\ntrees_per_step = 2\n[optim]\nlearning_rate = 1e-2\n"
     )
     for run in ("lora-two", "lora-one"):
         alone(folder, f"run.dir={folder / run}", "train.num_steps=1", file="lora.toml")

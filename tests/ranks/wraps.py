@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.models import build_float64
-from treering.train.loop.compute import enable_gradient_checkpointing
+from treering.model.layers import enable_gradient_checkpointing
 
 
 def build(name: str) -> nn.Module:

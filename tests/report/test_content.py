@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.report.folders import CONFIG, group, row, write_run, write_timeline
-from treering.cli.sft.samples import write_samples
+from treering.cli.sft import write_samples
 from treering.errors import InputError
 from treering.report.content import page_content
-from treering.report.facts import note_start
 from treering.report.page import as_html
 from treering.report.rollouts import tokens_of
+from treering.report.run import note_start
 from treering.train.loop.batches import TrainingTask
 
 
@@ -51,7 +51,7 @@ def test_each_rollout_is_counted_once_in_the_account(tmp_path: Path) -> None:
     left_out = {"reward failed": 4, "not scored": 0, "empty": 4}
     account = content_of(tmp_path)["runs"][0]["account"]
     assert account == {"trained": 16, "equal rewards in the group": 8, **left_out}
-    # Of an environment the trained branches are counted, of which a rollout may have many.
+    # The trained branches of an environment are counted, of which a rollout may have many.
     episodes = [row(1, **{"train/num_branches": 40, "reward/num_unscored": 3})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in episodes))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"task": {"kind": "environment"}}))

@@ -3,8 +3,8 @@
 import numpy as np
 
 from treering.data import Trajectory
-from treering.data.episode import CallSpan, EpisodePart, Turn
-from treering.report.episodes import MAX_DRAWN_EPISODES, episodes_of
+from treering.data.trajectory import CallSpan, EpisodePart, Turn
+from treering.report.content import MAX_DRAWN_EPISODES, episodes_of
 from treering.tree.forest import Forest
 
 

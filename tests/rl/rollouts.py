@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from treering.engine.rollout import FinishReason, Rollout
+from treering.engine.protocol import FinishReason, Rollout
 from treering.rl.tasks.task import Prompt
 from treering.types import PromptId
 

@@ -10,25 +10,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.engine.scripted import ScriptedEngine
 from tests.models import VOCAB, build
-from tests.train.loop.runs import nested
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout
-from treering.engine.scripted import ScriptedEngine
+from treering.config.engine import DraftOptions
+from treering.config.loop import RlOptions
+from treering.config.optim import OptimOptions
+from treering.engine.protocol import Request, Rollout, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 from treering.metrics import JsonlSink, Metrics
-from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.drafting import Drafting
 from treering.rl.loop import EngineFactory, RlLoop
-from treering.rl.options import RlOptions
-from treering.rl.rollout_log import RolloutLog
-from treering.rl.step_report import RlStepReport
+from treering.rl.step_report import RlStepReport, RolloutLog
 from treering.rl.tasks.task import Prompt, Task
-from treering.train.loop.checkpoint import CheckpointStore
-from treering.train.loop.optim import OptimOptions
+from treering.train.loop.checkpoint import CheckpointStore, Resumable
 from treering.train.loop.reference import MakeReference
-from treering.train.loop.resumable import Resumable
-from treering.train.loop.run import METRICS_FILE, open_run, run_steps
+from treering.train.loop.saved_run import METRICS_FILE, open_run, run_steps
 
 STOP = 0
 IDENTITY = {"task": "tiny", "rl.seed": 0}
@@ -105,7 +102,7 @@ def uneven(drafter: Drafter | None, version: int) -> ScriptedEngine:
 def options(**changes: object) -> RlOptions:
     """Two prompts per step, groups of four."""
     plain = {"prompts_per_step": 2, "group_size": 4, "sampling": SAMPLING}
-    return RlOptions(**(plain | nested(changes)))  # type: ignore[arg-type]
+    return RlOptions(**(plain | changes))  # type: ignore[arg-type]
 
 
 def scripted_loop(

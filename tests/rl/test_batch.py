@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.rl.rollouts import rollout_of
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Rollout
 from treering.rl.batch import make_rl_batch
 from treering.rl.collect import Group
 from treering.rl.tasks.task import Prompt
@@ -39,7 +39,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "sizes"), [("tree", [5, 4]), ("packed", [5, 4, 2, 2, 3])])
+@pytest.mark.parametrize(("layout", "sizes"), [("tree", [5, 4]), ("joined", [9]), ("packed", [5, 4, 2, 2, 3])])
 def test_groups_that_differ_in_reward_are_trained_in_either_layout(layout: str, sizes: list[int]) -> None:
     batch = make_rl_batch(GROUPS, estimator="dr_grpo", layout=layout)  # type: ignore[arg-type]
     forests = batch.trees.forests

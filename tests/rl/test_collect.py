@@ -14,14 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.scripted import ScriptedEngine
 from tests.rl.rollouts import prompt_of, rollout_of
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout
-from treering.engine.scripted import ScriptedEngine
+from treering.engine.protocol import Request, Rollout, Sampling
 from treering.errors import ConfigError, InputError, Interrupted, StateError
 from treering.rl.collect import NUM_MESSAGES, Collected, Group, collect, join
-from treering.rl.tasks.score import RewardValue
-from treering.rl.tasks.task import Prompt, Task
+from treering.rl.tasks.task import Prompt, RewardValue, Task
 
 STOP = 9
 PROMPTS = [prompt_of(1, 2, prompt_id="a"), prompt_of(3, prompt_id="b"), prompt_of(4, prompt_id=7)]
@@ -110,7 +108,7 @@ def test_requests_carry_draw_prompt_and_sampling() -> None:
 
 
 def place_of(file: str) -> str:
-    """As errors name a file: relative to the current folder, if it is inside."""
+    """The path as errors name a file: relative to the current folder, if it is inside."""
     return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from tests.models import assert_gradients_equal, build, build_float64, take_gradients
 from tests.rl.runs import TinyTask, scripted_loop, scripted_step
 from tests.train.objectives.flat_distill import Setting, divergence
-from treering.engine.request import Sampling
+from treering.config.optim import OptimOptions
+from treering.config.teacher import DistillOptions
+from treering.engine.protocol import Sampling
 from treering.errors import ConfigError, InputError
-from treering.train.loop.distill import DistillOptions
-from treering.train.loop.optim import OptimOptions
 
 EXACT = 1e-10
 UNCLIPPED = OptimOptions(learning_rate=1e-2, max_grad_norm=0.0)
@@ -72,7 +72,7 @@ def test_a_divergence_beside_a_policy_loss_is_the_same_in_both_layouts(objective
     ("changes", "teacher", "error", "message"),
     [
         ({"objective": "distill"}, None, ConfigError, "without a weight"),
-        ({"distill": DistillOptions()}, TEACHER, ConfigError, "without a weight; got 'grpo'"),
+        ({"distill": DistillOptions()}, TEACHER, ConfigError, 'without a weight; got "grpo"'),
         ({"distill": DistillOptions(weight=1.0)}, None, ConfigError, "give both, or neither"),
         ({}, TEACHER, ConfigError, "give both, or neither"),
         ({"distill": DistillOptions(weight=1.0)}, build(vocab_size=40), InputError, "shares the student's tokenizer"),

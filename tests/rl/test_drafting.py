@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.rl import rollouts
-from treering.engine.rollout import Rollout
-from treering.history.budget.costs import VerifyCosts
+from treering.config.engine import DraftOptions
+from treering.engine.protocol import Rollout
+from treering.history.budget import VerifyCosts
 from treering.history.types import DraftRows
-from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.drafting import Drafting
 
 
 def rollout_of(prompt_id: str, sample: int, version: int = 0) -> Rollout:

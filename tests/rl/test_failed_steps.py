@@ -3,9 +3,9 @@
 import pytest
 
 from tests.rl.runs import TinyTask, scripted_loop, share_of_even_tokens
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Rollout
 from treering.errors import StateError
-from treering.rl.checks import MAX_FAILED_STEPS
+from treering.rl.sampler import MAX_FAILED_STEPS
 
 
 class Failing:

@@ -17,7 +17,7 @@ from tests.rl.runs import eager, memory_of, sampling_loop, steps_in
 from treering.errors import Interrupted
 from treering.ranks.group import RankGroup
 from treering.rl.drafting import Drafting
-from treering.train.loop.interruption import Interruption
+from treering.train.loop.saved_run import Interruption
 from treering.train.progress import Phase
 
 

@@ -9,7 +9,7 @@ from tests.rl.rollouts import prompt_of, rollout_of
 from treering.data import Trajectory, read_trajectories
 from treering.errors import InputError, StateError
 from treering.rl.collect import Group
-from treering.rl.rollout_log import RolloutLog, as_trajectories
+from treering.rl.step_report import RolloutLog, as_trajectories
 
 FIRST = rollout_of(
     [7, 9, 8],

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.forests import SHAPES, sequence_sets, star
 from treering import tree_advantages
 from treering.errors import ConfigError, InputError
-from treering.rl.advantages import group_advantages
-from treering.rl.tree_advantages import Baseline
+from treering.rl.advantages import Baseline, group_advantages
 from treering.tree.forest import Forest
 
 END = -1
@@ -23,7 +22,7 @@ END = -1
 RELATIVE: tuple[Baseline, ...] = ("parent", "siblings", "leave_one_out", "root", "tree_rl")
 EPSILON = 1e-6
 STEM = [[1, 3, 5], [1, 3, 6], [1, 3, 7], [1, 4]]
-"""A prompt, a stem with three leaves, and an answer of its own."""
+"""A prompt, a stem with three leaves, and another answer."""
 
 
 class Paths:

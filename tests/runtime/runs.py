@@ -1,7 +1,5 @@
 """Recipes, policies and pipelined loops shared by the runtime tests."""
 
-import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +10,22 @@ from torch import nn
 
 from tests.models import build, build_float64
 from tests.rl.runs import PLAIN, SAMPLING, TinyTask, options
+from tests.runtime.in_process import TestActors, die
+from treering.config.engine import DraftOptions
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 from treering.rl.collect import Collection
-from treering.rl.drafting import Drafting, DraftOptions
+from treering.rl.drafting import Drafting
 from treering.rl.tasks.task import Task
-from treering.runtime.ipc.launcher import Launcher
+from treering.runtime.controller import PipelineSpec
+from treering.runtime.open_step import OpenStep
 from treering.runtime.pipeline import PipelineLoop
-from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import Planner, RolloutPlan
-from treering.schedule.cluster import Cluster, Rebalancing
-from treering.schedule.latency import Latency, linear_latency
+from treering.runtime.planning import Planner, RolloutPlan
+from treering.runtime.process import Actors
+from treering.schedule.cluster import Cluster, Latency, Rebalancing, linear_latency
+from treering.schedule.migration import Prices
 from treering.schedule.policy import Assignment, PlanRequest, Policy
-from treering.schedule.predict.lengths import LengthPredictor, make_predictor
-from treering.schedule.simulator.migration import Prices
+from treering.schedule.predict import LengthPredictor, make_predictor
 from treering.train.loop.reference import MakeReference
 
 MAX_BATCH = 3
@@ -78,7 +78,7 @@ GIVEN = linear_latency(step_s=20.0, row_s=0.05)
 
 
 def planner(policy: Policy, *, num_workers: int = 2, rebalancing: Rebalancing = "queued") -> Planner:
-    """Of five steps of two prompts in groups of two, at staleness 1."""
+    """Planner of five steps of two prompts in groups of two, at staleness 1."""
     return Planner(
         policy,
         LengthPredictor(guess=10),
@@ -143,7 +143,7 @@ class DeadlyEngines(TinyRecipe):
     """Kills every worker before it has an engine."""
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> TorchEngine:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
         return super().make_engine(model, drafter, version)
 
 
@@ -160,17 +160,15 @@ def pipeline(
     worker_time_limit_s: float = 3600.0,
     rebalancing: Rebalancing = "queued",
     num_slots: int = MAX_BATCH,
-    launcher: Launcher | None = None,
+    actors: Actors | None = None,
     num_trainer_ranks: int = 1,
     reference: MakeReference | None = None,
     **changes: object,
 ) -> PipelineLoop:
-    """A loop over the recipe's task: two prompts per step, groups of four."""
+    """A loop over the recipe's task: two prompts per step, groups of four; its workers are objects of this process."""
     recipe = recipe or TinyRecipe()
-    return PipelineLoop(
-        recipe.make_model(),
-        recipe.make_task(),
-        recipe,
+    spec = PipelineSpec(
+        recipe=recipe,
         optim=PLAIN,
         options=options(**changes),
         num_steps=num_steps,
@@ -187,7 +185,8 @@ def pipeline(
         drafting=drafting if history is None else Drafting(DraftOptions(min_acceptance=0.01), history),
         reward_time_limit_s=reward_time_limit_s,
         worker_time_limit_s=worker_time_limit_s,
-        launcher=launcher,
+        actors=actors or TestActors(),
         num_trainer_ranks=num_trainer_ranks,
         reference=reference,
     )
+    return PipelineLoop(recipe.make_model(), recipe.make_task(), spec)

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from tests.rl.runs import TinyTask, share_of_even_tokens
-from treering.engine.rollout import Rollout
-from treering.rl.tasks.score import RewardValue
-from treering.rl.tasks.task import Prompt
+from tests.runtime.in_process import die, hang
+from treering.engine.protocol import Rollout
+from treering.rl.tasks.task import Prompt, RewardValue
 
 
 class Slow(TinyTask):
@@ -23,7 +23,7 @@ class Slow(TinyTask):
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         if (rollout.draw, rollout.sample) == (0, 2):
-            time.sleep(3600)
+            hang()
         return share_of_even_tokens(rollout)
 
 
@@ -37,7 +37,7 @@ class DeadlyOnce(TinyTask):
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
         if not self._marker.exists():
             self._marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         return share_of_even_tokens(rollout)
 
 
@@ -53,7 +53,7 @@ class Ranking(TinyTask):
     def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
         if self._marker is not None and not self._marker.exists():
             self._marker.touch()
-            time.sleep(3600)
+            hang()
         shares = [share_of_even_tokens(rollout) for rollout in rollouts]
         ranks = [float(sum(other <= share for other in shares)) for share in shares]
         return [None if rollout.sample == 3 else rank for rank, rollout in zip(ranks, rollouts, strict=True)]
@@ -72,7 +72,7 @@ def leave_a_process() -> None:
 
 
 def start_and_join_a_process() -> None:
-    """As rewards with time limits of their own do; daemons may not."""
+    """Start a process, as rewards with their own time limits do; daemons may not."""
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
     process.start()
     process.join()
@@ -113,7 +113,7 @@ ENDING: Mapping[str, Callable[[], object]] = {
     "exits with 0": partial(os._exit, 0),
     "exits with 3": partial(os._exit, 3),
     "closes its files": partial(os.closerange, 3, 999),
-    "ends itself": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "dies": die,
 }
 """What ends the process of a reward."""
 

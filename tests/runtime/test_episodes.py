@@ -1,9 +1,6 @@
 """Episodes in rollout workers: whatever the workers and their deaths, episodes and weights are those of one process."""
 
 import asyncio
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,26 +14,23 @@ import torch
 from torch import nn
 
 from tests.models import build_float64
-from tests.processes import wait_for_the_end_of
 from tests.rl.environments.worlds import TASKS, TURN_END, VOCAB, WORLDS, World, engine_of, task_of
 from tests.rl.runs import PLAIN, options
+from tests.runtime.in_process import TestActors
 from tests.runtime.kills import killing
 from tests.runtime.runs import Dealt
 from tests.runtime.test_pipeline import assert_same, run, stale
-from treering.engine.protocol import Engine
-from treering.engine.request import Sampling
+from treering.config.loop import RlOptions
+from treering.engine.protocol import Engine, Sampling
 from treering.history.draft.drafter import Drafter
-from treering.rl.environments.environment import EnvTask, Outcome
+from treering.rl.environments.environment import EnvironmentTask, EnvTask, Outcome
 from treering.rl.environments.policy import Policy as Asked
-from treering.rl.environments.task import EnvironmentTask
 from treering.rl.loop import RlLoop
-from treering.rl.options import RlOptions
+from treering.runtime.controller import PipelineSpec
 from treering.runtime.pipeline import PipelineLoop
-from treering.runtime.workers.episode_worker import end_group_with_this_process
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import STANDARD
+from treering.schedule.cluster import STANDARD, Cluster
 from treering.schedule.policy import Assignment, PlanRequest, Policy
-from treering.schedule.predict.lengths import make_predictor
+from treering.schedule.predict import make_predictor
 
 CHOSEN = RlOptions(
     prompts_per_step=2, group_size=3, sampling=Sampling(max_tokens=500, stop_tokens=(TURN_END,)), seed=options().seed
@@ -45,7 +39,7 @@ MAX_ROWS = 3
 
 
 class Faulty(World):
-    """Of each group in the first step one raises, one never ends, one exits; processes that it starts end with it."""
+    """In each group of the first step one raises, one never ends, one exits; processes that it starts end with it."""
 
     tasks = TASKS[:2]
 
@@ -66,7 +60,7 @@ class Faulty(World):
         return self.reward([reply.text])
 
     def close(self) -> None:
-        (self._folder / f"closed-{os.getpid()}").touch()
+        (self._folder / f"closed-{id(self)}").touch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +78,7 @@ class EnvRecipe:
         return build_float64("qwen3", vocab_size=VOCAB)
 
     def make_task(self) -> EnvironmentTask:
-        return task_of(self.world(), max_rows=MAX_ROWS, episode_timeout_s=self.timeout_s, episode_order="in_order")
+        return task_of(self.world(), max_rows=MAX_ROWS, episode_timeout=self.timeout_s, episode_order="in_order")
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> Engine:
         return engine_of(model, drafter=drafter, version=version, num_threads=1, costs="none", max_batch=MAX_ROWS)  # type: ignore[arg-type]
@@ -110,10 +104,8 @@ class InOrder(Dealt):
 def in_workers(
     recipe: EnvRecipe, num_steps: int, *, num_workers: int = 2, staleness: int = 0, policy: Policy | None = None
 ) -> PipelineLoop:
-    return PipelineLoop(
-        recipe.make_model(),
-        recipe.make_task(),
-        recipe,
+    spec = PipelineSpec(
+        recipe=recipe,
         optim=PLAIN,
         options=CHOSEN,
         num_steps=num_steps,
@@ -122,7 +114,9 @@ def in_workers(
         ),
         policy=policy or Dealt("queued"),
         predictor=make_predictor(max_tokens=500),
+        actors=TestActors(),
     )
+    return PipelineLoop(recipe.make_model(), recipe.make_task(), spec)
 
 
 @pytest.mark.parametrize(("name", "num_workers"), [("SubAgents", 1), ("TwoSeats", 2)])
@@ -178,17 +172,3 @@ def test_episodes_that_fail_are_counted_by_cause_and_change_no_other(tmp_path: P
     assert (account.reward_errors, account.sampled, account.worker_deaths) == (3, 12, 0)
     # Each worker has closed its environment.
     assert len(list(tmp_path.glob("closed-*"))) == 2
-
-
-def test_a_killed_worker_leaves_no_process_of_its_group() -> None:
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setpgid(0, 0)
-        guard = end_group_with_this_process()
-        os.write(write, b"%d" % subprocess.Popen(["sleep", "60"]).pid)
-        os.kill(os.getpid(), signal.SIGKILL)
-        guard.wait()
-    started = int(os.read(read, 20))
-    os.waitpid(child, 0)
-    wait_for_the_end_of([started])

@@ -1,7 +1,5 @@
-"""Workers that share no files with the controller draft from what it sends them, as others do from its folder."""
+"""Rollout workers draft from the history that the controller publishes into a folder, within a step and after."""
 
-import os
-import signal
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -11,18 +9,15 @@ import pytest
 from torch import nn
 
 from tests.runtime import tasks
+from tests.runtime.in_process import die
 from tests.runtime.runs import MAX_BATCH, Lopsided, TinyRecipe, pipeline
 from tests.runtime.test_pipeline import rows_of
-from treering.engine.protocol import EngineStats
-from treering.engine.request import Sampling
-from treering.engine.rollout import Rollout
+from treering.config.engine import DraftOptions
+from treering.engine.protocol import EngineStats, Rollout, Sampling
 from treering.engine.torch_engine import TorchEngine
+from treering.errors import ConfigError
 from treering.history.draft.drafter import Drafter
-from treering.history.features import Source
-from treering.rl.drafting import Drafting, DraftOptions
-from treering.runtime.ipc.local_launcher import LocalLauncher
-from treering.runtime.ipc.messages import PromptHistories
-from treering.runtime.ipc.process import ChildProcess
+from treering.rl.drafting import Drafting
 from treering.runtime.pipeline import PipelineLoop
 
 PER_EPOCH, NUM_STEPS = 3, 6
@@ -32,20 +27,12 @@ GREEDY = Sampling(max_tokens=12, top_k=1)
 PATIENCE_S = 120.0
 
 
-class Elsewhere(LocalLauncher):
-    """Starts processes that see no files of the controller, as far as it knows."""
-
-    shares_host = False
-
-
 one_prompt = partial(tasks.Constant, 1)
 
 
-def drafting(
-    folder: Path | None = None, publish_new_after: int = 1000, sources: tuple[Source, ...] = ("history",)
-) -> Drafting:
-    """Drafts from the history of the rollout's own prompt alone, of earlier steps, unless other things are given."""
-    options = DraftOptions(min_acceptance=0.01, sources=sources, publish_new_after=publish_new_after)
+def drafting(folder: Path, publish_new_after: int = 1000) -> Drafting:
+    """Drafts from the history of the rollout's own prompt alone, of earlier steps, unless more is published."""
+    options = DraftOptions(min_acceptance=0.01, sources=("history",), publish_new_after=publish_new_after)
     return Drafting(options, folder)
 
 
@@ -59,40 +46,21 @@ def run(loop: PipelineLoop, num_steps: int = NUM_STEPS) -> tuple[list[EngineStat
     return engines, rows
 
 
-def drafts_of(engines: list[EngineStats]) -> list[tuple[int, int]]:
-    return [(engine.num_drafted, engine.num_accepted) for engine in engines]
-
-
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What the controller sends to its processes."""
-    sent: list[object] = []
-    send = ChildProcess.send
-
-    def noted(child: ChildProcess, message: object) -> None:
-        sent.append(message)
-        send(child, message)
-
-    monkeypatch.setattr(ChildProcess, "send", noted)
-    return sent
-
-
-def test_sent_history_drafts_what_mapped_history_drafts(tmp_path: Path, messages: list[object]) -> None:
+def test_the_second_epoch_is_drafted_from_the_first(tmp_path: Path) -> None:
     # Equal rewards, so the weights stay: greedily, every rollout of a prompt is the same in both epochs.
-    recipe = TinyRecipe(task=tasks.Constant)
-    started = partial(pipeline, recipe, num_steps=NUM_STEPS, sampling=GREEDY)
+    started = partial(pipeline, TinyRecipe(task=tasks.Constant), num_steps=NUM_STEPS, sampling=GREEDY)
     _, expected = run(started())
-    mapped, mapped_rows = run(started(drafting=drafting(tmp_path / "mapped")))
-    assert not any(isinstance(message, PromptHistories) for message in messages)
-    sent, sent_rows = run(started(drafting=drafting(tmp_path / "unread"), launcher=Elsewhere()))
-    assert sent_rows == mapped_rows == expected
-    assert any(isinstance(message, PromptHistories) for message in messages)
-    # Each rollout stays on its worker, and no clock decides what is drafted.
-    assert drafts_of(sent) == drafts_of(mapped)
-    first, second = sent[:PER_EPOCH], sent[PER_EPOCH:]
+    engines, rows = run(started(drafting=drafting(tmp_path)))
+    assert rows == expected
+    first, second = engines[:PER_EPOCH], engines[PER_EPOCH:]
     assert all(engine.num_drafted == 0 for engine in first)
     # They repeat the first epoch: most tokens come from drafts.
     assert sum(engine.num_accepted for engine in second) > sum(engine.num_sampled for engine in second) / 2
+
+
+def test_a_history_in_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give a folder"):
+        pipeline(num_steps=1, drafting=Drafting())
 
 
 def has_history(drafter: Drafter) -> bool:
@@ -123,14 +91,13 @@ class PatientRecipe(TinyRecipe):
         return Patient(model, drafter, version)
 
 
-def test_siblings_of_a_new_prompt_draft_from_each_other_on_every_worker() -> None:
+def test_siblings_of_a_new_prompt_draft_from_each_other_on_every_worker(tmp_path: Path) -> None:
     # All rollouts but one are on the first worker; both wait with their last one.
     loop = pipeline(
         PatientRecipe(task=one_prompt),
         num_steps=1,
         policy=Lopsided(),
-        drafting=drafting(publish_new_after=1),
-        launcher=Elsewhere(),
+        drafting=drafting(tmp_path, publish_new_after=1),
         sampling=GREEDY,
         prompts_per_step=1,
         rebalancing="none",
@@ -160,7 +127,7 @@ class Mortal(Patient):
     def step(self) -> list[Rollout]:
         if has_history(self._read) and not self._mark.exists():
             self._mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         return TorchEngine.step(self)
 
 
@@ -169,8 +136,7 @@ def test_the_replacement_of_a_killed_worker_drafts_from_the_history_again(tmp_pa
         MortalRecipe(task=one_prompt, mark=tmp_path / "dead"),
         num_steps=2,
         num_workers=1,
-        drafting=drafting(),
-        launcher=Elsewhere(),
+        drafting=drafting(tmp_path / "history"),
         sampling=GREEDY,
         prompts_per_step=1,
     )

@@ -8,7 +8,7 @@ import pytest
 from tests.runtime.runs import Noting, open_step, planner
 from treering.errors import StateError
 from treering.runtime.account import Account
-from treering.runtime.step.open_step import OpenStep
+from treering.runtime.open_step import OpenStep
 
 
 def step_run(workers: list[int], **changes: object) -> OpenStep:

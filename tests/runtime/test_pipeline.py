@@ -14,15 +14,15 @@ from tests.rl.runs import PLAIN, TinyTask, options, sampling_loop
 from tests.runtime import tasks
 from tests.runtime.runs import Lopsided, TinyRecipe, pipeline
 from treering import metrics
+from treering.config.loop import RlOptions
 from treering.errors import ConfigError, InputError, StateError
-from treering.rl.checks import with_stops
 from treering.rl.collect import collect
-from treering.rl.environments.collect import collect_episodes
-from treering.rl.environments.task import EnvironmentTask
+from treering.rl.environments.collect_episodes import collect_episodes
+from treering.rl.environments.environment import EnvironmentTask
 from treering.rl.loop import RlLoop
-from treering.rl.options import RlOptions
+from treering.rl.sampler import with_stops
 from treering.rl.trainer import Trainer
-from treering.runtime.ipc.launcher import Recipe
+from treering.runtime.messages import Recipe
 from treering.runtime.pipeline import PipelineLoop
 from treering.train.loop.batches import StepPlan
 

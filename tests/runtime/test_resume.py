@@ -16,9 +16,8 @@ from treering.errors import Interrupted, StateError
 from treering.ranks.group import RankGroup
 from treering.rl.loop import RlLoop
 from treering.runtime.pipeline import PipelineLoop
-from treering.schedule.policies import make_policy
-from treering.train.loop.interruption import Interruption
-from treering.train.loop.run import open_run
+from treering.schedule.histopipe import make_policy
+from treering.train.loop.saved_run import Interruption, open_run
 from treering.train.progress import Phase
 
 NUM_STEPS = 6

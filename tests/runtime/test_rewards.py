@@ -1,4 +1,4 @@
-"""What rewards do to their process costs their rollout at most; one that ends its process for ever ends the run."""
+"""A reward that ends its process, or never returns, costs its rollout at most; one that always does ends the run."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,60 +7,23 @@ from pathlib import Path
 import pytest
 
 from tests.models import build_float64
-from tests.processes import wait_for_the_end_of
 from tests.rl.runs import sampling_loop
 from tests.runtime import tasks
 from tests.runtime.runs import TinyRecipe, pipeline
-from tests.runtime.test_deaths import is_complete
-from tests.runtime.test_pipeline import Result, assert_same, run
+from tests.runtime.test_deaths import is_complete, tick
+from tests.runtime.test_pipeline import assert_same, run
 from treering.errors import StateError
+from treering.runtime import rewards
 from treering.runtime.pipeline import PipelineLoop
-from treering.runtime.pools.reward_client import MAX_IN_A_ROW, NUM_RECENT, EndedWorkers
-
-NUM_STEPS = 3
-NUM_ROLLOUTS = 8 + 8 + 4
+from treering.runtime.rewards import MAX_IN_A_ROW, NUM_RECENT, EndedWorkers
 
 
-def doing(*names: str, always: bool = False, num_steps: int = NUM_STEPS) -> PipelineLoop:
-    return pipeline(TinyRecipe(task=partial(tasks.Doing, *names, always=always)), num_steps=num_steps)
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> Result:
-    with pipeline(num_steps=NUM_STEPS) as loop:
-        return run(loop, NUM_STEPS)
-
-
-def test_what_stays_inside_its_process_changes_nothing_and_ends_with_the_run(undisturbed: Result) -> None:
-    # What is printed after stdout was closed raises.
-    printing = ("changes the folder", "prints", "forks", "leaves a process")
-    for names in (printing, [name for name in tasks.HARMLESS if name not in printing]):
-        with doing(*names) as loop:
-            result = run(loop, NUM_STEPS)
-            account, pids = loop.account, loop.pids
-            started = members_of(pids["reward worker"])
-        assert_same(result, undisturbed)
-        assert is_complete(account, NUM_ROLLOUTS)
-        assert (account.reward_errors, account.reward_worker_deaths) == (0, 0)
-        assert (len(started) > 1) == ("leaves a process" in names)
-        wait_for_the_end_of([*pids.values(), *started])
-
-
-def members_of(group: int) -> list[int]:
-    """The processes of a process group."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split() if entry.name.isdigit() else []
-        except OSError:
-            continue
-        if fields and int(fields[2]) == group:
-            members.append(int(entry.name))
-    return members
+def doing(*names: str, always: bool = False) -> PipelineLoop:
+    return pipeline(TinyRecipe(task=partial(tasks.Doing, *names, always=always)), num_steps=1)
 
 
 def test_an_exception_that_ends_programs_costs_a_rollout_and_no_process() -> None:
-    with doing(*tasks.RAISING, num_steps=1) as loop:
+    with doing(*tasks.RAISING) as loop:
         report, account = loop.step().rollouts, loop.account
     num_errors = 2 * len(tasks.RAISING)
     counts = (report.num_reward_errors, account.reward_errors, account.reward_worker_deaths)
@@ -69,23 +32,20 @@ def test_an_exception_that_ends_programs_costs_a_rollout_and_no_process() -> Non
     assert is_complete(account, 8)
 
 
-@pytest.mark.parametrize("names", [[*tasks.ENDING][:3], [*tasks.ENDING][3:]])
-def test_a_rollout_that_ends_its_worker_is_left_out_and_counted(names: list[str]) -> None:
-    with doing(*names, num_steps=1) as loop:
+def test_a_rollout_that_ends_its_worker_three_times_is_left_out_and_counted() -> None:
+    with doing("dies") as loop:
         report, account = loop.step().rollouts, loop.account
-    assert (report.num_reward_errors, account.reward_errors) == (2 * len(names), 2 * len(names))
-    # A signal may have come from outside, so such a rollout gets two more attempts.
-    assert account.reward_worker_deaths == sum(2 * (3 if name == "ends itself" else 1) for name in names)
-    assert all("its reward ended the reward worker" in message for message in report.reward_errors)
+    # One of each group.
+    assert (report.num_reward_errors, account.reward_errors, account.reward_worker_deaths) == (2, 2, 6)
+    assert all("its reward ended the reward worker 3 times" in message for message in report.reward_errors)
     assert is_complete(account, 8)
 
 
 def test_a_reward_that_always_ends_its_worker_ends_the_run_in_its_first_step_in_one_line() -> None:
-    with doing("crashes", always=True) as loop:
+    with doing("dies", always=True) as loop:
         with pytest.raises(StateError) as caught:
-            run(loop, NUM_STEPS)
-        assert loop.account.reward_worker_deaths == 8
-        assert loop.pids == {}
+            loop.step()
+        assert loop.account.reward_worker_deaths == 3 * 8
     text = str(caught.value)
     assert "tests.runtime.tasks.Doing.reward failed for every rollout of step 1, for 8" in text
     assert "its reward ended the reward worker" in text
@@ -100,9 +60,10 @@ def test_groups_are_rewarded_as_in_the_synchronous_loop_whichever_workers_sample
     assert all([row[1] for row in rows[:3]] == [0, 1, 2] for rows in result[1])
 
 
-def test_a_group_whose_reward_hangs_is_left_out_as_a_whole(tmp_path: Path) -> None:
+def test_a_group_whose_reward_hangs_is_left_out_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tick(monkeypatch, rewards)
     recipe = TinyRecipe(task=partial(tasks.Ranking, str(tmp_path / "hung")))
-    with pipeline(recipe, num_steps=1, reward_time_limit_s=3.0) as loop:
+    with pipeline(recipe, num_steps=1, reward_time_limit_s=1000.0) as loop:
         report, account = loop.step().rollouts, loop.account
     assert (report.num_reward_errors, report.num_rollouts, report.num_unscored) == (4, 3, 1)
     assert (account.reward_workers_stopped, account.evaluated) == (1, 8)

@@ -10,10 +10,10 @@ import torch
 
 from tests.runtime.runs import GIVEN, Noting, pipeline, planner
 from treering.engine.protocol import EngineStats
-from treering.runtime.pools.trainer_client import TrainerClient
+from treering.runtime.rollout_worker import PassTimer
 from treering.runtime.run_state import RunState
-from treering.runtime.workers.rollout_worker import PassTimer
-from treering.schedule.latency import Latency
+from treering.runtime.trainer import TrainerClient
+from treering.schedule.cluster import Latency
 from treering.schedule.measured_latency import PassTimes
 
 

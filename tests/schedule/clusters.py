@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import Latency, linear_latency
+from treering.schedule.cluster import Cluster, Latency, linear_latency
 from treering.schedule.policy import Forecast, PlanRequest
-from treering.schedule.traces.trace import Trace, TraceStep
+from treering.schedule.traces import Trace, TraceStep
 
 
 def cluster(

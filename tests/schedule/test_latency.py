@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from treering.errors import InputError
-from treering.schedule.latency import Latency, is_among, linear_latency, shape_of
+from treering.schedule.cluster import Latency, is_among, linear_latency, shape_of
 
 
 def test_steps_are_linear_between_measured_rows_flat_before_and_go_on_behind():
@@ -18,13 +18,13 @@ def test_speculation_divides_a_step_by_the_tokens_it_gains():
 
 def test_rows_that_do_not_rise_and_times_that_are_none_are_refused():
     for rows, seconds in (([1], [1.0]), ([1, 2], [1.0]), ([2, 1], [1.0, 2.0]), ([-1, 2], [1.0, 2.0])):
-        with pytest.raises(InputError, match="at least two numbers of rows"):
+        with pytest.raises(InputError, match="at least two ascending num_rows"):
             Latency(num_rows=rows, decode_s=seconds)
     for seconds in ([0.0, 1.0], [2.0, 1.0], [1.0, np.nan]):
-        with pytest.raises(InputError, match="a decode step takes time"):
+        with pytest.raises(InputError, match="a decode step must take time"):
             Latency(num_rows=[1, 2], decode_s=seconds)
     for name in ("prefill_s", "load_s", "training_s"):
-        with pytest.raises(InputError, match=f"{name} is a time"):
+        with pytest.raises(InputError, match=f"{name} must be seconds"):
             linear_latency(step_s=1.0, row_s=0.0, **{name: -1.0})
 
 

@@ -6,10 +6,9 @@ import pytest
 
 from tests.schedule.clusters import cluster, plan_request, trace
 from treering.errors import ConfigError
-from treering.schedule.plan.baselines import Fifo, PlanPolicy
-from treering.schedule.plan.plans import PlacementPlan
-from treering.schedule.policies import POLICIES, make_policy
-from treering.schedule.simulator.run import simulate
+from treering.schedule.histopipe import POLICIES, make_policy
+from treering.schedule.placement import Fifo, PlacementPlan, PlanPolicy
+from treering.schedule.simulator import simulate
 
 
 def test_fifo_deals_shards_of_equal_size_at_random_and_anew_in_each_step():

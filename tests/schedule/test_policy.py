@@ -4,7 +4,7 @@ import pytest
 from tests.schedule.clusters import cluster, forecast
 from treering.errors import InputError
 from treering.schedule.policy import Assignment, Forecast
-from treering.schedule.traces.trace import Trace, TraceStep
+from treering.schedule.traces import Trace, TraceStep
 
 TWO = {"lengths": [1, 1], "forecast": forecast([1.0, 1.0])}
 
@@ -20,13 +20,17 @@ def test_a_step_is_sampled_by_the_weights_that_lie_the_staleness_behind(stalenes
         (Forecast, {"lengths": [3.0, np.nan, 0.0], "prompts": [0, 1, 2]}, "positive number, got nan and 1 more"),
         (Forecast, {"lengths": [], "prompts": []}, "one or more rollouts"),
         (Forecast, {"lengths": [1.0, 2.0], "prompts": [0]}, "one or more rollouts"),
-        (Assignment, {"workers": [0, 0], "order": [0, 0]}, "an order names each of 2 rollouts once"),
-        (Assignment, {"workers": [0, 0], "order": [0]}, "an order names each of 2 rollouts once"),
-        (Assignment, {"workers": [0], "order": [0], "predicted_lengths": [0.0]}, "one positive length a rollout"),
-        (Assignment, {"workers": [0], "order": [0], "predicted_lengths": [1.0, 1.0]}, "one positive length a rollout"),
-        (TraceStep, TWO | {"lengths": [1, 0]}, "leave empty rollouts out"),
-        (TraceStep, TWO | {"lengths": [1]}, "leave empty rollouts out"),
-        (TraceStep, TWO | {"num_prompt_tokens": [1, -1]}, "number of prompt tokens, at least 0"),
+        (Assignment, {"workers": [0, 0], "order": [0, 0]}, "order must name each of 2 rollouts once"),
+        (Assignment, {"workers": [0, 0], "order": [0]}, "order must name each of 2 rollouts once"),
+        (Assignment, {"workers": [0], "order": [0], "predicted_lengths": [0.0]}, "one positive length per rollout"),
+        (
+            Assignment,
+            {"workers": [0], "order": [0], "predicted_lengths": [1.0, 1.0]},
+            "one positive length per rollout",
+        ),
+        (TraceStep, TWO | {"lengths": [1, 0]}, "drop empty rollouts"),
+        (TraceStep, TWO | {"lengths": [1]}, "drop empty rollouts"),
+        (TraceStep, TWO | {"num_prompt_tokens": [1, -1]}, "num_prompt_tokens must be at least 0"),
         (Trace, {"steps": (), "max_tokens": 5}, "at least one step"),
         (Trace, {"steps": (TraceStep(**TWO | {"lengths": [5, 6]}),), "max_tokens": 5}, "got one of 6; raise it"),
     ],

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from treering.schedule.simulator.timeline import Timeline
+from treering.schedule.simulator import Timeline
 
 
 def timeline(policy="fifo", *, num_workers=2, num_steps=2, span_s=40.0, training_s=5.0, bound_s=60.0) -> Timeline:

@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.scripted import ScriptedEngine
 from tests.rl.rollouts import rollout_of
 from tests.serving.test_server import ask, settings
 from treering.engine.host import EngineHost
-from treering.engine.request import Request
-from treering.engine.scripted import ScriptedEngine
+from treering.engine.protocol import Request
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
 from treering.serving import HostSampler, Server
-from treering.serving import chats as module
-from treering.serving.chats import Chat, Chats
-from treering.serving.fields import Fields
-from treering.serving.sampling_params import take_sampling
+from treering.serving import server as module
+from treering.serving.bodies import Fields, take_sampling
+from treering.serving.server import Chat, Chats
 
 CHAT = "/v1/chat/completions"
 TOKENS = ChatTokens(BYTES_FOLDER)
@@ -83,6 +82,33 @@ def test_each_turn_goes_on_after_the_sampled_ids_and_calls_are_read(server: Serv
         if answer is second:
             assert after[: len(path)].tolist() == path
     assert [answer["prompt_token_ids"] for answer in (first, second, third)] == engine.contexts
+
+
+def test_a_turn_that_a_client_sends_back_in_its_own_spelling_keeps_its_ids(server: Server, engine: Says) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    chat(server, messages, tools=[TOOL])
+    answer = chat(server, messages, tools=[TOOL])
+    [call] = answer["message"]["tool_calls"]
+    spelled = {**call["function"], "arguments": '{ "a":1 }'}
+    sent = {**answer["message"], "content": None, "tool_calls": [{**call, "function": spelled}]}
+    last = chat(server, [*messages, sent, {"role": "tool", "tool_call_id": call["id"], "content": "2"}], tools=[TOOL])
+    path = [*answer["prompt_token_ids"], *answer["token_ids"]]
+    assert last["prompt_token_ids"][: len(path)] == path
+
+
+def test_log_probs_have_the_bytes_of_tokens_that_are_parts_of_a_character() -> None:
+    with (
+        EngineHost(Says("ä!", "ä!")) as host,
+        Server(
+            HostSampler(host), model="tiny", num_positions=500, texts=TOKENS.text, chat=TOKENS, settings=settings()
+        ) as server,
+    ):
+        content = chat(server, [{"role": "user", "content": "Hi"}], logprobs=True)["logprobs"]["content"]
+        _, answer = ask(server, "/v1/completions", {"prompt": "Hi", "logprobs": 1})
+    assert [each["bytes"] for each in content] == [[0xC3], [0xA4], [0x21], list(b"<|im_end|>")]
+    expected = ["bytes:\\xc3", "bytes:\\xa4", "!", "<|im_end|>"]
+    assert [each["token"] for each in content] == expected
+    assert answer["choices"][0]["logprobs"]["tokens"] == expected
 
 
 def test_a_chat_of_no_session_is_rendered_anew(server: Server, engine: Says) -> None:

@@ -16,11 +16,11 @@ import aiohttp
 import numpy as np
 import pytest
 
+from tests.engine.scripted import ScriptedEngine
 from tests.models import build_float64
 from treering.engine.host import EngineHost
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.engine.sampling.noise import call_id
-from treering.engine.scripted import ScriptedEngine
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError
 from treering.serving import HostSampler, Server, ServerSettings
@@ -37,8 +37,8 @@ class Letters:
         assert adds_special
         return np.array([ord(letter) - ord("a") for letter in text], np.int32)
 
-    def text_of(self, token: int) -> str:
-        return self.decode([token])
+    def bytes_of(self, token: int) -> bytes:
+        return self.decode([token]).encode()
 
     def decode(self, tokens: Any) -> str:
         return "".join(chr(ord("a") + token) for token in tokens)
@@ -148,13 +148,12 @@ def test_temperature_zero_takes_the_likeliest_token_and_tells_its_probability(se
         ({"min_tokens": 3}, "min_tokens"),
         ({"tempreature": 0.5}, "tempreature"),
         ({"temperature": "hot"}, "temperature of sampling_params is of the type integer or number"),
-        ({"temperature": -1.0}, "temperature is a positive number"),
+        ({"temperature": -1.0}, "temperature: expected greater than 0, got -1"),
         ({"temperature": 10**400}, "temperature of sampling_params is a number that a float holds"),
-        ({"max_tokens": 0}, "max_tokens is at least 1"),
-        ({"max_tokens": -1}, "max_tokens is at least 1"),
+        ({"max_tokens": 0}, "max_tokens: expected greater than or equal to 1, got 0"),
         ({"max_completion_tokens": 4}, "max_tokens and max_completion_tokens are one number"),
         ({"seed": -5}, "a seed is a whole number from 0 on, got -5"),
-        ({"top_k": -2}, "top_k is a whole number"),
+        ({"top_k": -2}, "top_k: expected greater than or equal to 0, got -2"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"max_tokens": 1000}, "positions"),
         ({"logprobs": 5}, "logprobs=5"),
@@ -189,6 +188,16 @@ def test_a_bad_body_is_refused_by_name(server: Server, body: Any, status: int, w
     got, answer = ask(server, GENERATE, body)
     assert got == status
     assert re.search(words, answer["error"]["message"])
+
+
+@pytest.mark.parametrize("params", [{}, {"max_tokens": 2}])
+@pytest.mark.parametrize("path", [GENERATE, "/v1/completions"])
+def test_clients_know_a_full_context_by_its_code_and_words(server: Server, path: str, params: dict[str, int]) -> None:
+    context = [1] * (NUM_POSITIONS - bool(params))
+    generates = {"token_ids": context, "sampling_params": params}
+    status, answer = ask(server, path, generates if path == GENERATE else {"prompt": context, **params})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert f"maximum context length is {NUM_POSITIONS} tokens" in answer["error"]["message"]
 
 
 def test_text_goes_in_and_out_and_ends_before_its_stop(server: Server) -> None:

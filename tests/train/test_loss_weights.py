@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from treering.errors import ConfigError
-from treering.train.loss_weights import Weighting, entry_counts, entry_weights
+from treering.train.entries import entry_counts, entry_weights
+from treering.train.objective import Weighting
 from treering.tree.forest import Forest
 
 FOREST = Forest.from_sequences([[5, 6, 7], [5, 6, 8], [9, 6]])

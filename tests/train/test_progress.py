@@ -8,16 +8,16 @@ from torch import Tensor
 
 from tests.forests import SHAPES
 from tests.models import build_float64, take_gradients
+from tests.partitions import Parents, forced
 from tests.train.gradient.test_backward import batch_of, forests_of
 from tests.train.loop.runs import assert_bitwise_equal, tensors_of, tiny_loop
 from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_objectives import data_of
-from treering.train.gradient.activations import ParentsOption
-from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.gradient.router_losses import RouterLosses
+from treering.config.router import RouterLosses
+from treering.objectives import Objective, sft
 from treering.train.loop.sft import SftLoop
-from treering.train.objectives import Objective, sft
 from treering.train.progress import OnProgress
+from treering.train.step import BackwardResult, backward
 
 Calls = list[tuple[str, int, int]]
 
@@ -35,7 +35,7 @@ def clean_gradients() -> Iterator[None]:
 def heard(
     objective: Objective,
     max_tokens: int | None,
-    parents: ParentsOption = "keep",
+    parents: Parents = "keep",
     router_losses: RouterLosses | None = None,
 ) -> tuple[BackwardResult, dict[str, list[tuple[int, int]]]]:
     """A step, and the counts of each of its phases, in order; without a listener it gives the same bits."""
@@ -47,14 +47,14 @@ def heard(
             forests_of(BATCH),
             objective,
             max_tokens,
-            parents=parents,
             router_losses=router_losses,
             on_progress=on_progress,
         )
         return result, take_gradients(MODEL)
 
-    result, gradients = step(lambda *call: calls.append(call))
-    _, unheard = step(None)
+    with forced(parents):
+        result, gradients = step(lambda *call: calls.append(call))
+        _, unheard = step(None)
     assert all(torch.equal(gradients[name], unheard[name]) for name in unheard)
     return result, by_phase(calls)
 
@@ -75,7 +75,7 @@ def assert_rises(counts: list[tuple[int, int]], total: int) -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "parents"), [(None, "keep"), (12, "keep"), (4, "keep"), (4, "recompute")])
-def test_training_reaches_the_tokens_of_the_plan(max_tokens: int | None, parents: ParentsOption) -> None:
+def test_training_reaches_the_tokens_of_the_plan(max_tokens: int | None, parents: Parents) -> None:
     result, phases = heard(sft(BATCH.masks), max_tokens, parents)
     assert list(phases) == ["training"]
     assert_rises(phases["training"], result.plan.num_tokens)
@@ -104,7 +104,7 @@ def test_a_loop_tells_each_step_and_trains_to_the_same_bits() -> None:
     calls: Calls = []
     loops: list[SftLoop] = []
     for on_progress in (lambda *call: calls.append(call), None):
-        loop = tiny_loop(max_tokens=60)
+        loop = tiny_loop(max_batch_tokens=60)
         loop.on_progress = on_progress
         sizes = [loop.step().update.num_tokens for _ in range(2)]
         loops.append(loop)

@@ -40,8 +40,8 @@ def test_positions_that_begin_anew_split_a_packed_row():
     ("ids", "mask", "positions", "rule"),
     [
         ([1, 2], None, None, "a batch .rows, columns., got shape .2,."),
-        ([[1.0, 2.0]], None, None, "ids holds integers, got float64"),
-        ([[1, 2]], [[1]], None, "mask has the shape of ids"),
+        ([[1.0, 2.0]], None, None, "ids must hold integers, got float64"),
+        ([[1, 2]], [[1]], None, "mask must have the shape of ids"),
         ([[1, 2, 3]], [[1, 0, 1]], None, "row 0 skips before column 2"),
         ([[1, 2, 3]], None, [[0, 1, 5]], "row 0 skips before column 2"),
         ([[1, 2], [3, 4]], None, [[0, 1], [2, 3]], "row 1 begins at 2"),

@@ -9,8 +9,8 @@ from treering.data.picture import Picture, PlacedPicture
 from treering.data.trajectory import Trajectory
 from treering.errors import InputError
 from treering.tree.forest import Forest
-from treering.tree.pictures import picture_tokens
-from treering.tree.plan.fragment import take_fragment
+from treering.tree.fragment import take_fragment
+from treering.tree.picture_tokens import picture_tokens
 
 HOLDER = 9
 

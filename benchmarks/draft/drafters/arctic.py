@@ -37,7 +37,7 @@ class ArcticConfig:
     max_spec_factor: float
 
     def arguments(self) -> dict[str, Any]:
-        """Those of `SuffixDecodingCache.speculate`."""
+        """Return the arguments of `SuffixDecodingCache.speculate`."""
         return {
             "max_spec_tokens": self.max_spec_tokens,
             "max_spec_factor": self.max_spec_factor,

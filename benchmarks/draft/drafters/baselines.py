@@ -13,7 +13,7 @@ from treering.analysis.recording import Recorded
 from treering.arrays import Int32Array, Int64Array
 
 Priority = Literal["frequency", "reward"]
-"""Which branch after a match is drafted: the most frequent one, or that with the greatest sum of rewards."""
+"""The branch that is drafted after a match: the most frequent one, or that with the greatest sum of rewards."""
 
 _MARKER = np.array([MARKER], np.int32)
 
@@ -21,7 +21,7 @@ _MARKER = np.array([MARKER], np.int32)
 class Ngram:
     """vLLM's `ngram`: the longest end of 2 to 5 tokens that occurs earlier in the context, and 16 tokens from there.
 
-    Of several matches it takes the first.
+    It takes the first of several matches.
 
     Example: context 1 2 3 1 2 drafts 3 1 2.
     """
@@ -50,7 +50,7 @@ class _Searching:
 
     @property
     def num_bytes(self) -> int:
-        """Of the text that is searched."""
+        """Length of the text that is searched."""
         return int(self._history.nbytes)
 
     def start(self, recorded: Recorded, sources: Int64Array) -> None:

@@ -14,7 +14,7 @@ from treering import Drafter, DraftRows, HistoryStore
 from treering.analysis.recording import Recorded
 from treering.analysis.replay import ReplayRows
 from treering.arrays import Int64Array
-from treering.history.draft.acceptance import calibration_error
+from treering.history.draft.acceptance import ReliabilityBin
 from treering.history.types import Drafts
 
 OURS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ class _Timed:
 
 
 class _Shelf:
-    """A store and its drafter, made anew when the store would have to forget something."""
+    """A store and its drafter, made again when the store would have to forget something."""
 
     def __init__(self, recorded: Recorded, make_drafter: MakeDrafter) -> None:
         self._recorded, self._make_drafter = recorded, make_drafter
@@ -109,7 +109,7 @@ class _Shelf:
         }
 
     def bytes_per_token(self) -> float:
-        """Of all stores and drafters, each when it was last used; 0 where nothing was stored."""
+        """Sum over stores and drafters, each when it was last used; 0 where nothing was stored."""
         self._weigh()
         return self._num_bytes / self._num_tokens if self._num_tokens else 0.0
 
@@ -136,3 +136,14 @@ def _waves(plan: Plan) -> Iterator[range]:
     """The numbers of each wave's rollouts."""
     starts = [*np.flatnonzero(np.diff(plan.waves, prepend=-1)).tolist(), plan.waves.size]
     return (range(start, end) for start, end in pairwise(starts))
+
+
+def calibration_error(bins: tuple[ReliabilityBin, ...]) -> float:
+    """Mean distance of estimate and share over all tried tokens (expected calibration error); 0 where there are none.
+
+    Example: 100 tokens at 0.5 of which 60 were accepted, and 300 at 0.9 of which 270 were: (100 * 0.1 + 0) / 400.
+    """
+    num_tried = sum(item.num_drafted for item in bins)
+    if num_tried == 0:
+        return 0.0
+    return sum(item.num_drafted * abs(item.estimate - item.accepted) for item in bins) / num_tried

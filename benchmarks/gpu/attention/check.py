@@ -98,10 +98,10 @@ def _reference_rows(
     case: AttentionCase, inputs: Inputs, rows: np.ndarray[tuple[int], np.dtype[np.int64]], layout: TreeLayout
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Attention of some rows in float32, [1, H, R, D], and the float32 leaves that it was computed from."""
-    form, sight = case.form, layout.sight
-    visible = (sight.first[None, :] <= rows[:, None]) & (rows[:, None] < sight.stop[None, :])
+    form, ranges = case.form, layout.ranges
+    visible = (ranges.first[None, :] <= rows[:, None]) & (rows[:, None] < ranges.stop[None, :])
     if form.window is not None:
-        visible &= sight.position[rows][:, None] - sight.position[None, :] < form.window
+        visible &= ranges.position[rows][:, None] - ranges.position[None, :] < form.window
     mask = torch.from_numpy(visible).to(inputs.query.device)
     sources = tuple(leaf.detach().float().requires_grad_(leaf.requires_grad) for leaf in inputs.leaves)
     query, key, value = sources

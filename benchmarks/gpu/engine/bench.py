@@ -23,9 +23,9 @@ from benchmarks.gpu.engine.generate import seconds_per_token
 from treering.engine.backends import BackendParts, make_backend
 from treering.engine.batch.token_batch import TokenBatch
 from treering.engine.decoder.weights import read_weights
-from treering.engine.request import Request
+from treering.engine.protocol import Request
 from treering.engine.torch_engine import TorchEngine
-from treering.model.families import find_parts
+from treering.model.tree_model import TreeModel
 from treering.types import PromptId, TokenIds
 
 GOALS = MappingProxyType({"over_floor": {"qwen3-8b": 1.5, "qwen3-1.7b": 2.5}, "most_rows": 16, "over_generate": 1.0})
@@ -44,7 +44,7 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
 """Copied to measure the rate of memory; many times a cache."""
 
 NUM_RUNS = 3
-"""Of the same rollouts, after one that warms up."""
+"""Timed runs of the same rollouts, after one that warms up."""
 
 
 def measure_engine(report: PartReport, plans: Sequence[EnginePlan], device: str, watch: Stopwatch) -> None:
@@ -85,7 +85,7 @@ def copy_rate(device: str, watch: Stopwatch) -> float:
 
 def measure_verify(model: PreTrainedModel, plan: EnginePlan, batch: int, watch: Stopwatch, rate: float | None) -> Cell:
     """Seconds of a pass with its draws, by tokens per row, with `num_prompt` tokens before each row."""
-    weights = read_weights(find_parts(model), num_positions=plan.num_prompt + 2 * max(plan.tokens_per_row))
+    weights = read_weights(TreeModel.of(model), num_positions=plan.num_prompt + 2 * max(plan.tokens_per_row))
     backend = make_backend(weights, plan.num_slots, "auto")
     seconds = {}
     for count in plan.tokens_per_row:
@@ -99,21 +99,11 @@ def measure_verify(model: PreTrainedModel, plan: EnginePlan, batch: int, watch: 
         "backend": backend.name,
         "batch": batch,
         "context": plan.num_prompt,
-        "products": products_of(backend),
         "seconds": seconds,
         "relative": {count: value / first for count, value in seconds.items()},
         "floor_s": floor,
         "over_floor": None if floor is None else first / floor,
     }
-
-
-def products_of(backend: BackendParts) -> dict[str, dict[str, str]]:
-    """The kernel of each matrix product, by tokens of a pass; empty where no passes are captured.
-
-    Example: {"16": {"qkv": "32 columns", "head": "torch", ...}}.
-    """
-    products = getattr(backend.decoder, "products", None)
-    return {} if products is None else {str(num_tokens): chosen for num_tokens, chosen in products.chosen.items()}
 
 
 def rows_of_tokens(backend: BackendParts, batch: int, context: int, tokens_per_row: int) -> TokenBatch:

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu.model.cases import TINY_SHAPE, ModelPlan, build_on_device
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.types import NAMED_SHAPES, ModelShape
 
 TEMPERATURE = 100.0
@@ -57,11 +57,11 @@ class EnginePlan:
         return self.num_slots_of(max(self.batches))
 
     def num_slots_of(self, batch: int) -> int:
-        """Tokens of keys and values that rollouts of so many rows take, with room for drafted ones."""
+        """Tokens of keys and values that rollouts of that many rows take, with room for drafted ones."""
         return batch * (self.num_prompt + self.num_new + 32)
 
     def max_prefill(self, batch: int) -> int:
-        """Prompt tokens of a pass of so many rows, so that it has `PASS_TOKENS` with all drafts of the others.
+        """Prompt tokens of a pass of that many rows, so that it has `PASS_TOKENS` with all drafts of the others.
 
         Example: 16 rows with drafts of 7 tokens leave room for 3,968.
         """

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from treering.history.budget.costs import VerifyCosts
+from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts
@@ -37,7 +37,7 @@ class ReplayDrafter(Drafter):
         }
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """See `Drafter.propose`."""
+        """Propose the next tokens of each row."""
         drafts = [self._draft_of(rows, row) for row in range(len(rows.prompt_ids))]
         lengths = [draft.size for draft in drafts]
         tokens = np.concatenate([*drafts, np.zeros(0, np.int32)]).astype(np.int32)

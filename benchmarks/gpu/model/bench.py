@@ -131,8 +131,8 @@ def choose_tokens(
 ) -> tuple[dict[str, Choice], dict[str, str]]:
     """The fastest micro-batch of each way on the plan's first workload, and what was left out and why.
 
-    Treering's ways may choose by memory, as they do by default. The first option of a way runs twice, once to warm up.
-    A stock way that fails is left out; the tree step must run.
+    Treering's ways may choose by memory, as they do by default. Every option runs twice, once to warm up: the first
+    choice by memory also measures it. A stock way that fails is left out; the tree step must run.
     """
     chosen: dict[str, Choice] = {}
     left_out: dict[str, str] = {}
@@ -141,8 +141,7 @@ def choose_tokens(
         for tokens in (*options, "auto") if way.rows in ("tree", "chains") else options:
             step = way.step(model, plan.workloads[0], tokens)
             try:
-                if name not in chosen:
-                    step()
+                step()
                 seconds = clock(step)
             except Exception as error:
                 if way.is_tree and not isinstance(error, torch.OutOfMemoryError):

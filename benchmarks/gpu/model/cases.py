@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from benchmarks.gpu.data import Workload
 from benchmarks.gpu.workloads import shared_prefix
 from benchmarks.tree.cases import model_settings
-from treering.model.layers import Layers
-from treering.train.loop.compute import enable_gradient_checkpointing
+from treering.model.layers import Layers, enable_gradient_checkpointing
 from treering.tree.forest import Forest
 from treering.tree.stats import Work, flat_work, train_flops, tree_work, work_bounds
 from treering.types import NAMED_SHAPES, ModelShape
@@ -39,7 +38,7 @@ class ModelPlan:
     checkpointed: bool
     token_options: tuple[int, ...]
     workloads: tuple[Workload, ...]
-    layers: tuple[Layers, ...] = ("compiled", "liger", "stock")
+    layers: tuple[Layers, ...] = ("liger", "compiled", "stock")
     dtype: torch.dtype = torch.bfloat16
     checked_length: int = 512
 
@@ -63,7 +62,7 @@ def full_plans(sets: Sequence[Workload]) -> list[ModelPlan]:
             *(shared_prefix(sharing, num_branches=NUM_LARGE_BRANCHES) for sharing in (0.0, 0.5, 0.75)),
             *(shortened(workload, LARGE_TOKENS) for workload in sets[:1]),
         ),
-        layers=("compiled", "liger"),
+        layers=("liger", "compiled"),
     )
     return [small, large]
 

@@ -19,7 +19,7 @@ from benchmarks.common.timing import Step
 from benchmarks.gpu.data import Workload
 from benchmarks.gpu.model.varlen import hidden_states, pack_row, varlen_attention
 from benchmarks.tree.steps import packed_chains, padded_micro_batches, tree
-from treering.tree.plan.bins import pack
+from treering.tree.partition import pack
 
 HEAD_CHUNK_ENTRIES = 2**30
 """Logits of a chunk: 7,067 rows of a vocabulary of 151,936; 4 GiB in float32."""
@@ -29,11 +29,11 @@ MicroBatch = int | Literal["auto"]
 """Most tokens of a micro-batch; auto, for Treering's ways: what free memory holds."""
 
 Rows = Literal["varlen", "padded", "chains", "tree"]
-"""How a way lays out sequences; chains are Treering's flat sequences, a baseline for what is not shared."""
+"""How a way lays out sequences; chains are Treering's flat sequences, a baseline without sharing."""
 
 
 def build_step(rows: Rows, head: Head, model: PreTrainedModel, workload: Workload, max_tokens: MicroBatch) -> Step:
-    """The step of a layout; Treering's two layouts have a head and an attention of their own."""
+    """The step of a layout; Treering's two layouts have their own head and attention."""
     if rows == "tree":
         return tree(model, workload, max_tokens)
     if rows == "chains":
@@ -84,7 +84,7 @@ def padded(model: PreTrainedModel, workload: Workload, max_tokens: int, head: He
 
 
 def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Numbers of the sequences of each packed row; a sequence longer than the budget is a row of its own.
+    """Numbers of the sequences of each packed row; a sequence longer than the budget has its own row.
 
     Example: lengths 5, 9, 4 and 8 with 13 tokens give [1, 2] and [0, 3].
     """

@@ -42,7 +42,7 @@ def all_ways() -> Mapping[str, Way]:
 
     Example: "padded, liger, liger head" is what TRL runs with `use_liger_kernel`.
     """
-    layers: tuple[Layers, ...] = ("compiled", "liger", "stock")
+    layers: tuple[Layers, ...] = ("liger", "compiled", "stock")
     rows: tuple[Rows, ...] = ("tree", "padded", "varlen", "chains")
     ways = {f"{some}, {kind}": Way(rows=some, layers=kind) for kind, some in product(layers, rows)}
     fused = {f"{some}, liger, liger head": Way(rows=some, layers="liger", head="liger") for some in rows[1:3]}

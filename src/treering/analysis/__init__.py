@@ -1,1 +1,1 @@
-"""What `treering inspect` computes: reuse between epochs, recordings, and replays of a drafter over them."""
+"""Computations of `treering inspect`: recordings, and replays of a drafter over them."""

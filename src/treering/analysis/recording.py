@@ -20,18 +20,18 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
-    """The rollouts of a run as flat arrays.
+    """Rollouts of a run as flat arrays.
 
     Example: prompt [5, 6], sampled [7, 8], given [9], sampled [4] have offsets [0, 6], starts [2], lengths [3],
     run_ends [0, 1, 4, 4, 4, 6] and nexts [2, 2, 2, 3, 5, 5, 6].
     """
 
     prompt_ids: tuple[PromptId, ...]
-    """In order of first appearance; a prompt's number is its index here."""
+    """Prompts in order of first appearance; other fields use indices into this."""
     tokens: Int32Array
     """int32 [N], prompts included."""
     offsets: Int64Array
-    """int64 [R + 1], where each rollout's prompt begins."""
+    """int64 [R + 1], where each rollout's prompt begins, and N."""
     starts: Int64Array
     """int64 [R], index of the first sampled token."""
     lengths: Int64Array
@@ -41,7 +41,7 @@ class Recorded:
     nexts: Int64Array
     """int64 [N + 1], index of the first sampled token from here on; the rollout's end if there is none."""
     prompts: Int64Array
-    """int64 [R], number of the prompt."""
+    """int64 [R], index of the prompt."""
     epochs: Int64Array
     """int64 [R], ascending."""
     steps: Int64Array
@@ -55,7 +55,7 @@ class Recorded:
         return self.starts.size
 
     def response(self, rollout: int) -> Int32Array:
-        """A rollout from its first sampled token on, observations included."""
+        """Return a rollout from its first sampled token on, observations included."""
         return self.tokens[self.starts[rollout] : self.offsets[rollout + 1]]
 
 
@@ -66,13 +66,13 @@ def record(
     in_file_order: bool = False,
     choose: "Callable[[Outline], Outline]" = lambda whole: whole,
 ) -> Recorded:
-    """Builds a recording from trajectories and their tokens; skips those without a sampled token.
+    """Build a recording from trajectories and their tokens; skip those without a sampled token.
 
     Args:
-        trajectories: in file order.
+        trajectories: trajectories in file order.
         rendered: their tokens.
         in_file_order: the n-th trajectory of a prompt counts as epoch n, and epochs in the file are ignored.
-        choose: takes some of the rollouts.
+        choose: selects some of the rollouts.
 
     Raises:
         InputError: a trajectory has no epoch and `in_file_order` is false, or none has a sampled token.
@@ -87,7 +87,7 @@ def record(
 
 
 class Sampled(NamedTuple):
-    """What a rollout is without its tokens."""
+    """Properties of a rollout, without its tokens."""
 
     task_id: PromptId
     epoch: int | None
@@ -98,14 +98,14 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outline:
-    """The rollouts of a recording in its order, without their tokens.
+    """Rollouts of a recording in its order, without their tokens.
 
-    Example: its `lengths`, `prompts`, `epochs`, `steps` and `rewards` are those that `Recorded` has.
+    Example: its `lengths`, `prompts`, `epochs`, `steps` and `rewards` are those of the `Recorded`.
     """
 
     prompt_ids: tuple[PromptId, ...]
     rows: Int64Array
-    """int64 [R], the number of each rollout among those that were given."""
+    """int64 [R], index of each rollout in the input."""
     prompts: Int64Array
     lengths: Int64Array
     epochs: Int64Array
@@ -118,12 +118,12 @@ class Outline:
         return self.rows.size
 
     def taking(self, rollouts: Int64Array) -> "Outline":
-        """Only these rollouts, int64 [K], ascending. Prompts keep their numbers."""
+        """Select rollouts, int64 [K], ascending. Prompts keep their indices."""
         columns = ("rows", "prompts", "lengths", "epochs", "steps", "rewards")
         return replace(self, **{name: getattr(self, name)[rollouts] for name in columns})
 
     def record(self, tokens_of: Callable[[int], RenderedTrajectory]) -> Recorded:
-        """The recording; `tokens_of` gives the tokens of a row, once each, in order."""
+        """Build the recording; `tokens_of` returns the tokens of a row, and is called once for each row in order."""
         parts = [tokens_of(row) for row in self.rows.tolist()]
         offsets = np.concatenate([[0], np.cumsum([one.tokens.size for one in parts])]).astype(np.int64)
         run_ends, nexts = sampled_runs(np.concatenate([one.loss_mask for one in parts]), offsets)
@@ -143,19 +143,21 @@ class Outline:
 
 
 def outline(rows: Sequence[Sampled], *, in_file_order: bool = False) -> Outline:
-    """The outline of rollouts in file order; arguments and errors are those of `record`."""
+    """Outline rollouts in file order; arguments and errors are those of `record`."""
     if in_file_order:
-        seen: dict[PromptId, int] = {}
-        rows = [one._replace(epoch=_count(seen, one.task_id), step=None) for one in rows]
+        counts: dict[PromptId, int] = {}
+        rows = [one._replace(epoch=_count(counts, one.task_id), step=None) for one in rows]
     for number, one in enumerate(rows, start=1):
         if one.epoch is None:
             raise InputError(
-                f"history is measured from one epoch to the next, and trajectory {number} (task {one.task_id!r}) has "
+                f"history is measured from one epoch to the next, but trajectory {number} (task {one.task_id!r}) has "
                 'no "epoch"; write the pass over the prompts that sampled it into each line'
             )
     kept = [number for number, one in enumerate(rows) if one.num_sampled]
     if not kept:
-        raise InputError(f"history is made of sampled tokens, and none of {len(rows)} rollouts has any; mark them")
+        raise InputError(
+            f"history needs sampled tokens, but none of {len(rows)} rollouts has any; mark them in loss_mask"
+        )
     has_steps = all(rows[number].step is not None for number in kept)
     kept.sort(key=lambda number: (rows[number].epoch, rows[number].step if has_steps else 0))
     numbers: dict[PromptId, int] = {}
@@ -172,17 +174,17 @@ def outline(rows: Sequence[Sampled], *, in_file_order: bool = False) -> Outline:
     )
 
 
-def _count(seen: dict[PromptId, int], prompt: PromptId) -> int:
-    """Counts the prompt, and returns how often it was counted before."""
-    seen[prompt] = seen.get(prompt, -1) + 1
-    return seen[prompt]
+def _count(counts: dict[PromptId, int], prompt: PromptId) -> int:
+    """Count the prompt, and return how often it was counted before."""
+    counts[prompt] = counts.get(prompt, -1) + 1
+    return counts[prompt]
 
 
 def some_prompts(recorded: Outline, *, weights: Int64Array, limit: int) -> Outline:
-    """Adds whole prompts in a seeded order until their weights sum to `limit`; keeps their rollouts of every epoch.
+    """Choose whole prompts in a seeded order until their weights sum to `limit`; keep their rollouts of every epoch.
 
     Args:
-        recorded: what to choose from.
+        recorded: rollouts to choose from.
         weights: int64 [R], weight of each rollout.
         limit: approximate total weight of the chosen prompts.
 
@@ -198,14 +200,14 @@ def some_prompts(recorded: Outline, *, weights: Int64Array, limit: int) -> Outli
 
 
 def prompt_order(num_prompts: int) -> Int64Array:
-    """int64 [P]: a fixed random order of the prompts."""
+    """Return a fixed random order of the prompts, int64 [P]."""
     return np.random.default_rng(_SEED).permutation(num_prompts)
 
 
 def other_prompts(present: BoolArray) -> Int64Array:
-    """int64 [P]: a different prompt for each prompt, all distinct: the next present one in `prompt_order`, cyclically.
+    """Return a different prompt for each, all distinct, int64 [P]: the next present one in `prompt_order`, cyclically.
 
-    Prompts that are not `present`, bool [P], have -1, and so has a prompt that is the only one.
+    Prompts that are not `present`, bool [P], get -1; so does a prompt that is the only one.
 
     Example: prompts 2, 0, 1 in that order, all present, have the others 1, 2, 0.
     """
@@ -217,23 +219,8 @@ def other_prompts(present: BoolArray) -> Int64Array:
     return others
 
 
-def lengths_before(recorded: Recorded, epoch: int) -> tuple[Float64Array, Float64Array]:
-    """float64 [P] twice: median and longest length of each prompt's rollouts in an epoch, NaN if it has none.
-
-    Example: a prompt whose rollouts in epoch 3 have 10, 20 and 60 sampled tokens has 20 and 60 there.
-    """
-    medians, longest = np.full((2, len(recorded.prompt_ids)), np.nan)
-    rollouts = np.flatnonzero(recorded.epochs == epoch)
-    rollouts = rollouts[np.argsort(recorded.prompts[rollouts], kind="stable")]
-    prompts, begins = np.unique(recorded.prompts[rollouts], return_index=True)
-    for prompt, members in zip(prompts.tolist(), np.split(rollouts, begins[1:]), strict=True):
-        medians[prompt] = np.median(recorded.lengths[members])
-        longest[prompt] = recorded.lengths[members].max()
-    return medians, longest
-
-
 def sampled_runs(is_sampled: BoolArray, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Where the sampled runs of rollouts end: `Recorded.run_ends` and `Recorded.nexts`.
+    """Find where the sampled runs of rollouts end: `Recorded.run_ends` and `Recorded.nexts`.
 
     Args:
         is_sampled: bool [N].
@@ -249,10 +236,10 @@ def sampled_runs(is_sampled: BoolArray, offsets: Int64Array) -> tuple[Int64Array
 def _fill_runs(is_sampled: BoolArray, offsets: Int64Array, run_ends: Int64Array, nexts: Int64Array) -> None:
     for rollout in range(offsets.size - 1):
         run_end = following = offsets[rollout + 1]
-        for place in range(offsets[rollout + 1] - 1, offsets[rollout] - 1, -1):
-            if is_sampled[place]:
-                following = place
+        for position in range(offsets[rollout + 1] - 1, offsets[rollout] - 1, -1):
+            if is_sampled[position]:
+                following = position
             else:
-                run_end = place
-            run_ends[place] = run_end if is_sampled[place] else place
-            nexts[place] = following
+                run_end = position
+            run_ends[position] = run_end if is_sampled[position] else position
+            nexts[position] = following

@@ -1,7 +1,7 @@
-"""Replays recorded rollouts with a drafter, epoch after epoch, with their own or another prompt's history.
+"""Replay recorded rollouts with a drafter, epoch after epoch, with the prompt's own history or another prompt's.
 
-Teacher-forced: draft tokens that agree with the recording are accepted, and one more token is emitted. As in a run, a
-step drafts from earlier steps, and its rollouts are published to the store when it ends.
+The replay is teacher-forced: draft tokens that agree with the recording are accepted, and one more token is emitted. As
+in a run, a step drafts from earlier steps, and its rollouts are published to the store when it ends.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from treering.history.types import DraftRows
 
 Look = Literal["all", "history", "other_prompt", "own"]
 """Sources that a replayed rollout may draft from. all: the drafter's setting. history: the prompt's earlier epochs and
-the rollout's own context. other_prompt: the same with the history of another prompt. own: the context alone."""
+the rollout's own context. other_prompt: another prompt's history and the own context. own: only the context."""
 
 NUM_ROWS = 64
 """Rows that are replayed at the same time."""
@@ -50,12 +50,12 @@ class Drafted:
 
     @property
     def tokens_per_step(self) -> float:
-        """1.0 is plain decoding."""
+        """Emitted tokens per row-step; 1.0 is plain decoding."""
         return self.num_tokens / self.num_steps
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted share of the drafted tokens; None if none was drafted."""
+        """Accepted share of the drafted tokens; None without drafts."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
 
@@ -68,7 +68,7 @@ def replay(
     on_tokens: Callable[[int], None] = lambda _: None,
     origins: Int8Array | None = None,
 ) -> dict[int, Drafted]:
-    """Replays a recording; the drafter keeps its state from epoch to epoch.
+    """Replay a recording; the drafter keeps its state from epoch to epoch.
 
     Args:
         recorded: epochs in order.
@@ -76,8 +76,8 @@ def replay(
         max_epochs: epochs of a prompt that the store keeps.
         settings: arguments of the `Drafter`; `sources` is used only if `look` is "all".
         on_tokens: called with the number of newly emitted tokens.
-        origins: int8 [N] of the recording; the place in `SOURCES` of each token that was drafted and accepted is
-            written there, the others are left as they are.
+        origins: int8 [N] of the recording, or None. The index in `SOURCES` of each token that was drafted and accepted
+            is written here; other entries are unchanged.
 
     Returns:
         Totals by epoch.
@@ -99,17 +99,17 @@ def replay(
 
 
 class ReplayRows:
-    """The rows of an engine that replays rollouts in a batch; a free row takes the next rollout."""
+    """Rows of an engine that replays rollouts in a batch; a free row takes the next rollout."""
 
     def __init__(
         self, recorded: Recorded, rollouts: Int64Array, looked_up: Int64Array, groups: Int64Array | None = None
     ) -> None:
-        """Replays up to `NUM_ROWS` rollouts at a time.
+        """Replay up to `NUM_ROWS` rollouts at a time.
 
         Args:
             recorded: the rollouts.
             rollouts: int64 [K], the rollouts to replay, in order.
-            looked_up: int64 [P], the prompt id under which the store has each prompt's history.
+            looked_up: int64 [P], id under which the store has each prompt's history.
             groups: int64 [R], equal for siblings; None groups rollouts by prompt.
         """
         self._recorded, self._looked_up = recorded, looked_up
@@ -119,7 +119,7 @@ class ReplayRows:
         longest = int((recorded.offsets[rollouts + 1] - recorded.offsets[rollouts]).max())
         self._buffer = np.zeros((size, longest), np.int32)
         self._rollouts = np.empty(size, np.int64)
-        self._places = np.empty(size, np.int64)
+        self._positions = np.empty(size, np.int64)
         self._num_busy = size
         for row in range(size):
             self._take(row, next(self._waiting))
@@ -127,26 +127,26 @@ class ReplayRows:
     def run(
         self, drafter: Drafter, drafted: Drafted, on_tokens: Callable[[int], None], origins: Int8Array | None = None
     ) -> None:
-        """Steps until no rollout is left.
+        """Step until all rollouts are finished.
 
         Args:
             drafter: makes and learns from the drafts.
-            drafted: gets the counts.
+            drafted: receives the counts.
             on_tokens: called with the number of newly emitted tokens.
-            origins: int8 [N], gets the place in `SOURCES` of each accepted token.
+            origins: int8 [N], receives the index in `SOURCES` of each accepted token.
         """
         recorded = self._recorded
         while self._num_busy:
             rows = self._rows()
             drafts = drafter.propose(rows)
-            places = self._places[: self._num_busy]
+            positions = self._positions[: self._num_busy]
             accepted, leaves = agreement(
-                recorded.tokens, recorded.run_ends, places, drafts.tokens, drafts.offsets, drafts.parents
+                recorded.tokens, recorded.run_ends, positions, drafts.tokens, drafts.offsets, drafts.parents
             )
-            emitted = np.minimum(accepted + 1, recorded.run_ends[places] - places)
+            emitted = np.minimum(accepted + 1, recorded.run_ends[positions] - positions)
             if origins is not None:
                 write_origins(
-                    origins, places, drafts.offsets, drafts.parents, accepted, leaves, drafter.sources_of_latest()
+                    origins, positions, drafts.offsets, drafts.parents, accepted, leaves, drafter.sources_of_latest()
                 )
             if drafts.tokens.size:
                 # The policy chose where a run ends, so draft tokens after its end count as rejected.
@@ -163,23 +163,23 @@ class ReplayRows:
         begins = self._recorded.offsets[rollouts]
         prompts = self._recorded.prompts[rollouts]
         return DraftRows(
-            # A single prompt has no other one: its number is -1, which has no history.
+            # A single prompt has no other prompt: its index is -1, which has no history.
             prompt_ids=self._looked_up[prompts].tolist(),
             groups=self._groups[rollouts],
             tokens=self._buffer[: self._num_busy],
-            num_tokens=self._places[: self._num_busy] - begins,
+            num_tokens=self._positions[: self._num_busy] - begins,
             num_prompt_tokens=self._recorded.starts[rollouts] - begins,
             max_drafts=np.full(rollouts.size, _NO_LIMIT, np.int64),
             row_ids=rollouts,
         )
 
     def _move(self, emitted: Int64Array) -> None:
-        """Moves rows past emitted and given tokens; last rows first, so that freed rows can be filled."""
-        nexts = self._places[: self._num_busy] + emitted
+        """Move rows past emitted and given tokens, last rows first, so that freed rows can be filled."""
+        nexts = self._positions[: self._num_busy] + emitted
         ends = self._recorded.offsets[self._rollouts[: self._num_busy] + 1]
-        places = np.where(nexts < ends, self._recorded.nexts[nexts], ends)
-        self._places[: self._num_busy] = places
-        for row in np.flatnonzero(places == ends)[::-1].tolist():
+        positions = np.where(nexts < ends, self._recorded.nexts[nexts], ends)
+        self._positions[: self._num_busy] = positions
+        for row in np.flatnonzero(positions == ends)[::-1].tolist():
             self._refill(row)
 
     def _refill(self, row: int) -> None:
@@ -189,17 +189,17 @@ class ReplayRows:
             return
         last = self._num_busy = self._num_busy - 1
         self._buffer[row] = self._buffer[last]
-        self._rollouts[row], self._places[row] = self._rollouts[last], self._places[last]
+        self._rollouts[row], self._positions[row] = self._rollouts[last], self._positions[last]
 
     def _take(self, row: int, rollout: int) -> None:
         begin, end = self._recorded.offsets[rollout : rollout + 2].tolist()
         # Copy the whole rollout: tokens past a row's count are not read.
         self._buffer[row, : end - begin] = self._recorded.tokens[begin:end]
-        self._rollouts[row], self._places[row] = rollout, self._recorded.starts[rollout]
+        self._rollouts[row], self._positions[row] = rollout, self._recorded.starts[rollout]
 
 
 def _steps(recorded: Recorded) -> Iterator[tuple[int, Int64Array]]:
-    """The rollouts of each step with its epoch, in order."""
+    """Yield the epoch and the rollouts of each step, in order."""
     is_first = np.ones(recorded.num_rollouts, np.bool_)
     is_first[1:] = (np.diff(recorded.epochs) != 0) | (np.diff(recorded.steps) != 0)
     starts = np.flatnonzero(is_first)
@@ -219,18 +219,18 @@ def _publish(store: HistoryStore, recorded: Recorded, rollouts: Int64Array, epoc
 def agreement(
     recorded: Int32Array,
     run_ends: Int64Array,
-    places: Int64Array,
+    positions: Int64Array,
     tokens: Int32Array,
     offsets: Int64Array,
     parents: Int32Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """Counts the draft tokens of each row that agree with the recording, within the current sampled run.
+    """Count the draft tokens of each row that agree with the recording, within the current sampled run.
 
     Args:
         recorded: int32 [N] tokens.
         run_ends: int64 [N], see `Recorded`.
-        places: int64 [B], index of each row's next token.
-        tokens: int32 [D], with `offsets` and `parents` those of `Drafts`.
+        positions: int64 [B], index of each row's next token.
+        tokens: int32 [D], draft tokens; `offsets` and `parents` as in `Drafts`.
         offsets: int64 [B + 1].
         parents: int32 [D].
 
@@ -239,49 +239,49 @@ def agreement(
 
     Example: if 7, 8 follow, the draft 7, 9, 8 with parents -1, 0, 0 has two accepted tokens; the last has index 2.
     """
-    accepted, leaves = np.zeros(places.size, np.int64), np.full(places.size, -1, np.int64)
-    _agree(recorded, run_ends, places, tokens, offsets, parents, accepted, leaves)
+    accepted, leaves = np.zeros(positions.size, np.int64), np.full(positions.size, -1, np.int64)
+    _agree(recorded, run_ends, positions, tokens, offsets, parents, accepted, leaves)
     return accepted, leaves
 
 
 @kernel
 def _agree(
-    recorded: Int32Array, run_ends: Int64Array, places: Int64Array, tokens: Int32Array, offsets: Int64Array,
+    recorded: Int32Array, run_ends: Int64Array, positions: Int64Array, tokens: Int32Array, offsets: Int64Array,
     parents: Int32Array, accepted: Int64Array, leaves: Int64Array,
 ) -> None:  # fmt: skip
-    for b in range(places.size):
-        place, end = places[b], run_ends[places[b]]
-        # One pass is enough: a child comes after its parent.
+    for b in range(positions.size):
+        position, end = positions[b], run_ends[positions[b]]
+        # One pass is enough, because a child comes after its parent.
         for i in range(offsets[b], offsets[b + 1]):
-            if place < end and parents[i] == leaves[b] and tokens[i] == recorded[place]:
+            if position < end and parents[i] == leaves[b] and tokens[i] == recorded[position]:
                 leaves[b] = i - offsets[b]
                 accepted[b] += 1
-                place += 1
+                position += 1
 
 
 @kernel
 def write_origins(
     origins: Int8Array,
-    places: Int64Array,
+    positions: Int64Array,
     offsets: Int64Array,
     parents: Int32Array,
     accepted: Int64Array,
     leaves: Int64Array,
     sources: Int64Array,
 ) -> None:
-    """Writes the source of each accepted token to its index of the recording, int8 [N].
+    """Write the source of each accepted token to its index of the recording, int8 [N].
 
     Args:
         origins: changed in place.
-        places: int64 [B], index of each row's next token.
-        offsets: int64 [B + 1], of the rows' drafts.
+        positions: int64 [B], index of each row's next token.
+        offsets: int64 [B + 1], offsets of the rows' drafts.
         parents: int32 [D], see `Drafts`.
         accepted: int64 [B], see `agreement`.
         leaves: int64 [B], see `agreement`.
         sources: int64 [D], source of each drafted token.
     """
-    for b in range(places.size):
+    for b in range(positions.size):
         at = leaves[b]
         for back in range(accepted[b]):
-            origins[places[b] + accepted[b] - 1 - back] = sources[offsets[b] + at]
+            origins[positions[b] + accepted[b] - 1 - back] = sources[offsets[b] + at]
             at = parents[offsets[b] + at]

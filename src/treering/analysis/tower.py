@@ -1,4 +1,4 @@
-"""What the vision tower of a model costs for a picture, counted from its config.json."""
+"""FLOPs of a model's vision tower for an image, from its config.json."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,28 +11,28 @@ from treering.data.picture import Picture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerShape:
-    """The sizes of a vision tower, and of what projects its outputs to the text, that decide its cost.
+    """Sizes of a vision tower, and of the projection of its outputs to the text, that decide its cost.
 
-    Example: two layers of width 8 with 1,000 parameters for a patch, in a picture of 4 patches that see each other and
+    Example: two layers of width 8 with 1,000 parameters per patch, in an image of 4 patches that see each other and
     become one token of 100 parameters, take 3 x (2 x (4,000 + 100) + 4 x 2 x 8 x 16) FLOPs.
     """
 
     params_per_patch: int
     """Parameters that one patch is multiplied with in all layers, its embedding included."""
     params_per_token: int
-    """Those that one token of the text is multiplied with after the layers."""
+    """Parameters that one token of the text is multiplied with after the layers."""
     hidden_size: int
     num_full_layers: int
-    """Layers in which each patch sees all others of its picture or crop."""
+    """Layers in which each patch sees all others of its image or crop."""
     num_window_layers: int = 0
     patches_per_window: int = 0
-    """Patches that one sees in the other layers."""
+    """Patches that one patch sees in the other layers."""
     patches_per_crop: int | None = None
-    """Of a model without grids."""
+    """Patches of a crop, for a model without image grids."""
     tokens_per_crop: int = 1
 
     def flops(self, pictures: Iterable[Picture]) -> int:
-        """FLOPs of forward and backward over pictures, with every part trained: see `tree.stats.train_flops`."""
+        """Return the FLOPs of forward and backward over images, with every part trained; see `train_flops`."""
         return 3 * sum(map(self._forward, pictures))
 
     def _forward(self, picture: Picture) -> int:
@@ -47,9 +47,9 @@ class TowerShape:
 
 
 def read_tower(path: Path) -> TowerShape | None:
-    """The tower that a model's config.json describes, given its path or its folder; None if it says too little.
+    """Read the tower that a model's config.json describes, from its path or folder; None if unknown or incomplete.
 
-    Example: the folder of a model of text has none.
+    Example: the folder of a text model has none.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -94,7 +94,7 @@ def _gemma3(config: Mapping[str, Any], vision: Mapping[str, Any]) -> TowerShape:
 
 
 def _layers(vision: Mapping[str, Any], num_layers: int, *, num_mlps: int) -> int:
-    """Parameters of all layers; `num_mlps` is 3 where the MLPs are gated."""
+    """Return the parameters of all layers; `num_mlps` is 3 for gated MLPs."""
     width, inner = vision["hidden_size"], vision["intermediate_size"]
     return int(num_layers * (4 * width**2 + num_mlps * width * inner))
 

@@ -3,11 +3,7 @@
 `reference` is the specification; every other backend is tested against it and against separate flat sequences.
 """
 
-from treering.attention.api import attend
-from treering.attention.backends import BACKENDS, Backend
-from treering.attention.form import Form
-from treering.attention.layout import TreeLayout
-from treering.attention.rules import choose_backend
-from treering.attention.self_check import AttentionShape
+from treering.attention.dispatch import BACKENDS, AttentionShape, Backend, attend, choose_backend
+from treering.attention.layout import Form, TreeLayout
 
 __all__ = ["BACKENDS", "AttentionShape", "Backend", "Form", "TreeLayout", "attend", "choose_backend"]

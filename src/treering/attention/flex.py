@@ -19,13 +19,10 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from treering.arrays import Int64Array
 from treering.attention.blocks import find_block_pairs
-from treering.attention.form import Form
 from treering.attention.gateway import KeysValues
-from treering.attention.joined import join_differentiably
-from treering.attention.layout import TreeLayout
-from treering.attention.to_device import to_device
+from treering.attention.layout import Form, TreeLayout, join_differentiably, to_device
 from treering.errors import UnsupportedError
-from treering.tree.plan.fragment import Sight
+from treering.tree.fragment import QueryRanges
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -47,7 +44,7 @@ def flex_attention_on_forest(
     sinks: Float[Tensor, " H"] | None = None,
     layer: int = 0,
 ) -> Float[Tensor, "1 H N D"]:
-    """Attention of every token over its own path; differentiable on CUDA.
+    """Compute attention of every token over its own path; differentiable on CUDA.
 
     A sink is applied at the end: it takes `sigmoid(sink - lse)` of each row's weight and has no value.
 
@@ -55,10 +52,10 @@ def flex_attention_on_forest(
         query: [1, H, N, D].
         key: [1, G, N, D].
         value: [1, G, N, D].
-        layout: of the forest.
+        layout: layout of the forest.
         form: scale, sliding window and softcap.
         sinks: [H], None for none.
-        layer: number of the layer.
+        layer: index of the layer.
 
     Raises:
         UnsupportedError: a gradient is needed on CPU.
@@ -79,13 +76,13 @@ def flex_attention_on_forest(
 
 
 def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
-    """The block mask of a layout, from lists of blocks in O(N + K + pairs of blocks).
+    """Return the block mask of a layout, from block lists in O(N + K + pairs of blocks).
 
     Example: a prompt of 128 tokens and two responses of 128 visit five blocks of nine, two of them without a mask.
     """
-    sight = layout.joined_sight()
-    num_queries, num_keys = layout.forest.num_tokens, sight.first.size
-    pairs = find_block_pairs(sight, layout.sight.position, query_size=BLOCK_SIZE, key_size=BLOCK_SIZE, window=window)
+    ranges = layout.joined_ranges()
+    num_queries, num_keys = layout.forest.num_tokens, ranges.first.size
+    pairs = find_block_pairs(ranges, layout.ranges.position, query_size=BLOCK_SIZE, key_size=BLOCK_SIZE, window=window)
     # Torch takes the number of columns from the lists' width.
     num_masked, masked, num_full, full = pairs.lists(layout.device, is_square=True)
     return BlockMask.from_kv_blocks(
@@ -94,19 +91,19 @@ def block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
         num_full,
         full,
         BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE),
-        mask_mod=_visibility(sight, layout.sight.position, window, layout.device),
+        mask_mod=_visibility(ranges, layout.ranges.position, window, layout.device),
         seq_lengths=(num_queries, num_keys),
     )
 
 
-def _visibility(sight: Sight, query_position: Int64Array, window: int | None, device: torch.device) -> MaskMod:
-    """The mask inside blocks. A window is a limit per key, so that compiled code does not depend on its size.
+def _visibility(ranges: QueryRanges, query_position: Int64Array, window: int | None, device: torch.device) -> MaskMod:
+    """Return the mask inside blocks. A window is a limit per key, so that compiled code does not depend on its size.
 
     Torch traces these functions, so they must not contain a run-time type check.
     """
     first, stop, limit, position = (
         to_device(array.astype(np.int32), device)
-        for array in (sight.first, sight.stop, sight.position + (window or 0), query_position)
+        for array in (ranges.first, ranges.stop, ranges.position + (window or 0), query_position)
     )
 
     @no_type_check
@@ -123,7 +120,7 @@ def _visibility(sight: Sight, query_position: Int64Array, window: int | None, de
 
 @cache
 def _capping(softcap: float | None) -> ScoreMod | None:
-    """The score modification; the same function object for the same softcap, so that it is compiled once."""
+    """Return the score modification: one function object per softcap, so that it is compiled once."""
     if softcap is None:
         return None
 
@@ -137,11 +134,11 @@ def _capping(softcap: float | None) -> ScoreMod | None:
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """FlexAttention compiled for any number of tokens. Too many versions raise instead of silently running dense."""
+    """Compile FlexAttention for any number of tokens. Too many versions raise instead of silently running dense."""
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
     def run(*tensors: Tensor, **options: Any) -> Any:
-        # Softcap and scale as constants: torch cannot lower a symbolic number inside a score modification.
+        # Softcap and scale must be constants: torch cannot lower a symbolic number inside a score modification.
         with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED, specialize_float=True):
             return compiled(*tensors, **options)
 
@@ -149,7 +146,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _dense(*tensors: Tensor, **options: Any) -> Any:
-    """Uncompiled FlexAttention, which on CPU refuses tensors that require gradients."""
+    """Run FlexAttention uncompiled; on CPU it refuses tensors that require gradients."""
     dense: Callable[..., Any] = flex_attention
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")

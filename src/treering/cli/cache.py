@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from treering.cli.display import PlainConsole
 from treering.cli.options import JsonOutput
 from treering.data.cache.folder import CacheEntry, cache_folder, clear, entries
 
@@ -32,14 +32,14 @@ def cache(
     if json_output:
         print(_as_json(folder, found, num_freed if clears else None))
         return
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     if clears:
-        console.print(f"removed {_count(found)} from {folder}, {num_freed / 1e6:,.1f} MB", soft_wrap=True, markup=False)
+        console.print(f"removed {_count(found)} from {folder}, {num_freed / 1e6:,.1f} MB", soft_wrap=True)
         return
     if found:
         console.print(_table(found))
     total = sum(entry.num_bytes for entry in found) / 1e6
-    console.print(f"{_count(found)} in {folder}, {total:,.1f} MB", soft_wrap=True, markup=False)
+    console.print(f"{_count(found)} in {folder}, {total:,.1f} MB", soft_wrap=True)
 
 
 def _count(found: Sequence[CacheEntry]) -> str:

@@ -10,14 +10,15 @@ import typer
 
 import treering
 from treering.cli.cache import cache
+from treering.cli.doctor import doctor
 from treering.cli.eval.options import EvalOptions
-from treering.cli.init.command import init
+from treering.cli.fetch import fetch
+from treering.cli.init import init
 from treering.cli.inspect.options import InspectOptions
 from treering.cli.options import ConfigFile, JsonOutput, Overrides, takes
-from treering.cli.push.options import PushOptions
-from treering.cli.reference.help import SftCommand, TrainCommand
+from treering.cli.reference import SettingsCommand
 from treering.cli.serve.options import ServeOptions
-from treering.cli.simulate.options import SimulateOptions
+from treering.cli.simulate import simulate
 from treering.extras import require
 
 app = typer.Typer(
@@ -68,15 +69,11 @@ def inspect(options: InspectOptions) -> None:
 
     Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --show 3
 
-    Example: treering inspect runs/*.jsonl.gz --tokenizer models/qwen3 --drafts
-
-    Example: treering inspect --history runs/sums
+    Example: treering inspect --drafts runs/sums
     """
     options.check()
     if options.drafts:
         from treering.cli.inspect.drafts import run
-    elif options.history:
-        from treering.cli.inspect.history import run
     elif options.shows:
         from treering.cli.inspect.show import run
     else:
@@ -87,7 +84,7 @@ def inspect(options: InspectOptions) -> None:
 app.command()(init)
 
 
-@app.command(cls=SftCommand)
+@app.command(cls=SettingsCommand)
 def sft(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutput = False) -> None:
     """Fine-tune a model on trajectories, one tree per task, loss on the assistant's tokens only.
 
@@ -103,7 +100,7 @@ def sft(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutput
     run_sft(config_path=config, overrides=overrides or [], json_output=json_output)
 
 
-@app.command(cls=TrainCommand)
+@app.command(cls=SettingsCommand)
 def train(config: ConfigFile, overrides: Overrides = None, json_output: JsonOutput = False) -> None:
     """Train a policy on the rewards of its own rollouts: drafted from earlier ones, trained as trees.
 
@@ -159,71 +156,38 @@ def demo(
         typer.Option(metavar="DIR", help="New or empty folder for both runs; without it runs/demo, runs/demo-2, ..."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts, their order and the noise.")] = 0,
+    real: Annotated[
+        bool,
+        typer.Option("--real", help="Train SmolLM2-135M-Instruct, see `treering fetch`; a quarter of an hour."),
+    ] = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Train a small policy by GRPO with the plain loop and with Treering's, from one start, and compare.
 
     Example: treering demo --out runs/try
+
+    Example: treering demo --real
     """
     require("treering demo")
-    from treering.cli.display.log_console import LogConsole
+    if real:
+        require("treering demo --real", "gguf")
+    from treering.cli.display import LogConsole
 
     with LogConsole().telling("importing torch and transformers"):
-        from treering.cli.demo.command import run
-    run(out=out, seed=seed, json_output=json_output)
+        from treering.cli.demo import run
+    run(out=out, seed=seed, json_output=json_output, real=real)
 
 
-@app.command()
-@takes(SimulateOptions)
-def simulate(options: SimulateOptions) -> None:
-    """Simulate how long rollouts and training take with each scheduling policy, and what ours would gain.
-
-    Time is virtual: continuous batching on every worker, weight loading, training. Three rows say most: `sync` is the
-    plain loop, `fifo` samples a step ahead of training, and `histopipe` also places rollouts by their predicted length.
-
-    Example: treering simulate runs/train --workers 4 --slots 16 --decode 25,0.1
-
-    Example: treering simulate --rollouts 16384 --timeline pipe.html
-    """
-    from treering.cli.simulate.run import run
-
-    run(options)
+app.command()(simulate)
 
 
 app.command()(cache)
 
 
-@app.command()
-def doctor(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run folder, whose files are checked too.")
-    ] = None,
-    json_output: JsonOutput = False,
-) -> int:
-    """Check the installation: packages, threads, memory, which backends are right here, and which one runs.
-
-    With a run folder: checks every file of it, says what the next start would do, and measures how far the engine's
-    log-probs are from the trainer's. Exits with 1 if a backend is wrong or a file is damaged; changes nothing.
-
-    Example: treering doctor runs/try
-    """
-    from treering.cli.doctor.command import run as run_doctor
-
-    return run_doctor(folder=run, json_output=json_output)
+app.command()(fetch)
 
 
-@app.command("compile")
-def compile_all(json_output: JsonOutput = False) -> int:
-    """Compile all functions of numba into its cache on disk, so that no later command does.
-
-    Without it the first command that needs a function compiles it. For images: run it in the image as the user who runs
-    the image, on the same kind of processor.
-
-    Example: treering compile
-    """
-    from treering.cli.compile import run as run_compile
-
-    return run_compile(json_output=json_output)
+app.command()(doctor)
 
 
 @app.command()
@@ -242,6 +206,7 @@ def report(
     open_page: Annotated[
         bool, typer.Option("--open", help="Show the page in the browser; of a run that trains it follows the run.")
     ] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Write the page again while the run trains.")] = False,
     rollouts: Annotated[
         Path | None,
         typer.Option(metavar="FILE.parquet", help="Write all rollouts as a table too; needs treering[datasets]."),
@@ -257,46 +222,13 @@ def report(
 
     Example: treering report runs/a runs/b
 
+    Example: treering report runs/train --refresh
+
     Example: treering report runs/train --rollouts rollouts.parquet
     """
-    from treering.cli.report.command import run
+    from treering.cli.report import run
 
-    run(folders=folders, out=out, open_page=open_page, rollouts=rollouts, json_output=json_output)
-
-
-@app.command()
-def watch(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run of `train` or `sft` elsewhere, or of a demo.")
-    ],
-    once: Annotated[bool, typer.Option("--once", help="Show what there is, and end.")] = False,
-    json_output: JsonOutput = False,
-) -> None:
-    """Show a run of another process: step, reward, speeds, drafts, sharing, phases and the time left.
-
-    It follows metrics.jsonl in the folder, ends with the run's last step, and changes nothing there.
-
-    Example: treering watch runs/train
-    """
-    from treering.cli.watch import run
-
-    run(folder=folder, once=once, json_output=json_output)
-
-
-@app.command()
-@takes(PushOptions)
-def push(options: PushOptions) -> None:
-    """Upload a checkpoint and its model card to the Hugging Face hub.
-
-    Weights, their configuration, the tokenizer and the card go there; optimiser, rollouts and history stay. It needs
-    `hf auth login` or HF_TOKEN.
-
-    Example: treering push runs/train me/qwen3-sums --private
-    """
-    require("treering push")
-    from treering.cli.push.command import run
-
-    run(options)
+    run(folders=folders, out=out, open_page=open_page, refresh=refresh, rollouts=rollouts, json_output=json_output)
 
 
 @app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)

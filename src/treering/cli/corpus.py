@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from treering.cli.data_files import OnFile, located, read_file
 from treering.cli.hub import find_folder, search_places
-from treering.config.sft import DataConfig, StandInConfig
+from treering.cli.row_choice import RowChoice
+from treering.config.sft import DataConfig
 from treering.data import (
     DATA_VARIABLE,
     AgentSpec,
@@ -21,9 +22,11 @@ from treering.data import (
     generate_trajectories,
     render,
 )
-from treering.data.cache.build import ReadOptions
+from treering.data.cache.build_dataset import ReadOptions
 from treering.data.cache.dataset import TokenDataset
-from treering.errors import InputError
+from treering.data.formats.reader import find_place
+from treering.errors import ConfigError, InputError, plural
+from treering.rl.tasks.text_tokens import StopToken, TextTokens, find_stop_tokens
 from treering.train.loop.batches import TrainingTask, group_by_task
 
 _RELEASE_TOKENS = 1 << 24
@@ -43,6 +46,10 @@ class Corpus:
     """Sentences for the user about the data."""
     tokenizer: Path | None
     """Folder of the tokenizer that made the ids; None without one."""
+    form: Renderer | None = None
+    """How chats have become text; None without any."""
+    stop_tokens: tuple[int, ...] = ()
+    """Ids with which turns and texts end."""
     datasets: tuple[TokenDataset, ...] = ()
     """What the tasks are views of."""
 
@@ -57,14 +64,16 @@ class Corpus:
         return any(task.pictures for task in self.tasks)
 
     @property
-    def digest(self) -> str:
-        """SHA-256 over every token, mask and picture in order: equal for equal training data only."""
-        total, num_read = hashlib.sha256(), 0
+    def digests(self) -> dict[str, str]:
+        """SHA-256 over every token, mask and picture of each file: equal for equal training data only."""
+        totals: dict[str, Any] = {}
+        num_read = 0
         for task in self.tasks:
+            total = totals.setdefault(task.source, hashlib.sha256())
             for tokens, mask in zip(task.sequences, task.loss_masks, strict=True):
                 total.update(f"{task.task_id!r} {tokens.size}\n".encode())
                 total.update(np.ascontiguousarray(tokens, "<i4").data)
-                total.update(mask.view(np.uint8).data)
+                total.update(np.ascontiguousarray(mask).view(np.uint8).data)
                 num_read += tokens.size
             for placed in (one for sequence in task.pictures for one in sequence):
                 total.update(f"{placed.start} ".encode() + placed.picture.digest)
@@ -72,7 +81,7 @@ class Corpus:
                 self.release()
                 num_read = 0
         self.release()
-        return total.hexdigest()
+        return {source: total.hexdigest() for source, total in totals.items()}
 
 
 def load_corpus(
@@ -98,22 +107,24 @@ def load_corpus(
     corpus.release()
     if not trained:
         raise InputError(
-            f"none of the {len(corpus.tasks)} tasks has a trained token; give assistant turns or loss masks"
+            f"training needs a trained token, and {plural(len(corpus.tasks), 'task has', 'tasks have')} none; give "
+            "assistant turns or loss masks"
         )
     left_out = len(corpus.tasks) - len(trained)
-    notes = (f"{left_out} tasks without a trained token are left out",) if left_out else ()
+    said = plural(left_out, "task without a trained token is left out", "tasks without a trained token are left out")
+    notes = (said,) if left_out else ()
     return replace(corpus, tasks=trained, notes=corpus.notes + notes)
 
 
 def _load(config: DataConfig, config_dir: Path, model: Path | None, on_build: OnFile | None) -> Corpus:
     if config.source == "generated":
-        return _generate(config.stand_in, notes=())
+        return _generate(config, notes=())
     if config.source == "files":
         return _read(config, search_places(config_dir), model, on_build)
     folder = data_folder()
     if folder is None:
         missing = f"no real data here ({DATA_VARIABLE} names no folder): training on a generated stand-in instead"
-        return _generate(config.stand_in, notes=(missing,))
+        return _generate(config, notes=(missing,))
     return _read(config, [folder], model, on_build)
 
 
@@ -126,26 +137,69 @@ def _read(config: DataConfig, places: Sequence[Path], model: Path | None, on_bui
     tasks: list[TrainingTask] = []
     datasets: list[TokenDataset] = []
     notes: list[str] = []
+    chosen = RowChoice(config)
     num_ids = 0 if config.tokenizer is None or tokenizer is None else _num_ids(tokenizer)
     for path in (each for named in config.files for each in located(named, places)):
         on_progress = None if on_build is None else partial(on_build, path.name)
-        dataset = read_file(path, renderer, options, keeps_cache=config.cache == "on", on_progress=on_progress)
+        dataset = read_file(path, renderer, options, on_progress=on_progress)
+        if (same := next((other for other in datasets if _are_equal(dataset, other)), None)) is not None:
+            notes.append(f"{path} and {same.facts.source} hold the same data, so it is trained twice; name one of them")
         # Each file numbers its own tasks, so equal ids in two files are two tasks.
         kept = range(min(dataset.num_tasks, config.max_tasks or dataset.num_tasks))
-        tasks += [task for number in kept for task in group_by_task(dataset.task(number))]
+        place_of = partial(find_place, path, config.format, failed=config.failed)
+        tasks += [
+            task for number in kept for task in group_by_task(chosen.rows(dataset.task(number), place_of), path.name)
+        ]
         num_ids = max(num_ids, 1 + max(dataset.largest_id(number) for number in kept))
         notes += [f"{path.name}: {note}" for note in dataset.facts.notes]
         datasets.append(dataset)
     if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
         notes.insert(0, form)
+    stops = () if tokenizer is None else _stops(tokenizer, renderer, model)
+    if form is not None and not renderer.turn_ends:
+        notes.append(
+            "warning: chats end their turns with ordinary text, after which `generate` goes on: give it stop_strings, "
+            "or train under a chat template that ends turns with eos_token"
+        )
+    elif stops:
+        notes.append(f"turns end with {', '.join(map(str, stops))}, at which `generate` stops in checkpoints")
+    notes += chosen.notes()
+    if not tasks:
+        raise InputError(f"data.files have no trajectory to train: {'; '.join(chosen.notes())}; change these settings")
     return Corpus(
         tasks=tuple(tasks),
         num_ids=num_ids,
         source="files",
         notes=tuple(notes),
         tokenizer=tokenizer,
+        form=renderer if form else None,
+        stop_tokens=tuple(stop.token_id for stop in stops),
         datasets=tuple(datasets),
     )
+
+
+def _stops(tokenizer: Path, renderer: Renderer, model: Path | None) -> tuple[StopToken, ...]:
+    """What ends turns; the form of chats counts for rows of token ids too, which it has probably made."""
+    try:
+        has_form = bool(renderer.turn_ends)
+    except ConfigError:
+        has_form = False
+    return find_stop_tokens(TextTokens(tokenizer), renderer if has_form else None, model=model)
+
+
+def _are_equal(left: TokenDataset, right: TokenDataset) -> bool:
+    """Whether two files hold the same rows, as a file does under two names or compressed."""
+    if not np.array_equal(left.lengths, right.lengths):
+        return False
+    images = [[picture.digest for picture in dataset.pictures] for dataset in (left, right)]
+    is_same = (
+        images[0] == images[1]
+        and np.array_equal(left.flat_keys[0], right.flat_keys[0])
+        and np.array_equal(left.turn_ends, right.turn_ends)
+    )
+    left.release()
+    right.release()
+    return is_same
 
 
 def _of_model(folder: Path | None) -> Path | None:
@@ -153,12 +207,17 @@ def _of_model(folder: Path | None) -> Path | None:
     return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
 
-def _generate(config: StandInConfig, notes: tuple[str, ...]) -> Corpus:
-    spec = AgentSpec(
-        num_tasks=config.num_tasks, num_trials=config.num_trials, vocab_size=config.vocab_size, seed=config.seed
+def _generate(config: DataConfig, notes: tuple[str, ...]) -> Corpus:
+    spec = AgentSpec(num_tasks=config.max_tasks or 32, num_trials=4, vocab_size=512)
+    chosen = RowChoice(config)
+    rows = chosen.rows(render(list(generate_trajectories(spec))), lambda index: f"generated trajectory {index}")
+    return Corpus(
+        tasks=tuple(group_by_task(rows)),
+        num_ids=spec.vocab_size,
+        source="generated",
+        notes=(*notes, *chosen.notes()),
+        tokenizer=None,
     )
-    tasks = tuple(group_by_task(render(list(generate_trajectories(spec)))))
-    return Corpus(tasks=tasks, num_ids=config.vocab_size, source="generated", notes=notes, tokenizer=None)
 
 
 def _num_ids(tokenizer: Path) -> int:

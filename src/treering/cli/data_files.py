@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 from glob import glob, has_magic
 from pathlib import Path
 
-from treering.cli.display.progress import WorkProgress
+from treering.cli.display import WorkProgress
 from treering.cli.hub import locate
 from treering.data import Renderer
-from treering.data.cache.build import BuildProgress, OnBuild, ReadOptions
+from treering.data.cache.build_dataset import BuildProgress, OnBuild, ReadOptions, num_workers_here
 from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.folder import cache_folder
 from treering.data.cache.open import open_dataset
-from treering.data.cache.workers import num_workers_here
 from treering.errors import InputError
 from treering.report.rollouts import ROLLOUTS_FOLDER
 from treering.report.run import METRICS_FILE
@@ -39,7 +38,12 @@ def located(path: Path, places: Sequence[Path]) -> list[Path]:
 
 
 def read_file(
-    path: Path, renderer: Renderer, options: ReadOptions, *, keeps_cache: bool, on_progress: OnBuild | None = None
+    path: Path,
+    renderer: Renderer,
+    options: ReadOptions,
+    *,
+    keeps_cache: bool = True,
+    on_progress: OnBuild | None = None,
 ) -> TokenDataset:
     """As `open_dataset`, with the cache of the machine and its processors.
 

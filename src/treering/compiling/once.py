@@ -22,11 +22,12 @@ _WAIT_S = 60.0
 _PAUSE_S = 0.05
 
 
-def compiled_once(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiled_once(*, stamp: int = 0, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit(cache=True)` with other options of it, compiled by one process at a time.
 
     A process that dies gives its lock back, and one that stands still is waited for no longer than a minute. Where the
-    folder of the cache cannot be written, each process compiles for itself.
+    folder of the cache cannot be written, each process compiles for itself. Of numba's cache a function is loaded that
+    was compiled from an equal file under the same `stamp`, such as a checksum of the other files that it uses.
 
     Example:
         >>> @compiled_once(nogil=True)
@@ -39,9 +40,26 @@ def compiled_once(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = _Dispatcher(function, targetoptions={"nopython": True, "boundscheck": None, **options})
         dispatcher.enable_caching()
+        if isinstance(dispatcher._cache, _Cache):
+            dispatcher._cache.stamp = stamp
         return dispatcher
 
     return decorate
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether numba's cache folder holds a function of `compiled_once`; its first call compiles it otherwise.
+
+    A function that is not numba's, or that has no cache, counts as compiled.
+
+    Example: `is_compiled(propose)` is False after an installation, and True once anything was drafted.
+    """
+    folder = getattr(getattr(function, "stats", None), "cache_path", None)
+    if folder is None:
+        return True
+    code = function.py_func.__code__
+    # numba names an index FILE.NAME-LINE.py311.nbi
+    return any(Path(folder).glob(f"{Path(code.co_filename).stem}.*{code.co_name}-{code.co_firstlineno}.*.nbi"))
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
@@ -49,6 +67,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
     held: ExitStack | None = None
     """Takes the lock, of the compilation that is going on."""
+    stamp: int = 0
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        key = super()._index_key(sig, codegen)
+        return (*key, self.stamp) if self.stamp else key
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)

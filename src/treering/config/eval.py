@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from treering.config.load import Config
-from treering.config.values import Count, FilePath, NonNegative
-from treering.data.held_out import is_held_out
+from treering.config.record import Config
+from treering.config.values import Count, FilePath, FilePaths, NonNegative
+from treering.data.held_out_tasks import is_held_out, split_held_out
 from treering.data.trajectory import TaskId
 from treering.errors import ConfigError, InputError
 
@@ -25,6 +25,12 @@ class EvalConfig(Config):
         description="Steps between evaluations; none: before the first step and at the end, as always.",
     )
 
+    keep_best: Literal["on", "off"] = Field(
+        default="off",
+        description="on: the checkpoint of the best evaluation is saved and kept in addition, and checkpoints/best "
+        "leads to it; best is the lowest loss of sft, the highest reward of train.",
+    )
+
     @property
     def own_data(self) -> tuple[Path, ...]:
         """Files of held-out data."""
@@ -38,17 +44,28 @@ class EvalConfig(Config):
     def held_out(self, ids: Sequence[TaskId], what: str) -> list[bool]:
         """Whether each of some tasks or prompts, by its id, is in the share; `what` is what errors call them.
 
+        Where one side would be empty, the nearest share is taken.
+
         Raises:
-            InputError: one side is empty.
+            InputError: there are less than two.
         """
         assert self.share is not None, "the caller checks it"
-        flags = [is_held_out(each, self.share, seed=0) for each in ids]
-        if all(flags) or not any(flags):
+        if len(ids) < 2:
             raise InputError(
-                f"eval.share = {self.share} holds out {sum(flags)} of {len(flags)} {what}, and both sides need some; "
-                f"set another share, or eval.{self._files_names}"
+                f"eval.share = {self.share} leaves some {what} on both sides, and there is {len(ids)}; add some, or "
+                f"set eval.{self._files_names}"
             )
-        return flags
+        return split_held_out(ids, self.share, seed=0)
+
+    def share_notes(self, ids: Sequence[TaskId], what: str) -> list[str]:
+        """A line if the nearest share was taken instead of the one that is set."""
+        assert self.share is not None, "the caller checks it"
+        num_set, num_held = sum(is_held_out(each, self.share, seed=0) for each in ids), sum(self.held_out(ids, what))
+        if num_set == num_held:
+            return []
+        return [
+            f"eval.share = {self.share} of {len(ids)} {what} is {num_set} by their ids; {num_held} held out instead"
+        ]
 
     @property
     def _files_names(self) -> str:
@@ -71,9 +88,7 @@ class EvalConfig(Config):
 class SftEvalConfig(EvalConfig):
     """Held-out trajectories; without them nothing is evaluated."""
 
-    files: Annotated[tuple[FilePath, ...], Field(strict=False)] = Field(
-        default=(), description="Held-out trajectory files, read by the settings of [data]."
-    )
+    files: FilePaths = Field(default=(), description="Held-out trajectory files, read by the settings of [data].")
     max_tasks: Count | None = Field(default=None, description="Held-out tasks to evaluate, at most; none: all.")
 
     @property

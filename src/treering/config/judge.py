@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from treering.config.load import Config
+from treering.config.record import Config
 from treering.config.values import Count, FilePath, Positive
 
 
@@ -38,9 +38,12 @@ class JudgeConfig(Config):
         default={"temperature": 0.0}, description="Sent with every request, as OpenAI names them."
     )
     max_concurrent: Count = Field(default=16, description="Requests at a time.")
-    time_limit_s: Positive = Field(default=60.0, description="For one attempt.")
-    num_retries: Annotated[int, Field(ge=0)] = Field(default=3, description="Further attempts, after 1, 2, 4, ... s.")
+    time_limit_s: Positive = Field(default=60.0, description="For one attempt, of four.")
+    num_retries: Annotated[int, Field(ge=0)] = Field(
+        default=3, exclude=True, description="Further attempts, after 1, 2, 4, ... s."
+    )
     cache: FilePath = Field(
         default=Path("runs/judge"),
+        exclude=True,
         description="Folder with the replies, so that nothing is asked twice; relative to the current folder.",
     )

@@ -2,17 +2,25 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from treering.config.steps import StepsConfig
+from treering.config.engine import Sampling
+from treering.config.objective_names import check_name
+from treering.config.steps import StepsOptions
 from treering.config.values import Count, NonNegative, Positive
 from treering.errors import ConfigError
 
 _UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
-class LoopConfig(StepsConfig):
-    """Steps, groups, advantages and the loss."""
+class RlOptions(StepsOptions):
+    """Steps, groups, advantages and the loss; the defaults are GRPO's.
+
+    Advantages and loss are set separately: Dr. GRPO needs "dr_grpo" as `estimator` and as `objective`, and RLOO "rloo"
+    as both.
+
+    Example: `RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))` samples 64 rollouts a step.
+    """
 
     prompts_per_step: Count = Field(default=8, description="Prompts, each one group and one tree, per step.")
     group_size: Annotated[int, Field(ge=2)] = Field(default=8, description="Rollouts per prompt and step.")
@@ -21,7 +29,7 @@ class LoopConfig(StepsConfig):
         description="Advantages. grpo: reward less the group's mean, over its deviation. dr_grpo: without the "
         "deviation. rloo: less the mean of the others.",
     )
-    objective: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "distill"] = Field(
+    objective: Annotated[str, AfterValidator(check_name)] = Field(
         default="grpo",
         description="The loss. grpo, dapo, dr_grpo: clipped per token, with three denominators. gspo, rloo: clipped "
         "per rollout. cispo: clipped weights, no token without a gradient. distill: the divergence from [teacher] at "
@@ -33,13 +41,26 @@ class LoopConfig(StepsConfig):
     max_importance: Positive | None = Field(
         default=None, description="Cap of the importance weights that correct top_k and top_p; none: no weights."
     )
-    min_importance: Positive | None = Field(
-        default=None, description="Weights below become 0, where they are masked; needs max_importance."
+    num_iterations: Count = Field(
+        default=1,
+        description="Passes over the rollouts of a step (PPO epochs), each of num_minibatches updates; ratios keep the "
+        "log-probs of before the first.",
     )
-    importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
+    num_minibatches: Count = Field(
+        default=1, description="Updates of a pass: the trained groups are divided into so many parts, in order."
+    )
+    max_gen_batches: Count = Field(
+        default=1,
+        description="Dynamic sampling (DAPO): batches of prompts sampled for a step, at most, until prompts_per_step "
+        "groups have different rewards; the rest is not trained. 1: one batch.",
+    )
+    overlong_buffer: Count | None = Field(
         default=None,
-        description="Whose weight is bounded, and what one beyond becomes: the bound (truncate) or 0 (mask); none: "
-        "token_truncate. Needs max_importance.",
+        description="Length penalty (DAPO): rewards fall linearly over the last so many of sampling.max_tokens tokens; "
+        "none: no penalty.",
+    )
+    overlong_penalty: Positive = Field(
+        default=1.0, description="What a rollout of sampling.max_tokens tokens loses; needs overlong_buffer."
     )
     entropy_coefficient: NonNegative | None = Field(
         default=None, description="Factor of the entropy bonus; 0 measures the entropy only, none: neither."
@@ -51,13 +72,8 @@ class LoopConfig(StepsConfig):
     )
     kl_in: Literal["loss", "reward"] = Field(
         default="loss",
-        description="loss: added to the loss of every sampled token. reward: its sum over a rollout is taken off the "
-        "reward.",
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
-        default=None,
-        description="With d = logp - reference logp: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. none: k3 in the loss, "
-        "k1 in the reward, which takes no other; k1 in the loss is refused.",
+        description="loss: k3 = exp(-d) - 1 + d with d = logp - reference logp is added to the loss of every sampled "
+        "token. reward: the sum of d over a rollout is taken off its reward.",
     )
     old_logprobs: Literal["sampled", "recomputed"] = Field(
         default="sampled",
@@ -65,23 +81,33 @@ class LoopConfig(StepsConfig):
         "an update; for vllm with top_k, top_p, min_p or repetition_penalty, where it gives none.",
     )
     num_train_threads: Count | None = Field(
-        default=None, description="Threads while training on the CPU; none: as many as torch takes."
+        default=None, exclude=True, description="Threads while training on the CPU; none: as engine.num_threads."
     )
     staleness: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="Step k is sampled by the weights after step k - 1 - staleness: from 1 on, steps are sampled while "
         "those before are trained. Needs runtime.workers.",
     )
+    rehearse: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Idle rows sample rollouts of the next step early, with their own noise; its weights then draw the "
+        "tokens again in a prefill, so that results stay. on: whenever a row is idle. auto: where enough stays, and "
+        "never on a CPU. off: never. For the embedded engine in one process, and no episodes.",
+    )
+    sampling: Sampling = Field(default=Sampling(), exclude=True, description="How the tokens of a rollout are drawn.")
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of a step, at most."""
+        return self.num_iterations * self.num_minibatches
+
+    @property
+    def _divides_by_default(self) -> bool:
+        return self.normalizer is None and self.objective == "dr_grpo"
 
     @model_validator(mode="after")
     def _check_kl(self) -> Self:
-        """Refuses a KL that would not pull the policy towards its reference, or that the loop cannot measure."""
-        if self.kl_estimator is not None and (self.kl_in == "reward") != (self.kl_estimator == "k1"):
-            raise ConfigError(
-                "in the loss k1 has a mean gradient of 0, and in the reward k1 alone has the gradient of the KL, and "
-                f'here kl_in = "{self.kl_in}" with kl_estimator = "{self.kl_estimator}"; take k2 or k3 in the loss, or '
-                "k1 in the reward"
-            )
+        """Refuse a KL that the loop cannot measure."""
         if self.kl > 0 and self.objective == "distill":
             raise ConfigError(
                 f'objective = "distill" has a teacher instead of a reference, and kl is {self.kl}; set kl = 0'
@@ -94,20 +120,17 @@ class LoopConfig(StepsConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_importance(self) -> Self:
-        """Refuses incomplete or contradictory bounds of importance weights."""
-        most, least, form = self.max_importance, self.min_importance, self.importance
-        if most is None and not (least is None and form is None):
+    def _check_penalty(self) -> Self:
+        if self.overlong_buffer is None and "overlong_penalty" in self.model_fields_set:
             raise ConfigError(
-                f'importance weights need max_importance, and here it is unset with importance = "{form}" and '
-                f"min_importance = {least}; set it, or leave all three out"
+                f"overlong_penalty = {self.overlong_penalty} is what the end of the buffer costs, and overlong_buffer "
+                "is not set; set it, or remove overlong_penalty"
             )
-        if least is None or most is None:
-            return self
-        if least > most or not (form or "").endswith("_mask"):
+        # A section of a file is checked with [sampling] once that is known, see `RlConfig.options`.
+        is_long = self.overlong_buffer is not None and self.overlong_buffer > self.sampling.max_tokens
+        if is_long and "sampling" in self.model_fields_set:
             raise ConfigError(
-                f"min_importance is at most max_importance and belongs to masks, and here min_importance = {least} "
-                f'with max_importance = {most} and importance = "{form}"; lower it, or choose token_mask or '
-                "sequence_mask"
+                f"overlong_buffer is the last part of a response's sampling.max_tokens = {self.sampling.max_tokens}, "
+                f"got {self.overlong_buffer}; lower it"
             )
         return self

@@ -4,17 +4,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from treering.config.load import Config
 from treering.config.model import ModelConfig
+from treering.config.record import Config
 from treering.config.values import Count
 from treering.errors import ConfigError
 
 
-class LoraConfig(Config):
+class LoraOptions(Config):
     """Low-rank adapters on the frozen weights of a pre-trained model; they alone are trained and saved."""
 
     rank: Count | None = Field(default=None, description="Rank of the adapters; none: all weights are trained.")
-    alpha: Count | None = Field(default=None, description="Adapters count alpha / rank times; none: twice the rank.")
+    alpha: Count | None = Field(default=None, description="Adapters are scaled by alpha / rank; none: twice the rank.")
     target_modules: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None, description="Linear modules that get adapters, as q_proj; none: all but the output head."
     )
@@ -32,7 +32,7 @@ class LoraConfig(Config):
         return self
 
 
-def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
+def check_lora(lora: LoraOptions, model: ModelConfig) -> None:
     """Refuses adapters of random weights, which no checkpoint would hold.
 
     Raises:

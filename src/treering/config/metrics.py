@@ -4,11 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from treering.config.load import Config
-from treering.config.values import Count
+from treering.config.record import Config
 from treering.errors import ConfigError
 
-SinkName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow"]
+SinkName = Literal["jsonl", "tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml"]
 
 
 class MetricsConfig(Config):
@@ -16,10 +15,10 @@ class MetricsConfig(Config):
 
     sinks: Annotated[tuple[SinkName, ...], Field(strict=False)] = Field(
         default=("jsonl",),
-        description="Where metrics go, each sink at most once. jsonl: metrics.jsonl, which `treering report` and "
-        "`treering watch` read. The others are extras of the same name.",
+        description="Where metrics go, each sink at most once. jsonl: metrics.jsonl, which `treering report` reads. "
+        "The others are trackers and extras of the same name.",
     )
-    project: str = Field(default="treering", description="Project or experiment of wandb, trackio and mlflow.")
+    project: str = Field(default="treering", description="Project or experiment that trackers show the run in.")
 
     @model_validator(mode="after")
     def _check_sinks(self) -> Self:
@@ -35,7 +34,16 @@ class RlMetricsConfig(MetricsConfig):
 
     log_completions: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=0,
-        description="Rollouts per table (prompt, completion, reward, advantage) in the trackers, from the worst reward "
-        "to the best; 0: none, so that no text leaves the run's folder.",
+        description="Rollouts per table (prompt, completion, reward, advantage) in tensorboard, wandb and clearml, "
+        "from the worst reward to the best, at the first step and every tenth; 0: none, so that no text leaves the "
+        "run's folder.",
     )
-    log_completions_every: Count = Field(default=10, description="Steps between these tables; the first step has one.")
+
+    @model_validator(mode="after")
+    def _check_tables(self) -> Self:
+        if self.log_completions and not {"tensorboard", "wandb", "clearml"} & {*self.sinks}:
+            raise ConfigError(
+                f"tensorboard, wandb and clearml take tables of rollouts, and log_completions = {self.log_completions} "
+                f"has sinks = {list(self.sinks)}; add one of them, or set log_completions = 0"
+            )
+        return self

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from treering.config.load import Config
+from treering.config.record import Config
 from treering.config.values import Count, ModelPath, Revision
 from treering.errors import ConfigError
 
@@ -48,6 +48,11 @@ class ModelConfig(Config):
         description="Of a model that takes pictures: whether its vision tower, and what projects it to the text, are "
         "trained too.",
     )
+
+    @property
+    def autocast(self) -> Literal["none", "bfloat16"]:
+        """What passes compute in; weights are float32."""
+        return "bfloat16" if self.dtype == "bfloat16" else "none"
 
     @model_validator(mode="after")
     def _check_shape(self) -> Self:

@@ -1,25 +1,26 @@
-"""Optimiser settings of every subcommand that trains: AdamW, its schedule and clipping. Imports no torch."""
+"""The [optim] section of `sft` and `train`: AdamW, its schedule and clipping. Imports no torch."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from treering.config.load import Config
-from treering.config.values import Fraction, NonNegative, Positive
+from treering.config.record import Config
+from treering.config.values import Count, Fraction, NonNegative, Positive
 from treering.errors import ConfigError
 
 
-class OptimConfig(Config):
+class OptimOptions(Config):
     """AdamW with linear warm-up, then a constant or falling rate, and gradient clipping."""
 
     learning_rate: Positive = Field(default=1e-4, description="AdamW's rate after warm-up, per step.")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Steps in which the rate rises linearly from 0."
     )
-    schedule: Literal["constant", "cosine"] = Field(
-        default="constant", description="The rate after warm-up; cosine falls to min_learning_rate at the last step."
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="The rate after warm-up; linear and cosine fall to min_learning_rate at the last step.",
     )
-    min_learning_rate: NonNegative = Field(default=0.0, description="Where the cosine ends, per step.")
+    min_learning_rate: NonNegative = Field(default=0.0, description="Where linear and cosine end, per step.")
     weight_decay: NonNegative = Field(
         default=0.0, description="Decay of matrices, times the rate; vectors never decay."
     )
@@ -27,20 +28,24 @@ class OptimConfig(Config):
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = Field(
         default=(0.9, 0.95), description="AdamW's decay rates of the first and second moment."
     )
-    eps: Positive = Field(default=1e-8, description="Added to the root of AdamW's second moment.")
+    eps: Positive = Field(default=1e-8, exclude=True, description="Added to the root of AdamW's second moment.")
+    num_steps: Count | None = Field(
+        default=None, exclude=True, description="Steps of the whole run, which falling rates need; none: unknown."
+    )
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         if self.schedule == "constant" and "min_learning_rate" in self.model_fields_set:
             raise ConfigError(
-                f'min_learning_rate is where a cosine ends, and schedule = "constant" with min_learning_rate = '
-                f'{self.min_learning_rate}; set schedule = "cosine", or remove min_learning_rate'
+                f'min_learning_rate is where a falling rate ends, and schedule = "constant" with min_learning_rate = '
+                f'{self.min_learning_rate}; set schedule = "linear" or "cosine", or remove min_learning_rate'
             )
         if self.min_learning_rate > self.learning_rate:
             raise ConfigError(
-                f"a cosine falls, and min_learning_rate = {self.min_learning_rate} is above learning_rate = "
+                f"the rate falls, and min_learning_rate = {self.min_learning_rate} is above learning_rate = "
                 f"{self.learning_rate}; lower min_learning_rate"
             )
+        check_warmup(warmup_steps=self.warmup_steps, num_steps=None if self.schedule == "constant" else self.num_steps)
         return self
 
 

@@ -20,7 +20,10 @@ _TOML_NAMES = {
 _SIMILARITY = 0.6
 _NAMES_ELSEWHERE = MappingProxyType(
     {
-        **dict.fromkeys(("log", "logger", "log_with", "mlflow", "report_to", "trackio", "wandb"), "metrics.sinks"),
+        **dict.fromkeys(
+            ("clearml", "comet_ml", "log", "logger", "log_with", "mlflow", "report_to", "swanlab", "trackio", "wandb"),
+            "metrics.sinks",
+        ),
         **{"model_name_or_path": "model.path", "output_dir": "run.dir", "save_steps": "run.save_every"},
         **{"save_total_limit": "run.keep", "r": "lora.rank", "lora_r": "lora.rank", "use_peft": "lora.rank"},
         **{"num_generations": "rl.group_size", "max_completion_length": "sampling.max_tokens"},
@@ -28,21 +31,94 @@ _NAMES_ELSEWHERE = MappingProxyType(
 )
 """Settings of transformers, TRL and verl whose names are far from ours."""
 
+_TWINS = MappingProxyType({"train": "rl", "rl": "train"})
+"""The section of steps in the other command."""
+
 _PUSH = ("push_to_hub", "hub_model_id")
+
+_STAND_IN = {"num_tasks": 32, "num_trials": 4, "vocab_size": 512, "seed": 0}
+REMOVED = MappingProxyType(
+    {
+        "data.cache": ("on", "name a folder of your own in TREERING_CACHE"),
+        "data.stand_in": (_STAND_IN, "data.max_tasks is its number of tasks"),
+        "engine.continuation": ("copy", "finished rollouts are copied"),
+        "engine.duplicate_rows": ("auto", "a rule decides"),
+        "engine.max_prefill": (512, "it is 512"),
+        "history.shape": ("tree", "drafts are trees"),
+        "history.sources": (["history", "siblings", "own", "others"], "drafts come from all of them"),
+        "history.verify_costs": ("fixed", "history.min_acceptance says when drafts pay"),
+        "metrics.log_completions_every": (10, "every tenth step has a table"),
+        "optim.eps": (1e-8, "it is 1e-8"),
+        "rl.importance": (None, "rl.max_importance caps the weight of each token"),
+        "rl.kl_estimator": (None, "rl.kl_in decides"),
+        "rl.min_importance": (None, "rl.max_importance caps the weight of each token"),
+        "rl.num_train_threads": (None, "OMP_NUM_THREADS bounds them"),
+        "rl.parents": ("auto", "a rule decides"),
+        "rl.sharing": ("always", "every tree is shared"),
+        "runtime.launcher": ("local", "Ray starts the processes"),
+        "runtime.listen": ("127.0.0.1", "Ray listens"),
+        "task.cache": ("on", "name a folder of your own in TREERING_CACHE"),
+        "task.episode_order": ("longest_first", "the longest start first"),
+        "task.episodes_in_flight": ("auto", "twice engine.max_batch are"),
+        "task.judge.cache": ("runs/judge", "it is runs/judge"),
+        "task.judge.num_retries": (3, "there are 3"),
+        "task.min_terms": (3, "sums have 3 numbers or more, with a lower max_terms as many"),
+        "train.parents": ("auto", "a rule decides"),
+        "train.sharing": ("always", "every tree is shared"),
+        "warmup.num_prompts": (4096, "4096 are drawn"),
+        "warmup.prompts_per_step": (64, "a step has 64"),
+    }
+)
+"""Settings of earlier versions, with the value that holds now and what to know or to set instead."""
+
+
+def holds_still(key: str, value: object) -> bool:
+    """Whether a dotted key of an earlier version says what this version does anyway."""
+    return key in REMOVED and REMOVED[key][0] == value
 
 
 def describe(error: ValidationError, config_type: type[BaseModel]) -> list[str]:
     """One sentence per problem, in the order of the model.
 
-    Example: for `[train]` with `learning_rat = 1` it is ["unknown key 'train.learning_rat'; did you mean
-    'train.learning_rate'?"].
+    Example: for `[optim]` with `learning_rat = 1` it is ["unknown key 'optim.learning_rat'; did you mean
+    'optim.learning_rate'?"].
     """
-    return [_sentence(record, config_type) for record in error.errors(include_url=False)]
+    return [
+        _sentence(each, config_type)
+        for record in error.errors(include_url=False)
+        for each in _by_key(record, config_type)
+    ]
+
+
+def keys_for_python(settings: Mapping[str, Any], config_type: type[BaseModel]) -> list[str]:
+    """One sentence per key of a file that only Python callers set."""
+
+    def found_in(inside: Mapping[str, Any], inner: type[BaseModel], loc: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        for name, value in inside.items():
+            field = inner.model_fields.get(name)
+            if field is None:
+                continue
+            if field.exclude:
+                yield (*loc, name)
+            elif (deeper := section_type(field.annotation)) is not None and isinstance(value, Mapping):
+                yield from found_in(value, deeper, (*loc, name))
+
+    return [_unknown_key(".".join(loc), loc, config_type) for loc in found_in(settings, config_type, ())]
 
 
 def section_type(annotation: object) -> type[BaseModel] | None:
     """The model of a section field, or None for a value field."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _by_key(record: Mapping[str, Any], config_type: type[BaseModel]) -> Iterator[Mapping[str, Any]]:
+    """The record itself; of an unknown section of no similar name, one for each of its keys."""
+    inside, name = record["input"], str(*record["loc"][:1])
+    is_section = record["type"] == "extra_forbidden" and len(record["loc"]) == 1 and isinstance(inside, Mapping)
+    if not is_section or name in _NAMES_ELSEWHERE or difflib.get_close_matches(name, config_type.model_fields):
+        yield record
+        return
+    yield from ({**record, "loc": (*record["loc"], key), "input": value} for key, value in inside.items())
 
 
 def _sentence(record: Mapping[str, Any], config_type: type[BaseModel]) -> str:
@@ -75,11 +151,16 @@ def _toml_name(value: object) -> str:
 
 def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[BaseModel]) -> str:
     keys = list(_dotted_keys(config_type))
+    if dotted in REMOVED:
+        return f"{dotted} is a setting of earlier versions: {REMOVED[dotted][1]}; remove it"
     if loc[-1] in _PUSH:
-        return f"unknown key {dotted!r}; a run is uploaded when you ask for it: treering push RUN REPO_ID"
+        return f"unknown key {dotted!r}; upload a checkpoint with `hf upload`, see docs/report.md"
     if (ours := _NAMES_ELSEWHERE.get(str(loc[-1]))) in keys:
         return f"unknown key {dotted!r}; did you mean {_told(str(ours), config_type)}?"
     section = [str(part) for part in loc[:-1]]
+    moved = [f"{name}.{loc[-1]}" for name in (_TWINS.get(".".join(section)), "optim")]
+    if section and (known := [key for key in moved if key in keys]):
+        return f"unknown key {dotted!r}; did you mean {known[0]!r}?"
     here = {name: ".".join([*section, name]) for name in _keys(config_type, section)}
     # Settings are often written outside their section, so suggest keys of other sections too; prefer this one.
     by_name = {key.rpartition(".")[2]: key for key in keys} | here
@@ -92,7 +173,10 @@ def _unknown_key(dotted: str, loc: tuple[int | str, ...], config_type: type[Base
     near = difflib.get_close_matches(str(loc[-1]), by_name, n=1, cutoff=_SIMILARITY)
     if near:
         return f"unknown key {dotted!r}; did you mean {by_name[near[0]]!r}?"
-    return f"unknown key {dotted!r}; valid keys here: {', '.join(here.values())}"
+    valid = (
+        f"valid keys here: {', '.join(here.values())}" if here else f"sections: {', '.join(config_type.model_fields)}"
+    )
+    return f"unknown key {dotted!r}; {valid}"
 
 
 def _told(dotted: str, config_type: type[BaseModel]) -> str:
@@ -114,14 +198,20 @@ def _listed(words: list[str]) -> str:
 
 def _keys(config_type: type[BaseModel], section: list[str]) -> list[str]:
     for name in section:
-        inner = section_type(config_type.model_fields[name].annotation)
-        assert inner is not None, f"{name!r} holds no keys"
+        inner = (
+            None if name not in config_type.model_fields else section_type(config_type.model_fields[name].annotation)
+        )
+        if inner is None:
+            # The section itself is unknown.
+            return []
         config_type = inner
-    return [field.alias or name for name, field in config_type.model_fields.items()]
+    return [field.alias or name for name, field in config_type.model_fields.items() if not field.exclude]
 
 
 def _dotted_keys(config_type: type[BaseModel]) -> Iterator[str]:
     for name, field in config_type.model_fields.items():
+        if field.exclude:
+            continue
         inner = section_type(field.annotation)
         if inner is None:
             yield field.alias or name

@@ -4,74 +4,32 @@ Loading it opens no file that a setting names, and imports no torch.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from treering.config.engine import EngineConfig, SamplingConfig, check_vllm
+from treering.config.engine import DraftOptions, EngineConfig, Sampling, check_vllm
 from treering.config.eval import RlEvalConfig
-from treering.config.load import Config
-from treering.config.loop import LoopConfig
-from treering.config.lora import LoraConfig, check_lora
+from treering.config.loop import RlOptions
+from treering.config.lora import LoraOptions, check_lora
 from treering.config.metrics import RlMetricsConfig
 from treering.config.model import ModelConfig
-from treering.config.optim import OptimConfig, check_warmup
+from treering.config.optim import OptimOptions, check_warmup
+from treering.config.record import Config
 from treering.config.rl_task import TaskConfig, WarmupConfig
-from treering.config.router import RouterConfig
+from treering.config.router import RouterLosses
 from treering.config.run import RunConfig
 from treering.config.runtime import RuntimeConfig, Schedule
-from treering.config.teacher import TeacherConfig, check_teacher
-from treering.config.values import Count, FilePath
+from treering.config.steps import check_length
+from treering.config.teacher import DistillOptions, check_teacher
+from treering.config.values import FilePath
 from treering.errors import ConfigError
-
-
-class HistoryConfig(Config):
-    """The history of earlier rollouts, and how tokens are drafted from it. Changes speed, never a token."""
-
-    drafts: Literal["on", "off"] = Field(
-        default="on", description="off: one token per rollout and forward pass (off-switch)."
-    )
-    max_bytes: Annotated[int, Field(ge=1)] = Field(
-        default=1 << 30, description="Memory of the history, its index included, in bytes."
-    )
-    max_epochs: Count = Field(default=2, description="Policy versions that are kept of each prompt.")
-    max_draft: Annotated[int, Field(ge=1, le=64)] = Field(default=64, description="Tokens per draft, at most.")
-    verify_costs: Literal["measured", "fixed"] = Field(
-        default="fixed",
-        description="What decides how much is drafted. fixed: min_acceptance, and no clock has a part in the run. "
-        "measured: what forward passes take here, measured when the run begins: drafts are as long as pays, and none "
-        "where none does. Another run may then differ in rounding.",
-    )
-    min_acceptance: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.018,
-        description="With fixed costs: least chance of a first drafted token; later ones need more. Where a pass over "
-        "more tokens takes longer, as on CPUs, drafts pay with about 0.4.",
-    )
-    shape: Literal["tree", "chain"] = Field(default="tree", description="Whether drafts branch.")
-    sources: Annotated[tuple[Literal["history", "siblings", "own", "others"], ...], Field(strict=False)] = Field(
-        default=("history", "siblings", "own", "others"),
-        description="Where drafts come from: earlier epochs, the group's other rollouts, the rollout itself, earlier "
-        "rollouts of other prompts.",
-    )
-
-    @model_validator(mode="after")
-    def _check_sources(self) -> Self:
-        if self.drafts == "on" and not self.sources:
-            raise ConfigError('drafts = "on" needs a source, and sources is empty; name one, or set drafts = "off"')
-        if len(set(self.sources)) < len(self.sources):
-            raise ConfigError(
-                f"a source is named once, and sources = {list(self.sources)} repeats one; remove the repetition"
-            )
-        return self
 
 
 class RlRunConfig(RunConfig):
     """Where a run writes, and how often."""
 
-    dir: FilePath = Field(
-        default=Path("runs/train"),
-        description="Run folder: config.json, metrics.jsonl, checkpoints, history, rollouts, TensorBoard files.",
-    )
+    dir: FilePath = Field(default=Path("runs/train"), description=RunConfig.model_fields["dir"].description)
     rollouts: Literal["on", "off"] = Field(
         default="on", description="on: every rollout goes into a trajectory file of its epoch."
     )
@@ -84,27 +42,42 @@ class RlConfig(Config):
     """
 
     # First two: where a mistaken key exists in two sections, the later one is suggested.
-    teacher: TeacherConfig = Field(
-        default_factory=TeacherConfig, description="The teacher of an on-policy distillation."
+    teacher: DistillOptions = Field(
+        default_factory=DistillOptions, description="The teacher of an on-policy distillation."
     )
     eval: RlEvalConfig = Field(default_factory=RlEvalConfig, description="Held-out prompts.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    lora: LoraConfig = Field(default_factory=LoraConfig, description="Adapters instead of all weights.")
+    lora: LoraOptions = Field(default_factory=LoraOptions, description="Adapters instead of all weights.")
     task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
     warmup: WarmupConfig = Field(default_factory=WarmupConfig, description="The supervised start.")
-    rl: LoopConfig = Field(description="Steps, groups, advantages and the loss.")
+    rl: RlOptions = Field(description="Steps, groups, advantages and the loss.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine.")
     # After `engine`: a misplaced max_tokens most often means the length of a rollout.
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are drawn.")
-    history: HistoryConfig = Field(default_factory=HistoryConfig, description="Memory and drafts.")
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="The optimisation.")
-    router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
+    sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn.")
+    history: DraftOptions = Field(default_factory=DraftOptions, description="Memory and drafts.")
+    optim: OptimOptions = Field(default_factory=OptimOptions, description="The optimisation.")
+    router: RouterLosses = Field(default_factory=RouterLosses, description="Losses on routers of experts.")
     metrics: RlMetricsConfig = Field(default_factory=RlMetricsConfig, description="Where metrics go.")
     run: RlRunConfig = Field(default_factory=RlRunConfig, description="The output.")
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig, description="The processes.")
     schedule: Schedule = Field(
         default="histopipe", description="With workers: which rollouts run where, and in which order."
     )
+
+    @property
+    def options(self) -> RlOptions:
+        """[rl] with what its steps read of other sections."""
+        return self.rl.changed(
+            sampling=self.sampling,
+            distill=self.teacher if self.teacher.is_set else None,
+            router_losses=self.router if self.router.is_set else None,
+            autocast=self.model.autocast,
+        )
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        check_length("rl", self.rl)
+        return self
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
@@ -163,12 +136,7 @@ class RlConfig(Config):
                 "drafts; remove it"
             )
         if engine.kind == "vllm":
-            check_vllm(
-                engine,
-                self.sampling,
-                old_logprobs=self.rl.old_logprobs,
-                verify_costs=self.history.verify_costs,
-            )
+            check_vllm(engine, self.sampling, old_logprobs=self.rl.old_logprobs)
         return self
 
     @model_validator(mode="after")
@@ -210,10 +178,16 @@ class RlConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _check_stealing(self) -> Self:
-        if self.schedule == "work_stealing" and self.runtime.rebalance == "none":
+    def _check_batch(self) -> Self:
+        rl = self.options
+        if rl.overlong_buffer is not None and self.task.runs_episodes:
             raise ConfigError(
-                'schedule = "work_stealing" moves rollouts that wait, and runtime.rebalance = "none" lets none move; '
-                'set runtime.rebalance = "queued", or another schedule'
+                f"overlong_buffer is the last part of a response, got {rl.overlong_buffer} with task.kind = "
+                f'"{self.task.kind}"; remove it where episodes have turns'
+            )
+        if rl.max_gen_batches > 1 and self.runtime.workers > 0:
+            raise ConfigError(
+                f"workers sample steps ahead, and rl.max_gen_batches = {rl.max_gen_batches} decides by the rewards of "
+                "a step what is sampled next; set runtime.workers=0, or rl.max_gen_batches=1"
             )
         return self

@@ -6,23 +6,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from treering.config.judge import JudgeConfig
-from treering.config.load import Config
 from treering.config.problems import describe
-from treering.config.values import Count, CountOrAuto, FilePath, ModelPath, Positive, Seed, TemplateDate
+from treering.config.record import Config
+from treering.config.values import Count, CountOrAuto, FilePath, Positive, Seed, TemplateDate, TokenizerPath
 from treering.errors import ConfigError
 
-_GENERATED = ("num_prompts", "seed", "min_terms", "max_terms", "max_number")
+_GENERATED = ("num_prompts", "seed", "max_terms", "max_number")
 _CHAT = ("tokenizer", "template", "date", "stop_tokens")
-_FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge", "cache")
-_EPISODES = (
-    "episodes_in_flight",
-    "episode_order",
-    "episode_timeout",
-    "max_turn_tokens",
-    "max_failed",
-    "shared",
-    "weights",
-)
+_FROM_FILE = (*_CHAT, "file", "reward", "max_prompts", "max_prompt_tokens", "judge")
+_EPISODES = ("episode_timeout", "max_turn_tokens", "max_failed", "shared", "weights")
 _OF_ENVIRONMENT = (*_CHAT, *_EPISODES, "class_")
 _OF_VERIFIERS = (*_CHAT, *_EPISODES, "env", "verifiers", "renderer", "python", "max_prompts")
 _SETTINGS = MappingProxyType(
@@ -49,7 +41,52 @@ def _several(value: object) -> object:
         raise ValueError(f"tables with name and weight: {'; '.join(describe(error, RewardConfig))}") from error
 
 
-class TaskConfig(Config):
+class EpisodeOptions(Config):
+    """How episodes of an environment run.
+
+    Example: `EpisodeOptions(max_rows=16)` has 32 episodes in flight.
+    """
+
+    episode_timeout: Positive = Field(
+        default=600.0, description="Environment: seconds after which an episode is left out."
+    )
+    max_turn_tokens: Count = Field(
+        default=512,
+        description="Environment: tokens of a turn, at most; sampling.max_tokens then bounds a context with its turn.",
+    )
+    max_failed: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5, description="Environment: share of a step's episodes that may fail; above it the run stops."
+    )
+    shared: Literal["once", "sum"] = Field(
+        default="once",
+        description="Environment: how sampled tokens count that several branches of a run go through. once: one branch "
+        "trains them. sum: each does.",
+    )
+    weights: Literal["runs", "branches"] = Field(
+        default="runs",
+        description="Environment: what counts as one sequence in the loss. runs: a run, however many branches it has. "
+        "branches: each branch.",
+    )
+    max_rows: Count = Field(default=16, exclude=True, description="Rollouts that the engine runs at one time.")
+    episodes_in_flight: CountOrAuto = Field(
+        default="auto",
+        exclude=True,
+        description="Episodes that run at one time. auto: twice the rows, so that others sample while some wait.",
+    )
+    episode_order: Literal["longest_first", "in_order"] = Field(
+        default="longest_first",
+        exclude=True,
+        description="Which episodes start first. longest_first: those whose tokens and waiting took longest in earlier "
+        "epochs; in_order: as the step has them.",
+    )
+
+    @property
+    def num_in_flight(self) -> int:
+        """Episodes that run at one time."""
+        return 2 * self.max_rows if self.episodes_in_flight == "auto" else self.episodes_in_flight
+
+
+class TaskConfig(EpisodeOptions):
     """Prompts and rewards."""
 
     # "class" is no name in Python.
@@ -82,38 +119,11 @@ class TaskConfig(Config):
         default=None,
         description="Verifiers: path of the interpreter that has verifiers and the taskset; none: the running one.",
     )
-    episode_order: Literal["longest_first", "in_order"] = Field(
-        default="longest_first",
-        description="Environment: which episodes start first. longest_first: those whose tokens and waiting took "
-        "longest in earlier epochs; in_order: as the step has them.",
-    )
-    episodes_in_flight: CountOrAuto = Field(
-        default="auto", description="Environment: episodes that run at one time. auto: twice engine.max_batch."
-    )
-    episode_timeout: Positive = Field(
-        default=600.0, description="Environment: seconds after which an episode is left out."
-    )
-    max_turn_tokens: Count = Field(
-        default=512,
-        description="Environment: tokens of a turn, at most; sampling.max_tokens then bounds a context with its turn.",
-    )
-    max_failed: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.5, description="Environment: share of a step's episodes that may fail; above it the run stops."
-    )
-    shared: Literal["once", "sum"] = Field(
-        default="once",
-        description="Environment: how sampled tokens count that several branches of a run go through. once: one branch "
-        "trains them. sum: each does.",
-    )
-    weights: Literal["runs", "branches"] = Field(
-        default="runs",
-        description="Environment: what counts as one sequence in the loss. runs: a run, however many branches it has. "
-        "branches: each branch.",
-    )
     num_prompts: Count = Field(default=64, description="Sums: distinct ones to draw.")
     seed: Seed = Field(default=0, description="Sums: which ones are drawn.")
-    min_terms: Annotated[int, Field(ge=2)] = Field(default=3, description="Sums: numbers of a sum, at least.")
-    max_terms: Annotated[int, Field(ge=2)] = Field(default=5, description="Sums: numbers of a sum, at most.")
+    max_terms: Annotated[int, Field(ge=2)] = Field(
+        default=5, description="Sums: numbers of a sum, at most; at least three, or as many."
+    )
     max_number: Count = Field(default=99, description="Sums: the largest number.")
     file: FilePath | None = Field(
         default=None,
@@ -121,9 +131,7 @@ class TaskConfig(Config):
         "tokenizer are looked up next to the configuration, in the current folder, then in the real-data folder "
         "(TREERING_DATA, default ../shared/data).",
     )
-    tokenizer: ModelPath | None = Field(
-        default=None, description="Prompts: Hugging Face tokenizer folder or hub id; none: that of model.path."
-    )
+    tokenizer: TokenizerPath = None
     template: Literal["auto", "plain", "hf", "raw"] = Field(
         default="auto",
         description="Prompts: how they become text. hf: by the tokenizer's chat template. plain: by the plain form. "
@@ -144,10 +152,6 @@ class TaskConfig(Config):
     )
     max_prompt_tokens: Count | None = Field(
         default=None, description="Prompts with more tokens are left out and counted; none: no limit."
-    )
-    cache: Literal["on", "off"] = Field(
-        default="on",
-        description="Prompts: on: their tokens are kept for the next start, see `treering cache`. off: they are not.",
     )
     stop_tokens: Annotated[tuple[str | Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
         default=(),
@@ -196,17 +200,11 @@ class TaskConfig(Config):
             raise ConfigError('an environment chats, and template = "raw" has no turns; set "auto", "hf" or "plain"')
         if self.kind == "prompts" and self.file is None:
             raise ConfigError('kind = "prompts" reads prompts from a file, and file is not set; set task.file')
-        if self.min_terms > self.max_terms:
-            raise ConfigError(
-                f"min_terms is at most max_terms, and here they are {self.min_terms} and {self.max_terms}; swap them"
-            )
         return self
 
 
 class WarmupConfig(Config):
-    """Supervised training on correct solutions before the first rollout; its prompts are not the task's."""
+    """Supervised training before the first rollout, on 64 solutions a step; their prompts are not the task's."""
 
     num_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="Optimizer steps; 0: none.")
-    num_prompts: Count = Field(default=4096, description="Solved prompts to draw, none of them the task's.")
-    prompts_per_step: Count = Field(default=64, description="Solutions per step.")
     learning_rate: Positive = Field(default=1e-3, description="AdamW's rate, falling to a tenth over these steps.")

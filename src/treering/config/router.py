@@ -2,11 +2,11 @@
 
 from pydantic import Field
 
-from treering.config.load import Config
+from treering.config.record import Config
 from treering.config.values import NonNegative
 
 
-class RouterConfig(Config):
+class RouterLosses(Config):
     """Losses on routers, over all tokens of all branches; for mixtures of experts only."""
 
     balance: NonNegative | None = Field(

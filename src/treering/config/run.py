@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from treering.config.load import Config
+from treering.config.record import Config
 from treering.config.values import Count, CountOrTime, FilePath, seconds_in
 
 
@@ -13,7 +13,8 @@ class RunConfig(Config):
     """Where a run writes, and how often."""
 
     dir: FilePath = Field(
-        default=Path("runs/sft"), description="Run folder: checkpoints, metrics.jsonl, TensorBoard files."
+        default=Path("runs/sft"),
+        description="Run folder: settings, metrics.jsonl, checkpoints; of `train` also history and rollouts.",
     )
     save_every: CountOrTime = Field(
         default="10min",

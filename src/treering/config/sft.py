@@ -3,35 +3,26 @@
 Loading it opens no file that a setting names, and imports no torch.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from treering.config.eval import SftEvalConfig
-from treering.config.load import Config
-from treering.config.lora import LoraConfig, check_lora
+from treering.config.lora import LoraOptions, check_lora
 from treering.config.metrics import MetricsConfig
 from treering.config.model import ModelConfig
-from treering.config.optim import OptimConfig, check_warmup
-from treering.config.router import RouterConfig
+from treering.config.optim import OptimOptions, check_warmup
+from treering.config.record import Config
+from treering.config.router import RouterLosses
 from treering.config.run import RunConfig
-from treering.config.steps import Normalizer, StepsConfig
-from treering.config.teacher import TeacherConfig, check_teacher
-from treering.config.values import Count, CountOrAuto, FilePath, ModelPath, Seed, TemplateDate
-from treering.data.formats.detect import FormatName
-from treering.data.formats.reader import FailedRuns
+from treering.config.steps import Normalizer, StepsOptions, check_length
+from treering.config.teacher import DistillOptions, check_teacher
+from treering.config.values import Count, CountOrAuto, FilePaths, TemplateDate, TokenizerPath
+from treering.data.formats.reader import FailedRuns, FormatName
 from treering.errors import ConfigError
 
-
-class StandInConfig(Config):
-    """Generated agent-like trajectories, used if there is no real data."""
-
-    num_tasks: Count = Field(default=32, description="Number of tasks, each one tree.")
-    num_trials: Count = Field(default=4, description="Trajectories per task.")
-    vocab_size: Annotated[int, Field(ge=16)] = Field(
-        default=512, description="Number of token ids that are drawn from."
-    )
-    seed: Seed = Field(default=0, description="Seed of the generator.")
+Overlong: TypeAlias = Literal["error", "drop", "cut"]
+"""What becomes of sequences that are longer than a limit."""
 
 
 class DataConfig(Config):
@@ -41,9 +32,9 @@ class DataConfig(Config):
         default="files",
         description="files: `files` and `tokenizer` are looked up next to the configuration, in the current folder, "
         "then in the real-data folder (TREERING_DATA, default ../shared/data). real: they are inside the real-data "
-        "folder, and without that folder the stand-in is generated. generated: the stand-in.",
+        "folder, and without that folder a stand-in of 32 tasks is generated. generated: the stand-in.",
     )
-    files: Annotated[tuple[FilePath, ...], Field(strict=False)] = Field(
+    files: FilePaths = Field(
         default=(),
         description="Trajectory files: JSON Lines, JSON or Parquet, plain, gzip or zstandard; folders of them, each "
         "one set; or patterns of such names, which mean their files.",
@@ -54,21 +45,36 @@ class DataConfig(Config):
     format: FormatName = Field(
         default="auto", description="Format of the records; auto: found from the keys of each file's first record."
     )
-    tokenizer: ModelPath | None = Field(
-        default=None, description="Hugging Face tokenizer folder or hub id, for `messages`; none: that of model.path."
-    )
+    tokenizer: TokenizerPath = None
     template: Literal["auto", "plain", "hf"] = Field(
         default="auto",
         description="How messages become text. hf: by the tokenizer's chat template. plain: by the plain form. auto: "
         "hf where the tokenizer has a template, else plain where it knows the markers.",
     )
     date: TemplateDate = None
-    max_tasks: Count | None = Field(default=None, description="Tasks to keep from the start of each file; none: all.")
-    cache: Literal["on", "off"] = Field(
-        default="on",
-        description="on: the tokens of the files are kept for the next start, see `treering cache`. off: they are not.",
+    max_tasks: Count | None = Field(
+        default=None, description="Tasks to keep from the start of each file, or to generate; none: all."
     )
-    stand_in: StandInConfig = Field(default_factory=StandInConfig, description="The generated data.")
+    min_reward: float | None = Field(
+        default=None,
+        description="Least reward of a trajectory that is trained, others and those without are dropped and counted; "
+        "none: all are trained alike.",
+    )
+    max_length: Count | None = Field(default=None, description="Most tokens of a sequence; none: no limit.")
+    overlong: Overlong = Field(
+        default="error",
+        description="What becomes of longer sequences. error: the first one is named. drop: they are dropped. cut: "
+        "their first max_length tokens are kept, as TRL does, so a cut turn trains no end.",
+    )
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.max_length is None and self.overlong != "error":
+            raise ConfigError(
+                f'overlong = "{self.overlong}" is for sequences above max_length, which is not set; set max_length, or '
+                "remove overlong"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -85,10 +91,12 @@ class DataConfig(Config):
         return self
 
 
-class TrainConfig(StepsConfig, OptimConfig):
-    """The optimisation: AdamW with linear warm-up, then a constant or falling rate, and gradient clipping."""
+class SftOptions(StepsOptions):
+    """Steps: of which tasks, with which loss."""
 
-    normalizer: Normalizer = Field(default="token_mean", description="What the summed loss of a step is divided by.")
+    normalizer: Normalizer = Field(
+        default="token_mean", description=StepsOptions.model_fields["normalizer"].description
+    )
     trees_per_step: CountOrAuto = Field(
         default="auto",
         description="Tasks, each one tree, per optimizer step. auto: 8, fewer where an epoch would have less than 16 "
@@ -104,11 +112,10 @@ class TrainConfig(StepsConfig, OptimConfig):
 
     @model_validator(mode="after")
     def _check_packed(self) -> Self:
-        check_warmup(warmup_steps=self.warmup_steps, num_steps=self.num_steps)
-        if self.layout == "packed" and self.shared == "once":
+        if self.layout != "tree" and self.shared == "once":
             raise ConfigError(
-                'layout = "packed" trains every sequence by itself, so a shared token counts in each, and shared = '
-                '"once" cannot hold; set shared = "sum", or layout = "tree"'
+                f'shared = "once" counts a token one time in the tree of its task, and layout = "{self.layout}" has no '
+                'such trees; set shared = "sum", or layout = "tree"'
             )
         return self
 
@@ -121,19 +128,39 @@ class SftConfig(Config):
     """
 
     # First two: where a mistaken key exists in two sections, the later one is suggested.
-    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="The teacher of a distillation.")
+    teacher: DistillOptions = Field(default_factory=DistillOptions, description="The teacher of a distillation.")
     eval: SftEvalConfig = Field(default_factory=SftEvalConfig, description="Held-out trajectories.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    lora: LoraConfig = Field(default_factory=LoraConfig, description="Adapters instead of all weights.")
+    lora: LoraOptions = Field(default_factory=LoraOptions, description="Adapters instead of all weights.")
     data: DataConfig = Field(description="The trajectories.")
-    train: TrainConfig = Field(description="The optimisation.")
-    router: RouterConfig = Field(default_factory=RouterConfig, description="Losses on routers of experts.")
+    train: SftOptions = Field(description="Steps and the loss.")
+    optim: OptimOptions = Field(default_factory=OptimOptions, description="The optimisation.")
+    router: RouterLosses = Field(default_factory=RouterLosses, description="Losses on routers of experts.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics go.")
     run: RunConfig = Field(default_factory=RunConfig, description="The output.")
+
+    @property
+    def options(self) -> SftOptions:
+        """[train] with what its steps read of other sections."""
+        return self.train.changed(
+            distill=self.teacher if self.teacher.is_set else None,
+            router_losses=self.router if self.router.is_set else None,
+            autocast=self.model.autocast,
+        )
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        check_length("train", self.train)
+        return self
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
         check_lora(self.lora, self.model)
+        return self
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        check_warmup(warmup_steps=self.optim.warmup_steps, num_steps=self.train.num_steps)
         return self
 
     @model_validator(mode="after")

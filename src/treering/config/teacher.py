@@ -4,12 +4,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from treering.config.load import Config
+from treering.config.record import Config
 from treering.config.values import Count, ModelPath, Positive, Revision
 from treering.errors import ConfigError
 
 
-class TeacherConfig(Config):
+class DistillOptions(Config):
     """A teacher of the student's tokenizer, and the divergence from it."""
 
     path: ModelPath | None = Field(
@@ -50,7 +50,7 @@ class TeacherConfig(Config):
         return self
 
 
-def check_teacher(teacher: TeacherConfig, *, section: str, objective: str) -> None:
+def check_teacher(teacher: DistillOptions, *, section: str, objective: str) -> None:
     """Refuses a teacher that no loss reads, and a loss without its teacher.
 
     Args:

@@ -42,6 +42,15 @@ def seconds_in(text: str) -> float:
 
 # TOML has no path type, so paths accept strings; every other type is strict.
 FilePath = Annotated[Path, Field(strict=False)]
+# One path is an array of one.
+FilePaths = Annotated[
+    tuple[FilePath, ...],
+    Field(strict=False),
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, str | os.PathLike) else value,
+        json_schema_input_type=FilePath | tuple[FilePath, ...],
+    ),
+]
 # Text, because a `Path` loses the "./" that tells a folder from a hub id.
 ModelPath = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 Revision = Annotated[
@@ -50,6 +59,10 @@ Revision = Annotated[
         default=None,
         description="Commit, branch or tag of a hub id; none: the newest, in a resumed run the one that it began with.",
     ),
+]
+TokenizerPath = Annotated[
+    ModelPath | None,
+    Field(default=None, description="Hugging Face tokenizer folder or hub id, for chats; none: that of model.path."),
 ]
 TemplateDate = Annotated[
     Date | None,

@@ -1,15 +1,12 @@
 """Trajectories: records, files, rendering to tokens and masks, and generated stand-ins. No torch."""
 
-from treering.data.formats.detect import FormatName
-from treering.data.formats.files import append_trajectories, write_trajectories
-from treering.data.formats.reader import read_trajectories
-from treering.data.formats.traces import read_traces, write_traces
-from treering.data.generate import AgentSpec, generate_trajectories
-from treering.data.locate import DATA_VARIABLE, data_folder
-from treering.data.rendering.rendered_trajectory import RenderedTrajectory, by_task
+from treering.data.agent_trace import Trace
+from treering.data.formats.adapters.verifiers import read_traces, write_traces
+from treering.data.formats.reader import FormatName, read_trajectories
+from treering.data.formats.record_files import append_trajectories, write_trajectories
+from treering.data.generate import DATA_VARIABLE, AgentSpec, data_folder, generate_trajectories
 from treering.data.rendering.renderer import Renderer, Template, render
-from treering.data.trace import Trace
-from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
+from treering.data.trajectory import Message, RenderedTrajectory, TaskId, ToolCall, Trajectory, by_task
 
 __all__ = [
     "DATA_VARIABLE",

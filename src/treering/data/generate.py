@@ -1,11 +1,13 @@
-"""Generates agent trajectories as token ids, for use without real ones.
+"""Find the folder of real trajectories, or generate agent trajectories as token ids.
 
-They have the shape of agent runs: one system prompt, a task message, turns of action and observation, and trials that
-restart from an earlier turn. Tokens follow a sparse Markov chain, so a model can learn them.
+Generated trajectories have the shape of agent runs: one system prompt, a task message, turns of action and observation,
+and trials that restart from an earlier turn. Tokens follow a sparse Markov chain, so a model can learn them.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -15,8 +17,11 @@ from treering.data.trajectory import Trajectory
 from treering.errors import ConfigError
 from treering.types import MAX_TOKEN_ID
 
+DATA_VARIABLE = "TREERING_DATA"
+"""Environment variable that names the folder of real data."""
+
 NUM_MARKERS = 3
-"""Ids 0, 1 and 2: an action begins, an observation or message begins, either ends."""
+"""Number of marker ids: 0 starts an action, 1 starts an observation or message, 2 ends either."""
 
 _OPEN_ACTION, _OPEN_TEXT, _CLOSE = range(NUM_MARKERS)
 _NUM_FOLLOWERS = 4
@@ -24,15 +29,26 @@ _NUM_FOLLOWERS = 4
 _Turn: TypeAlias = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 
 
+def data_folder() -> Path | None:
+    """Return the folder of real data: `TREERING_DATA`, else `../shared/data`; None if it does not exist.
+
+    Callers that get None use generated trajectories and report it.
+
+    Example: with TREERING_DATA=~/trajectories and that folder present, `data_folder()` is its path.
+    """
+    folder = Path(os.environ.get(DATA_VARIABLE) or Path("..", "shared", "data")).expanduser()
+    return folder if folder.is_dir() else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSpec:
-    """What to generate; equal specs give equal trajectories.
+    """Settings of generated trajectories; equal specs generate equal trajectories.
 
-    Example: the defaults give 4 tasks of 6 trials over a vocabulary of 256, with a sharing of about 0.6 per task.
+    Example: the defaults generate 4 tasks of 6 trials over a vocabulary of 256, with a sharing of about 0.6 per task.
     """
 
     num_tasks: int = 4
-    """Tasks, one tree each."""
+    """Number of tasks; each is a tree."""
     num_trials: int = 6
     """Trajectories per task."""
     vocab_size: int = 256
@@ -42,7 +58,7 @@ class AgentSpec:
     num_task_tokens: int = 64
     """Length of the task message."""
     num_turns: int = 6
-    """Most turns of a trial; a trial has at least half as many."""
+    """Largest number of turns of a trial; the smallest is half of it."""
     num_action_tokens: int = 32
     """Mean length of an action; lengths vary by half of it."""
     num_observation_tokens: int = 48
@@ -65,10 +81,10 @@ class AgentSpec:
 
 
 def generate_trajectories(spec: AgentSpec) -> Iterator[Trajectory]:
-    """Yields `num_tasks * num_trials` trajectories, task after task, with masks over actions and rewards of 0 or 1.
+    """Yield `num_tasks * num_trials` trajectories, task after task, with masks over actions and rewards of 0 or 1.
 
-    Every trial after the first keeps some turns of the previous one, most often all but the last ones, like a
-    depth-first search; a trial may repeat another one in full.
+    Every trial after the first keeps some turns of the previous trial, usually all but the last ones, like a
+    depth-first search; a trial may repeat another in full.
 
     Example: `next(generate_trajectories(AgentSpec()))` starts with 194 tokens that all 24 trajectories share.
     """

@@ -1,21 +1,147 @@
-"""Trajectories as they are stored: the messages or tokens of one rollout, and what is known about it."""
+"""Trajectories as they are stored: the messages or tokens of a rollout, with rewards and metadata."""
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.episode import EpisodePart
-from treering.data.picture import PlacedPicture, check_places
-from treering.data.pictures.source import MessagePicture
-from treering.data.unicode import valid_text, valid_texts
+from treering.data.picture import MessagePicture, PlacedPicture, check_places
 from treering.errors import InputError
-from treering.types import MAX_TOKEN_ID, LossMask, TokenIds
+from treering.types import MAX_TOKEN_ID, LossMask, TokenIds, is_count
+
+
+def valid_text(text: str, where: str) -> str:
+    r"""Check that a text is valid Unicode and return it.
+
+    Raises:
+        InputError: the text has lone surrogates, which tokenizers and files cannot hold.
+
+    Example: "ä" is valid; "\ud83d" alone, half of an emoji, is not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = repr(text) if len(text) <= 76 else f"{text[:73]!r}..."
+        raise InputError(f"{where} must be valid Unicode, got {shown} ({error.reason}); repair it") from error
+    return text
+
+
+def valid_texts(value: Any, where: str) -> None:
+    """Check every text of a JSON value, keys too.
+
+    Raises:
+        InputError: a text has lone surrogates.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=dict)
+    except (TypeError, ValueError):
+        # Values that are not JSON are refused with a better message where they are written or rendered.
+        return
+    valid_text(text, where)
+
+
+class CallSpan(NamedTuple):
+    """The tokens of a branch that a call sampled."""
+
+    number: int
+    """Index of the call among its agent's calls in the run, from 0."""
+    start: int
+    """Index of the first token."""
+    stop: int
+    """Index after the last token."""
+
+
+class Turn(NamedTuple):
+    """Tokens that a run sampled without waiting, and the wait after them."""
+
+    num_tokens: int
+    """Sampled tokens of all agents; 0 in a first turn that is a wait before the first call."""
+    wait_s: float
+    """Seconds without an open call, until the next one or the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodePart:
+    """The part of an episode that a branch is.
+
+    Example: a branch [5, 6, 7, 8, 9] whose calls sampled 7 and 9 has the calls (0, 2, 3) and (1, 4, 5).
+    """
+
+    agent: str
+    """Name of the agent that made the calls."""
+    calls: tuple[CallSpan, ...]
+    """Calls that train tokens of this branch, in token order."""
+    turns: tuple[Turn, ...] = ()
+    """Turns of the whole run, on its first branch; () on the others."""
+
+
+def is_episode(value: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether a field "episode" is a value of `encode_episode`; other tools store numbers or names there."""
+    return isinstance(value, dict) and {"agent", "calls"} <= value.keys()
+
+
+def encode_episode(part: EpisodePart) -> dict[str, Any]:
+    """Return the JSON value of a part; `decode_episode` reads it.
+
+    >>> encode_episode(EpisodePart(agent="policy", calls=(CallSpan(0, 2, 3),), turns=(Turn(1, 0.5),)))
+    {'agent': 'policy', 'calls': [[0, 2, 3]], 'turns': [[1, 0.5]]}
+    """
+    record: dict[str, Any] = {"agent": part.agent, "calls": [list(call) for call in part.calls]}
+    return record | ({"turns": [list(turn) for turn in part.turns]} if part.turns else {})
+
+
+def decode_episode(record: Mapping[str, Any]) -> EpisodePart | None:
+    """Decode the field "episode" of a record; None if it is absent or has another meaning.
+
+    Raises:
+        InputError: calls or turns are not as `encode_episode` writes them.
+    """
+    value = record.get("episode")
+    if not is_episode(value):
+        return None
+    agent, calls, turns = value["agent"], value["calls"], value.get("turns") or []
+    if not (isinstance(agent, str) and isinstance(calls, list) and all(map(_is_call, calls))):
+        raise InputError(
+            f"an episode has an agent's name and calls as [number, start, stop], got {agent!r:.40} and {calls!r:.80}; "
+            "write the line as the run did"
+        )
+    return EpisodePart(agent=agent, calls=tuple(CallSpan(*call) for call in calls), turns=decode_turns(turns))
+
+
+def decode_turns(value: object) -> tuple[Turn, ...]:
+    """Decode turns from their JSON value.
+
+    Raises:
+        InputError: the value is not a list of `[tokens, seconds]`, each at least 0.
+
+    >>> decode_turns([[8, 2.5], [5, 0]])
+    (Turn(num_tokens=8, wait_s=2.5), Turn(num_tokens=5, wait_s=0.0))
+    """
+    if not isinstance(value, list) or not all(map(_is_turn, value)):
+        raise InputError(
+            f"turns are a list of [tokens, seconds of waiting after them], each at least 0, got {value!r:.80}; correct "
+            "the line"
+        )
+    return tuple(Turn(num_tokens, float(wait_s)) for num_tokens, wait_s in value)
+
+
+def _is_call(value: object) -> bool:
+    is_whole = isinstance(value, list) and len(value) == 3 and all(is_count(number, least=0) for number in value)
+    return is_whole and value[1] < value[2]  # type: ignore[index]
+
+
+def _is_turn(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or not is_count(value[0], least=0) or value[0] >= 1 << 31:
+        return False
+    is_number = isinstance(value[1], int | float) and not isinstance(value[1], bool)
+    return is_number and 0 <= value[1] < float("inf")
+
 
 TaskId: TypeAlias = str | int
 """A dataset key, the same for all trials of a task."""
@@ -24,8 +150,9 @@ MAX_COUNT = 2**31 - 1
 """Largest number of a trial, step, epoch or version."""
 
 RAW_FORMAT = "raw"
-"""The format whose text is the concatenated contents; every other format is a chat."""
+"""Format whose text is the concatenated contents; every other format is a chat."""
 
+_BLANK = re.compile(r'\s*(?:null|"\s*(?:null)?\s*")?\s*')
 _PER_TOKEN = ("loss_mask", "logprobs", "advantages")
 
 
@@ -36,44 +163,51 @@ class ToolCall:
     name: str
     """Name of the tool."""
     arguments: Mapping[str, Any] | str
-    """The text that the model wrote, or a JSON object where the source has only its values."""
+    """Text that the model wrote, or a JSON object if the source has only the values."""
     id: str | None = None
     """Identifier that the tool's answer refers to; None if the source has none."""
 
     @property
+    def given(self) -> Mapping[str, Any] | str:
+        """Arguments for templates and tools: {} for text that is blank, null or an empty JSON string.
+
+        Example: the arguments "" and "null" become {}; "[1]" is unchanged.
+        """
+        return {} if isinstance(self.arguments, str) and _BLANK.fullmatch(self.arguments) else self.arguments
+
+    @property
     def arguments_text(self) -> str:
-        """The arguments as JSON text; those that the model wrote as they are."""
-        if isinstance(self.arguments, str):
-            return self.arguments
-        return json.dumps(dict(self.arguments), ensure_ascii=False)
+        """Arguments as JSON text; text that the model wrote is unchanged."""
+        given = self.given
+        return given if isinstance(given, str) else json.dumps(dict(given), ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message."""
+    """A chat message."""
 
     role: str
-    """The speaker: "system", "user", "assistant", "tool" or the source's own word."""
+    """Speaker: "system", "user", "assistant", "tool" or another name of the source."""
     content: str | None
     """The text; None if the message only calls tools."""
     pictures: tuple[MessagePicture, ...] = ()
-    """Pictures at their places in the text, in order; only of messages that are not the assistant's."""
+    """Images with their places in the text, in order; an assistant's message has none."""
     reasoning: str | None = None
-    """The thought before the text, where the source keeps it apart."""
+    """Reasoning before the text, if the source separates it."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Tool calls in order."""
     name: str | None = None
-    """Name of the speaker or of the answering tool, for templates that show it."""
+    """Name of the speaker or tool, for templates that show it."""
     tool_call_id: str | None = None
-    """The call that a tool message answers."""
+    """Id of the call that a tool message answers."""
     trained: bool = True
     """False for an assistant's message that is context only."""
 
     @property
     def stretches(self) -> tuple[str, ...]:
-        """The text cut at its pictures, one stretch more than there are pictures.
+        """The text split at its images, one piece more than images.
 
-        Example: of "Here:What is it?" with a picture at 5 they are "Here:" and "What is it?".
+        Example: "Here:What is it?" with an image at 5 is split into "Here:" and "What is it?".
         """
         text = self.content or ""
         bounds = pairwise([0, *(picture.at for picture in self.pictures), len(text)])
@@ -81,43 +215,42 @@ class Message:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the loss covers it: an assistant's message, unless `trained` is False."""
+        """Whether the loss covers the message: it is the assistant's, and `trained` is not False."""
         return self.role == "assistant" and self.trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """One rollout, either as messages or as token ids.
+    """A rollout, either as messages or as token ids.
 
     Raises:
-        InputError: neither or both of messages and tokens, arrays of different lengths, token ids out of range, raw
-            text with tool calls, a text with lone surrogates, a number that is not finite, or a count that is negative
-            or huge.
+        InputError: messages and tokens are both given or both missing, arrays differ in length, token ids are out of
+            range, raw text has tool calls, a text has lone surrogates, or a number is not finite or out of range.
 
     Example: `Trajectory(task_id="a", tokens=np.array([5, 6, 7], np.int32), loss_mask=np.array([False, True, True]))`
     trains 6 and 7.
     """
 
     task_id: TaskId
-    """The same for all trials of a task, which form one tree."""
+    """Id of the task, whose trials form one tree."""
     messages: tuple[Message, ...] | None = None
     """The conversation in order; None with tokens."""
     tokens: TokenIds | None = None
     """int32 [T]; None with messages."""
     loss_mask: LossMask | None = None
-    """bool [T], True for trained tokens; only with tokens, all of which are trained if it is None."""
+    """bool [T], True for trained tokens; only with tokens. None trains all tokens."""
     logprobs: npt.NDArray[np.float64] | None = None
-    """float64 [T], log-probabilities under the policy that sampled; only with tokens."""
+    """float64 [T], log-probabilities under the behaviour policy; only with tokens."""
     advantages: npt.NDArray[np.float64] | None = None
-    """float64 [T], the advantage of each token, 0.0 where none is trained; only with tokens, and instead of
-    `advantage`."""
+    """float64 [T], per-token advantages, 0.0 at untrained tokens; only with tokens, and instead of `advantage`."""
     pictures: tuple[PlacedPicture, ...] = ()
-    """Pictures in order, at whose tokens stands the model's own image token; only with tokens. No such token is
-    trained."""
+    """Images in order, at the model's image tokens, which are not trained; only with tokens."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """JSON schemas of the tools that the policy was shown, for chat templates; only with messages."""
+    """JSON schemas of the policy's tools, for chat templates; only with messages."""
     format: str = "chat"
-    """"raw" is text without chat markers; anything else is a chat."""
+    """"raw" for text without chat markers; anything else is a chat."""
+    adds_end: bool = False
+    """Whether raw text ends with the tokenizer's `eos_token`, which is trained."""
     trial: int | None = None
     """Number of the trial within its task."""
     reward: float | None = None
@@ -125,15 +258,17 @@ class Trajectory:
     advantage: float | None = None
     """Advantage of the whole rollout."""
     step: int | None = None
-    """Optimizer step that it was sampled for."""
+    """Optimizer step for which the rollout was sampled."""
     epoch: int | None = None
-    """Pass over the prompts in which it was sampled."""
+    """Pass over the prompts in which the rollout was sampled."""
     version: int | None = None
-    """Policy version that sampled it."""
+    """Policy version that sampled the rollout."""
     preference: Literal["chosen", "rejected"] | None = None
-    """Its side of a preference pair: a chosen trajectory and the rejected one that follows it."""
+    """Side of a preference pair; the rejected trajectory follows the chosen one."""
     episode: EpisodePart | None = None
-    """What it is part of, as a branch of an environment's episode; only with tokens."""
+    """Part of an environment's episode that this branch is; only with tokens."""
+    where: str = ""
+    """Place in a file, such as FILE:LINE, for errors; "" without a file."""
 
     def __post_init__(self) -> None:
         _check_source(self)
@@ -162,8 +297,8 @@ def _check_source(trajectory: Trajectory) -> None:
         raise InputError("messages must hold at least one message, got []; drop the trajectory")
     if trajectory.format != RAW_FORMAT:
         for i, message in enumerate(messages):
-            _check_says_something(message, f"messages[{i}]")
-            _check_no_drawing(message, f"messages[{i}]")
+            _check_not_empty(message, f"messages[{i}]")
+            _check_no_assistant_image(message, f"messages[{i}]")
     elif any(message.tool_calls or message.reasoning for message in messages):
         raise InputError('format "raw" joins contents and has no form for tool_calls or reasoning; use format "chat"')
     elif any(message.pictures for message in messages):
@@ -177,7 +312,7 @@ def _check_source(trajectory: Trajectory) -> None:
             raise InputError(f"{name} has one entry per token and messages were given; give tokens instead of messages")
 
 
-def _check_no_drawing(message: Message, where: str) -> None:
+def _check_no_assistant_image(message: Message, where: str) -> None:
     if message.pictures and message.role == "assistant":
         raise InputError(
             f"{where} of the assistant has a picture, and models are trained to write text; give it to another role, "
@@ -185,7 +320,7 @@ def _check_no_drawing(message: Message, where: str) -> None:
         )
 
 
-def _check_says_something(message: Message, where: str) -> None:
+def _check_not_empty(message: Message, where: str) -> None:
     if message.tool_calls or message.reasoning:
         return
     if message.is_trained and not message.content:
@@ -249,3 +384,64 @@ def _check_pictures(trajectory: Trajectory, tokens: TokenIds) -> None:
                 f"tokens {one.start} to {one.stop - 1} are picture {number}, and the loss would train them: a model is "
                 "never trained to write pictures; give a loss_mask that is False there"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RenderedTrajectory:
+    """A trajectory as tokens, ready for merging and training.
+
+    Example: tokens `[5, 6, 7, 8]` with mask `[0, 0, 1, 1]` have `num_prompt_tokens` 2 and `turn_ends` `[4]`.
+    """
+
+    task_id: TaskId
+    """Id of the task."""
+    tokens: TokenIds
+    """int32 [T], T >= 1."""
+    loss_mask: LossMask
+    """bool [T], True for trained tokens."""
+    turn_ends: npt.NDArray[np.int32]
+    """int32 [turns], ascending: index after the last trained token of each assistant turn."""
+    index: int = 0
+    """Index of the source trajectory among those rendered together; a rewritten chat has several rendered ones."""
+    reward: float | None = None
+    """Reward of the whole rollout; None if unknown."""
+    advantage: float | None = None
+    """Advantage of the whole rollout; None if unknown."""
+    epoch: int | None = None
+    """Pass over the data in which the rollout was sampled; None if unknown."""
+    step: int | None = None
+    """Optimizer step for which the rollout was sampled; None if unknown."""
+    advantages: npt.NDArray[np.float64] | None = None
+    """float64 [T], per-token advantages; None if unknown."""
+    logprobs: npt.NDArray[np.float64] | None = None
+    """float64 [T], log-probs under the behaviour policy; None if unknown."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Images in order, at the model's image tokens."""
+
+    def __post_init__(self) -> None:
+        assert self.tokens.shape == self.loss_mask.shape, "one mask entry per token"
+        assert self.logprobs is None or self.logprobs.shape == self.tokens.shape, "one log-probability per token"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens before the first trained one; all tokens if none is trained."""
+        return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.tokens.size
+
+
+def by_task(trajectories: Iterable[RenderedTrajectory]) -> list[list[RenderedTrajectory]]:
+    """Group trajectories by `task_id`, in order of first appearance.
+
+    Example: trajectories of the tasks a, b, a form two groups: the two of a, then the one of b.
+    """
+    tasks: dict[TaskId, list[RenderedTrajectory]] = {}
+    for trajectory in trajectories:
+        tasks.setdefault(trajectory.task_id, []).append(trajectory)
+    return list(tasks.values())
+
+
+def cut_pictures(pictures: Sequence[PlacedPicture], num_tokens: int) -> tuple[PlacedPicture, ...]:
+    """Return the images that are wholly within the first tokens of a sequence.
+
+    Example: of images at the tokens 2 to 5 and 8 to 11, the first is within the first 8 tokens.
+    """
+    return tuple(placed for placed in pictures if placed.stop <= num_tokens)

@@ -2,22 +2,47 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 
-from treering.engine.batch.duplicate_rows import DuplicateRows
-from treering.engine.kv_cache.rollout_cache import Continuation
-from treering.engine.request import Request
-from treering.engine.rollout import RolloutKey
-from treering.engine.speculation.observed_costs import ObservedCosts
+from treering.engine.backends import Backend
+from treering.engine.protocol import Request, RolloutKey
+from treering.engine.speculation import Costs, ObservedCosts
 from treering.errors import ConfigError, InputError
-from treering.history.budget.costs import VerifyCosts
-from treering.history.draft.drafter import Drafter
+from treering.model.checks import check_positions
 from treering.model.pictures import VisionPart
-from treering.model.positions import check_positions
 from treering.tree.forest import Forest
 from treering.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What a `TorchEngine` is made with, checked; see there.
+
+    Raises:
+        ConfigError: a limit below 1 (2 for max_tokens), a negative version, a limit that is not a whole number, or
+            invalid `costs`.
+    """
+
+    max_batch: int
+    max_tokens: int
+    max_prefill: int
+    seed: int
+    version: int
+    num_threads: int | None
+    backend: Backend
+    costs: Costs | ObservedCosts
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_batch", 1), ("max_tokens", 2), ("max_prefill", 1), ("version", 0), ("seed", None)):
+            _check_integer(name, getattr(self, name), least=least)
+        if self.num_threads is not None:
+            _check_integer("num_threads", self.num_threads, least=1)
+        if not isinstance(self.costs, ObservedCosts) and self.costs not in ("measured", "none"):
+            raise ConfigError(
+                f'costs are "measured", "none" or an ObservedCosts, got {self.costs!r}; choose one, and give known '
+                "costs to the drafter (use_costs)"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,55 +140,6 @@ def num_positions_of(prompt: TokenIds, max_tokens: int) -> int:
     Example: 16 for a prompt of 9 tokens and max_tokens=8.
     """
     return int(prompt.size) - 1 + max_tokens
-
-
-def check_settings(
-    *,
-    drafter: object,
-    costs: object,
-    max_batch: object,
-    max_tokens: object,
-    max_prefill: object,
-    version: object,
-    seed: object,
-    num_threads: object,
-    duplicate_rows: object,
-    continuation: object,
-) -> None:
-    """Checks the settings of `TorchEngine` that do not depend on the model.
-
-    Raises:
-        ConfigError: a limit below 1 (2 for max_tokens), a negative version, a limit that is not a whole number, or an
-            invalid drafter, `costs`, `duplicate_rows` or `continuation`.
-    """
-    _check_integer("max_batch", max_batch, least=1)
-    _check_integer("max_tokens", max_tokens, least=2)
-    _check_integer("max_prefill", max_prefill, least=1)
-    _check_integer("version", version, least=0)
-    _check_integer("seed", seed, least=None)
-    if num_threads is not None:
-        _check_integer("num_threads", num_threads, least=1)
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
-    if not isinstance(costs, VerifyCosts | ObservedCosts) and costs not in ("measured", "none"):
-        raise ConfigError(f'costs are "measured", "none", a VerifyCosts or an ObservedCosts, got {costs!r}; choose one')
-    check_duplicate_rows(duplicate_rows)
-    if continuation not in get_args(Continuation):
-        raise ConfigError(
-            f"continuation is one of {', '.join(get_args(Continuation))}, got {continuation!r}; choose one"
-        )
-
-
-def check_duplicate_rows(duplicate_rows: object) -> None:
-    """Checks the mode for duplicate rows.
-
-    Raises:
-        ConfigError: an unknown mode.
-    """
-    if duplicate_rows not in get_args(DuplicateRows):
-        raise ConfigError(
-            f"duplicate_rows is one of {', '.join(get_args(DuplicateRows))}, got {duplicate_rows!r}; choose one"
-        )
 
 
 def _check_integer(name: str, value: object, *, least: int | None) -> None:

@@ -5,22 +5,30 @@ The CUDA modules, and triton with them, are imported only when weights on CUDA n
 
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
+import torch
+from torch import nn
+
 from treering.attention.triton import has_triton
-from treering.engine.batch.sampler import SampleAndVerify, sample_and_verify
+from treering.engine.batch.step import SampleAndVerify, sample_and_verify
+from treering.engine.batch.token_batch import of_sequence
 from treering.engine.decoder.cpu.decoder import CpuDecoder, supports
-from treering.engine.decoder.protocol import Decoder
-from treering.engine.decoder.reference import TorchDecoder
+from treering.engine.decoder.reference import Decoder, TorchDecoder
 from treering.engine.decoder.weights import DecoderWeights
-from treering.engine.kv_cache.allocator import KVAllocator, SpanAllocator
-from treering.errors import ConfigError, UnsupportedError
+from treering.engine.kv_cache import KVAllocator, SpanAllocator
+from treering.errors import ConfigError, StateError, UnsupportedError
+from treering.extras import install_hint
+from treering.model.tree_model import TreeModel
+
+_MOST_TOKENS = 6
+# Far above rounding (1e-6, and 1e-2 in 16 bits) and far below the effect of a missing bias or norm.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
+_TOLERANCE_16_BITS = 0.1
 
 Backend = Literal["auto", "fused", "cuda", "plain"]
 """fused: the CPU path, for float32 and float64. cuda: our own kernels for float32, bfloat16 and float16, with captured
 passes and paged keys and values that prompts share. plain: torch operations, for any device. auto: the first of these
 that supports the weights."""
-
-Timing = Literal["allowed", "never"]
-"""Whether a clock may choose kernels. never: for runs that must repeat bit for bit."""
 
 
 class BackendParts(NamedTuple):
@@ -33,7 +41,7 @@ class BackendParts(NamedTuple):
     allocator: KVAllocator
     """Allocates the decoder's slots."""
     sampler: SampleAndVerify
-    """See `treering.engine.batch.sampler.sample_and_verify`."""
+    """See `treering.engine.batch.step.sample_and_verify`."""
     name: str
     """The backend and the device; for "auto" also why it is not another one."""
 
@@ -42,7 +50,6 @@ def make_backend(
     weights: DecoderWeights,
     num_slots: int,
     backend: Backend,
-    timing: Timing = "allowed",
     *,
     takes_pictures: bool = False,
 ) -> BackendParts:
@@ -66,7 +73,7 @@ def make_backend(
     if reason is None and (backend == "cuda" or (backend == "auto" and weights.device.type == "cuda")):
         unsupported = _cuda_unsupported_reason(weights)
         if unsupported is None:
-            return _on_cuda(weights, num_slots, timing)
+            return _on_cuda(weights, num_slots)
         if backend == "cuda":
             raise UnsupportedError(f'the cuda backend {unsupported}; use backend="auto"')
         reason = f"cuda {unsupported}"
@@ -89,7 +96,7 @@ def _fused(weights: DecoderWeights, num_slots: int) -> BackendParts:
 def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:
     """Why the CUDA kernels do not support these weights, as the end of a sentence; None if they do."""
     if not has_triton():
-        return "needs triton, which is not installed: pip install triton"
+        return f"needs triton, which is not installed: {install_hint('gpu')}"
     from treering.engine.decoder.cuda.decoder import unsupported_reason
 
     return unsupported_reason(weights)
@@ -104,10 +111,49 @@ def _sampler_on(weights: DecoderWeights) -> SampleAndVerify:
     return DeviceSampler(weights.device).sample_and_verify
 
 
-def _on_cuda(weights: DecoderWeights, num_slots: int, timing: Timing) -> BackendParts:
+def _on_cuda(weights: DecoderWeights, num_slots: int) -> BackendParts:
     from treering.engine.decoder.cuda.decoder import CudaDecoder
     from treering.engine.decoder.cuda.verify import DeviceSampler
 
-    decoder = CudaDecoder(weights, num_slots, "measured" if timing == "allowed" else "torch")
+    decoder = CudaDecoder(weights, num_slots)
     device = weights.device
     return BackendParts(decoder, decoder.allocator, DeviceSampler(device).sample_and_verify, f"cuda on {device.type}")
+
+
+def check_decoder(parts: TreeModel, decoder: Decoder, *, max_context: int) -> None:
+    """Runs a few tokens, at most `max_context`, through model and decoder and compares the logits.
+
+    Raises:
+        StateError: the model's own logits hold NaN or +inf.
+        UnsupportedError: the logits differ by more than rounding: a layer has a hook, an adapter or its own forward.
+    """
+    model = parts.model
+    tokens = np.arange(min(_MOST_TOKENS, max_context), dtype=np.int64) * 7919 % parts.vocab_size
+    expected = _model_logits(model, torch.from_numpy(tokens))
+    if bool((expected.isnan() | expected.isposinf()).any()):
+        raise StateError(
+            f"an engine samples from finite logits, and those of {type(model).__name__} hold NaN or +inf: its weights "
+            "have diverged or are not loaded; go back to a checkpoint before it"
+        )
+    actual = decoder.run(of_sequence(tokens)).to(expected)
+    # -inf in both counts as equal; -inf in one gives an infinite error.
+    differences = torch.where(actual == expected, 0.0, actual - expected)
+    error = float(differences.norm() / expected[expected.isfinite()].norm().clamp_min(1e-30))
+    if not error <= _TOLERANCE.get(expected.dtype, _TOLERANCE_16_BITS):
+        raise UnsupportedError(
+            f"the engine reads a model's weights and computes {type(model).__name__} itself, but the logits differ "
+            f"by {error:.1e}: a layer has a hook, an adapter or a forward of its own; remove or merge it"
+        )
+
+
+def _model_logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    modes = {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits: torch.Tensor = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return logits

@@ -11,9 +11,7 @@ from heapq import heapify, heappop, heappush
 from queue import SimpleQueue
 
 from treering.closing import Closing
-from treering.engine.protocol import Engine
-from treering.engine.request import Request
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.protocol import Engine, Request, Rollout, RolloutKey
 from treering.errors import InputError, StateError
 
 

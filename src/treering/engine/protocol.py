@@ -1,13 +1,331 @@
-"""The engine protocol: everything that the loop, the scheduler and the runtime use of an engine."""
+"""The engine protocol: what the loop, the scheduler, the server and the runtime use of an engine.
+
+A `Request` is a prompt with a key, sampling parameters and optionally a rollout to continue; an `Engine` returns a
+`Rollout`: tokens with log-probs, loss mask and policy versions.
+
+    P tokens of the prompt   R tokens of the rollout, an environment's included
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
 
-from treering.engine.request import Request, as_requests
-from treering.engine.rollout import Rollout, RolloutKey
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.config.engine import Sampling as Sampling
+from treering.data.picture import PlacedPicture, check_places
+from treering.data.trajectory import valid_text
 from treering.errors import ConfigError, InputError
+from treering.types import MAX_TOKEN_ID, LossMask, PromptId, TokenIds
+
+RolloutKey: TypeAlias = tuple[PromptId, int, int] | tuple[PromptId, int, int, int]
+"""(prompt_id, draw, sample), and the call where it is one: with the engine's seed and a token's position, the key of
+its noise."""
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""stop: a stop token or string. length: max_tokens, or the engine's own limit. abort: aborted by the caller."""
+
+Logprobs: TypeAlias = NDArray[np.float64]
+
+_ARRAYS = ("tokens", "logprobs", "policy_logprobs", "loss_mask", "versions")
+
+
+def key_of(prompt_id: PromptId, draw: int, sample: int, call: int | None) -> RolloutKey:
+    """The key of a rollout, or of a call of an episode.
+
+    Example: ("q", 0, 3) of a rollout, and ("q", 0, 3, 71) of a call.
+    """
+    return (prompt_id, draw, sample) if call is None else (prompt_id, draw, sample, call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One continuation of a prompt.
+
+    Example: a calculator rollout "2+3=" -> tool says "5" -> "." has loss_mask [1, 1, 1, 1, 0, 1].
+    """
+
+    prompt_id: PromptId
+    """The prompt that it continues."""
+    draw: int
+    """How many times the run had scheduled the prompt before."""
+    sample: int
+    """Index within the group."""
+    tokens: TokenIds
+    """int32 [R], without the prompt; a stop token is the last one."""
+    logprobs: Logprobs
+    """float64 [R], under the sampled distribution (after temperature, top-k, top-p); 0 for tokens not sampled."""
+    policy_logprobs: Logprobs
+    """float64 [R], after temperature only; 0 for tokens not sampled."""
+    loss_mask: LossMask
+    """bool [R], True where the policy sampled the token."""
+    versions: NDArray[np.int32]
+    """int32 [R], policy version that sampled each token, or read it if an environment wrote it."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    reward: float | None = None
+    """The task's reward; None until it is computed."""
+    branched_from: int | None = None
+    """Sample index of the rollout that it branched from; None if it did not branch."""
+    num_shared: int = 0
+    """Leading tokens of a branch that belong to that rollout, with its log-probs and versions."""
+    call: int | None = None
+    """See `Request.call`."""
+
+    def __post_init__(self) -> None:
+        for name in _ARRAYS[1:]:
+            values = getattr(self, name)
+            if values.shape != self.tokens.shape:
+                raise InputError(
+                    f"{name} has one entry per token: tokens {self.tokens.shape}, {name} {values.shape}; align them"
+                )
+
+    @property
+    def key(self) -> RolloutKey:
+        """See `RolloutKey`."""
+        return key_of(self.prompt_id, self.draw, self.sample, self.call)
+
+    @property
+    def num_tokens(self) -> int:
+        """R."""
+        return int(self.tokens.size)
+
+    def observe(self, tokens: TokenIds) -> "Rollout":
+        """Appends an environment's tokens, masked out of the loss.
+
+        Raises:
+            InputError: tokens that are not a flat list of integers.
+
+        Example: a rollout [7, 8] observing [9] has tokens [7, 8, 9] and loss_mask [1, 1, 0].
+        """
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or (tokens.size > 0 and tokens.dtype.kind not in "iu"):
+            raise InputError(
+                f"an observation is one dimension of integer token ids, got {tokens.dtype} of shape {tokens.shape}; "
+                "convert it"
+            )
+        num_new = tokens.size
+        version = self.versions[-1:].repeat(num_new) if self.num_tokens else np.zeros(num_new, np.int32)
+        return replace(
+            self,
+            tokens=np.concatenate([self.tokens, tokens]).astype(np.int32),
+            logprobs=np.concatenate([self.logprobs, np.zeros(num_new)]),
+            policy_logprobs=np.concatenate([self.policy_logprobs, np.zeros(num_new)]),
+            loss_mask=np.concatenate([self.loss_mask, np.zeros(num_new, bool)]),
+            versions=np.concatenate([self.versions, version]).astype(np.int32),
+        )
+
+    def branch(self, num_tokens: int, *, sample: int) -> "Rollout":
+        """The first `num_tokens` tokens as the start of another rollout, sampled from there on with noise of its own.
+
+        They keep log-probs, loss mask and versions, so each token has those of the rollout that sampled it. The result
+        is the `so_far` of a request with the same prompt, draw and `sample`.
+
+        Args:
+            num_tokens: shared tokens, 0 to all.
+            sample: index of the new rollout within the group; none that the group has.
+
+        Raises:
+            InputError: `num_tokens` beyond the rollout, or its own sample index.
+
+        Example: sample 0 with the tokens [7, 8, 9] gives `branch(2, sample=4)` with the tokens [7, 8], `branched_from`
+        0 and `num_shared` 2.
+        """
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise InputError(
+                f"a branch begins within its rollout, got num_tokens={num_tokens} for one of {self.num_tokens} tokens; "
+                "shorten it"
+            )
+        if sample == self.sample:
+            raise InputError(
+                f"a branch is a rollout of its own, got sample={sample} of the rollout itself; take an unused index"
+            )
+        shared = slice(0, num_tokens)
+        return replace(
+            self,
+            sample=sample,
+            **{name: getattr(self, name)[shared].copy() for name in _ARRAYS},
+            finish_reason=self._reason_at(num_tokens),
+            reward=None,
+            branched_from=self.sample,
+            num_shared=num_tokens,
+        )
+
+    def _reason_at(self, num_tokens: int) -> FinishReason:
+        """Why the first tokens ended: "stop" if a turn ended there, else "abort", so that the turn continues."""
+        if num_tokens == self.num_tokens:
+            return self.finish_reason
+        ends_turn = num_tokens > 0 and self.loss_mask[num_tokens - 1] and not self.loss_mask[num_tokens]
+        return "stop" if ends_turn else "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One rollout to sample.
+
+    (prompt_id, draw, sample) is the rollout's key, with the call for one of an episode's calls: with the engine's seed
+    and each token's position it determines the noise. Two requests in an engine must not share a key. Requests with
+    equal prompts share the prompt's keys and values; requests with equal prompt_id and draw are siblings.
+
+    Example: `Request(prompt_id="q1", prompt=np.array([5, 6], np.int32), sampling=Sampling(max_tokens=8), sample=3)`
+    """
+
+    prompt_id: PromptId
+    """See `PromptId`."""
+    prompt: TokenIds
+    """int32 [P], P >= 1; a list of token ids is converted."""
+    sampling: Sampling
+    """Sampling parameters."""
+    draw: int = 0
+    """How many times the run has scheduled this prompt before."""
+    sample: int = 0
+    """Index of the rollout within its group."""
+    so_far: Rollout | None = None
+    """The rollout of this key to continue: after an observation, an abort or a migration, or a `Rollout.branch`."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """In order, at the model's own placeholders in the prompt, which goes on after the last one."""
+    call: int | None = None
+    """Of an episode, which sample then names, the id of this call (`noise.call_id`); None for a rollout by itself."""
+    rehearsed: TokenIds | None = None
+    """int32 [R], what `Engine.take_rehearsals` gave for this key: the rollout's tokens from its first one on, which are
+    drawn again many at a time. Wrong ones cost time, and change no token."""
+
+    def __post_init__(self) -> None:
+        self._convert(self.prompt_id, self.prompt)
+        if self.rehearsed is not None:
+            object.__setattr__(self, "rehearsed", _as_rehearsed(self.rehearsed))
+        check_prompt(self.prompt_id, self.prompt)
+        # A copy: engines look prompts up by their tokens while these run, and callers reuse their buffers.
+        prompt = self.prompt.astype(np.int32)
+        prompt.flags.writeable = False
+        object.__setattr__(self, "prompt", prompt)
+        check_pictures(self.prompt_id, self.pictures, prompt)
+        if not all(_is_integer(number) and number >= 0 for number in (self.draw, self.sample)):
+            raise InputError(f"draw and sample count from 0, got {self.draw!r} and {self.sample!r}; correct them")
+        if self.call is not None and not _is_integer(self.call):
+            raise InputError(f"a call is named by an integer, got {self.call!r}; take `call_id`, or None")
+        if self.so_far is not None and self.so_far.key != self.key:
+            raise InputError(
+                f"a request continues the rollout of its own key, got {self.key} and a rollout of {self.so_far.key}; "
+                "take key and prompt from the request before"
+            )
+        if self.so_far is not None and self.so_far.num_tokens >= self.sampling.max_tokens:
+            raise InputError(
+                f"a rollout of {self.so_far.num_tokens} tokens has reached max_tokens="
+                f"{self.sampling.max_tokens}; raise max_tokens, or keep the rollout as it is"
+            )
+
+    def _convert(self, prompt_id: object, prompt: object) -> None:
+        """Converts numpy integers to Python's, and a list of token ids to an array."""
+        if isinstance(prompt_id, np.integer):
+            object.__setattr__(self, "prompt_id", int(prompt_id))
+        if isinstance(prompt, list | tuple) and all(map(_is_integer, prompt)):
+            object.__setattr__(self, "prompt", np.array(prompt, None if prompt else np.int64))
+
+    @property
+    def key(self) -> RolloutKey:
+        """See `RolloutKey`."""
+        return key_of(self.prompt_id, self.draw, self.sample, self.call)
+
+    def unstarted(self) -> Rollout:
+        """The rollout of a request aborted before it ran: only the tokens of `so_far`."""
+        if self.so_far is not None:
+            return replace(self.so_far, finish_reason="abort")
+        return Rollout(
+            prompt_id=self.prompt_id,
+            draw=self.draw,
+            sample=self.sample,
+            call=self.call,
+            tokens=np.zeros(0, np.int32),
+            logprobs=np.zeros(0),
+            policy_logprobs=np.zeros(0),
+            loss_mask=np.zeros(0, bool),
+            versions=np.zeros(0, np.int32),
+            finish_reason="abort",
+        )
+
+
+def _as_rehearsed(tokens: object) -> TokenIds:
+    found = np.asarray(tokens)
+    if found.ndim != 1 or (found.size > 0 and found.dtype.kind not in "iu"):
+        raise InputError(
+            f"rehearsed tokens are one dimension of integer token ids, got {found.dtype} of shape {found.shape}; "
+            "take those of take_rehearsals"
+        )
+    # Those that no model has end what is drawn again.
+    return found.clip(-1, MAX_TOKEN_ID).astype(np.int32)
+
+
+def as_requests(requests: Iterable[Request]) -> list[Request]:
+    """Turns an iterable of requests into a list.
+
+    Raises:
+        InputError: a single request, or an element that is not a request.
+
+    Example: a generator of two requests gives a list of both.
+    """
+    if isinstance(requests, Request) or not isinstance(requests, Iterable):
+        raise InputError(f"an engine takes requests, one or more in a list, got {requests!r}; write [request] for one")
+    found = list(requests)
+    for request in found:
+        if not isinstance(request, Request):
+            raise InputError(
+                f"an engine takes treering.Request records, got {request!r}; give each its prompt_id, prompt and "
+                "sampling"
+            )
+    return found
+
+
+def check_prompt(prompt_id: object, prompt: object) -> None:
+    """Checks a prompt id and a prompt.
+
+    Raises:
+        InputError: an id that is neither str nor int or has lone surrogates, or a prompt that is not an integer array
+            [P] of token ids.
+
+    Example: `check_prompt("q1", np.array([5, 6], np.int32))` passes; [5, 6] and np.array([5.0]) are not prompts.
+    """
+    if type(prompt_id) not in (str, int):
+        raise InputError(f"a prompt_id is text or an integer, got {prompt_id!r}; convert it")
+    if isinstance(prompt_id, str):
+        valid_text(prompt_id, "prompt_id")
+    if not isinstance(prompt, np.ndarray) or prompt.dtype.kind not in "iu":
+        kind = prompt.dtype if isinstance(prompt, np.ndarray) else type(prompt).__name__
+        raise InputError(f"a prompt is an integer array of token ids, got {kind} for {prompt_id!r}; convert it")
+    if prompt.ndim != 1 or prompt.size == 0:
+        raise InputError(f"a prompt holds at least one token, got shape {prompt.shape}; drop {prompt_id!r}")
+    if int(prompt.min()) < 0 or int(prompt.max()) > MAX_TOKEN_ID:
+        raise InputError(
+            f"token ids lie in [0, {MAX_TOKEN_ID}], got {prompt.min()}..{prompt.max()}; correct the prompt of "
+            f"{prompt_id!r}"
+        )
+
+
+def check_pictures(prompt_id: PromptId, pictures: Sequence[PlacedPicture], prompt: TokenIds) -> None:
+    """Checks that pictures stand in order inside a prompt, and that it goes on after them.
+
+    Raises:
+        InputError: see `check_places`; or the last token, which every rollout computes itself, is of a picture.
+
+    Example: a picture at the last tokens of a prompt is refused.
+    """
+    check_places(pictures, prompt)
+    if pictures and pictures[-1].stop == prompt.size:
+        raise InputError(
+            f"a prompt goes on after its pictures, and {prompt_id!r} ends with one; put the token that ends a "
+            "picture after it, or open the policy's turn"
+        )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_integer(value) or isinstance(value, float | np.floating)
+
 
 WhenRunning = Literal["finish", "abort", "reprefill"]
 """What a weight update does with running rollouts. finish: the old weights finish them first; the next step returns
@@ -41,6 +359,14 @@ class EngineStats:
     """Draft tokens that equalled the sampled ones."""
     num_duplicate_rows: int = 0
     """Of `num_rows`, the duplicate rows: those sampled from the logits of another rollout with the same tokens."""
+    num_rehearsed: int = 0
+    """Tokens of rehearsals, which no other count has."""
+    num_verified: int = 0
+    """Rehearsed tokens that were drawn again, as a prefill; no drafts."""
+    num_kept: int = 0
+    """Of these, the ones that stayed the same."""
+    num_changed: int = 0
+    """Rehearsals of which a token changed: the rest is not drawn again."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -51,6 +377,11 @@ class EngineStats:
     def acceptance(self) -> float:
         """Accepted share of the draft tokens; 0.0 without drafts."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def change(self) -> float:
+        """Chance that a rehearsed token changes, given that those before it stayed; 0.0 before the first was drawn."""
+        return self.num_changed / (self.num_kept + self.num_changed) if self.num_changed else 0.0
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """The counts of the time since `earlier`."""
@@ -129,6 +460,36 @@ class Engine(ABC):
 
         Does nothing where the drafter reads the history in this process.
         """
+
+    @property
+    def row_price(self) -> float:
+        """What rehearsing a token and drawing it again cost, as a share of what decoding one costs.
+
+        1.0 where every token of a pass takes time of its own, as on a CPU.
+        """
+        return 1.0
+
+    @property
+    def is_rehearsing(self) -> bool:
+        """Whether `step` would go on with rehearsals."""
+        return False
+
+    def rehearse(self, requests: Iterable[Request]) -> None:  # noqa: B027
+        """Samples rollouts of a later time early, with their own noise, until the weights change.
+
+        They take rows and memory that nothing else needs, and give them back when something does. No step returns them,
+        and no count but `EngineStats.num_rehearsed` has them. An engine that cannot does nothing.
+
+        Raises:
+            InputError: as `submit` does.
+        """
+
+    def take_rehearsals(self) -> dict[RolloutKey, TokenIds]:
+        """Ends all rehearsals; their tokens so far, for `Request.rehearsed` of the same keys.
+
+        Example: {("q", 1, 0): [7, 8, 9]} after a request of that key was rehearsed for three tokens.
+        """
+        return {}
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Submits requests and yields each rollout when it finishes.

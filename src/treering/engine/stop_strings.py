@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Rollout
 from treering.types import TokenIds
 
 Decode = Callable[[TokenIds], str]

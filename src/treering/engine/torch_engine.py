@@ -7,35 +7,50 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from treering.arrays import Int64Array
-from treering.engine.admission import Admission, check_duplicate_rows, check_settings
-from treering.engine.backends import Backend, Timing, make_backend
-from treering.engine.batch.commit import NOT_FINISHED, STOPPED, CommittedTokens, commit_tokens, counts_of
-from treering.engine.batch.duplicate_rows import DuplicateRows, leaders_of, resolve
-from treering.engine.batch.pictures import VisionSnapshot, with_pictures
-from treering.engine.batch.sampler import never_sampling
-from treering.engine.batch.state import plan_pass
-from treering.engine.batch.table import Table
-from treering.engine.batch.token_batch import join, plan_chunks
-from treering.engine.decoder.support import check_decoder
+from treering.engine.admission import Admission, EngineSettings
+from treering.engine.backends import Backend, check_decoder, make_backend
+from treering.engine.batch.rows import Table
+from treering.engine.batch.step import (
+    NOT_FINISHED,
+    STOPPED,
+    CommittedTokens,
+    commit_tokens,
+    counts_of,
+    leaders_of,
+    never_sampling,
+    plan_pass,
+)
+from treering.engine.batch.token_batch import VisionSnapshot, join, plan_chunks, with_pictures
 from treering.engine.decoder.weights import read_weights
-from treering.engine.kv_cache.rollout_cache import Continuation
-from treering.engine.protocol import Engine, EngineStats, Keeps, WhenRunning, check_update
-from treering.engine.request import Request, as_requests
-from treering.engine.rollout import FinishReason, Rollout, RolloutKey
-from treering.engine.speculation.observed_costs import ObservedCosts
-from treering.engine.speculation.speculation import Speculation
-from treering.engine.speculation.verify_costs import Costs, measure
+from treering.engine.pass_threads import PassThreads
+from treering.engine.protocol import (
+    Engine,
+    EngineStats,
+    FinishReason,
+    Keeps,
+    Request,
+    Rollout,
+    RolloutKey,
+    WhenRunning,
+    as_requests,
+    check_update,
+)
+from treering.engine.rehearsals import Rehearsals, with_chains, without_rows
+from treering.engine.speculation import Costs, ObservedCosts, Speculation, measure
 from treering.engine.stop_strings import Decode
-from treering.errors import InputError
-from treering.history.budget.costs import VerifyCosts
+from treering.errors import ConfigError, InputError
+from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.model.families import find_parts
-from treering.model.positions import max_positions
+from treering.model.checks import max_positions
+from treering.model.tree_model import TreeModel
+from treering.train.loop.compute import fitting_threads
 from treering.train.loop.compute import num_threads as threads
+from treering.types import TokenIds
 
 
 class TorchEngine(Engine):
@@ -65,8 +80,6 @@ class TorchEngine(Engine):
         num_threads: int | None = None,
         backend: Backend = "auto",
         costs: Costs | ObservedCosts = "measured",
-        duplicate_rows: DuplicateRows = "auto",
-        continuation: Continuation = "copy",
     ) -> None:
         """Copies the weights and allocates the key-value arena.
 
@@ -80,71 +93,59 @@ class TorchEngine(Engine):
             seed: of the noise.
             version: policy version of the current weights.
             decode: tokens to text, for stop strings.
-            num_threads: torch threads during a step; None leaves them as they are. A small model needs one.
+            num_threads: torch threads during a step; None: those that fit the model (`fitting_threads`), and with
+                measured costs one for a while where passes suddenly take far longer.
             backend: see `Backend`.
             costs: see `Costs` and `ObservedCosts`; not used without a drafter.
-            duplicate_rows: see `DuplicateRows`.
-            continuation: see `Continuation`.
 
         Raises:
-            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend, source of costs, `duplicate_rows` or
-                `continuation`.
+            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend or source of costs.
             StateError: the model's logits hold NaN or +inf.
             UnsupportedError: a model that the engine would not compute exactly; the message names what differs.
         """
-        check_settings(
-            drafter=drafter,
-            costs=costs,
+        self._settings = EngineSettings(
             max_batch=max_batch,
             max_tokens=max_tokens,
             max_prefill=max_prefill,
-            version=version,
             seed=seed,
+            version=version,
             num_threads=num_threads,
-            duplicate_rows=duplicate_rows,
-            continuation=continuation,
+            backend=backend,
+            costs=costs,
         )
-        self._parts = find_parts(model)
-        vocab_size = self._parts.vocab_size
-        max_context = min(max_positions(model) or max_tokens, max_tokens + 1)
-        self._weights = read_weights(self._parts, num_positions=max_context)
-        timing: Timing = "allowed" if costs == "measured" or isinstance(costs, ObservedCosts) else "never"
+        self._parts = TreeModel.of(model)
+        self._max_context = min(max_positions(self._parts.model) or max_tokens, max_tokens + 1)
+        self._weights = read_weights(self._parts, num_positions=self._max_context)
         vision = self._parts.vision
         self._vision = None if vision is None else VisionSnapshot(self._parts, vision, max_tokens=max_tokens)
-        backend_parts = make_backend(
-            self._weights, max_tokens, backend, timing, takes_pictures=self._vision is not None
-        )
-        self._decoder, self._sampler, self._backend = backend_parts.decoder, backend_parts.sampler, backend_parts.name
+        made = make_backend(self._weights, max_tokens, backend, takes_pictures=vision is not None)
+        self._decoder, self._sampler, self._backend = made.decoder, made.sampler, made.name
         if vision is not None:
             # No picture would stand there, so that nothing could train such a rollout.
             self._sampler = never_sampling(vision.placeholders, self._sampler)
-        check_decoder(model, self._decoder, vocab_size=vocab_size, max_context=min(max_context, max_tokens))
+        check_decoder(self._parts, self._decoder, max_context=min(self._max_context, max_tokens))
         self._admission = Admission(
-            vocab_size=vocab_size,
-            max_context=max_context,
+            vocab_size=self._parts.vocab_size,
+            max_context=self._max_context,
             num_slots=max_tokens,
             has_decode=decode is not None,
             vision=vision,
         )
-        self._table = Table(
-            max_rows=max_batch,
-            allocator=backend_parts.allocator,
-            seed=seed,
-            move=self._decoder.move if continuation == "copy" else None,
-        )
+        self._table = Table(max_rows=max_batch, allocator=made.allocator, seed=seed, move=self._decoder.move)
+        self._rehearsals = Rehearsals(self._table, vocab_size=self._parts.vocab_size)
         self._waiting: deque[Request] = deque()
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
-        self._vocab_size, self._costs = vocab_size, costs
+        is_cpu = self._weights.device.type == "cpu"
         # Single steps of a small model are shorter than the turns that other processes take on its processor.
-        is_cpu_time = isinstance(costs, ObservedCosts) and self._weights.device.type == "cpu"
-        self._clock = time.process_time if is_cpu_time else time.perf_counter
-        self.use_duplicate_rows(duplicate_rows)
+        self._clock = time.process_time if is_cpu and isinstance(costs, ObservedCosts) else time.perf_counter
+        self.shares_rows = is_cpu
+        """Whether rows with the same tokens are computed once: on other devices a token more costs a pass nothing."""
         self.use_drafter(drafter)
         self._decode = decode
-        self._max_batch, self._max_tokens, self._max_prefill = max_batch, max_tokens, max_prefill
-        self._max_context = max_context
-        self._num_threads = num_threads
+        # Other threads may round otherwise, so that without a clock their number stays.
+        is_free = num_threads is None and is_cpu and costs != "none"
+        self._threads = PassThreads(num_threads or fitting_threads(self._parts.model), is_free=is_free)
         self._version = version
         self._counts = dict.fromkeys(EngineStats.__slots__, 0)
 
@@ -175,34 +176,60 @@ class TorchEngine(Engine):
 
     def progress(self) -> dict[RolloutKey, int]:
         """See `Engine.progress`."""
-        return self._table.progress()
+        return {key: count for key, count in self._table.progress().items() if key in self._unfinished}
 
     def submit(self, requests: Iterable[Request]) -> None:
         """See `Engine.submit`; stop strings need `decode`."""
         requests = as_requests(requests)
         self._admission.check(requests, self._unfinished | {rollout.key for rollout in self._undelivered})
+        self._rehearsals.withdraw({request.key for request in requests})
         for request in requests:
             self._unfinished.add(request.key)
-            self._table.prefixes.register(self._table.keys.of(request), request.pictures)
+            self._table.register(request)
+            self._rehearsals.expect(request)
             self._waiting.append(request)
+
+    @property
+    def row_price(self) -> float:
+        """See `Engine.row_price`; a careful guess on devices whose passes wait for weights, not for tokens."""
+        return 1.0 if self.shares_rows else 0.4
+
+    @property
+    def is_rehearsing(self) -> bool:
+        """See `Engine.is_rehearsing`."""
+        return bool(self._rehearsals.keys)
+
+    def rehearse(self, requests: Iterable[Request]) -> None:
+        """See `Engine.rehearse`."""
+        requests = as_requests(requests)
+        self._admission.check(requests, self._unfinished | self._rehearsals.keys)
+        self._rehearsals.add(requests)
+
+    def take_rehearsals(self) -> dict[RolloutKey, TokenIds]:
+        """See `Engine.take_rehearsals`."""
+        return self._rehearsals.take()
 
     def step(self) -> list[Rollout]:
         """See `Engine.step`."""
-        while self._waiting and self._table.add(self._waiting[0]):
-            self._waiting.popleft()
-        with threads(self._num_threads):
-            ended = self._advance() if self._table.num_rows else []
+        while self._waiting:
+            if self._table.add(self._waiting[0]):
+                self._waiting.popleft()
+            elif not self._rehearsals.drop():
+                break
+        if not self._waiting:
+            self._rehearsals.start()
+        ended = self._advance() if self._table.num_rows else []
         # Only now: a pass may fail.
         finished, self._undelivered = self._undelivered, []
         return finished + ended
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """See `Engine.peek`."""
-        return [self._table.rollout(row, "abort") for row in self._table.rows_of(set(keys))]
+        return [self._table.rollout(row, "abort") for row in self._table.rows_of(self._unfinished.intersection(keys))]
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
         """See `Engine.abort`."""
-        aborted_keys = set(keys)
+        aborted_keys = self._unfinished.union(rollout.key for rollout in self._undelivered).intersection(keys)
         aborted = [rollout for rollout in self._undelivered if rollout.key in aborted_keys]
         self._undelivered = [rollout for rollout in self._undelivered if rollout.key not in aborted_keys]
         aborted += [self._remove_row(row, "abort") for row in self._table.rows_of(aborted_keys)]
@@ -218,10 +245,10 @@ class TorchEngine(Engine):
         if version == self._version:
             self._check_unchanged()
             return
+        self._rehearsals.withdraw(self._rehearsals.keys)
         if when_running == "finish":
-            with threads(self._num_threads):
-                while self._table.num_rows:
-                    self._undelivered += self._advance()
+            while self._table.num_rows:
+                self._undelivered += self._advance()
         elif when_running == "abort":
             rows = reversed(range(self._table.num_rows))
             self._undelivered += [self._remove_row(row, "abort") for row in rows]
@@ -242,16 +269,16 @@ class TorchEngine(Engine):
 
     def use_drafter(self, drafter: Drafter | None) -> None:
         """Switches to another drafter, or to none, from the next step on; results do not change."""
-        self._speculation = Speculation(drafter, vocab_size=self._vocab_size, costs=self._costs)
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
+        self._speculation = Speculation(drafter, vocab_size=self._parts.vocab_size, costs=self._settings.costs)
 
-    def use_duplicate_rows(self, duplicate_rows: DuplicateRows) -> None:
-        """Sets how duplicate rows are computed from the next step on; results do not change.
+    def keep_rollouts(self) -> None:
+        """Keeps the keys and values of finished rollouts from now on, for later turns and branches.
 
-        Raises:
-            ConfigError: an unknown mode.
+        The first request that continues a rollout, or is a call of an episode, does the same.
         """
-        check_duplicate_rows(duplicate_rows)
-        self._duplicate_rows = resolve(duplicate_rows, self._weights.device.type)
+        self._table.keeps_rollouts = True
 
     def measure_costs(self) -> VerifyCosts:
         """Measures the seconds of a pass by its number of tokens; changes no rollout, count or noise.
@@ -264,19 +291,20 @@ class TorchEngine(Engine):
 
         Example: with max_batch=2 the result has entries for 1 to 10 and for 16 tokens.
         """
-        with threads(self._num_threads):
+        with threads(self._threads.count):
             return measure(
                 self._decoder,
                 self._sampler,
-                num_slots=self._max_tokens,
-                max_batch=self._max_batch,
+                num_slots=self._settings.max_tokens,
+                max_batch=self._settings.max_batch,
                 context=min(self._table.typical_context(), self._max_context),
             )
 
     def _advance(self) -> list[Rollout]:
         """Runs one pass over the running rows; after one that failed, all keys and values are computed again."""
         try:
-            return self._run_pass()
+            with threads(self._threads.count):
+                return self._run_pass()
         except BaseException:
             # Prompts count as computed, and drafts as moved, before they are.
             self._table.invalidate()
@@ -287,40 +315,61 @@ class TorchEngine(Engine):
         table = self._table
         if self._speculation.wants_costs:
             self._speculation.use_costs(self.measure_costs())
-        chunks = plan_chunks(table.prefixes.incomplete(), self._max_prefill)
+        chunks = plan_chunks(table.prefixes.incomplete(), self._settings.max_prefill)
         if chunks:
             # A pass writes all keys before any token reads, so rows can run along with the last chunk of their prefix.
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
-        leaders = leaders_of(table.columns, table.num_rows, self._duplicate_rows)
-        drafts = self._speculation.propose(table, leaders, has_prefill=bool(chunks) or table.has_missing())
-        inputs = plan_pass(table.columns, leaders, self._max_prefill - num_prefilled, drafts)
-        start = self._clock()
+        leaders = leaders_of(table.columns, table.num_rows) if self.shares_rows else np.arange(table.num_rows)
+        is_early, chains = (
+            self._rehearsals.is_early(),
+            self._rehearsals.chains(self._settings.max_prefill - num_prefilled),
+        )
+        has_chain = np.zeros(table.num_rows, bool)
+        has_chain[list(chains)] = True
+        # A duplicate would be drawn along the tokens that another one rehearsed.
+        leaders[has_chain] = np.flatnonzero(has_chain)
+        is_alone = not chains and not is_early.any()
+        is_steady = is_alone and not chunks
+        drafts = self._speculation.propose(
+            table,
+            leaders,
+            has_prefill=not is_steady or table.has_missing(),
+            without=None if is_alone else is_early | has_chain,
+        )
+        proposed = with_chains(drafts, chains) if chains else drafts
+        num_verified = sum(chain.size for chain in chains.values())
+        inputs = plan_pass(table.columns, leaders, self._settings.max_prefill - num_prefilled - num_verified, proposed)
+        start, start_s = self._clock(), time.perf_counter()
         batch = join(inputs.batch, chunks)
         if self._vision is not None:
             batch = with_pictures(batch, chunks, table, self._vision)
         logits = self._decoder.run(batch)
-        verified = self._sampler(logits, inputs, table.columns, drafts)
-        if not chunks:
+        verified = self._sampler(logits, inputs, table.columns, proposed)
+        if is_steady:
             self._speculation.note_pass(inputs.batch.num_tokens, self._clock() - start)
+            self._threads.note_pass(inputs.batch.num_tokens, time.perf_counter() - start_s)
         num_tokens = table.columns.num_tokens[inputs.rows]
         committed = commit_tokens(table.columns, inputs, self._version, *verified)
         try:
             if committed.sources.size:
                 self._decoder.move(committed.sources, committed.targets)
-            self._speculation.give_feedback(committed)
+            own = committed if is_alone else without_rows(committed, has_chain[leaders] | is_early)
+            self._speculation.give_feedback(own)
             reasons = self._finish_reasons(inputs.rows, committed)
         except BaseException:
             # Taken back: sampled again, they are the same.
             table.columns.num_tokens[inputs.rows] = num_tokens
             raise
-        counts = counts_of(inputs, committed, drafts, num_prefilled)
+        counts = counts_of(inputs, own, drafts, num_prefilled, is_early)
+        counts |= self._rehearsals.note_pass(inputs.rows, num_tokens, chains)._asdict()
         for name, count in counts.items():
             self._counts[name] += count
-        if counts["num_prefilled"] == 0:
+        if counts["num_prefilled"] == 0 and is_steady:
             self._speculation.note_step(committed, num_waiting=len(self._waiting), seconds=self._clock() - begun)
         # Last one first: removing a row moves only rows that are already handled.
-        return [self._remove_row(row, reason) for row, reason in reversed(reasons.items())][::-1]
+        ended = [self._remove_row(row, reason) for row, reason in reversed(reasons.items())][::-1]
+        return [rollout for rollout in ended if not self._rehearsals.note_ended(rollout)]
 
     def _finish_reasons(self, rows: Int64Array, committed: CommittedTokens) -> dict[int, FinishReason]:
         """Why rows have finished, by row; drops what comes after a stop string."""
@@ -339,5 +388,6 @@ class TorchEngine(Engine):
         return rollout
 
     def _unregister(self, request: Request) -> None:
-        self._unfinished.remove(request.key)
+        self._unfinished.discard(request.key)
+        self._rehearsals.forget(request)
         self._table.prefixes.unregister(self._table.keys.of(request))

@@ -1,1 +1,1 @@
-"""Files that survive what ends a process: errors as one line, atomic writes, locks, logs by step."""
+"""Files that stay whole when a process is killed: atomic writes, locks, and logs by step."""

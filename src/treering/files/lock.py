@@ -1,6 +1,6 @@
-"""A lock on a file, so that one process at a time holds what it stands for.
+"""A lock on a file, which one process at a time holds.
 
-The kernel releases the lock when its process dies, however it dies, so no lock is ever stale.
+The kernel releases the lock when the process ends, even by a kill, so a lock is never stale.
 """
 
 import fcntl
@@ -17,21 +17,21 @@ _PAUSES_S = (0.01, 0.05)
 
 
 class FileLock:
-    """Holds the lock until `release`, or until it is garbage-collected.
+    """A lock that is held until `release`, or until the object is garbage-collected.
 
-    Example: while `FileLock(file, refusal)` is held, another one of the same file is refused in this and any other
+    Example: while `FileLock(file, refusal)` is held, a second one of the same file raises a StateError in every
     process, with the text `refusal("process 4711, which started it at 2026-03-01 10:20:30")`.
     """
 
     def __init__(self, file: Path, refusal: Callable[[str], str]) -> None:
-        """Takes the lock; the file is created, and stays.
+        """Take the lock; the file is created and never removed.
 
         Args:
-            file: names the holder, for people and for refusals.
-            refusal: the text of the error, given who holds the lock.
+            file: the file, in which the holder writes its process id and the time.
+            refusal: returns the text of the error for a description of the holder.
 
         Raises:
-            StateError: it is already held.
+            StateError: the lock is held.
             OSError: the folder is missing or cannot be written, or its file system has no locks.
         """
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -47,25 +47,21 @@ class FileLock:
             os.close(descriptor)
             raise
         self._close = weakref.finalize(self, os.close, descriptor)
-        # A forked process shares the lock; its copy would hold it after the holder has died.
+        # A forked process inherits the descriptor and would hold the lock after the holder ends.
         os.register_at_fork(after_in_child=self._close)
 
     @property
     def is_held(self) -> bool:
-        """Whether this object holds the lock."""
+        """True until `release`."""
         return self._close.alive
 
     def release(self) -> None:
-        """Releases the lock; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         self._close()
 
 
 def _take(descriptor: int) -> None:
-    """Takes the lock, and tries again, as `is_locked` of another process has it for an instant.
-
-    Raises:
-        BlockingIOError: it is held.
-    """
+    # `is_locked` in another process holds the lock for an instant.
     for pause_s in _PAUSES_S:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,9 +73,9 @@ def _take(descriptor: int) -> None:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether some process of this machine holds the lock; False for a missing file, or one that cannot be read.
+    """Return whether a process on this machine holds the lock; False if the file is missing or cannot be read.
 
-    Example: False for the `run.lock` of a run that has ended, however it ended.
+    Example: False for the `run.lock` of a run that was killed.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -92,12 +88,12 @@ def is_locked(file: Path) -> bool:
     except OSError:
         return False
     finally:
-        # Which also gives the shared lock back.
+        # This also releases the shared lock.
         os.close(descriptor)
     return False
 
 
 def _holder(descriptor: int) -> str:
-    """Who wrote itself into the file; it may be writing at this moment."""
+    # The holder may not have finished writing.
     process, _, since = os.pread(descriptor, 100, 0).decode(errors="replace").strip().partition(" ")
     return f"process {process}, which started it at {since}" if process.isdecimal() and since else "another process"

@@ -1,7 +1,7 @@
-"""Logs of a run as JSON Lines whose objects have a "step": cut when the run resumes, and saved from damage.
+"""Logs of a run as JSON Lines whose objects have a "step"; they are truncated when the run resumes.
 
-Nothing that a run trains depends on them: they are read when they are reopened, to keep what is whole and to say what
-is lost. This module imports no torch.
+Training does not depend on them. `reopen` keeps the lines that are whole and warns of the lines that are lost. This
+module does not import torch.
 """
 
 import hashlib
@@ -16,19 +16,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from treering.errors import plural
 from treering.files.writing import check_regular, writing
 
 
 @dataclass(slots=True, kw_only=True)
 class ScannedFile:
-    """What a file of a log holds up to a step.
+    """Lines of a log file up to a step.
 
     Attributes:
         file: the file.
-        num_lines: whole lines of each step that is kept.
-        num_bytes: length of the file up to the last of them.
-        bad: byte ranges of the lines within that length that are no object of a kept step, or that stand twice.
-        num_twice: how many of these stand twice.
+        num_lines: number of whole lines of each kept step.
+        num_bytes: length of the file up to the last kept line.
+        bad: byte ranges within that length of lines that are unreadable, repeated, or of a step that is not kept.
+        num_repeated: number of repeated lines among them.
         num_after: unreadable lines after that length; they may belong to a step that the run repeats.
     """
 
@@ -36,37 +37,37 @@ class ScannedFile:
     num_lines: Counter[int] = field(default_factory=Counter)
     num_bytes: int = 0
     bad: list[tuple[int, int]] = field(default_factory=list)
-    num_twice: int = 0
+    num_repeated: int = 0
     num_after: int = 0
 
 
 def reopen(
     files: Sequence[Path], last_step: int, expected: Mapping[int, int | None], *, log: Path, one_per_step: bool = False
 ) -> None:
-    """Keeps each whole line of the steps up to `last_step` once, and removes the others; files without lines go.
+    """Keep each whole line of the steps up to `last_step` once and remove the others; delete files without lines.
 
-    Lines of later steps are removed without a word, and so is a last line that a kill left unfinished: the run repeats
-    these steps. Other losses are damage, and one warning counts them. A damaged file is kept as `NAME.damaged`,
-    `NAME.damaged-2` and so on.
+    Lines of later steps and an unfinished last line are removed silently, because the run repeats these steps. Other
+    losses are damage, which one warning counts. A damaged file is kept as `NAME.damaged`, `NAME.damaged-2` and so on.
 
     Args:
-        files: of the log; absent ones are left out.
-        last_step: the last step to keep.
-        expected: number of lines by step; None if at least one. Steps that are left out may have any number.
+        files: files of the log; absent files are skipped.
+        last_step: last step to keep.
+        expected: number of lines by step; None for at least one. Steps that it lacks may have any number.
         log: file or folder that the warning names.
-        one_per_step: whether a second line of a step is damage, and not only an equal one.
+        one_per_step: whether any second line of a step is damage; otherwise only an equal line is.
 
     Raises:
-        StateError: a file cannot be read or written, or is none.
+        StateError: a file cannot be read or written, or is not a regular file.
 
-    Example: a file with lines of steps 1, 1, 2 and 3, reopened at 2, holds those of 1, 1 and 2. If the first is
-    unreadable, 1 and 2 stay, the file as it was is `NAME.damaged`, and a warning says "1 unreadable line, 1 missing
-    line of step 1".
+    Example: a file with lines of steps 1, 1, 2 and 3, reopened at step 2, has lines of steps 1, 1 and 2. If the first
+    line is unreadable, lines of steps 1 and 2 are kept, the old file is `NAME.damaged`, and a warning has "1 unreadable
+    line, 1 missing line of step 1".
     """
     scanned = [_scan(file, last_step, one_per_step=one_per_step) for file in files if os.path.lexists(file)]
     found = sum((each.num_lines for each in scanned), Counter[int]())
-    missing = {step: (number or 1) - found[step] for step, number in expected.items() if found[step] < _least(number)}
-    # What stands after the last kept line is a later step's, unless lines are missing.
+    least = {step: 1 if number is None else number for step, number in expected.items()}
+    missing = {step: number - found[step] for step, number in least.items() if found[step] < number}
+    # Lines after the last kept one belong to later steps, unless lines are missing.
     damaged = [each for each in scanned if each.bad or (missing and each.num_after)]
     kept_as = [_set_aside(each.file).name for each in damaged]
     for each in scanned:
@@ -76,12 +77,12 @@ def reopen(
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file as objects with a "step"; others, and a missing file, are left out.
+    """Yield the whole lines of a file that are objects with a "step"; nothing for a missing file.
 
     Raises:
         StateError: the file cannot be read.
 
-    Example: a file with the lines `{"step": 1}` and `{"st` gives `{"step": 1}`.
+    Example: a file with the lines `{"step": 1}` and `{"st` yields `{"step": 1}`.
     """
     if not file.exists():
         return
@@ -93,10 +94,10 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def append(stream: BinaryIO, line: bytes) -> None:
-    r"""Writes a line to an unbuffered file, wholly; once it returns, a killed process does not lose it.
+    r"""Write a whole line to an unbuffered file; once it returns, a killed process does not lose the line.
 
     Raises:
-        OSError: the disk is full; a part of the line may be in the file, which `reopen` removes.
+        OSError: the disk is full; the file may end with a part of the line, which `reopen` removes.
 
     Example: `append(Path("metrics.jsonl").open("ab", buffering=0), b'{"step": 1}\n')`.
     """
@@ -106,9 +107,9 @@ def append(stream: BinaryIO, line: bytes) -> None:
 
 
 def spans(steps: Collection[int]) -> str:
-    """Steps in words.
+    """Return steps as text.
 
-    Example: {2, 4, 5, 6} gives "2, 4 to 6".
+    Example: {2, 4, 5, 6} is "2, 4 to 6".
     """
     parts: list[list[int]] = []
     for step in sorted(steps):
@@ -119,10 +120,6 @@ def spans(steps: Collection[int]) -> str:
     return ", ".join(" to ".join(map(str, part)) for part in parts)
 
 
-def _least(number: int | None) -> int:
-    return 1 if number is None else number
-
-
 def _opened(file: Path) -> BinaryIO:
     with writing(file):
         check_regular(file)
@@ -131,7 +128,7 @@ def _opened(file: Path) -> BinaryIO:
 
 def _scan(file: Path, last_step: int, *, one_per_step: bool) -> ScannedFile:
     found, seen = ScannedFile(file=file), set[Any]()
-    start, pending, num_twice = 0, list[tuple[int, int]](), 0
+    start, pending, num_repeated = 0, list[tuple[int, int]](), 0
     with _opened(file) as lines:
         for line in lines:
             end, row = start + len(line), _parse(line)
@@ -139,20 +136,19 @@ def _scan(file: Path, last_step: int, *, one_per_step: bool) -> ScannedFile:
             key = step if one_per_step else hashlib.blake2b(line, digest_size=16).digest()
             if step is None or step > last_step or key in seen:
                 pending.append((start, end))
-                num_twice += key in seen and step is not None
+                num_repeated += key in seen and step is not None
                 found.num_after += step is None
             else:
                 seen.add(key)
                 found.num_lines[step] += 1
-                found.num_twice += num_twice
+                found.num_repeated += num_repeated
                 found.bad, found.num_bytes, found.num_after = [*found.bad, *pending], end, 0
-                pending, num_twice = [], 0
+                pending, num_repeated = [], 0
             start = end
     return found
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The object of a whole line with a step; None if it is none."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -164,7 +160,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _set_aside(file: Path) -> Path:
-    """Keeps a copy beside the file, so that a kill at any moment leaves the file as it was or as it will be."""
+    # A copy, so that a kill leaves either the old file or the new one.
     names = (f"{file.name}.damaged" + (f"-{number}" if number > 1 else "") for number in count(1))
     aside = next(path for name in names if not os.path.lexists(path := file.with_name(name)))
     with writing(aside, file.stat().st_size):
@@ -180,7 +176,7 @@ def _cut(scanned: ScannedFile) -> None:
 
 
 def _rewrite(scanned: ScannedFile) -> None:
-    # A link stays one.
+    # A symbolic link is kept; its target is replaced.
     file = scanned.file.resolve()
     draft = file.with_name(f".{file.name}.unfinished")
     with writing(file, scanned.num_bytes), file.open("rb") as source, draft.open("wb") as target:
@@ -196,18 +192,14 @@ def _rewrite(scanned: ScannedFile) -> None:
 
 def _damage(log: Path, damaged: Sequence[ScannedFile], missing: Mapping[int, int], kept_as: Sequence[str]) -> str:
     num_bad = sum(len(each.bad) + each.num_after for each in damaged)
-    num_twice, num_missing = sum(each.num_twice for each in damaged), sum(missing.values())
+    num_repeated = sum(each.num_repeated for each in damaged)
     losses = []
-    if num_bad > num_twice:
-        losses.append(_counted(num_bad - num_twice, "unreadable"))
-    if num_twice:
-        losses.append(_counted(num_twice, "repeated"))
+    if num_bad > num_repeated:
+        losses.append(plural(num_bad - num_repeated, "unreadable line"))
+    if num_repeated:
+        losses.append(plural(num_repeated, "repeated line"))
     if missing:
         steps = "step" if len(missing) == 1 else "steps"
-        losses.append(f"{_counted(num_missing, 'missing')} of {steps} {spans(missing)}")
+        losses.append(f"{plural(sum(missing.values()), 'missing line')} of {steps} {spans(missing)}")
     kept = f"; the damaged file is kept as {', '.join(kept_as)}" if kept_as else ""
-    return f"{log} is damaged: {', '.join(losses)}{kept}; what can be read stays, and training does not depend on it"
-
-
-def _counted(number: int, kind: str) -> str:
-    return f"1 {kind} line" if number == 1 else f"{number} {kind} lines"
+    return f"{log} is damaged: {', '.join(losses)}{kept}; readable lines are kept, and training does not depend on it"

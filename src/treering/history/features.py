@@ -1,8 +1,8 @@
-"""The features of a candidate token: the layout of the acceptance model's weights.
+"""Features of a candidate token: the order of the acceptance model's weights.
 
-A candidate has one feature of each kind. The weights of its features, plus its vote fractions times their own weights,
-add up to the logit of its acceptance. General kinds mean the same with every tokenizer; the kinds after them tell
-single tokens apart.
+A candidate has one feature of each kind. Its logit of acceptance is the sum of the weights of its features and of its
+vote fractions times their weights. General kinds mean the same with every tokenizer; the kinds after them depend on
+token ids.
 """
 
 import math
@@ -28,13 +28,13 @@ NUM_LENGTH_CLASSES = 7
 NUM_EDITS = 5
 NUM_SHIFTS = 6
 FAR = NUM_SHIFTS - 1
-"""The bucket of the largest shifts, and of matches whose shift is meaningless."""
+"""Bucket of the largest shifts, and of matches whose shift is meaningless."""
 NUM_RANKS = 4
 NUM_SHARES = 10
 NUM_COUNTS = 4
 NUM_DEPTHS = 7
 NUM_STATES = 4
-"""Outcomes of the row's latest draft."""
+"""Number of outcomes of the row's latest draft."""
 NOT_TRIED, REFUSED, ACCEPTED, NO_DRAFT = range(NUM_STATES)
 _NUM_STARTS = NUM_STATES + 2
 NUM_NEAR = 4
@@ -48,16 +48,16 @@ NUM_VOTES = 2 + NUM_SOURCES
 
 
 class Kinds(NamedTuple):
-    """A number for each kind of feature. The last six tell tokens apart."""
+    """A number for each kind of feature. The last six depend on token ids."""
 
     any: int
     """The same for all candidates."""
     match: int
-    """Source of the strongest match, and the length of the longest."""
+    """Source of the strongest match, and length of the longest."""
     edit: int
-    """What agrees after an edit, and the length."""
+    """Agreement after an edit, and the length."""
     shift: int
-    """How far the strongest match's position is from the row's."""
+    """Distance of the strongest match's position from the row's."""
     share: int
     """Share of the votes, and the depth."""
     matches: int
@@ -67,23 +67,23 @@ class Kinds(NamedTuple):
     start: int
     """Outcome of the row's latest draft at the first token, the depth at others; and the length."""
     rank: int
-    """Candidates with more votes."""
+    """Number of candidates with more votes."""
     outcome: int
     """Outcome of the row's latest draft, at the first token; and the source."""
     near: int
     """Depth and length."""
     before: int
-    """The token before it."""
+    """Previous token."""
     token: int
-    """Its own token."""
+    """The token."""
     pair: int
-    """Both."""
+    """The token and the previous one."""
     triple: int
-    """Both, and the one before them."""
+    """The token and the two before it."""
     token_source: int
-    """Its token, and the source."""
+    """The token, and the source."""
     token_length: int
-    """Its token, and the length."""
+    """The token, and the length."""
 
 
 SIZES = Kinds(
@@ -105,43 +105,43 @@ SIZES = Kinds(
     token_source=NUM_HASHES,
     token_length=NUM_HASHES,
 )
-"""Weights of each kind."""
+"""Number of weights of each kind."""
 NUM_KINDS = len(SIZES)
 NUM_GENERAL_KINDS = Kinds._fields.index("before")
 FIRST = Kinds(*accumulate(SIZES[:-1], initial=NUM_VOTES))
-"""The first weight of each kind; those of vote fractions come before."""
+"""Index of the first weight of each kind; weights of vote fractions come before."""
 NUM_WEIGHTS = NUM_VOTES + sum(SIZES)
 KIND = Kinds(*range(NUM_KINDS))
-"""Where a candidate has its feature of each kind."""
+"""Index of each kind among a candidate's features."""
 
 
 @lean
 def put_feature(features: Int32Array, kind: int, number: int) -> None:
-    """Writes the weight of a candidate's feature of one kind, int32 [kinds], by its number within the kind."""
+    """Write the index of the weight of a candidate's feature of one kind, by its number within the kind."""
     features[kind] = FIRST[kind] + number
 
 
 def sources_of(features: Int32Array) -> Int64Array:
-    """int64 [D]: the source of the strongest match of each of so many candidates, from their features [D, kinds]."""
+    """Return the source of each candidate's strongest match, int64 [D], from its features [D, kinds]."""
     return (features[:, KIND.match].astype(np.int64) - FIRST.match) // NUM_LENGTHS
 
 
 @lean
 def hash_of(first: int, second: int, third: int, size: int) -> int:
-    """A hash of three numbers, below `size`, a power of two."""
+    """Return a hash of three numbers, below `size`, a power of two."""
     mixed = first * 0x9E3779B1 + second * 0x85EBCA77 + third * 0xC2B2AE3D
     return ((mixed ^ (mixed >> 17)) * 0x27D4EB2F >> 15) & (size - 1)
 
 
 def _buckets(*begins: int) -> NDArray[np.int64]:
-    """The bucket of each number up to the last begin: how many buckets begin at or below it.
+    """Return the bucket of each number up to the last begin: how many buckets begin at or below it.
 
     Example: begins 1 and 3 put the numbers 0 to 3 into buckets 0, 1, 1, 2, and all greater ones into 2.
     """
     return np.searchsorted(begins, np.arange(begins[-1] + 1), side="right").astype(np.int64)
 
 
-# Tables: a sum of comparisons takes several times as long, and branches are often mispredicted.
+# Tables are several times faster than sums of comparisons, and branches are often mispredicted.
 _LENGTHS = _buckets(1, 2, 3, 4, 5, 7, 10, 15, 23, 41)
 _EDITS = _buckets(1, 3, 5, 9)
 _SHIFTS = _buckets(0, 1, 3, 9, 33)
@@ -152,43 +152,43 @@ _COUNTS = _buckets(2, 3, 5)
 
 @lean
 def length_bucket(length: int) -> int:
-    """0 to 4 as they are, then 6, 9, 14, 22, 40 and more."""
+    """Return the bucket of a length: 0 to 4 have one each, then up to 6, 9, 14, 22, 40 and more."""
     return int(_LENGTHS[np.uintp(min(length, _LENGTHS.size - 1))])
 
 
 @lean
 def edit_bucket(length: int) -> int:
-    """By how many tokens agree before the edit: 0, 2, 4, 8 and more."""
+    """Return the bucket of the number of tokens that agree before an edit: 0, up to 2, 4, 8 and more."""
     return int(_EDITS[np.uintp(min(length, _EDITS.size - 1))])
 
 
 @lean
 def shift_bucket(shift: int) -> int:
-    """By how far a match's position in its rollout differs from the row's; bucket 0 is reserved for own context."""
+    """Return the bucket of a match's position in its rollout minus the row's; bucket 0 is for the own context."""
     return int(_SHIFTS[np.uintp(min(abs(shift), _SHIFTS.size - 1))])
 
 
 @lean
 def depth_bucket(depth: int) -> int:
-    """Tokens drafted before: 0 to 2 as they are, then 4, 8, 16 and more."""
+    """Return the bucket of the tokens drafted before: 0 to 2 have one each, then up to 4, 8, 16 and more."""
     return int(_DEPTHS[np.uintp(min(depth, _DEPTHS.size - 1))])
 
 
 @lean
 def near_bucket(depth: int) -> int:
-    """A coarser one: 0, 2, 4 and more."""
+    """Return a coarser bucket of the depth: 0, up to 2, 4 and more."""
     return int(_NEAR[np.uintp(min(depth, _NEAR.size - 1))])
 
 
 @lean
 def count_bucket(count: int) -> int:
-    """1, 2, 4 and more."""
+    """Return the bucket of a number of matches: 1, up to 2, 4 and more."""
     return int(_COUNTS[np.uintp(min(count, _COUNTS.size - 1))])
 
 
 @lean
 def stretch(share: float) -> float:
-    """log(share / (1 - share)), at most 9.2 either way.
+    """Return log(share / (1 - share)), bounded to 9.2 either way.
 
     Example: 0.5 gives 0, 0.9 gives 2.197.
     """
@@ -202,16 +202,16 @@ _NUM_SQUASHES = 64
 _SQUASHES = 1 / (1 + np.exp(_MOST_LOGIT - np.arange(2 * int(_MOST_LOGIT) * _NUM_SQUASHES + 2) / _NUM_SQUASHES))
 _SLOPES = np.diff(_SQUASHES)
 _BASES = _SQUASHES[:-1] - np.arange(_SLOPES.size) * _SLOPES
-"""The straight lines' values at table index 0."""
+"""Values of the straight lines at table index 0."""
 
 
 @lean
 def squash(logit: float) -> float:
-    """The inverse of `stretch`, from logits between -12 and 12, to within 3.1e-5 of it.
+    """Return the inverse of `stretch` for logits between -12 and 12, to within 3.1e-5.
 
     Example: 0 gives 0.5, 2.197 gives 0.9.
     """
-    # A table: the exponential function takes as long as computing the whole logit.
+    # A table lookup, because the exponential function takes as long as computing the whole logit.
     position = (min(max(logit, -_MOST_LOGIT), _MOST_LOGIT) + _MOST_LOGIT) * _NUM_SQUASHES
     k = int(position)
     return float(_BASES[np.uintp(k)] + position * _SLOPES[np.uintp(k)])

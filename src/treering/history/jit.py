@@ -1,10 +1,9 @@
-"""The checksum that history's compiled functions are cached by, and the intrinsics that they share.
+"""Decorator of history's compiled functions, which caches them by a checksum, and the intrinsics that they share.
 
 Numba checks a signed index for negative values unless it is a loop's own variable, so hot loops index with `np.uintp`.
 
-`STAMP` keys numba's on-disk cache. The cache notices a change in the file of a function, but not in the files that the
-function calls into; a compiled function that closes over the stamp is compiled again when any file of this package
-changes.
+Numba's on-disk cache notices a change in the file of a function, but not in the files that the function calls into. A
+`stamped` function is compiled again when any file of this package changes.
 """
 
 import math
@@ -21,31 +20,33 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
 
+from treering.compiling.lean import kernel_of
+
 _LINE = 64
-"""Bytes of a line of the cache."""
+"""Bytes of a cache line."""
 
 
 def stamp_of(folder: Path) -> int:
-    """A checksum of all Python files below a folder, file by file in the order of their paths."""
+    """Return a checksum of all Python files below a folder, file by file in the order of their paths."""
     stamp = 0
     for file in sorted(folder.rglob("*.py")):
         stamp = zlib.crc32(file.read_bytes(), stamp)
     return stamp
 
 
-STAMP = stamp_of(Path(__file__).parent)
+stamped = kernel_of(stamp_of(Path(__file__).parent))
 
 
 @intrinsic(prefer_literal=True)
 def copy_entries(_typing_context: Any, to: Any, line: Any, source: Any, num: Any) -> Any:
-    """Copies the first `num` entries of one array to the beginning of a line of another; within compiled calls.
+    """Copy the first `num` entries of one array to the beginning of a line of another; within compiled calls.
 
-    A loop copies one entry at a time, because the compiler cannot know that the arrays do not overlap. For a constant
-    `num` this compiles to a few wide moves.
+    A loop would copy one entry at a time, because the compiler cannot know that the arrays do not overlap. With a
+    constant `num` this compiles to a few wide moves.
 
     Args:
         to: [N, K], written.
-        line: of `to`.
+        line: line of `to`.
         source: [K], of the same type.
         num: a constant, at most K.
 
@@ -68,9 +69,9 @@ def copy_entries(_typing_context: Any, to: Any, line: Any, source: Any, num: Any
 
 @intrinsic
 def pick(_typing_context: Any, which: Any, first: Any, second: Any, third: Any, at: Any) -> Any:
-    """Entry `at` of one of three arrays of one type, by a `which` of 0, 1 or 2; within compiled calls.
+    """Return entry `at` of one of three arrays of one type, by a `which` of 0, 1 or 2; within compiled calls.
 
-    Branchless: a branch on a value that varies between calls is often mispredicted, which takes longer.
+    It has no branch, because a branch on a value that varies between calls is often mispredicted and takes longer.
 
     Example: `pick(1, history, live, others, 40)` for `live[40]`.
     """
@@ -91,7 +92,7 @@ def pick(_typing_context: Any, which: Any, first: Any, second: Any, third: Any, 
 
 @intrinsic
 def prefetch(_typing_context: Any, array: Any, index: Any) -> Any:
-    """Prefetches one entry of a one-dimensional array; within compiled calls. The index may be out of bounds.
+    """Prefetch one entry of a 1-D array; within compiled calls. The index may be out of bounds.
 
     Example: `prefetch(text, 40)` before `text[40]` is read.
     """
@@ -103,7 +104,7 @@ def prefetch(_typing_context: Any, array: Any, index: Any) -> Any:
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
         call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # Read, kept in all caches, data.
+        # The arguments mean: read, kept in all caches, data.
         builder.call(call, [address, number(0), number(3), number(1)])
         return context.get_dummy_value()
 
@@ -116,15 +117,15 @@ class Memory:
     numba takes a fifth of a microsecond to read an array argument, and half a second to compile what allocates one.
 
     Attributes:
-        num_bytes: of the arrays, each of which begins at a multiple of 64.
-        arrays: within compiled calls: the arrays at a place of a uint8 array.
+        num_bytes: bytes of the arrays, each of which begins at a multiple of 64.
+        arrays: within compiled calls, returns the arrays at an offset of a uint8 array.
 
-    Example: of `Memory(Pair, counts=(np.int64, 3), sums=(np.float64, 3))` `new()` is a `Pair` of two arrays, and
+    Example: for `Memory(Pair, counts=(np.int64, 3), sums=(np.float64, 3))`, `new()` is a `Pair` of two arrays, and
     `arrays(memory, 64)` within a compiled call is one whose counts are the bytes 64 to 87 of `memory`.
     """
 
     def __init__(self, record: type[Any], **arrays: tuple[Any, int | tuple[int, ...]]) -> None:
-        """The dtype and shape of each field of a named tuple."""
+        """Take the dtype and shape of each field of a named tuple."""
         self._record = record
         self._arrays = [(np.dtype(dtype), np.broadcast_to(0, shape).shape) for dtype, shape in arrays.values()]
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self._arrays]
@@ -134,7 +135,7 @@ class Memory:
         self.arrays = self._intrinsic()
 
     def new(self) -> Any:
-        """Arrays of their own, for Python; what they hold is arbitrary."""
+        """Return separate arrays for Python, uninitialised."""
         return self._record(*(np.empty(shape, dtype) for dtype, shape in self._arrays))
 
     def _intrinsic(self) -> Any:
@@ -158,7 +159,7 @@ class Memory:
 
 
 def _array_at(context: Any, builder: Any, kind: Any, address: Any, shape: tuple[int, ...]) -> Any:
-    """An array of numba's at an address, which counts no references."""
+    """Return a numba array at an address, without reference counting."""
     array = context.make_array(kind)(context, builder)
     size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
     strides = [math.prod(shape[axis + 1 :]) * size for axis in range(len(shape))]

@@ -20,20 +20,20 @@ _COUNTS = ("groups", "num_tokens", "num_prompt_tokens", "max_drafts", *_OPTIONAL
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftRows:
-    """The rows of one engine step; arrays are read in place, so they may be views of the engine's own.
+    """Rows of one engine step; arrays are read in place, so they may be views of the engine's own.
 
     Attributes:
         prompt_ids: B ids; history need not know them.
-        groups: int64 [B], rows with equal numbers are siblings; a group keeps its number while any of its rows runs.
+        groups: int64 [B]; rows with equal numbers are siblings. A group keeps its number while any of its rows runs.
         tokens: int32 [B, L], row b's prompt and rollout so far from column 0 on; later columns are not read. Fastest if
             rows are contiguous.
         num_tokens: int64 [B], tokens of each context.
-        num_prompt_tokens: int64 [B], how many of them are the prompt.
-        max_drafts: int64 [B], the most tokens that each row's draft may have; 0 is none.
+        num_prompt_tokens: int64 [B], prompt tokens among them.
+        max_drafts: int64 [B], most tokens that each row's draft may have; 0 for no draft.
         row_ids: int64 [B] or None, a number that a running rollout keeps and no other ever has. Without it, a rollout
             is assumed to stay in its line while the line's prompt, group and newest tokens match.
         leaders: int64 [B] or None, the row whose draft each row is verified with: itself, or an earlier row with the
-            same tokens that is its own leader. Other rows than leaders get no draft. None: all are their own leaders.
+            same tokens that is its own leader. Only leaders get drafts. None: all rows are their own leaders.
 
     Example: prompt [5, 6] and rollout [7] in a buffer of 4 columns are tokens [[5, 6, 7, 0]], num_tokens [3] and
     num_prompt_tokens [2].
@@ -51,11 +51,11 @@ class DraftRows:
     def __post_init__(self) -> None:
         shape = (len(self.prompt_ids),)
         if not all(issubclass(kind, _NAMES) for kind in set(map(type, self.prompt_ids))):
-            raise InputError(f"prompt_ids are strings or integers, got {self.prompt_ids!r}; convert them")
+            raise InputError(f"prompt_ids must be strings or integers, got {self.prompt_ids!r}; convert them")
         if _kind_of(self.tokens) != np.int32 or self.tokens.ndim != 2 or self.tokens.shape[0] != shape[0]:
             raise InputError(
-                f"tokens of {shape[0]} rows are int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of shape "
-                f"{np.shape(self.tokens)}; pass the buffer's lines of these rows"
+                f"tokens of {shape[0]} rows must be int32 of shape ({shape[0]}, L), got {_kind_of(self.tokens)} of "
+                f"shape {np.shape(self.tokens)}; pass the buffer's lines of these rows"
             )
         for name in _COUNTS:
             values = getattr(self, name)
@@ -63,16 +63,16 @@ class DraftRows:
                 continue
             if _kind_of(values) != np.int64 or values.shape != shape:
                 raise InputError(
-                    f"{name} is int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of shape "
-                    f"{np.shape(values)}; convert it"
+                    f"{name} must be int64 of shape {shape}, one entry per prompt_id, got {_kind_of(values)} of "
+                    f"shape {np.shape(values)}; convert it"
                 )
 
 
 def check_counts(rows: DraftRows) -> None:
-    """Checks that contexts begin and end within their lines.
+    """Check that contexts begin and end within their lines.
 
     Raises:
-        InputError: the first row whose counts contradict each other.
+        InputError: counts of a row contradict each other; names the first such row.
     """
     num_prompt, num_tokens = rows.num_prompt_tokens, rows.num_tokens
     fits = (num_prompt >= 0) & (num_prompt <= num_tokens) & (num_tokens <= rows.tokens.shape[1])
@@ -81,17 +81,17 @@ def check_counts(rows: DraftRows) -> None:
 
 
 def contradiction(rows: DraftRows, b: int) -> str:
-    """The message for a row whose counts contradict each other."""
+    """Return the message for a row whose counts contradict each other."""
     return (
-        f"0 <= num_prompt_tokens <= num_tokens <= {rows.tokens.shape[1]} columns and max_drafts >= 0 in every row, got "
-        f"{rows.num_prompt_tokens[b]}, {rows.num_tokens[b]} and {rows.max_drafts[b]} in row {b}; correct the counts"
+        f"every row needs 0 <= num_prompt_tokens <= num_tokens <= {rows.tokens.shape[1]} columns and max_drafts >= 0, "
+        f"got {rows.num_prompt_tokens[b]}, {rows.num_tokens[b]} and {rows.max_drafts[b]} in row {b}; correct the counts"
         + ("" if rows.leaders is None else f", or its leader {rows.leaders[b]}, an earlier row with as many tokens")
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Drafts:
-    """Drafted tokens of all rows, one row after another; row b has those of `offsets[b]:offsets[b + 1]`.
+    """Drafted tokens of all rows, one row after another; row b has the tokens `offsets[b]:offsets[b + 1]`.
 
     Attributes:
         tokens: int32 [D].
@@ -118,7 +118,7 @@ def _kind_of(values: object) -> np.dtype[Any] | str:
 
 
 def no_drafts(num_rows: int) -> Drafts:
-    """Empty drafts for so many rows."""
+    """Return empty drafts for `num_rows` rows."""
     nothing = np.zeros(0, np.int32)
     return Drafts(
         tokens=nothing, offsets=np.zeros(num_rows + 1, np.int64), parents=nothing, acceptance=np.zeros(0, np.float32)

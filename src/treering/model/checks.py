@@ -4,20 +4,19 @@ from typing import Any
 
 from torch import nn
 
-from treering.errors import UnsupportedError
-from treering.model.families import ModelParts
-from treering.model.wrappers import unwrap
-from treering.ranks.refusals import is_of_deepspeed
+from treering.errors import InputError, UnsupportedError
+from treering.model.tree_model import TreeModel, unwrap
+from treering.ranks.setup import is_of_deepspeed
 from treering.ranks.units import own_hooks
 
 
-def check_no_dropout(model: nn.Module) -> None:
+def check_no_dropout(model: TreeModel) -> None:
     """Refuses active dropout: a shared token would get one mask, its branches trained separately several.
 
     Raises:
         UnsupportedError: a rate above 0 in training mode, named.
     """
-    for name, module in model.named_modules():
+    for name, module in model.model.named_modules():
         setting, rate = dropout_of(module) if module.training else ("", 0.0)
         if rate > 0:
             raise UnsupportedError(
@@ -45,24 +44,20 @@ def dropout_of(module: nn.Module) -> tuple[str, float]:
     return "", 0.0
 
 
-def check_embedding_hooks(model: nn.Module) -> None:
+def check_embedding_hooks(model: TreeModel) -> None:
     """Refuses forward hooks on the input embedding, such as the noise of NEFTune: a shared token would get it once.
 
-    Hooks of FSDP2 and DeepSpeed, and the one that makes the embedding's output require gradients, change no value and
-    stay.
+    Hooks of FSDP2 and DeepSpeed, the one that makes the embedding's output require gradients, and the one by which TRL
+    gives it the dtype of the layers (`cast_lm_head_to_fp32` with tied weights) do the same to each token, and stay.
 
     Raises:
         UnsupportedError: a hook, by its name.
     """
-    causal_lm: Any = unwrap(model).model
-    embedding = causal_lm.get_input_embeddings() if hasattr(causal_lm, "get_input_embeddings") else None
-    if not isinstance(embedding, nn.Module):
-        return
-    own = own_hooks(embedding)
-    for key, hook in embedding._forward_hooks.items():
+    own = own_hooks(model.embedding)
+    for key, hook in model.embedding._forward_hooks.items():
         name = getattr(hook, "__qualname__", type(hook).__name__)
-        is_known = name.endswith("make_inputs_require_grads") or is_of_deepspeed(hook)
-        if key not in own and not is_known:
+        is_known = name.endswith(("make_inputs_require_grads", "cast_outputs_to_original_dtype"))
+        if key not in own and not is_known and not is_of_deepspeed(hook):
             raise UnsupportedError(
                 f"the input embedding has the forward hook {name}, which would run once on a shared token, where its "
                 "branches, trained apart, get it several times (NEFTune draws other noise for each): remove the hook, "
@@ -70,7 +65,7 @@ def check_embedding_hooks(model: nn.Module) -> None:
             )
 
 
-def check_no_hooks(model: nn.Module) -> None:
+def check_no_hooks(model: TreeModel) -> None:
     """Refuses forward hooks on the causal LM itself, for a caller that computes log-probs without calling it.
 
     A hook could change the logits or read them, and nothing tells which without calling it. Where the model's own
@@ -79,7 +74,7 @@ def check_no_hooks(model: nn.Module) -> None:
     Raises:
         UnsupportedError: a hook, with the model's class.
     """
-    causal_lm = unwrap(model).model
+    causal_lm = model.causal_lm
     if {*causal_lm._forward_hooks, *causal_lm._forward_pre_hooks} - own_hooks(causal_lm):
         raise UnsupportedError(
             f"{type(causal_lm).__name__} has a forward hook, which would not run on a forest: remove it, hook its "
@@ -87,18 +82,47 @@ def check_no_hooks(model: nn.Module) -> None:
         )
 
 
-def check_whole(parts: ModelParts, what: str) -> None:
+def check_whole(model: TreeModel, what: str) -> None:
     """Refuses a sharded model where weights are read outside of its forward.
 
     Args:
-        parts: of the model.
+        model: the model.
         what: begins the message, such as "a teacher".
 
     Raises:
         UnsupportedError: with how to give it whole.
     """
-    if parts.shards is not None:
+    if model.shards is not None:
         raise UnsupportedError(
             f"{what} reads whole weights, and fully_shard has sharded this model: pass a whole copy, such as one that "
             "loads torch's get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         )
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Positions that the model's configuration gives it (`max_position_embeddings`); None without such a limit.
+
+    Example: 32768 for Qwen3-0.6B's original configuration, also inside torch.compile or an adapter.
+    """
+    _, inner = unwrap(model)
+    config: Any = getattr(inner, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None) or None
+
+
+def check_positions(num_positions: int, limit: int | None, *, what: str, fix: str) -> None:
+    """Refuses to compute more positions than a model reads: beyond them it was never trained, and its output is noise.
+
+    Args:
+        num_positions: to be computed.
+        limit: see `max_positions`.
+        what: what has so many positions, for the message.
+        fix: what to do about it, for the message.
+
+    Raises:
+        InputError: there are more.
+
+    Example: 40 positions with limit 32 are refused, and with None allowed.
+    """
+    if limit is not None and num_positions > limit:
+        raise InputError(f"the model reads {limit} positions, and {what} goes beyond; {fix}")

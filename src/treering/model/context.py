@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from treering.attention import BACKENDS, AttentionShape, Backend, Form, TreeLayout, attend, choose_backend
-from treering.attention.flash.backend import attend_by_tables, prepare_flash
-from treering.attention.self_check import verify
+from treering.attention.dispatch import verify
+from treering.attention.flash import attend_by_tables, prepare_flash
 from treering.errors import StateError
 from treering.model.checks import check_embedding_hooks, check_no_dropout
-from treering.model.families import ModelParts, find_parts
-from treering.model.recurrence.routing import routed
+from treering.model.recurrence import routed
+from treering.model.tree_model import TreeModel
 
 _PREFIX = "treering_"
 _OWNER = "_tree_attention_owner"
@@ -46,14 +46,15 @@ class TreeContext:
 
 
 @contextmanager
-def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeContext]:
+def tree_attention(model: nn.Module | TreeModel, backend: str = "auto") -> Iterator[TreeContext]:
     """Routes a model's attention through the forest that `forward` gives it; restores the model on exit.
 
     Gradients of a forward stay exact after the block has exited, with Hugging Face's gradient checkpointing in both
     modes; any other recompute raises instead of using the wrong mask.
 
     Args:
-        model: a Hugging Face causal language model of a supported family (`families.FAMILIES`), or a PEFT model of one.
+        model: a Hugging Face causal language model of a supported family (`treering.families`), a PEFT model of
+            one, or its bound form.
         backend: "auto", or a name from `treering.attention.BACKENDS`.
 
     Raises:
@@ -68,17 +69,18 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
         >>> active.backend                              # doctest: +SKIP
         'segments'
     """
-    parts = find_parts(model, calls_modules=True)
-    check_no_dropout(model)
-    check_embedding_hooks(model)
-    weight = next(parts.decoder.parameters())
-    dtype = weight.dtype if parts.shards is None else parts.shards.dtype or weight.dtype
+    parts = TreeModel.of(model, calls_modules=True)
+    check_no_dropout(parts)
+    check_embedding_hooks(parts)
+    sharded = None if parts.shards is None else parts.shards.dtype
+    dtype = sharded or working_dtype(parts.decoder)
     choice = choose_backend(backend, attention_shape(parts.config, parts.device, dtype))
     name = _PREFIX + choice.backend
     _register_backends()
     with ExitStack() as undo:
         undo.enter_context(_owned(parts))
-        undo.enter_context(_implementation(parts.config, name))
+        configs = _configs(parts)
+        undo.enter_context(_implementation(configs, name))
         for layer in parts.layers:
             handle = layer.register_forward_pre_hook(_pass_layout, with_kwargs=True)
             undo.callback(handle.remove)
@@ -89,7 +91,7 @@ def tree_attention(model: nn.Module, backend: str = "auto") -> Iterator[TreeCont
             hook = partial(_prepare_first, prepare=prepare)
             undo.callback(parts.decoder.register_forward_pre_hook(hook, with_kwargs=True).remove)
         undo.enter_context(routed(parts.mixers))
-        _route_checkpoints(parts, name, undo)
+        _route_checkpoints(parts, configs, name, undo)
         yield TreeContext(backend=choice.backend, reason=choice.reason, prepare=prepare)
 
 
@@ -109,7 +111,13 @@ def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch
     )
 
 
-def is_active(parts: ModelParts) -> bool:
+def working_dtype(module: nn.Module) -> torch.dtype:
+    """The coarsest dtype of a module's weights, quantised ones left out: embeddings and norms may be in float32."""
+    dtypes = {weight.dtype for weight in module.parameters() if weight.is_floating_point() and weight.itemsize > 1}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def is_active(parts: TreeModel) -> bool:
     """Whether the model is inside a `tree_attention` block of this thread.
 
     Raises:
@@ -129,7 +137,7 @@ class _Owner:
 
 
 @contextmanager
-def _owned(parts: ModelParts) -> Iterator[None]:
+def _owned(parts: TreeModel) -> Iterator[None]:
     """Marks the model as patched by this block; `setdefault` makes the claim atomic between threads."""
     mine = _Owner(thread=threading.get_ident())
     if parts.decoder.__dict__.setdefault(_OWNER, mine) is not mine:
@@ -140,14 +148,23 @@ def _owned(parts: ModelParts) -> Iterator[None]:
         del parts.decoder.__dict__[_OWNER]
 
 
+def _configs(parts: TreeModel) -> list[PreTrainedConfig]:
+    """The model's configuration, and the copies that layers have after PEFT's `layer_replication`."""
+    held = (module.__dict__.get("config") for layer in parts.layers for module in layer.modules())
+    copies = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}
+    return list({id(parts.config): parts.config, **copies}.values())
+
+
 @contextmanager
-def _implementation(config: PreTrainedConfig, name: str) -> Iterator[None]:
-    previous = config._attn_implementation
-    config._attn_implementation = name
+def _implementation(configs: list[PreTrainedConfig], name: str) -> Iterator[None]:
+    previous = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = previous
+        for config, before in zip(configs, previous, strict=True):
+            config._attn_implementation = before
 
 
 def _pass_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -170,7 +187,7 @@ def _prepare_nothing(layout: TreeLayout) -> None:
     """Of backends that compiled layers leave their graph for."""
 
 
-def _prepare_flash(layout: TreeLayout, *, parts: ModelParts, shape: AttentionShape) -> None:
+def _prepare_flash(layout: TreeLayout, *, parts: TreeModel, shape: AttentionShape) -> None:
     """Checks the backend and makes its tables."""
     mixers = [mixer for layer in parts.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
     for window in {getattr(mixer, "sliding_window", None) for mixer in mixers}:
@@ -185,27 +202,27 @@ def _with_layout_as_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs if layout is None else {**kwargs, "attention_mask": layout}
 
 
-def _route_checkpoints(parts: ModelParts, name: str, undo: ExitStack) -> None:
+def _route_checkpoints(parts: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
     """Makes checkpointed layers use tree attention in their recompute, even after the block has exited."""
     checkpointed = [layer for layer in parts.layers if getattr(layer, "gradient_checkpointing", False)]
     for layer in checkpointed:
         original: Any = layer._gradient_checkpointing_func
         mixers = [mixer for mixer in parts.mixers if any(mixer is inner for inner in layer.modules())]
-        route = partial(_checkpoint_routed, original, parts.config, name, mixers)
+        route = partial(_checkpoint_routed, original, configs, name, mixers)
         if layer._compiled_call_impl is not None and type(layer).__call__ is nn.Module.__call__:
             undo.callback(setattr, layer, "_compiled_call_impl", layer._compiled_call_impl)
             layer._compiled_call_impl = _checkpointed_around(layer, route)
             continue
         layer.__dict__["_gradient_checkpointing_func"] = route
         undo.callback(layer.__dict__.__setitem__, "_gradient_checkpointing_func", original)
-    _route_wrappers(parts, name, undo)
+    _route_wrappers(parts, configs, name, undo)
     if checkpointed and not any(weight.requires_grad for weight in parts.embedding.parameters()):
         # Reentrant checkpointing drops all gradients of a block whose inputs need none (frozen embeddings with LoRA).
         handle = parts.embedding.register_forward_hook(_require_grad)
         undo.callback(handle.remove)
 
 
-def _route_wrappers(parts: ModelParts, name: str, undo: ExitStack) -> None:
+def _route_wrappers(parts: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
     """The same for torch's `checkpoint_wrapper`, by which Accelerate checkpoints the layers of FSDP2."""
     wrappers: list[Any] = [module for layer in parts.layers for module in layer.modules()]
     for wrapper in wrappers:
@@ -213,7 +230,7 @@ def _route_wrappers(parts: ModelParts, name: str, undo: ExitStack) -> None:
         if original is None:
             continue
         mixers = [mixer for mixer in parts.mixers if any(mixer is inner for inner in wrapper.modules())]
-        wrapper.checkpoint_fn = partial(_checkpoint_routed, original, parts.config, name, mixers)
+        wrapper.checkpoint_fn = partial(_checkpoint_routed, original, configs, name, mixers)
         undo.callback(setattr, wrapper, "checkpoint_fn", original)
 
 
@@ -236,7 +253,7 @@ def _checkpointed_around(layer: Any, checkpoint: Callable[..., Any]) -> Callable
 
 def _checkpoint_routed(
     checkpoint: Callable[..., Any],
-    config: PreTrainedConfig,
+    configs: list[PreTrainedConfig],
     name: str,
     mixers: list[nn.Module],
     block: Callable[..., Any],
@@ -248,7 +265,7 @@ def _checkpoint_routed(
         block = partial(block.func, *block.args, **_with_layout_as_mask(block.keywords))
 
     def on_forest(*block_args: Any, **block_kwargs: Any) -> Any:
-        with _implementation(config, name), routed(mixers):
+        with _implementation(configs, name), routed(mixers):
             return block(*block_args, **block_kwargs)
 
     # Without gradients there is nothing to recompute.

@@ -15,12 +15,12 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from treering.attention.to_device import to_device
+from treering.attention.layout import to_device
 from treering.errors import InputError
-from treering.model.families import ModelParts
-from treering.model.head.three_pass import ThreePassLoss
 from treering.model.logits import EntropyOf
 from treering.model.scoring import Scores, on_kernels, score_rows
+from treering.model.three_pass import ThreePassLoss
+from treering.model.tree_model import TreeModel
 from treering.tree.forest import Forest
 
 
@@ -32,11 +32,13 @@ class EdgeTable:
         rows: int64 [R] indices of the parents among the hidden states, ascending.
         edges: int64 [E] packed indices of the children, ordered by parent.
         edge_row: int64 [E] number of each edge's row, ascending.
+        targets: int64 [E] the token that each edge scores: the child, or any other where `edges` are just numbers.
     """
 
     rows: NDArray[np.int64]
     edges: NDArray[np.int64]
     edge_row: NDArray[np.int64]
+    targets: NDArray[np.int64]
 
     def places(self, forest: Forest) -> NDArray[np.int64]:
         """Index of each token's edge in the table: int64 [N], -1 if it is not in it."""
@@ -67,7 +69,7 @@ LossOf = Callable[[slice, EdgeScores], Tensor]
 
 
 def scored_on_head(
-    parts: ModelParts, score: Callable[[nn.Module, Tensor], EdgeScores], hidden: Float[Tensor, "N C"]
+    parts: TreeModel, score: Callable[[nn.Module, Tensor], EdgeScores], hidden: Float[Tensor, "N C"]
 ) -> EdgeScores:
     """`score(head, hidden)` with the model's head, gathered if it is sharded."""
     if parts.shards is None:
@@ -97,7 +99,12 @@ def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeT
     edges = np.flatnonzero(scored)
     edges = edges[np.argsort(forest.parent[edges], kind="stable")]
     rows, edge_row = np.unique(forest.parent[edges], return_inverse=True)
-    return EdgeTable(rows=rows.astype(np.int64), edges=edges, edge_row=edge_row.astype(np.int64))
+    return EdgeTable(
+        rows=rows.astype(np.int64),
+        edges=edges,
+        edge_row=edge_row.astype(np.int64),
+        targets=forest.tokens[edges].astype(np.int64),
+    )
 
 
 def split_table(
@@ -120,8 +127,14 @@ def split_table(
     rows = _grouped(table.rows, row_owner, num_owners)
     edges = _grouped(table.edges, edge_owner, num_owners)
     parents = _grouped(table.rows[table.edge_row], edge_owner, num_owners)
+    targets = _grouped(table.targets, edge_owner, num_owners)
     return [
-        EdgeTable(rows=place[rows[i]], edges=edges[i], edge_row=np.searchsorted(rows[i], parents[i]))
+        EdgeTable(
+            rows=place[rows[i]],
+            edges=edges[i],
+            edge_row=np.searchsorted(rows[i], parents[i]),
+            targets=targets[i],
+        )
         for i in range(num_owners)
     ]
 
@@ -133,10 +146,9 @@ def _grouped(items: NDArray[np.int64], owner: NDArray[np.int64], num_owners: int
 
 
 def score_edges(
-    parts: ModelParts,
+    parts: TreeModel,
     hidden: Float[Tensor, "N C"],
     head: nn.Module,
-    forest: Forest,
     *,
     temperature: float,
     table: EdgeTable,
@@ -145,8 +157,8 @@ def score_edges(
 ) -> EdgeScores:
     """Log-probability, entropy and value of each edge of the table, in its order.
 
-    `logp[t] = log_softmax(logits / temperature)[tokens[t]]` of `logits = head(hidden[parent[t]])`, divided and bounded
-    as the model (`parts`) does; the entropy is of the same distribution, the value is `value_head(hidden[parent[t]])`.
+    `logp[e] = log_softmax(logits / temperature)[targets[e]]` of `logits = head(hidden[rows[edge_row[e]]])`, divided and
+    bounded as the model (`parts`) does; the entropy is of the same distribution, the value is the value head's there.
     `head` is the model's, gathered if it is sharded.
 
     Raises:
@@ -160,7 +172,7 @@ def score_edges(
     scores: Scores = score_rows(
         rows,
         head,
-        to_device(forest.tokens[table.edges].astype(np.int64), device),
+        to_device(table.targets, device),
         table.edge_row,
         temperature=temperature * parts.logit_divisor,
         entropy_of=entropy_of,
@@ -172,10 +184,9 @@ def score_edges(
 
 
 def loss_on_kernels(
-    parts: ModelParts,
+    parts: TreeModel,
     hidden: Float[Tensor, "N C"],
     head: nn.Linear,
-    forest: Forest,
     loss_of: LossOf,
     *,
     temperature: float,
@@ -188,7 +199,7 @@ def loss_on_kernels(
     Arguments are those of `score_edges`.
     """
     rows = hidden[to_device(table.rows, hidden.device)]
-    targets = to_device(forest.tokens[table.edges].astype(np.int64), hidden.device)
+    targets = to_device(table.targets, hidden.device)
 
     def of_part(at: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
         return loss_of(at, EdgeScores(logprobs=logprobs, entropy=entropy))

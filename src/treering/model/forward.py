@@ -12,23 +12,26 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from treering.arrays import Int64Array
 from treering.attention import TreeLayout
-from treering.attention.to_device import to_device
+from treering.attention.layout import to_device
 from treering.errors import ConfigError, InputError
+from treering.families import IMAGE_FAMILIES
 from treering.model.checks import check_no_hooks
 from treering.model.context import is_active, tree_attention
 from treering.model.edges import EdgeScores, edge_table, score_edges, scored_on_head
-from treering.model.families import ModelParts, find_parts
 from treering.model.logits import EntropyOf
-from treering.model.pictures import PICTURE_FAMILIES, PictureFeatures, distinct_pictures, embedded
-from treering.tree.forest import Forest
-from treering.tree.pictures import rotary_positions
+from treering.model.pictures import PictureFeatures, distinct_pictures, embedded
+from treering.model.tree_model import TreeModel
+from treering.tree.forest import Forest, places_of
+from treering.tree.picture_tokens import rotary_positions
 
-ONE_TOKEN = Forest.from_sequences([[0]])
-"""What a rank runs that has nothing to run, so that it gathers weights when the others do."""
+FILLER = Forest.from_sequences([[0, 0]])
+"""What a rank runs that has nothing to run, so that it gathers weights when the others do. Two tokens: compilers make a
+graph of its own for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,7 +50,7 @@ class ForwardOutput:
 
 
 def forward(
-    model: nn.Module,
+    model: nn.Module | TreeModel,
     forest: Forest,
     temperature: float = 1.0,
     *,
@@ -62,7 +65,7 @@ def forward(
     that `fully_shard` has sharded call it equally often; an empty forest will do.
 
     Args:
-        model: a supported Hugging Face causal language model, or a PEFT model of one.
+        model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either.
         forest: N tokens; an empty one gives empty results.
         temperature: divides the logits; must be positive.
         wanted: bool [N], the tokens whose edge is scored; others get 0. All by default.
@@ -80,17 +83,17 @@ def forward(
         >>> out = forward(model, forest)                                   # doctest: +SKIP
         >>> out.logprobs[forest.path(1)]      # log-probs of [5, 6, 8]     # doctest: +SKIP
     """
-    parts = find_parts(model)
-    check_no_hooks(model)
+    parts = TreeModel.of(model)
+    check_no_hooks(parts)
     check_forest(forest, parts)
     check_temperature(temperature)
     wanted = None if wanted is None else _as_wanted(wanted, forest)
     if entropy_of not in get_args(EntropyOf):
         raise ConfigError(f"entropy_of is one of {', '.join(get_args(EntropyOf))}, got {entropy_of!r}")
     is_sharded = parts.shards is not None
-    with nullcontext() if is_active(parts) else tree_attention(model, backend):
+    with nullcontext() if is_active(parts) else tree_attention(parts, backend):
         # Every rank of a sharded model runs a forward, also one whose forest is empty.
-        hidden = hidden_states(parts, ONE_TOKEN if is_sharded and forest.num_tokens == 0 else forest)
+        hidden = hidden_states(parts, FILLER if is_sharded and forest.num_tokens == 0 else forest)
     table = edge_table(forest, wanted)
     if parts.shards is not None and table.edges.size == 0:
         zeros = torch.zeros(forest.num_tokens, device=hidden.device) + parts.shards.zero(hidden)
@@ -101,7 +104,6 @@ def forward(
             parts,
             rows,
             head,
-            forest,
             temperature=temperature,
             table=table,
             entropy_of=entropy_of,
@@ -114,6 +116,63 @@ def forward(
     return ForwardOutput(logprobs=spread(scores.logprobs), entropy=spread(scores.entropy), values=values)
 
 
+def per_token_logps(
+    model: nn.Module | TreeModel,
+    forest: Forest,
+    temperature: float = 1.0,
+    *,
+    places: NDArray[np.integer[Any]] | None = None,
+    mask: ArrayLike | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "B T"]:
+    """Computes log-probs in the shape of a padded batch, as losses of other trainers take them; differentiable.
+
+    Each token of the forest is computed once. Entry t of a row is the log-prob of token t given those before it, 0 for
+    the first token of a sequence and for padding; TRL's log-probs of C completion columns are the last C columns.
+
+    Args:
+        model: see `forward`.
+        forest: B branches, of which the longest has T tokens.
+        temperature: divides the logits; must be positive.
+        places: int [B, T], the packed index of each token and -1 at padding, as `Forest.from_padded` returns them; None
+            for the branches one a row, padded on the right.
+        mask: [B, T], 0 or False for entries that are not needed, such as a prompt's: they get 0, and no time.
+        backend: see `forward`.
+
+    Raises:
+        InputError: places of another forest, a mask of another shape; see `forward`.
+        UnsupportedError: a model that would not be exact; names the reason.
+
+    Example:
+        >>> forest = Forest.from_sequences([[5, 6, 7], [5, 8]])
+        >>> logps = per_token_logps(model, forest)              # [2, 3]    # doctest: +SKIP
+        >>> loss = -(advantages[:, None] * logps).sum()                     # doctest: +SKIP
+    """
+    places = _rows_of(forest) if places is None else np.asarray(places)
+    if places.ndim != 2 or places.max(initial=-1) >= forest.num_tokens or places.min(initial=-1) < -1:
+        raise InputError(
+            f"places is [rows, columns] of packed indices below {forest.num_tokens}, -1 at padding, got shape "
+            f"{places.shape} with {places.max(initial=-1)}: take the forest and its places from one Forest.from_padded"
+        )
+    wanted = places >= 0
+    if mask is not None:
+        given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).astype(bool)
+        if given.shape != places.shape:
+            raise InputError(f"mask has the shape of places, {places.shape}, got {given.shape}")
+        wanted &= given
+    scored = np.zeros(forest.num_tokens, np.bool_)
+    scored[places[wanted]] = True
+    logprobs = forward(model, forest, temperature, wanted=scored, entropy_of="none", backend=backend).logprobs
+    rows = to_device(np.where(wanted, places, 0), logprobs.device).long()
+    return logprobs[rows].masked_fill(~to_device(wanted, logprobs.device), 0.0)
+
+
+def _rows_of(forest: Forest) -> Int64Array:
+    """int64 [B, T], the packed indices of each branch, -1 after its end."""
+    real = np.arange(forest.branch_length.max(initial=0))[None] < forest.branch_length[:, None]
+    return places_of(real, forest.paths()[0])
+
+
 def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden: Tensor) -> Float[Tensor, " N"]:
     """Scores at the packed indices of their edges, 0 elsewhere; differentiable even if no edge is scored."""
     everywhere = torch.zeros(forest.num_tokens, dtype=scores.dtype, device=scores.device)
@@ -123,7 +182,7 @@ def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden:
 
 
 def hidden_states(
-    parts: ModelParts,
+    parts: TreeModel,
     forest: Forest,
     layout: TreeLayout | None = None,
     positions: NDArray[np.integer[Any]] | None = None,
@@ -147,7 +206,7 @@ def hidden_states(
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def with_features(parts: ModelParts, forests: Sequence[Forest]) -> ModelParts:
+def with_features(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
     """The parts with the features of all pictures of some forests, so that each is computed once for all passes.
 
     The caller calls `parts.features.backward()` after the last backward; without pictures there are no features.
@@ -158,14 +217,14 @@ def with_features(parts: ModelParts, forests: Sequence[Forest]) -> ModelParts:
     return replace(parts, features=PictureFeatures(parts.vision, pictures, is_apart=True))
 
 
-def without_gradients(parts: ModelParts, forests: Sequence[Forest]) -> ModelParts:
+def without_gradients(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
     """`with_features` for passes that need no gradients."""
     with torch.no_grad():
         return with_features(parts, forests)
 
 
 def decoder_inputs(
-    parts: ModelParts,
+    parts: TreeModel,
     forest: Forest,
     positions: NDArray[np.integer[Any]] | None = None,
     *,
@@ -188,7 +247,7 @@ def decoder_inputs(
     return embedded(parts.embedding, forest, features, device) | {"position_ids": at}
 
 
-def check_forest(forest: Forest, parts: ModelParts) -> None:
+def check_forest(forest: Forest, parts: TreeModel) -> None:
     """Checks that `forest` is a Forest whose tokens are in the model's vocabulary.
 
     Raises:
@@ -201,7 +260,7 @@ def check_forest(forest: Forest, parts: ModelParts) -> None:
     elif forest.pictures:
         raise InputError(
             f"the forest has {len(forest.pictures)} pictures, and model type {parts.config.model_type!r} takes text "
-            f"alone: load a model that takes pictures ({', '.join(PICTURE_FAMILIES)})"
+            f"alone: load a model that takes pictures ({', '.join(IMAGE_FAMILIES)})"
         )
     if forest.num_tokens and int(forest.tokens.max()) >= parts.vocab_size:
         at = int(forest.tokens.argmax())

@@ -6,33 +6,58 @@ All three work in place: names of modules, their parameters and what a checkpoin
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as shape_config
 
-from treering.errors import UnsupportedError
+from treering.errors import MissingExtraError, UnsupportedError
 from treering.extras import require
-from treering.model.families import ModelParts, find_parts
-from treering.model.wrappers import unwrap
+from treering.families import FAMILIES
+from treering.model.tree_model import TreeModel
 
 Layers = Literal["stock", "compiled", "liger"]
 """stock: as transformers runs them. compiled: each layer by torch.compile. liger: the kernels of liger-kernel."""
-
-LIGER_ACTIVATIONS = MappingProxyType(
-    {
-        **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "olmo2", "smollm3", "glm4"), "silu"),
-        **dict.fromkeys(("gemma2", "gemma3_text"), "gelu_pytorch_tanh"),
-    }
-)
-"""The families that Liger's kernels are exact for, each with the one activation that they compute."""
 
 _NUM_GRAPHS = 32
 """Graphs of the same code that torch may keep: passes with and without gradients, kinds of layers, partitions."""
 
 
-def set_layers(model: nn.Module, layers: Layers) -> Callable[[], None]:
+LONG_RUN_STEPS = 200
+"""Steps from which `auto` compiles: that takes 30 to 40 s, and saves a third of a step at most."""
+
+
+def choose_layers(
+    model: nn.Module | TreeModel, num_steps: int | None, *, num_ranks: int, device: torch.device
+) -> tuple[Layers, str]:
+    """How `layers = "auto"` runs a model's layers, and why: on CUDA by Liger where it is exact, else compiled.
+
+    Reads no clock. Layers that somebody has changed already stay as they are, and those of other devices stock.
+
+    Args:
+        model: a supported model, or a PEFT model of one.
+        num_steps: of the run; None, where nobody knows, is a short one.
+        num_ranks: that train the model; several compile nothing.
+        device: of the model.
+
+    Example: Qwen3 on a GPU with liger-kernel runs "liger"; without it, for 1,000 steps on one rank, "compiled".
+    """
+    own = layers_of(model.model if isinstance(model, TreeModel) else model)
+    if own != "stock" or device.type != "cuda":
+        return own, "as the model came"
+    try:
+        _check_liger(TreeModel.of(model))
+    except (MissingExtraError, UnsupportedError) as error:
+        why = str(error).partition(": ")[0]
+    else:
+        return "liger", "its kernels are exact for this model"
+    if num_ranks > 1 or num_steps is None or num_steps < LONG_RUN_STEPS:
+        return "stock", f"{why}, and runs of {LONG_RUN_STEPS} steps or more on one rank are compiled"
+    return "compiled", why
+
+
+def set_layers(model: nn.Module | TreeModel, layers: Layers) -> Callable[[], None]:
     """Changes how the layers of a model run, in place; returns what takes it back.
 
     Compiled layers have dynamic shapes, so that forests of other sizes run the same graphs. Of Liger, everything but
@@ -51,7 +76,10 @@ def set_layers(model: nn.Module, layers: Layers) -> Callable[[], None]:
         >>> layers_of(model), undo(), layers_of(model)                      # doctest: +SKIP
         ('compiled', None, 'stock')
     """
-    return {"stock": _keep, "compiled": _compile, "liger": _apply_liger}[layers](model)
+    if layers == "stock":
+        return lambda: None
+    bound = TreeModel.of(model)
+    return _compile(bound.layers) if layers == "compiled" else _apply_liger(bound)
 
 
 def layers_of(model: nn.Module) -> Layers:
@@ -63,10 +91,6 @@ def layers_of(model: nn.Module) -> Layers:
     if any(module._compiled_call_impl is not None for module in modules):
         return "compiled"
     return "liger" if any(module._get_name().startswith("Liger") for module in modules) else "stock"
-
-
-def _keep(model: nn.Module) -> Callable[[], None]:
-    return lambda: None
 
 
 def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], AbstractContextManager[None]]:
@@ -99,11 +123,12 @@ def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], Abstr
 
 
 def _allow_graphs() -> None:
+    # Sizes that are equal by chance in the first forest need not be so in the next one.
+    shape_config.use_duck_shape = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_GRAPHS)
 
 
-def _compile(model: nn.Module) -> Callable[[], None]:
-    layers = find_parts(model).layers
+def _compile(layers: Sequence[Any]) -> Callable[[], None]:
     _allow_graphs()
     before = [layer._compiled_call_impl for layer in layers]
     for layer in layers:
@@ -116,13 +141,12 @@ def _compile(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _apply_liger(model: nn.Module) -> Callable[[], None]:
-    causal_lm: Any = unwrap(model).model
-    parts = find_parts(model)
-    _check_liger(parts)
+def _apply_liger(model: TreeModel) -> Callable[[], None]:
+    causal_lm: Any = model.causal_lm
+    _check_liger(model)
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    attention: Any = parts.layers[0].self_attn
+    attention: Any = model.layers[0].self_attn
     code = vars(sys.modules[type(attention).__module__])
     before = dict(code)
     modules = {module: dict(vars(module)) for module in causal_lm.modules()}
@@ -139,29 +163,53 @@ def _apply_liger(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _check_liger(parts: ModelParts) -> None:
+def _check_liger(model: TreeModel) -> None:
     require('layers = "liger"', "liger_kernel")
-    config: Any = parts.config
-    if parts.vision is not None:
+    config: Any = model.config
+    if model.vision is not None:
         raise UnsupportedError(
-            f"Liger's kernels are exact for models of text, and model type {parts.vision.family!r} takes pictures: set "
+            f"Liger's kernels are exact for models of text, and model type {model.vision.family!r} takes pictures: set "
             'layers to "compiled" or "stock"'
         )
-    if config.model_type not in LIGER_ACTIVATIONS:
+    exact_for = model.family.liger_activation
+    if exact_for is None:
+        known = (family.model_type for family in FAMILIES.values() if family.liger_activation)
         raise UnsupportedError(
-            f"Liger's kernels are exact for {', '.join(LIGER_ACTIVATIONS)}, and model type {config.model_type!r} is "
+            f"Liger's kernels are exact for {', '.join(known)}, and model type {config.model_type!r} is "
             'none of them: set layers to "compiled" or "stock"'
         )
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    if activation != LIGER_ACTIVATIONS[config.model_type]:
+    if activation != exact_for:
         raise UnsupportedError(
-            f"Liger's kernels compute {LIGER_ACTIVATIONS[config.model_type]} for model type {config.model_type!r}, and "
+            f"Liger's kernels compute {exact_for} for model type {config.model_type!r}, and "
             f'this model has the activation {activation!r}: set layers to "compiled" or "stock"'
         )
     import triton
 
-    if parts.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if model.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnsupportedError(
-            f'Liger\'s kernels run on CUDA, and the model is on {parts.device.type}: set layers to "stock" or '
+            f'Liger\'s kernels run on CUDA, and the model is on {model.device.type}: set layers to "stock" or '
             '"compiled"'
         )
+
+
+def enable_gradient_checkpointing(model: nn.Module, mode: str) -> None:
+    """Enables gradient checkpointing by whichever method transformers has; "none" changes nothing.
+
+    Raises:
+        UnsupportedError: the model has no such method.
+    """
+    if mode == "none":
+        return
+    arguments = {"use_reentrant": mode == "reentrant"}
+    # transformers 5.23 deprecates the older name; 5.17 has only that one.
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=arguments)
+        return
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no gradient checkpointing to enable; set gradient_checkpointing to none"
+        )
+    enable(gradient_checkpointing_kwargs=arguments)

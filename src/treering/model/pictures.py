@@ -1,9 +1,11 @@
 """The vision part of a model: which pictures it takes, and their features, computed once for each distinct picture.
 
-N tokens   M tokens of all distinct pictures   C hidden size
+`pictures_of_batch` reads the pictures of a padded batch from the arguments that trainers give stock models.
+
+    N tokens   M tokens of all distinct pictures   C hidden size   B rows   P pictures or crops of a batch
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,21 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from treering.attention.to_device import to_device
-from treering.data.picture import Picture
+from treering.attention.layout import to_device
+from treering.data.picture import Picture, PlacedPicture
 from treering.errors import InputError, UnsupportedError
-from treering.tree.forest import Forest
-from treering.tree.pictures import PictureTokens, picture_tokens
+from treering.families import IMAGE_FAMILIES
+from treering.tree.forest import Forest, split_padded
+from treering.tree.picture_tokens import PictureTokens, picture_tokens
 
-PICTURE_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl")
-"""`config.model_type` of the supported models that take pictures."""
-
-_TOKENS_PER_CROP = MappingProxyType({"gemma3": "mm_tokens_per_image", "internvl": "image_seq_length"})
-"""Where the configuration of a family without grids says how many tokens a crop of a picture has."""
-
-_SEES_WHOLE_PICTURES = frozenset({"gemma3"})
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
@@ -35,7 +32,7 @@ class VisionPart:
 
     Attributes:
         model: the model without its head, whose `get_image_features` runs them.
-        family: of `PICTURE_FAMILIES`.
+        family: of `IMAGE_FAMILIES`.
         placeholders: token ids that stand for pictures, and for videos and sounds, which are refused.
         sees_whole_pictures: whether a picture's tokens see all of that picture.
         merge: patches along each side of a token's square, of a family with grids; None for one without.
@@ -107,19 +104,20 @@ def find_vision(causal_lm: Any) -> VisionPart | None:
     config = causal_lm.config
     if getattr(config, "vision_config", None) is None:
         return None
-    family = config.model_type
-    if family not in PICTURE_FAMILIES:
+    family = IMAGE_FAMILIES.get(config.model_type)
+    if family is None:
         raise UnsupportedError(
-            f"model type {family!r} takes images and is not supported; supported are {', '.join(PICTURE_FAMILIES)}; to "
+            f"model type {config.model_type!r} takes images and is not supported; supported are "
+            f"{', '.join(IMAGE_FAMILIES)}; to "
             "train on text alone, take its language model out as a causal language model of its own"
         )
-    per_crop = _TOKENS_PER_CROP.get(family)
+    per_crop = family.tokens_per_crop
     ids = (getattr(config, name, None) for name in _PLACEHOLDERS)
     return VisionPart(
         model=causal_lm.model,
-        family=family,
+        family=family.model_type,
         placeholders=tuple(token for token in ids if token is not None),
-        sees_whole_pictures=family in _SEES_WHOLE_PICTURES,
+        sees_whole_pictures=family.sees_whole_images,
         merge=None if per_crop else config.vision_config.spatial_merge_size,
         tokens_per_crop=getattr(config, per_crop) if per_crop else None,
         device=next(causal_lm.model.parameters()).device,
@@ -205,3 +203,111 @@ def _check_apart(forest: Forest) -> None:
             f"a picture follows another one without a token between at packed index {int(beside[0])}, and the model "
             "would see them as one: put its begin and end tokens around each, as its processor does"
         )
+
+
+OF_PICTURES = frozenset({"pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids"})
+"""Arguments that say which pictures a batch has, and where."""
+
+_REFUSED = MappingProxyType(
+    {
+        **dict.fromkeys(("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"), "video is not supported"),
+        **dict.fromkeys(("input_features", "feature_attention_mask"), "sound is not supported"),
+        "mm_encoder_outputs": "features of pictures are computed once for equal ones, from pixels",
+        "position_ids": "positions follow from pictures along each branch",
+        "vision_feature_layer": "the configuration's layer is used",
+        "vision_feature_select_strategy": "the configuration's choice is used",
+    }
+)
+
+
+def pictures_of_batch(
+    vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]]], kwargs: Mapping[str, Any]
+) -> list[list[PlacedPicture]]:
+    """The pictures of each sequence of a batch.
+
+    Args:
+        vision: part of the model that the batch is for.
+        sequences: of the batch, row after row, without padding.
+        kwargs: the call's: `pixel_values` of all pictures one after another, and grids of a family with grids.
+
+    Raises:
+        InputError: pictures that do not fit the placeholders.
+        UnsupportedError: video, sound, or arguments that a forest does not follow.
+
+    Example: two rows with the same picture give two equal digests, and so one picture of the forest.
+    """
+    for name, why in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(f"a model that runs on trees takes no {name}: {why}; leave it out")
+    _check_types(vision, sequences, kwargs)
+    if kwargs.get("pixel_values") is None:
+        return [[] for _ in sequences]
+    left = iter(_pictures(vision, kwargs["pixel_values"], kwargs.get("image_grid_thw")))
+    placed = [list(_placed(tokens, vision, left)) for tokens in sequences]
+    rest = sum(1 for _ in left)
+    if rest:
+        raise InputError(f"pixel_values hold {rest} pictures more than input_ids have places for: were rows cut?")
+    return placed
+
+
+def _check_types(vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]]], kwargs: Mapping[str, Any]) -> None:
+    """Refuses types of tokens by which a stock model would see or rotate its pictures otherwise than a forest does."""
+    name = IMAGE_FAMILIES[vision.family].token_types
+    if name is None:
+        return
+    types, mask = kwargs.get(name), kwargs.get("attention_mask")
+    if types is None:
+        if kwargs.get("pixel_values") is None:
+            return
+        raise InputError(
+            f"model type {vision.family!r} learns from {name} where its pictures are, and it was not given: pass on "
+            "what the processor returns"
+        )
+    own = split_padded(types.cpu(), None if mask is None else mask.cpu(), None).sequences
+    for row, (tokens, marked) in enumerate(zip(sequences, own, strict=True)):
+        if ((tokens == vision.placeholders[0]) != (marked == 1)).any():
+            raise InputError(
+                f"{name} is 1 at the placeholders of pictures and nowhere else, and sequence {row} of the batch has it "
+                "elsewhere: pass on what the processor returns"
+            )
+
+
+def _placed(tokens: NDArray[np.integer[Any]], vision: VisionPart, left: Iterator[Picture]) -> Iterator[PlacedPicture]:
+    places = np.flatnonzero(tokens == vision.placeholders[0])
+    at = 0
+    while at < places.size:
+        picture = next(left, None)
+        if picture is None or at + picture.num_tokens > places.size:
+            raise InputError(
+                f"a row has {places.size} placeholders of pictures, which pixel_values do not fill: were rows cut?"
+            )
+        yield PlacedPicture(start=int(places[at]), picture=picture)
+        at += picture.num_tokens
+
+
+def _pictures(vision: VisionPart, pixels: Tensor, grids: Tensor | None) -> Iterator[Picture]:
+    """Each picture of a family with grids; of others each crop."""
+    values = _float32(pixels)
+    if vision.merge is None:
+        assert vision.tokens_per_crop is not None
+        for crop in values:
+            yield Picture(values=crop[None], num_tokens=vision.tokens_per_crop)
+        return
+    if grids is None:
+        raise InputError(
+            "pixel_values come with image_grid_thw, which was not given: pass on what the processor returns"
+        )
+    start = 0
+    for time, height, width in grids.tolist():
+        stop = start + time * height * width
+        num_tokens = time * height * width // vision.merge**2
+        yield Picture(values=values[start:stop], grid=(time, height, width), num_tokens=num_tokens)
+        start = stop
+    if start != len(values):
+        raise InputError(f"image_grid_thw have {start} patches, and pixel_values {len(values)}")
+
+
+def _float32(pixels: Tensor) -> NDArray[np.float32]:
+    if pixels.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(f"pixel_values are float32 or narrower, got {pixels.dtype}: cast them")
+    return pixels.detach().float().cpu().numpy()

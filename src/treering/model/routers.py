@@ -13,17 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from treering.errors import StateError, UnsupportedError
-from treering.model.families import ModelParts
-
-_ROUTER_NAMES = {
-    "mixtral": "gate",
-    "qwen3_moe": "gate",
-    "qwen3_next": "gate",
-    "qwen3_5_moe_text": "gate",
-    "gpt_oss": "router",
-}
-"""The router's name in a layer's `mlp`, by model type; a dense layer's `mlp` has none."""
-
+from treering.families import FAMILIES
+from treering.model.tree_model import TreeModel
 
 _RECORDING = "_treering_recording"
 
@@ -54,7 +45,7 @@ class Routes:
     chosen: Int[Tensor, "N k"]
 
 
-def find_routers(parts: ModelParts) -> Routers:
+def find_routers(model: TreeModel) -> Routers:
     """The routers of a model, with or without PEFT adapters.
 
     Raises:
@@ -63,13 +54,15 @@ def find_routers(parts: ModelParts) -> Routers:
     Example: a Mixtral of 32 layers with 8 experts has 32 routers, a Qwen3-MoE whose first layer is dense one less than
     it has layers.
     """
-    config: Any = parts.config
-    name = _ROUTER_NAMES.get(config.model_type, "")
-    found = (getattr(layer.mlp, name, None) if name else None for layer in parts.layers)
+    config: Any = model.config
+    name = model.family.router
+    # A dense layer's `mlp` has no router.
+    found = (getattr(layer.mlp, name, None) if name else None for layer in model.layers)
     modules = tuple(module for module in found if isinstance(module, nn.Module))
     if not modules:
+        with_routers = (family.model_type for family in FAMILIES.values() if family.router)
         raise UnsupportedError(
-            f"router losses need a mixture of experts ({', '.join(_ROUTER_NAMES)}), and model type "
+            f"router losses need a mixture of experts ({', '.join(with_routers)}), and model type "
             f"{config.model_type!r} has no routers here: leave router_losses out"
         )
     num_experts = getattr(config, "num_experts", None) or config.num_local_experts
@@ -103,9 +96,9 @@ def recorded_routes(routers: Routers) -> Iterator[list[Routes]]:
         StateError: routers that did not run.
 
     Example:
-        >>> routers = find_routers(parts)                                 # doctest: +SKIP
+        >>> routers = find_routers(tree_model)                                 # doctest: +SKIP
         >>> with router_hooks(routers), recorded_routes(routers) as routes:  # doctest: +SKIP
-        ...     hidden = hidden_states(parts, forest)
+        ...     hidden = hidden_states(tree_model, forest)
         >>> len(routes), routes[0].logits.shape                           # doctest: +SKIP
         (32, torch.Size([1024, 8]))
     """

@@ -18,10 +18,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from treering.attention.to_device import to_device
-from treering.model.head.linear import LinearRows, OfLogits, RowChunk, chunks
-from treering.model.head.three_pass import ThreePassScores, has_kernels, rows_at_once
-from treering.model.logits import EntropyOf, LogitScores, consume_logits, logit_gradient, scaled_logits
+from treering.attention.layout import to_device
+from treering.model.logits import (
+    EntropyOf,
+    LinearRows,
+    LogitScores,
+    OfLogits,
+    RowChunk,
+    chunks,
+    consume_logits,
+    logit_gradient,
+    scaled_logits,
+)
+from treering.model.three_pass import ThreePassScores, has_kernels, rows_at_once
 
 MAX_LOGIT_ENTRIES = MappingProxyType({"cpu": 2**24, "cuda": 2**28})
 """Most logits held at once, by device: on CPU 64 MiB in float32, and as much for their gradient. On CUDA 1 GiB, because
@@ -108,7 +117,7 @@ def on_kernels(
     *arguments: object,
 ) -> Any:
     """What a function of `three_pass` returns, in chunks of rows; `arguments` are those after the chunks."""
-    max_rows = rows_at_once(rows.device, compute_dtype(rows), head.out_features)
+    max_rows = rows_at_once(rows.device, compute_dtype(rows), head.weight.shape)
     pieces = chunks(rows.shape[0], target_row, max_rows)
     return _on_weights(function, rows, head, targets, to_device(target_row, rows.device), pieces, *arguments)
 

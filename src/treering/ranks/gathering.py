@@ -1,5 +1,6 @@
 """Sums gradients over ranks once per step: of weights that stay gathered, and of weights that all ranks hold whole."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treering.ranks.group import RankGroup
+from treering.errors import StateError
+from treering.ranks.group import RankGroup, buckets
 from treering.ranks.units import groups_of
 
 
@@ -52,30 +54,83 @@ def gathered(units: Sequence[Any], zero: Callable[[], Tensor]) -> Iterator[None]
             unit.reshard()
 
 
+class BucketSums:
+    """Sums of gradients over ranks in buckets, from the last weights to the first, as a backward reaches them.
+
+    Every rank sends the same buckets in the same order whatever it runs; weights without a gradient send zeros. While a
+    backward runs after `arm`, a bucket is sent once all its weights have their gradients and those behind it are sent.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], group: RankGroup) -> None:
+        self._group = group
+        self._left: list[list[Tensor]] = buckets(weights)
+        self._reached: set[Tensor] = set()
+        self._sent: list[tuple[list[Tensor], list[Tensor], Callable[[], None]]] = []
+        self._hooks: list[Any] = []
+
+    def arm(self) -> None:
+        """Send buckets during the next backward, which must be the last, and the next collective of every rank."""
+        for weight in itertools.chain(*self._left):
+            self._hooks.append(weight.register_post_accumulate_grad_hook(self._reach))  # type: ignore[no-untyped-call]
+
+    def disarm(self) -> None:
+        """Send nothing more by itself."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def finish(self) -> None:
+        """Send what is left, wait, and set all gradients; weights that have none on any rank get zeros."""
+        while self._left:
+            self._send()
+        for weights, totals, wait in self._sent:
+            wait()
+            for weight, total in zip(weights, totals, strict=True):
+                weight.grad = total
+
+    def _reach(self, weight: Tensor) -> None:
+        if weight in self._reached:
+            raise StateError(
+                "gradients of ranks are summed once the last backward has reached a weight, and it reached one of "
+                f"shape {list(weight.shape)} twice: use gradient_checkpointing=non_reentrant (use_reentrant=False)"
+            )
+        self._reached.add(weight)
+        while self._left and self._reached.issuperset(self._left[-1]):
+            self._send()
+
+    def _send(self) -> None:
+        weights = self._left.pop()
+        own = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+        self._sent.append((weights, own, self._group.begin_sum(own)))
+
+
 @contextmanager
-def summed(weights: Sequence[nn.Parameter], group: RankGroup) -> Iterator[None]:
+def summed(weights: Sequence[nn.Parameter], group: RankGroup) -> Iterator[Callable[[], None]]:
     """Context manager whose gradients of some weights are summed over ranks at its end, and added to those before.
 
     A weight without a gradient on every rank keeps none. After an error the gradients are those from before the block.
+    Yields a function to call before the last backward of the block, if no collective follows: sums then overlap with
+    it. As in DDP, ranks do not go on together after an error in that backward.
     """
+    sums = BucketSums(weights, group)
     before = [weight.grad for weight in weights]
     for weight in weights:
         weight.grad = None
     try:
-        yield
+        yield sums.arm
     except BaseException:
         for weight, gradient in zip(weights, before, strict=True):
             weight.grad = gradient
         raise
-    has_gradient = group.sum(np.array([weight.grad is not None for weight in weights], np.float64)) > 0
-    chosen = [weight for weight, has in zip(weights, has_gradient, strict=True) if has]
-    own = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in chosen]
-    group.sum_tensors(own)
-    for weight, total in zip(chosen, own, strict=True):
-        weight.grad = total
-    for weight, gradient in zip(weights, before, strict=True):
-        if gradient is not None:
-            weight.grad = gradient if weight.grad is None else gradient.add_(weight.grad)
+    finally:
+        sums.disarm()
+    has_own = np.array([weight.grad is not None for weight in weights], np.float64)
+    sums.finish()
+    has_gradient = group.sum(has_own) > 0
+    for weight, gradient, has in zip(weights, before, has_gradient, strict=True):
+        if not has:
+            weight.grad = gradient
+        elif gradient is not None and weight.grad is not None:
+            weight.grad = gradient.add_(weight.grad)
 
 
 def whole_weights(units: Sequence[Any], *modules: nn.Module | None) -> list[nn.Parameter]:

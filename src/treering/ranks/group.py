@@ -1,15 +1,25 @@
-"""The processes that train one model together: sums over them, and facts that each tells the others."""
+"""The processes that train one model together: sums over them, facts that they tell each other, and agreement.
 
-from collections.abc import Sequence
+Ranks of a sharded model gather weights in every forward and backward: if one runs other passes than the rest, all wait
+for each other forever. So each tells the others what it runs before the first collective of a step, or the error that
+stops it, and all raise alike.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from treering.arrays import Float64Array
-from treering.errors import TreeringError
+from treering.errors import StateError, TreeringError
+
+BUCKET_BYTES = 100 * 2**20
+"""Bytes that are summed over ranks at a time: one sum a weight takes longer to start than to run."""
 
 _TRANSPORTS = ("gloo", "nccl", "peer", "connection")
 """Words of the errors that torch raises, all as RuntimeError, where another process is gone."""
@@ -62,13 +72,17 @@ class RankGroup:
         summed: Float64Array = total.cpu().numpy()
         return summed
 
-    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by its sum over the ranks, in its own dtype."""
-        if self.size == 1:
-            return
-        works = [dist.all_reduce(tensor, group=self.process_group, async_op=True) for tensor in tensors]
-        for work in works:
+    def begin_sum(self, bucket: list[Tensor]) -> Callable[[], None]:
+        """Begin to sum one bucket; the function that it returns waits, and replaces each tensor by its sum."""
+        total = bucket[0] if len(bucket) == 1 else _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
+        work = dist.all_reduce(total, group=self.process_group, async_op=True)
+
+        def finish() -> None:
             work.wait()
+            if len(bucket) > 1:
+                torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(total, bucket)))  # type: ignore[no-untyped-call]
+
+        return finish
 
     def gather(self, fact: Any) -> list[Any]:
         """What every rank passed, by rank; any picklable value."""
@@ -80,6 +94,124 @@ class RankGroup:
 
     @property
     def _device(self) -> torch.device:
-        """Where the group's collectives take tensors."""
-        has_nccl = "nccl" in dist.get_backend(self.process_group)
-        return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+        """Where small sums take place: on the host if the group has a backend there, as "cpu:gloo,cuda:nccl" has."""
+        has_cpu = "cpu:" in dist.get_backend_config(self.process_group)
+        return torch.device("cpu") if has_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Split tensors, in their order, into runs of one dtype and device of at most `BUCKET_BYTES`, or of one tensor.
+
+    Example: with 100 MB, tensors of 60, 30, 20 and 200 MB are in buckets of [60, 30], [20] and [200].
+    """
+    found: list[list[Tensor]] = []
+    num_bytes = 0
+    for tensor in tensors:
+        is_alike = bool(found) and (found[-1][0].dtype, found[-1][0].device) == (tensor.dtype, tensor.device)
+        if not is_alike or num_bytes + tensor.nbytes > BUCKET_BYTES:
+            found.append([])
+            num_bytes = 0
+        found[-1].append(tensor)
+        num_bytes += tensor.nbytes
+    return found
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Agreement:
+    """What a rank will run, and then what all of them agreed on.
+
+    Attributes:
+        what: what ranks always have in common, such as the objective's name; set before the block ends.
+        num_passes: forwards with a backward: of this rank, set before the block ends, and after it the most of any
+            rank, to which the others add empty ones. 0 where ranks run what they like.
+        max_tokens: that this rank has room for, and after the block the fewest of any rank; 0 where it is not asked.
+    """
+
+    what: str = ""
+    num_passes: int = 0
+    max_tokens: int = 0
+
+
+@contextmanager
+def agreeing(group: RankGroup) -> Iterator[Agreement]:
+    """Context manager around the checks of a step; at its end the ranks compare what they will run.
+
+    Raises:
+        StateError: on every rank, if one raised in its block, or they differ in more than a number of passes.
+
+    Example: ranks with 2 and 3 passes agree on 3.
+    """
+    agreement = Agreement()
+    try:
+        yield agreement
+    except TreeringError as error:
+        group.gather(str(error))
+        raise
+    facts = group.gather((agreement.what, agreement.num_passes, agreement.max_tokens))
+    for rank, fact in enumerate(facts):
+        if isinstance(fact, str):
+            raise StateError(f"ranks train one batch together, and rank {rank} refuses its share: {fact}")
+        if fact[0] != facts[0][0]:
+            raise StateError(
+                f"ranks train one batch together, and rank 0 has {facts[0][0]} where rank {rank} has {fact[0]}: give "
+                "all ranks the same objective and options"
+            )
+    agreement.num_passes = max(num_passes for _, num_passes, _ in facts)
+    agreement.max_tokens = min(max_tokens for *_, max_tokens in facts)
+
+
+def check_pictures_together(*, has_pictures: bool) -> None:
+    """Refuses micro-batches of a sharded model of which some have pictures and some have none.
+
+    Every rank of a sharded model calls this before a forward, because the tower's weights are gathered by all or by
+    none.
+
+    Raises:
+        StateError: on every rank; names a rank with pictures and one without.
+
+    Example: two ranks with pictures, and two without, are fine.
+    """
+    facts = all_ranks().gather(has_pictures)
+    if len(set(facts)) > 1:
+        raise StateError(
+            f"ranks of a sharded model run its vision tower together, and rank {facts.index(True)} has pictures where "
+            f"rank {facts.index(False)} has none: give every micro-batch a picture, or train under DDP"
+        )
+
+
+def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None], write_own: Callable[[], None]) -> None:
+    """Writes a folder; all ranks call it, and it returns when all are done.
+
+    Args:
+        group: the ranks.
+        make: run by rank 0; calls its argument once the folder is there, and returns when the folder is complete.
+        write_own: writes a rank's own part, on all ranks at a time, when rank 0 has called that.
+
+    Raises:
+        OSError: this rank could not write.
+        StateError: this rank or another one could not.
+    """
+    has_begun = False
+
+    def begin() -> None:
+        nonlocal has_begun
+        has_begun = True
+        if all(group.gather(True)):
+            write_own()
+
+    problem: Exception | None = None
+    try:
+        if group.rank == 0:
+            make(begin)
+        else:
+            begin()
+    except (OSError, StateError) as error:
+        problem = error
+        if not has_begun:
+            # The others wait to hear whether there is a folder.
+            group.gather(False)
+    problems = [told for told in group.gather(None if problem is None else str(problem)) if told is not None]
+    if problem is not None:
+        raise problem
+    if problems:
+        raise StateError(f"ranks write a checkpoint together, and one could not: {problems[0]}")

@@ -1,24 +1,51 @@
-"""What the page of a run shows, as one JSON object: the page draws its figures and tables from it."""
+"""What the page of a run shows, as data: charts, tiles, facts, the forest, origins of tokens, episodes."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from treering import metrics
-from treering.data import Trajectory
+from treering.analysis.recording import record
+from treering.analysis.replay import replay
+from treering.arrays import Int64Array
+from treering.data import Trajectory, render
+from treering.data.trajectory import EpisodePart
 from treering.errors import InputError, TreeringError
-from treering.report import epochs
-from treering.report.episodes import episodes_of
-from treering.report.facts import facts_of
-from treering.report.forest import bounds_of, draw
-from treering.report.origins import GIVEN, SAMPLED, has_drafts, num_history_epochs, token_origins
-from treering.report.rollouts import Rollouts, choose_prompts, groups_of, read_newest, read_samples, tokens_of
-from treering.report.run import METRICS_FILE, RunData, number, read_demo, read_runs
-from treering.report.timeline import read_timeline
-from treering.types import PromptId, read_shape
+from treering.history.features import SOURCES
+from treering.report.rollouts import (
+    MAX_DRAWN_TOKENS,
+    Rollouts,
+    choose_prompts,
+    groups_of,
+    read_newest,
+    read_samples,
+    tokens_of,
+)
+from treering.report.run import (
+    METRICS_FILE,
+    RunData,
+    account,
+    by_epoch,
+    facts_of,
+    faults,
+    last_values,
+    names_of,
+    number,
+    phase_seconds,
+    read_demo,
+    read_runs,
+    read_timeline,
+    section_of,
+)
+from treering.tree.forest import Forest
+from treering.tree.stats import flat_work, tree_work, work_bounds
+from treering.types import ModelShape, PromptId, TokenIds, read_shape
 
 TextOf = Callable[[int], str]
 """The text of a token id."""
@@ -91,11 +118,11 @@ def _run_content(run: RunData) -> dict[str, Any]:
         "name": run.name,
         "rows": run.rows,
         "facts": facts_of(run),
-        "names": epochs.names_of(run.rows),
-        "epochs": epochs.by_epoch(run.rows),
-        "phases": [{"step": row["step"], **epochs.phase_seconds(row)} for row in run.rows],
-        "account": epochs.account(run.rows, has_branches=run.runs_episodes),
-        "faults": epochs.faults(run.rows),
+        "names": names_of(run.rows),
+        "epochs": by_epoch(run.rows),
+        "phases": [{"step": row["step"], **phase_seconds(row)} for row in run.rows],
+        "account": account(run.rows, has_branches=run.runs_episodes),
+        "faults": faults(run.rows),
         "timeline": read_timeline(run.folder),
         "has_workers": any(metrics.BUBBLE in row for row in run.rows),
     }
@@ -110,7 +137,7 @@ def _status(run: RunData) -> str:
     planned = "" if run.num_planned is None else f" of {run.num_planned}"
     file = run.folder / METRICS_FILE
     if not file.is_file():
-        return f"{done}{planned} steps"
+        return f"{done}{planned} step{'' if done == 1 and not planned else 's'}"
     written = datetime.fromtimestamp(file.stat().st_mtime).isoformat(" ", "minutes")
     return f"{done}{planned} step{'' if done == 1 and not planned else 's'}, last written {written}"
 
@@ -205,9 +232,14 @@ def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if last["reward"] is not None:
         start = "" if first["reward"] is None else f"; {first['reward']:.2f} in the first"
         tiles.append(("reward", f"{last['reward']:.2f}", f"mean of the newest epoch{start}"))
-    loss = number(epochs.last_values(run["rows"]).get(metrics.LOSS))
+    loss = number(last_values(run["rows"]).get(metrics.LOSS))
     if content["kind"] == "sft" and loss is not None:
         tiles.append(("loss", f"{loss:.3f}", "of the newest step"))
+    for name in (metrics.EVAL_LOSS, metrics.EVAL_REWARD):
+        values = [value for row in run["rows"] if (value := number(row.get(name))) is not None]
+        if values:
+            words = f"of the newest evaluation; {values[0]:.3f} in the first"
+            tiles.append((name.replace("eval/", "held-out "), f"{values[-1]:.3f}", words))
     if last["tokens_per_forward"] is not None:
         words = "in the newest epoch; 1.00 is decoding without drafts"
         tiles.append(("tokens per forward", f"{last['tokens_per_forward']:.2f}", words))
@@ -220,3 +252,245 @@ def tiles_of(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if ratio is not None:
         tiles.insert(0, ("as fast as plain", f"{ratio:.2f}x", "seconds of all steps, plain over Treering"))
     return tiles
+
+
+class Bars(NamedTuple):
+    """Where the tokens of a forest are drawn: over the rows of their branches."""
+
+    rows: list[int]
+    """The branch of each row; branches that share most are neighbours."""
+    rectangles: list[tuple[int, int, int, int]]
+    """First token in the forest, number of tokens, first row, and one past the last row; parents before children."""
+
+
+def place_bars(forest: Forest, cuts: Int64Array | None = None) -> Bars:
+    """Lays a forest out, with a bar for each segment.
+
+    Args:
+        forest: of one group or episode.
+        cuts: tokens at which a bar of its own begins; None: none.
+    """
+    rows = np.argsort(forest.branch_end, kind="stable")
+    ends = forest.branch_end[rows]
+    # A rollout may end inside a segment, as a prefix of others: the rest is a bar of its own.
+    starts = np.union1d(forest.segment_start, ends[ends + 1 < forest.num_tokens] + 1)
+    starts = starts if cuts is None else np.union1d(starts, cuts)
+    lengths = np.diff(starts, append=forest.num_tokens)
+    tops = np.searchsorted(ends, starts)
+    bottoms = np.searchsorted(ends, forest.subtree_end[starts])
+    columns = (starts.tolist(), lengths.tolist(), tops.tolist(), bottoms.tolist())
+    return Bars(rows.tolist(), list(zip(*columns, strict=True)))
+
+
+def draw(group: Sequence[Trajectory]) -> dict[str, Any]:
+    """The forest of a group as the page draws it: segments over the rows of their branches.
+
+    Returns:
+        "rows", the rollout of each row; "segments", each with the depth of its first token, its tokens, its first row,
+        one past its last row, and the mean advantage of its branches, None if none has one; "rewards" and "advantages"
+        by rollout; "num_tokens", distinct, and "num_branch_tokens".
+
+    Example: [5, 6, 7] and [5, 6, 8, 9] are a segment of 2 tokens over both rows, and one of 1 and one of 2 tokens at
+    depth 2, each in its own row.
+    """
+    forest = Forest.from_sequences([tokens_of(each) for each in group])
+    bars = place_bars(forest)
+    advantages = [mean_advantage(each) for each in group]
+    return {
+        "rows": bars.rows,
+        "segments": [
+            [
+                int(forest.position[start]),
+                num_tokens,
+                top,
+                bottom,
+                _mean([advantages[row] for row in bars.rows[top:bottom]]),
+            ]
+            for start, num_tokens, top, bottom in bars.rectangles
+        ],
+        "rewards": [each.reward for each in group],
+        "advantages": advantages,
+        "num_tokens": forest.num_tokens,
+        "num_branch_tokens": forest.num_branch_tokens,
+    }
+
+
+def mean_advantage(trajectory: Trajectory) -> float | None:
+    """Its advantage; the mean over trained tokens where they have different ones; None if it has none."""
+    if trajectory.advantages is None:
+        return trajectory.advantage
+    mask = trajectory.loss_mask
+    values = trajectory.advantages if mask is None else trajectory.advantages[mask]
+    return float(values.mean()) if values.size else 0.0
+
+
+def bounds_of(groups: Sequence[Sequence[Trajectory]], shape: ModelShape) -> dict[str, float]:
+    """Best possible speedups of training the groups whose rewards differ as trees, by tokens and by counted FLOPs.
+
+    Example: a prompt of 1,024 tokens with 8 responses of 64 has a token bound of 5.67.
+    """
+    trained = [group for group in groups if any(mean_advantage(each) for each in group)]
+    forests = [Forest.from_sequences([tokens_of(each) for each in group]) for group in trained]
+    flat = flat_work(np.array([tokens_of(each).size for group in trained for each in group], np.int64))
+    found = work_bounds(flat, tree_work(forests), shape)
+    return {"token_bound": found.token_bound, "flop_bound": found.flop_bound}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+LETTERS = "hsox"
+"""One letter for each of `SOURCES`."""
+GIVEN, SAMPLED = "g", "n"
+_SETTINGS = ("max_draft", "min_acceptance", "shape", "sources")
+_NOT_DRAFTED = -1
+
+
+def num_history_epochs(config: Mapping[str, Any]) -> int:
+    """Epochs that the history of a run keeps; 2, the default, where the settings do not say."""
+    number = section_of(config, "history").get("max_epochs", 2)
+    return number if isinstance(number, int) and number > 0 else 2
+
+
+def has_drafts(config: Mapping[str, Any]) -> bool:
+    """Whether a run drafts."""
+    return section_of(config, "history").get("drafts") == "on"
+
+
+def token_origins(
+    epochs: Mapping[int, list[Trajectory]], prompts: Collection[PromptId], config: Mapping[str, Any]
+) -> dict[PromptId, list[str]]:
+    """A letter per token of each rollout of the newest epoch, in the order of the group.
+
+    Args:
+        epochs: rollouts by epoch, ascending.
+        prompts: which ones are replayed.
+        config: settings of the run.
+
+    Returns:
+        By prompt, a text per rollout: `GIVEN` for prompts and observations, `LETTERS` for drafted and accepted tokens,
+        `SAMPLED` for the rest.
+
+    Example: a rollout that repeats that of the epoch before, after a prompt of two tokens, begins with "ggn" or "ggh"
+    and goes on with "h", but for one "n" per forward pass.
+    """
+    wanted = set(prompts)
+    chosen = [each for rollouts in epochs.values() for each in rollouts if each.task_id in wanted]
+    rendered = render(chosen)
+    kept = [(each, one) for each, one in zip(chosen, rendered, strict=True) if one.loss_mask.any()]
+    origins = np.full(sum(one.tokens.size for _, one in kept), _NOT_DRAFTED, np.int8)
+    offsets = np.zeros(1, np.int64)
+    if kept:
+        recorded = record([each for each, _ in kept], [one for _, one in kept])
+        replay(
+            recorded, "all", max_epochs=num_history_epochs(config), settings=drafter_settings(config), origins=origins
+        )
+        offsets = recorded.offsets
+    # A recording keeps the order within an epoch, as steps ascend in a run's files.
+    pieces = iter([origins[begin:end] for begin, end in pairwise(offsets.tolist())])
+    newest, found = max(epochs, default=0), dict[PromptId, list[str]]()
+    for each, one in zip(chosen, rendered, strict=True):
+        piece = next(pieces) if one.loss_mask.any() else np.zeros(one.tokens.size, np.int8)
+        if each.epoch == newest:
+            found.setdefault(each.task_id, []).append(_letters(piece, one.loss_mask))
+    return found
+
+
+def _letters(origins: np.ndarray[Any, np.dtype[np.int8]], mask: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
+    pairs = zip(origins.tolist(), mask.tolist(), strict=True)
+    return "".join(
+        GIVEN if not is_sampled else SAMPLED if origin == _NOT_DRAFTED else LETTERS[origin]
+        for origin, is_sampled in pairs
+    )
+
+
+def drafter_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run's drafter; all sources if the run has none, as a replay says what drafts would have done.
+
+    Example: a run with `history.max_draft = 5` alone in its settings has {"max_draft": 5} and all `SOURCES`.
+    """
+    given = {name: value for name, value in section_of(config, "history").items() if name in _SETTINGS}
+    sources = tuple(given.get("sources", SOURCES))
+    return given | {"sources": sources or SOURCES}
+
+
+MAX_DRAWN_EPISODES = 40
+_MAX_TEXT = 240
+_READ = -1
+"""In place of an agent: tokens that no call of a trained agent sampled."""
+
+
+def episodes_of(trajectories: Sequence[Trajectory], text_of: Callable[[int], str] | None) -> list[dict[str, Any]]:
+    """The episodes of the newest step of some rollouts, as the page draws them; those with most branches first.
+
+    Args:
+        trajectories: of a run; those that are no branches of episodes are left out.
+        text_of: of a token; None shows ids.
+
+    Returns:
+        At most `MAX_DRAWN_EPISODES`, and as many as `MAX_DRAWN_TOKENS` allow, but at least one if there is any.
+    """
+    branches = [each for each in trajectories if each.episode is not None]
+    newest = max((each.step or 0 for each in branches), default=0)
+    found: dict[tuple[Any, ...], list[Trajectory]] = {}
+    for each in branches:
+        if (each.step or 0) == newest:
+            found.setdefault((each.task_id, each.trial), []).append(each)
+    ordered = sorted(found.values(), key=len, reverse=True)
+    sizes = np.cumsum([sum(tokens_of(each).size for each in episode) for episode in ordered])
+    num_fitting = max(1, int((sizes <= MAX_DRAWN_TOKENS).sum()))
+    return [_drawn(episode, text_of) for episode in ordered[: min(MAX_DRAWN_EPISODES, num_fitting)]]
+
+
+def _drawn(branches: Sequence[Trajectory], text_of: Callable[[int], str] | None) -> dict[str, Any]:
+    parts = [_part(each) for each in branches]
+    agents = list(dict.fromkeys(part.agent for part in parts))
+    forest = Forest.from_sequences([tokens_of(each) for each in branches])
+    owner, call = np.full(forest.num_tokens, _READ), np.full(forest.num_tokens, _READ)
+    for branch, part in enumerate(parts):
+        path = forest.path(branch)
+        for span in part.calls:
+            owner[path[span.start : span.stop]] = agents.index(part.agent)
+            call[path[span.start : span.stop]] = span.number
+    changes = np.flatnonzero((np.diff(owner) != 0) | (np.diff(call) != 0)) + 1
+    bars = place_bars(forest, changes)
+    turns = [turn for part in parts for turn in part.turns]
+    return {
+        "id": str(branches[0].task_id),
+        "trial": branches[0].trial,
+        "step": branches[0].step,
+        "agents": agents,
+        "spans": [
+            [
+                int(forest.position[start]),
+                length,
+                top,
+                bottom,
+                int(owner[start]),
+                int(call[start]),
+                _words(forest.tokens[start : start + length], text_of),
+            ]
+            for start, length, top, bottom in bars.rectangles
+        ],
+        "rows": [
+            [agents.index(parts[row].agent), branches[row].reward, mean_advantage(branches[row])] for row in bars.rows
+        ],
+        "num_tokens": forest.num_tokens,
+        "num_branch_tokens": forest.num_branch_tokens,
+        "num_calls": sum(len(part.calls) for part in parts),
+        "num_turns": len(turns),
+        "wait_s": round(sum(turn.wait_s for turn in turns), 4),
+    }
+
+
+def _part(each: Trajectory) -> EpisodePart:
+    assert each.episode is not None, "branches of episodes were chosen"
+    return each.episode
+
+
+def _words(tokens: TokenIds, text_of: Callable[[int], str] | None) -> str:
+    """The beginning of a span's text."""
+    words = [str(token) if text_of is None else text_of(token) for token in tokens[:_MAX_TEXT].tolist()]
+    return ("" if text_of is not None else " ").join(words)[:_MAX_TEXT]

@@ -1,8 +1,8 @@
-"""Reads the folder of a run for its page, at any time: while it runs, after a kill, or damaged."""
+"""The files of a run as data: its settings, rows of metrics, starts, and figures by epoch."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from treering import metrics
 from treering.errors import InputError
 from treering.files.lock import is_locked
 from treering.files.step_lines import read_rows, spans
-from treering.files.writing import check_regular
+from treering.files.writing import check_regular, write_text
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -61,8 +61,8 @@ class RunData:
         return section_of(self.config, "task").get("kind") in ("environment", "verifiers")
 
 
-def read_runs(folder: Path, user: str = "treering report") -> tuple[RunData, ...]:
-    """The run of a folder, or both runs of a demo's folder, ours last; errors begin with the `user`.
+def read_runs(folder: Path) -> tuple[RunData, ...]:
+    """The run of a folder, or both runs of a demo's folder, ours last.
 
     Raises:
         InputError: the folder is missing, or holds nothing of a run.
@@ -70,13 +70,13 @@ def read_runs(folder: Path, user: str = "treering report") -> tuple[RunData, ...
     Example: `read_runs(Path("runs/demo"))` gives the runs "plain" and "treering".
     """
     if not folder.is_dir():
-        raise InputError(f"{user} needs the folder of a run, and {folder} is none; name the run.dir of a run")
+        raise InputError(f"treering report needs the folder of a run, and {folder} is none; name the run.dir of a run")
     found = [folder / side for side in SIDES if _is_run(folder / side)]
     if _is_run(folder) or not found:
         if not _is_run(folder):
             raise InputError(
-                f"{user} needs the folder of a run, which holds {METRICS_FILE} or {CONFIG_FILE}, and {folder} holds "
-                "neither; name the run.dir of a run, or a demo's folder"
+                f"treering report needs the folder of a run, which holds {METRICS_FILE} or {CONFIG_FILE}, and {folder} "
+                "holds neither; name the run.dir of a run, or a demo's folder"
             )
         found = [folder]
     return tuple(read_run(each) for each in found)
@@ -156,3 +156,206 @@ def _object(file: Path, notes: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{file.name} cannot be read ({error}), so the settings are unknown.")
     return {}
+
+
+def by_epoch(rows: Sequence[Row]) -> list[dict[str, float | None]]:
+    """Means over the steps of each epoch, weighted by what they are means of; None where nothing was counted.
+
+    Tokens per forward are tokens over rows of forward passes, the acceptance is accepted over drafted tokens, sharing
+    is 1 - computed over flat tokens. The reward and the length are means over rollouts.
+
+    Example: steps with 300 tokens in 100 rows and 100 tokens in 100 rows have 2.0 tokens per forward together.
+    """
+    epochs: dict[int, list[Row]] = {}
+    for row in rows:
+        epoch = number(row.get(metrics.EPOCH))
+        if epoch is not None:
+            epochs.setdefault(int(epoch), []).append(row)
+    return [{"epoch": epoch, **figures(epochs[epoch])} for epoch in sorted(epochs)]
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float | None]:
+    """The means of `by_epoch` over all of the given steps; None where nothing was counted.
+
+    Example: without a row of sampled tokens "tokens_per_forward" is None.
+    """
+    sampled = _pairs(rows, metrics.NUM_SAMPLED, metrics.TOKENS_PER_FORWARD)
+    drafted = _pairs(rows, metrics.NUM_DRAFTED, metrics.ACCEPTANCE)
+    flat = total(rows, metrics.NUM_BRANCH_TOKENS)
+    return {
+        "tokens_per_forward": _ratio(sum(n for n, _ in sampled), sum(n / gain for n, gain in sampled if gain)),
+        "acceptance": _ratio(sum(n * share for n, share in drafted), sum(n for n, _ in drafted)),
+        "reward": _mean(rows, metrics.REWARD_MEAN),
+        "length": _mean(rows, metrics.LENGTH_MEAN),
+        "sharing": _ratio(flat - total(rows, metrics.NUM_TOKENS), flat),
+        "token_bound": _ratio(flat, total(rows, metrics.NUM_TOKENS)),
+    }
+
+
+def held_out(rows: Sequence[Row]) -> dict[str, str]:
+    """The first and the last evaluation, by metric.
+
+    Example: {"held-out loss": "2.3170 after step 0, 2.1012 after step 40"}.
+    """
+    evaluated = [(row["step"], row) for row in rows if any(name.startswith("eval/") for name in row)]
+    names = [metrics.EVAL_LOSS, metrics.EVAL_REWARD]
+    names += sorted({name for _, row in evaluated for name in row if metrics.EVAL_PASS_AT in name}, key=_k_of)
+    found = {}
+    for name in names:
+        values = [(step, value) for step, row in evaluated if (value := number(row.get(name))) is not None]
+        if values:
+            (first, at_first), (last, at_last) = values[0], values[-1]
+            words = name.removeprefix("eval/").replace("pass_at_", "pass@")
+            found[f"held-out {words}"] = f"{at_first:.4f} after step {first}, {at_last:.4f} after step {last}"
+    return found
+
+
+def _k_of(name: str) -> int:
+    return int(name.removeprefix(metrics.EVAL_PASS_AT))
+
+
+def phase_seconds(row: Row) -> dict[str, float]:
+    """Seconds of a step by phase; "other" is what the phases leave, 0 where they overlap.
+
+    Example: a step of 10 s with 6 s of rollout, 3 s of training and 0.5 s of update has 0.5 s of "other".
+    """
+    names = {"rollout": metrics.ROLLOUT_S, "training": metrics.TRAIN_S, "update": metrics.UPDATE_S}
+    found = {phase: seconds for phase, name in names.items() if (seconds := number(row.get(name))) is not None}
+    step_s = number(row.get(metrics.STEP_S))
+    # A supervised step has no phases: all of it is training.
+    if step_s is None:
+        return found
+    return found | {"other": max(0.0, step_s - sum(found.values()))} if found else {"training": step_s}
+
+
+def account(rows: Sequence[Row], *, has_branches: bool = False) -> dict[str, int]:
+    """What became of the rollouts, by name; each is trained, or left out for one of four reasons.
+
+    `has_branches`: they are runs of an environment, of which metrics count the trained branches and not the trained
+    runs; then those that are trained and those of equal rewards are one count.
+
+    Example: 64 rollouts of which 2 had no reward and 22 were in groups of equal rewards are 40 trained.
+    """
+    with_reward, trained = total(rows, metrics.NUM_ROLLOUTS), total(rows, metrics.NUM_BRANCHES)
+    scored = {"trained": trained, "equal rewards in the group": with_reward - trained}
+    counts = {
+        **({"with a reward": with_reward} if has_branches else scored),
+        "reward failed": total(rows, metrics.NUM_REWARD_ERRORS),
+        "not scored": total(rows, metrics.NUM_UNSCORED),
+        "empty": total(rows, metrics.NUM_EMPTY),
+    }
+    return {name: round(count) for name, count in counts.items()}
+
+
+def faults(rows: Sequence[Row]) -> dict[str, int]:
+    """Counts of what went wrong or was moved, over all steps; only those that the run counts."""
+    names = {
+        "rollouts at their maximum length": metrics.NUM_OVERLONG,
+        "groups without a rollout": metrics.NUM_EMPTY_GROUPS,
+        "rollouts sampled again after a worker died": metrics.NUM_RESAMPLED,
+        "rollouts started on another worker than planned": metrics.NUM_STOLEN,
+        "moves of a running rollout": metrics.NUM_MOVED,
+    }
+    return {words: round(total(rows, name)) for words, name in names.items() if any(name in row for row in rows)}
+
+
+def total(rows: Iterable[Row], name: str) -> float:
+    """The sum of a metric over the rows that have it."""
+    return sum(number(row.get(name)) or 0.0 for row in rows)
+
+
+def _pairs(rows: Iterable[Row], first: str, second: str) -> list[tuple[float, float]]:
+    found = [(number(row.get(first)), number(row.get(second))) for row in rows]
+    return [(a, b) for a, b in found if a is not None and b is not None]
+
+
+def _mean(rows: Iterable[Row], name: str) -> float | None:
+    pairs = _pairs(rows, metrics.NUM_ROLLOUTS, name)
+    return _ratio(sum(count * mean for count, mean in pairs), sum(count for count, _ in pairs))
+
+
+def _ratio(over: float, under: float) -> float | None:
+    return over / under if under else None
+
+
+def names_of(rows: Sequence[Row]) -> list[str]:
+    """The names of all metrics in the rows, sorted."""
+    return sorted({name for row in rows for name in row if name != "step"})
+
+
+def last_values(rows: Sequence[Row]) -> Mapping[str, float]:
+    """The newest finite value of each metric."""
+    return {name: value for row in rows for name in row if (value := number(row[name])) is not None}
+
+
+STARTS_FILE = "starts.jsonl"
+"""A line for each start of a run: "step" that it begins after, "time", "machine", "num_ranks", "parameters",
+"versions"."""
+
+
+def facts_of(run: RunData) -> dict[str, Any]:
+    """The facts of a run: a table, its settings by dotted name, and the steps after which it was resumed.
+
+    Example: a run that was killed in its seventh step and resumed after its fifth has "resumed" [5].
+    """
+    starts = [row for row in read_rows(run.folder / STARTS_FILE) if isinstance(row.get("step"), int)]
+    return {
+        "table": {**dict(_table(run.config, starts[-1] if starts else {})), **held_out(run.rows)},
+        "settings": dict(_flat(run.config)),
+        "resumed": sorted({start["step"] for start in starts} - {0}),
+    }
+
+
+def note_start(folder: Path, start: Mapping[str, Any]) -> None:
+    """Adds a start to the run in a folder; damaged lines are dropped.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    Example: `note_start(folder, {"step": 0, "time": "2026-03-01 10:20", "machine": "Linux x86_64, 16 cores"})`.
+    """
+    file = folder / STARTS_FILE
+    rows = [*read_rows(file), dict(start)]
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _table(config: Mapping[str, Any], start: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    model = config.get("model")
+    if isinstance(model, Mapping):
+        yield "model", str(model["path"]) if model.get("path") else "random weights"
+    for name, key in (("parameters", "parameters"), ("machine", "machine"), ("processes", "num_ranks")):
+        if start.get(key):
+            yield name, str(start[key])
+    versions = start.get("versions")
+    if isinstance(versions, Mapping):
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    if start.get("time"):
+        yield "started", str(start["time"])
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value)
+
+
+TIMELINE_FILE = "timeline.jsonl"
+_SECONDS = ("started_s", "ended_s", "busy_s")
+
+
+def read_timeline(folder: Path) -> list[dict[str, Any]]:
+    """The spans of a run, in order; empty if it has no workers. Damaged lines are left out.
+
+    Each has "step", "worker" (None for the trainer), "started_s", "ended_s" and "busy_s" in seconds of `time.time`, and
+    "num_rollouts".
+
+    Example: a step of two workers has three spans, that of the trainer last.
+    """
+    return [row for row in read_rows(folder / TIMELINE_FILE) if _is_span(row)]
+
+
+def _is_span(row: dict[str, Any]) -> bool:
+    worker = row.get("worker")
+    return (worker is None or isinstance(worker, int)) and all(number(row.get(name)) is not None for name in _SECONDS)

@@ -1,15 +1,18 @@
-"""Advantages of groups, and of runs with several branches."""
+"""Advantages of rollouts in their groups, of branches of runs, and of the nodes of trees."""
 
 import math
-from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treering.arrays import Float64Array, Int64Array
+from treering.config.steps import Normalizer
 from treering.errors import ConfigError, InputError
 from treering.rl.collect import Group
-from treering.train.loss_weights import Normalizer
+from treering.tree.forest import Forest
 
 Estimator = Literal["grpo", "dr_grpo", "rloo"]
 """grpo: (r - mean) / (std + 1e-6) (arXiv 2402.03300). dr_grpo: r - mean (arXiv 2503.20783). rloo: r - mean of
@@ -156,3 +159,235 @@ def _worth(rewards: Float64s, turn_rewards: Sequence[Sequence[float]], num_calls
     for run, values in enumerate(turn_rewards):
         table[: len(values), run] = values
     return rewards + table[::-1].cumsum(0)[::-1]  # type: ignore[no-any-return]
+
+
+Baseline = Literal["parent", "siblings", "leave_one_out", "root", "tree_rl", "tree_grpo"]
+"""What a node's value is compared with; see `tree_advantages`."""
+
+ScaleRewards = Literal["none", "group"]
+"""none: rewards as they are. group: divided by the standard deviation of their group, plus 1e-6 (TRL's word)."""
+
+Ids = Sequence[int] | Sequence[str] | NDArray[np.integer[Any]]
+"""One id per branch."""
+
+
+def tree_advantages(
+    forest: Forest,
+    leaf_rewards: Sequence[float] | NDArray[Any],
+    baseline: Baseline = "parent",
+    *,
+    scale_rewards: ScaleRewards = "none",
+    groups: Ids | None = None,
+    trees: Ids | None = None,
+) -> list[Float64Array]:
+    """Step-level advantages: how much better a node of the tree is than what it is compared with.
+
+    Every branch ends in a leaf of its own. A node is a maximal run of tokens that the same branches pass through: a
+    segment, split where a branch ends inside it. The value V(n) is the mean reward of the branches through n, each
+    counted once, duplicates and branches that end inside others' paths too. p(n) is the node above n. The root is the
+    start of the group, before its first token, and V(root) the mean reward of the group. The advantage A(n) is by
+    `baseline`:
+
+    - parent: V(n) - V(p(n)).
+    - siblings: V(n) less the mean of V over the children of p(n), n too, each child counted once (the step groups of
+      TreeRPO, arXiv 2506.05183, unscaled). Branches that end at p(n) are one more child, whose value is their mean
+      reward.
+    - leave_one_out: the same without n itself in the mean (RLOO, arXiv 2402.14740, at each branch point).
+    - root: V(n) - V(root). On policy it has the gradient of one advantage r - V(root) per branch (with shared="sum",
+      masks that are equal on shared tokens, and a normalizer that weighs branches equally: not sequence_mean).
+    - tree_rl: (V(n) - V(root) + V(n) - V(p(n))) / sqrt(L(n)) with L(n) branches through n: TreeRL's global and local
+      advantage and its weight (arXiv 2506.11902).
+    - tree_grpo: the mean over the branches through n of (r - mean) / (std + 1e-6) in the branch's group plus the same
+      in its tree: Tree-GRPO's inter-tree and intra-tree advantages (arXiv 2509.21240, and the estimator "tree" of its
+      code), which it gives to whole branches. On policy the gradient is the same, as for root.
+
+    Without siblings there is nothing to compare: the tokens that all branches of a group share have the advantage 0
+    (tree_grpo: within rounding), and so has a group whose rewards are equal. For a prompt whose completions differ from
+    their first token on, parent, siblings and root give Dr. GRPO's r - mean, with scale_rewards="group" GRPO's, and
+    leave_one_out gives RLOO's.
+
+    Args:
+        forest: of K branches.
+        leaf_rewards: K finite numbers, in the order of the branches.
+        baseline: see above.
+        scale_rewards: see `ScaleRewards`. The deviation is the sample's. Not for tree_grpo, which divides already.
+        groups: K strings or integers, equal for rollouts of the same prompt. By default every tree of the forest is a
+            group, as in normalizer="tree_mean"; give it if prompts share their first token, or if rollouts of a prompt
+            do not.
+        trees: K strings or integers, for tree_grpo: equal for rollouts that were branched from the same first rollout.
+            The forest cannot tell: independent rollouts may begin with the same tokens.
+
+    Returns:
+        K arrays, float64 with one entry per token of the branch, for `advantages` of any policy objective. Branches
+        have the same values at tokens that they share. O(N + F) time and memory.
+
+    Raises:
+        InputError: rewards or ids that are not one per branch, a reward that is not finite, or rewards whose
+            differences float64 cannot hold.
+        ConfigError: an unknown option, `trees` missing or out of place, or scaled rewards with tree_grpo.
+
+    Example: two answers leave a common step.
+        >>> forest = Forest.from_sequences([[1, 3, 5], [1, 3, 6], [1, 4]])
+        >>> [advantages.tolist() for advantages in tree_advantages(forest, [9, 3, 0])]
+        [[0.0, 2.0, 3.0], [0.0, 2.0, -3.0], [0.0, -4.0]]
+        >>> [advantages.tolist() for advantages in tree_advantages(forest, [9, 3, 0], "siblings")]
+        [[0.0, 3.0, 3.0], [0.0, 3.0, -3.0], [0.0, -3.0]]
+    """
+    _check_options(baseline, scale_rewards, trees)
+    rewards = _as_rewards(leaf_rewards, forest.num_branches)
+    tree_ids = [0] * rewards.size if trees is None else _as_ids("trees", trees, rewards.size)
+    advantages = [np.zeros(0)] * rewards.size
+    for branches, group in _groups(forest, groups):
+        scores = group_advantages(rewards[branches], "dr_grpo" if scale_rewards == "none" else "grpo")
+        if baseline == "tree_grpo":
+            scores = _tree_grpo_scores(rewards[branches], [tree_ids[branch] for branch in branches])
+        # Every baseline is linear in the scores.
+        scores, exponent = scaled(scores)
+        for branch, values in zip(branches.tolist(), _of_group(group, scores, baseline), strict=True):
+            advantages[branch] = unscaled(values, exponent)
+    return advantages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nodes:
+    """The nodes of one group in packed order; they cover its tokens without gaps.
+
+    Attributes:
+        start: int64 [M], first token of each.
+        parent: int64 [M], node above, -1 below the root.
+        value: float64 [M], mean score of the branches through each.
+        num_branches: int64 [M], branches through each.
+        child_sum: float64 [M + 1], sum of the values of the children of the root, then of each node; branches that end
+            at a node are one child of it.
+        num_children: int64 [M + 1], likewise.
+        root_value: mean score of all branches.
+    """
+
+    start: Int64Array
+    parent: Int64Array
+    value: Float64Array
+    num_branches: Int64Array
+    child_sum: Float64Array
+    num_children: Int64Array
+    root_value: float
+
+
+def _of_group(forest: Forest, scores: Float64Array, baseline: Baseline) -> list[Float64Array]:
+    nodes = _nodes(forest, scores)
+    lengths = np.diff(nodes.start, append=forest.num_tokens)
+    of_tokens = np.repeat(_of_nodes(nodes, baseline), lengths)
+    indices, offsets = forest.paths()
+    return np.split(of_tokens[indices], offsets[1:-1])
+
+
+def _of_nodes(nodes: _Nodes, baseline: Baseline) -> Float64Array:
+    value, above = nodes.value, nodes.parent + 1
+    over_parent: Float64Array = value - np.append(nodes.root_value, value)[above]
+    over_root: Float64Array = value - nodes.root_value
+    child_sum, num_children = nodes.child_sum[above], nodes.num_children[above]
+    match baseline:
+        case "parent":
+            return over_parent
+        case "siblings":
+            return value - child_sum / num_children
+        case "leave_one_out":
+            # An only child is the one root of its group, which is compared with nothing.
+            return np.where(num_children > 1, value - (child_sum - value) / np.maximum(num_children - 1, 1), 0.0)
+        case "root":
+            return over_root
+        case "tree_rl":
+            return (over_root + over_parent) / np.sqrt(nodes.num_branches)
+        case "tree_grpo":
+            return value
+
+
+def _nodes(forest: Forest, scores: Float64Array) -> _Nodes:
+    start = np.union1d(forest.segment_start, forest.branch_end.astype(np.int64) + 1)
+    start = start[start < forest.num_tokens]
+    # The branches through a token are those that end in its subtree, and a subtree is a range of packed indices.
+    ends = forest.subtree_end[start]
+    num_ending = np.bincount(forest.branch_end, minlength=forest.num_tokens)
+    ending_score = np.bincount(forest.branch_end, weights=scores, minlength=forest.num_tokens)
+    num_before, score_before = np.append(0, num_ending.cumsum()), np.append(0.0, ending_score.cumsum())
+    num_branches = num_before[ends] - num_before[start]
+    value = (score_before[ends] - score_before[start]) / num_branches
+    above = forest.parent[start]
+    parent = np.where(above < 0, -1, np.searchsorted(start, above, side="right") - 1)
+    # Branches end at the last token of a node. A leaf has no children, so its own sums are not read.
+    last = np.append(start[1:], forest.num_tokens) - 1
+    stops = num_ending[last]
+    stop_value = ending_score[last] / np.maximum(stops, 1)
+    return _Nodes(
+        start=start,
+        parent=parent,
+        value=value,
+        num_branches=num_branches,
+        child_sum=np.bincount(parent + 1, weights=value, minlength=start.size + 1) + np.append(0.0, stop_value),
+        num_children=np.bincount(parent + 1, minlength=start.size + 1) + np.append(0, stops > 0),
+        root_value=float(score_before[-1] / forest.num_branches),
+    )
+
+
+def _tree_grpo_scores(rewards: Float64Array, trees: Sequence[int | str]) -> Float64Array:
+    scores = group_advantages(rewards, "grpo")
+    for branches in _members(trees).values():
+        scores[branches] += group_advantages(rewards[branches], "grpo")
+    return scores
+
+
+def _groups(forest: Forest, groups: Ids | None) -> Iterator[tuple[Int64Array, Forest]]:
+    """The branches of each group with their forest."""
+    if groups is None:
+        yield from zip(forest.branches_by_tree(), forest.trees(), strict=True)
+        return
+    for branches in _members(_as_ids("groups", groups, forest.num_branches)).values():
+        yield branches, forest.take_branches(branches.tolist())
+
+
+def _members(ids: Sequence[int | str]) -> dict[int | str, Int64Array]:
+    members: dict[int | str, list[int]] = {}
+    for branch, name in enumerate(ids):
+        members.setdefault(name, []).append(branch)
+    return {name: np.array(branches) for name, branches in members.items()}
+
+
+def _as_ids(name: str, ids: Ids, num_branches: int) -> list[int | str]:
+    listed: list[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if len(listed) != num_branches:
+        raise InputError(f"{name} needs one id per branch, got {len(listed)} for {num_branches} branches")
+    bad = [item for item in listed if not isinstance(item, int | str | np.integer)]
+    if bad:
+        raise InputError(f"{name} holds strings or integers, got {bad[0]!r}; number them instead")
+    return listed
+
+
+def _as_rewards(leaf_rewards: Sequence[float] | NDArray[Any], num_branches: int) -> Float64Array:
+    try:
+        rewards = np.asarray(leaf_rewards, np.float64)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"leaf_rewards is a flat list of numbers, one per branch ({error})") from error
+    if rewards.shape != (num_branches,):
+        raise InputError(
+            f"leaf_rewards needs one number per branch, duplicates and prefixes too: got shape {rewards.shape} for "
+            f"{num_branches} branches"
+        )
+    bad = np.flatnonzero(~np.isfinite(rewards))
+    if bad.size:
+        raise InputError(f"leaf_rewards[{bad[0]}] must be finite, got {rewards[bad[0]]}; leave that branch out")
+    return rewards
+
+
+def _check_options(baseline: Baseline, scale_rewards: ScaleRewards, trees: Ids | None) -> None:
+    if baseline not in get_args(Baseline):
+        raise ConfigError(f"a baseline is one of {', '.join(get_args(Baseline))}, got {baseline!r}; choose one")
+    if scale_rewards not in get_args(ScaleRewards):
+        raise ConfigError(f"scale_rewards is one of {', '.join(get_args(ScaleRewards))}, got {scale_rewards!r}")
+    if (baseline == "tree_grpo") != (trees is not None):
+        raise ConfigError(
+            f'trees belong to baseline="tree_grpo" and only to it, got {baseline!r} and '
+            f"{'no trees' if trees is None else 'trees'}; say which rollouts were branched from the same one"
+        )
+    if baseline == "tree_grpo" and scale_rewards != "none":
+        raise ConfigError(
+            f'baseline="tree_grpo" divides by deviations already, got scale_rewards={scale_rewards!r}; leave it out'
+        )

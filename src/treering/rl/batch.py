@@ -10,14 +10,15 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.engine.rollout import Logprobs
+from treering.config.steps import Layout
+from treering.engine.protocol import Logprobs
+from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
 from treering.rl.advantages import BranchAdvantages, Estimator, branch_advantages, branch_weights
 from treering.rl.collect import Group
-from treering.train.loop.batches import Layout, StepBatch, TrainingTask, make_batch
-from treering.train.loop.ranks import share_batch
-from treering.train.loss_weights import Normalizer
-from treering.tree.plan.costs import CostModel
+from treering.train.loop.batches import StepBatch, TrainingTask, make_batch
+from treering.train.loop.compute import share_batch
+from treering.train.objective import Normalizer
 from treering.types import LossMask, TokenIds
 
 
@@ -44,6 +45,8 @@ class RlBatch:
     """Groups whose rewards are all equal."""
     num_empty_groups: int
     """Groups without any rollout."""
+    trained: tuple[Group, ...] = ()
+    """The groups that the branches are of."""
     ref_logprobs: list[Logprobs] | None = None
     """K arrays, float64 [T] each: of the reference; None without a KL in the loss."""
 
@@ -83,12 +86,13 @@ def make_rl_batch(
         behaviour_logprobs=[_after_prompt(prompt, rollout.logprobs) for prompt, rollout in rollouts],
         num_zero_variance=sum(is_zero) - num_empty,
         num_empty_groups=num_empty,
+        trained=tuple(trained),
     )
 
 
-def share_of(batch: RlBatch, group: RankGroup, costs: CostModel | None) -> RlBatch:
+def share_of(batch: RlBatch, group: RankGroup) -> RlBatch:
     """This rank's branches of a step by cost; what describes groups stays that of the whole step."""
-    share = share_batch(batch.trees, group, costs)
+    share = share_batch(batch.trees, group)
     return replace(
         batch,
         trees=share.batch,
@@ -115,6 +119,23 @@ def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[
     """
     left = iter(penalties)
     return [_penalised(group, np.array([next(left) for _ in group.rollouts])) for group in groups]
+
+
+def overlong_penalties(groups: Sequence[Group], *, max_tokens: int, buffer: int, factor: float) -> list[float]:
+    """DAPO's length penalty of each rollout, groups in order (arXiv 2503.14476, equation 13).
+
+    Raises:
+        ConfigError: runs of episodes, whose branches are contexts rather than responses.
+
+    Example: with max_tokens=10, buffer=4 and factor=1, rollouts of 6, 7 and 10 tokens lose 0, 0.25 and 1.
+    """
+    if any(group.runs is not None for group in groups):
+        raise ConfigError(
+            f"overlong_buffer is for tasks whose rollout is one response, got {buffer} with episodes; set None, and "
+            "let the environment's reward count turns"
+        )
+    lengths = [rollout.num_tokens for group in groups for rollout in group.rollouts]
+    return [factor * max(0, length - (max_tokens - buffer)) / buffer for length in lengths]
 
 
 def _own_tokens(group: Group) -> list[LossMask]:

@@ -1,24 +1,113 @@
-"""Samples the groups of a step with an engine, and rewards them.
-
-Results depend on prompts and samples, never on the order in which rollouts finish.
-"""
+"""Rollouts of prompts with their rewards, as groups; what a step samples is put together from such parts."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.data.episode import Turn
-from treering.engine.protocol import Engine
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.data.trajectory import Turn
+from treering.engine.protocol import Engine, Request, Rollout, RolloutKey, Sampling
 from treering.errors import ConfigError, InputError, StateError
-from treering.rl.reward_results import RewardResult, evaluate_group, evaluate_rollout, whose
-from treering.rl.tasks.task import Prompt, Task
-from treering.types import PromptId
+from treering.rl.rehearsal import with_rehearsed
+from treering.rl.tasks.task import Prompt, Task, as_score
+from treering.rl.user_code import contained, in_words
+from treering.types import PromptId, TokenIds
+
+_MESSAGE_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewardResult:
+    """The result of a finished rollout.
+
+    Example: a reward that raises ValueError("no number") leaves a rollout without one, and `error` says so.
+    """
+
+    rollout: Rollout
+    """With its reward."""
+    error: str | None = None
+    """Why there is no reward, if the task raised."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the task gave beside the reward, by name."""
+    awaits_group: bool = False
+    """Whether its reward is that of its group: `evaluate_group`."""
+
+
+def evaluate_rollout(task: Task, prompt: Prompt, rollout: Rollout) -> RewardResult:
+    """Gets the task's reward for a finished rollout.
+
+    A task that rewards groups gives none here: the result awaits its group.
+
+    Whatever the task raises, also `SystemExit`, leaves the rollout without a reward; see `contained`.
+
+    Raises:
+        KeyboardInterrupt, Interrupted: the user or the system interrupts the run.
+
+    Example: a reward that raises ValueError("no number") gives the error "prompt 'q', sample 0: ValueError: no number".
+    """
+    try:
+        with contained():
+            if task.rewards_groups or rollout.num_tokens == 0:
+                return RewardResult(rollout=rollout, awaits_group=rollout.num_tokens > 0)
+            return _rewarded(rollout, task.reward(prompt, rollout))
+    except Exception as error:
+        return without_reward(rollout, error)
+
+
+def evaluate_group(task: Task, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    """Gets the rewards of the finished rollouts of a group, for a task that rewards groups; errors as of one rollout.
+
+    Example: rewards [1.0, None] give one rollout the reward 1.0 and the other none, without an error.
+    """
+    try:
+        with contained():
+            values = list(task.reward_group(prompt, rollouts))
+        if len(values) != len(rollouts):
+            raise InputError(
+                f"a group's rewards are one for each of its {len(rollouts)} rollouts, got {len(values)}; return None "
+                "for one to leave out"
+            )
+    except Exception as error:
+        return [without_reward(rollout, error) for rollout in rollouts]
+    return [_in_group(rollout, value) for rollout, value in zip(rollouts, values, strict=True)]
+
+
+def without_reward(rollout: Rollout, error: Exception) -> RewardResult:
+    """The result of a rollout that has no reward because of an error.
+
+    Example: a message of 500 characters is cut to 300, ending with "...".
+    """
+    text = f"{whose(rollout.key)}{in_words(error)}"
+    short = text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}..."
+    return RewardResult(rollout=rollout, error=short)
+
+
+def whose(key: RolloutKey) -> str:
+    """How the error of a rollout begins.
+
+    Example: "prompt 'q', sample 0: ".
+    """
+    prompt_id, _, sample = key[:3]
+    return f"prompt {prompt_id!r}, sample {sample}: "
+
+
+def _rewarded(rollout: Rollout, value: object) -> RewardResult:
+    score = as_score(value)
+    return RewardResult(rollout=replace(rollout, reward=score.reward), numbers=score.numbers)
+
+
+def _in_group(rollout: Rollout, value: object) -> RewardResult:
+    try:
+        if isinstance(value, Exception):
+            raise value
+        return _rewarded(rollout, value)
+    except Exception as error:
+        return without_reward(rollout, error)
+
 
 Order = Literal["by_prompt", "by_sample"]
 """The order in which a step's rollouts start. by_prompt: group after group, so that few prompts are in memory at a
@@ -71,7 +160,7 @@ class Group:
         for rollout in self.rollouts:
             if rollout.reward is None or rollout.prompt_id != self.prompt.prompt_id:
                 raise InputError(
-                    f"a group holds rollouts of its prompt {self.prompt.prompt_id!r} with rewards, got one of "
+                    f"a group holds rollouts of its prompt {self.prompt.name} with rewards, got one of "
                     f"{rollout.prompt_id!r} with reward {rollout.reward}; leave it out"
                 )
 
@@ -140,6 +229,7 @@ def collect(
     group_size: int,
     sampling: Sampling,
     order: Order = "by_prompt",
+    rehearsed: Mapping[RolloutKey, TokenIds] = MappingProxyType({}),
     on_finished: Callable[[Rollout], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Collected:
@@ -155,6 +245,7 @@ def collect(
         group_size: rollouts per prompt, samples 0 to group_size - 1.
         sampling: of all; the task's stop tokens belong in it.
         order: see `Order`; changes speed, never a rollout.
+        rehearsed: see `Request.rehearsed`, by key; changes speed, never a rollout.
         on_finished: called with each finished rollout; its reward is set unless it is left out, or its group's.
         on_progress: called with the number of rollouts that have finished since, also before each step of the engine.
 
@@ -171,7 +262,7 @@ def collect(
             f"a collection needs an idle engine, and this one has {engine.num_unfinished} requests; finish them"
         )
     run = Collection(prompts, draws, group_size=group_size, sampling=sampling)
-    requests = run.requests(order)
+    requests = with_rehearsed(run.requests(order), rehearsed)
     engine.submit(requests)
     try:
         while engine.num_unfinished > 0:
@@ -202,8 +293,13 @@ def join(prompts: Sequence[Prompt], parts: Sequence[Collected]) -> Collected:
     by_prompt = defaultdict(list)
     for group in (group for part in parts for group in part.groups):
         by_prompt[group.prompt.prompt_id].append(group)
+    return added(parts, tuple(group for prompt in prompts for group in by_prompt[prompt.prompt_id]))
+
+
+def added(parts: Sequence[Collected], groups: tuple[Group, ...]) -> Collected:
+    """Some groups, with the counts of all parts."""
     return Collected(
-        groups=tuple(group for prompt in prompts for group in by_prompt[prompt.prompt_id]),
+        groups=groups,
         num_reward_errors=sum(part.num_reward_errors for part in parts),
         num_unscored=sum(part.num_unscored for part in parts),
         num_empty=sum(part.num_empty for part in parts),
@@ -318,10 +414,14 @@ class Collection:
             num_empty=self._num_empty,
             num_overlong=self._num_overlong,
             num_turns=self._finished.total(),
-            reward_errors=tuple(errors.values())[:NUM_MESSAGES],
+            reward_errors=tuple(map(self._located, errors, errors.values()))[:NUM_MESSAGES],
             error_counts=Counter(error.removeprefix(whose(key)) for key, error in errors.items()),
             numbers=self._numbers_by_name(),
         )
+
+    def _located(self, key: RolloutKey, error: str) -> str:
+        """An error with the place of its prompt, whose id may be a hash."""
+        return error.replace(f"prompt {key[0]!r}, ", f"prompt {self._prompts[key[0]].name}, ", 1)
 
     def _numbers_by_name(self) -> Mapping[str, Sequence[float]]:
         found: dict[str, list[float]] = {}

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +10,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treering.engine.rollout import Rollout
+from treering.config.engine import DraftOptions
+from treering.engine.protocol import Rollout
 from treering.errors import InputError
-from treering.history.budget.costs import VerifyCosts
+from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.settings import MIN_ACCEPTANCE, Shape
-from treering.history.features import SOURCES, Source
 from treering.history.store.prompt_index import MARKER, PromptIndex
-from treering.history.store.snapshot import SnapshotSource
+from treering.history.store.reader import SnapshotSource
 from treering.history.store.store import HistoryStore
-from treering.types import PromptId
+from treering.types import PromptId, TokenIds
 
 _SIZES, _SECONDS = _COSTS = ("costs.num_tokens", "costs.seconds")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftOptions:
-    """Settings of the history and of drafts; see `HistoryStore` and `Drafter`."""
-
-    max_bytes: int = 1 << 30
-    max_epochs: int = 2
-    max_draft: int = 64
-    min_acceptance: float = MIN_ACCEPTANCE
-    shape: Shape = "tree"
-    sources: tuple[Source, ...] = SOURCES
-    publish_new_after: int = 4
-    """For prompts without history: publish after this many finished rollouts, so that siblings can draft from them;
-    then at every doubling."""
 
 
 class Drafting:
@@ -78,6 +61,11 @@ class Drafting:
             self.store.publish()
             self._num_published += self._num_unpublished
             self._num_unpublished = 0
+
+    def add_rest(self, rollout: Rollout, tokens: TokenIds) -> None:
+        """Adds what was rehearsed of a finished rollout after a change, as one more rollout of its prompt."""
+        if tokens.size > 0:
+            self.store.add(rollout.prompt_id, [tokens], int(rollout.versions.max(initial=0)))
 
     def knows(self, prompt_id: PromptId) -> bool:
         """Whether a prompt has published history."""
@@ -152,7 +140,6 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
         store,
         max_draft=options.max_draft,
         min_acceptance=options.min_acceptance,
-        shape=options.shape,
         sources=options.sources,
     )
 

@@ -6,15 +6,14 @@ from functools import partial
 from math import comb
 
 from treering import metrics
-from treering.engine.protocol import Engine
-from treering.engine.request import Sampling
+from treering.engine.protocol import Engine, Sampling
 from treering.engine.sampling.noise import row_key
 from treering.errors import ConfigError
 from treering.ranks.group import RankGroup
-from treering.rl.checks import check_prompts, with_stops
 from treering.rl.collect import Collected, collect, join
-from treering.rl.environments.collect import collect_episodes
-from treering.rl.environments.task import EnvironmentTask
+from treering.rl.environments.collect_episodes import collect_episodes
+from treering.rl.environments.environment import EnvironmentTask
+from treering.rl.sampler import check_prompts, with_stops
 from treering.rl.tasks.task import Task
 from treering.train.progress import OnProgress, PhaseProgress
 

@@ -8,23 +8,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from treering.config.loop import RlOptions
+from treering.config.optim import OptimOptions
 from treering.data import Trajectory
 from treering.engine.protocol import Engine, EngineStats
 from treering.history.draft.drafter import Drafter
 from treering.ranks.group import RankGroup
-from treering.ranks.state import copy_weights
-from treering.rl.checks import FailedSteps, check_contexts, check_prompts
+from treering.ranks.sharded_state import copy_weights
+from treering.rl.collect import Collected, added
 from treering.rl.drafting import Drafting
-from treering.rl.options import RlOptions
-from treering.rl.rollout_log import as_trajectories
-from treering.rl.sampler import Sampler
-from treering.rl.step_report import Phases, RlStepReport, rollout_report, total_stats
+from treering.rl.sampler import FailedSteps, Sampler, check_contexts, check_prompts
+from treering.rl.step_report import Phases, RlStepReport, as_trajectories, rollout_report, total_stats
 from treering.rl.tasks.task import Task
 from treering.rl.trainer import Trainer
 from treering.train.loop.batches import StepPlan
-from treering.train.loop.optim import OptimOptions
+from treering.train.loop.checkpoint import Resumable
 from treering.train.loop.reference import MakeReference
-from treering.train.loop.resumable import Resumable
 from treering.types import PromptId
 
 EngineFactory: TypeAlias = Callable[[Drafter | None, int], Engine]
@@ -37,7 +36,7 @@ class RlLoop(Resumable[RlStepReport]):
     The engine is made at the first step, after a resumed run has loaded the model's weights.
 
     Example:
-        >>> from treering.engine.request import Sampling
+        >>> from treering.engine.protocol import Sampling
         >>> options = RlOptions(prompts_per_step=8, group_size=8, sampling=Sampling(max_tokens=64))
         >>> def make_engine(drafter, version):
         ...     return TorchEngine(model, drafter, version=version)                                 # doctest: +SKIP
@@ -93,11 +92,13 @@ class RlLoop(Resumable[RlStepReport]):
         self._sampler = Sampler(task, options, drafting, self._group)
         self._failed_steps = FailedSteps(task.reward_name)
         self._num_steps_done = 0
+        self._num_batches = 0
         self._version = 0
         self._draws: dict[PromptId, int] = {}
         self._rollout_model = rollout_model
         self._drafters: list[Mapping[str, Any]] = []
         self._drafter_state = None if drafting is None else drafting.state()
+        self._rehearsal_state = self._sampler.rehearsal.state()
         self._engine: Engine | None = None
         self._latest: list[Trajectory] = []
 
@@ -140,15 +141,14 @@ class RlLoop(Resumable[RlStepReport]):
         """
         engine, started = self.engine, time.perf_counter()
         step, version, before = self._num_steps_done + 1, self._version, engine.stats
-        prompts = [self._task.prompts[i] for i in self.plan.tasks_of(step)]
-        collected = self._sampler.collect(engine, prompts, self._draws, on_progress=self.on_progress)
+        first, (collected, num_batches, draws) = self._num_batches + 1, self._collect(engine)
         self._failed_steps.note(step, collected)
         sampled = time.perf_counter()
         trained = self._trainer.train(step, collected.groups, on_progress=self.on_progress)
         handed = time.perf_counter()
         self._hand_over(engine, has_moved=trained.update is not None)
-        self._draws |= {prompt.prompt_id: self._draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}
-        self._num_steps_done, epoch = step, self.plan.epoch_of(step)
+        self._draws, self._num_batches = draws, num_batches
+        self._num_steps_done, epoch = step, self.plan.epoch_of(first)
         self._latest = as_trajectories(collected.groups, epoch=epoch, step=step, advantages=trained.group_advantages)
         self._note_drafter()
         stats = self._gather_engines(engine.stats.since(before))
@@ -171,10 +171,12 @@ class RlLoop(Resumable[RlStepReport]):
         """Step, version, draws, and the states of optimiser and drafters, of which each rank has its own."""
         return {
             "num_steps_done": self._num_steps_done,
+            "num_batches": self._num_batches,
             "version": self._version,
             "draws": dict(self._draws),
             "optimizer": self._trainer.state(),
             "episodes": self._sampler.state(),
+            "rehearsal": self._rehearsal_state,
             # Of several ranks those after the latest step, so that none has to ask the others here.
             "drafter": self._drafters or self._drafter_state,
         }
@@ -187,10 +189,14 @@ class RlLoop(Resumable[RlStepReport]):
         """
         self._trainer.load_state(state["optimizer"])
         self._num_steps_done = state["num_steps_done"]
+        # A `PipelineLoop` samples one batch a step.
+        self._num_batches = state.get("num_batches", self._num_steps_done)
         self._version = state["version"]
         self._draws = dict(state["draws"])
         if "episodes" in state:
             self._sampler.load_state(state["episodes"])
+        if "rehearsal" in state and self._sampler.rehearsal.is_on:
+            self._sampler.rehearsal.load_state(state["rehearsal"])
         drafters = state["drafter"] if isinstance(state["drafter"], list) else [state["drafter"]]
         drafter = drafters[self._group.rank % len(drafters)]
         if self._drafting is not None and drafter is not None:
@@ -210,6 +216,31 @@ class RlLoop(Resumable[RlStepReport]):
             self._drafting.load(file)
         self._engine = None
 
+    def _collect(self, engine: Engine) -> tuple[Collected, int, dict[PromptId, int]]:
+        """The groups of the next step, with the batches of prompts sampled for the run and the draws after it.
+
+        With dynamic sampling they end with the last group that is needed; what was sampled after it is dropped.
+        """
+        options, num_batches, draws = self._options, self._num_batches, dict(self._draws)
+        parts: list[Collected] = []
+        while True:
+            num_batches += 1
+            prompts, following = (
+                [self._task.prompts[i] for i in self.plan.tasks_of(number)] for number in (num_batches, num_batches + 1)
+            )
+            parts.append(
+                self._sampler.collect(engine, prompts, draws, following=following, on_progress=self.on_progress)
+            )
+            draws |= {prompt.prompt_id: draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}
+            if options.max_gen_batches == 1:
+                return parts[0], num_batches, draws
+            groups = [group for part in parts for group in part.groups]
+            found = [i for i, group in enumerate(groups) if self._trainer.differs(group)][: options.prompts_per_step]
+            if len(found) == options.prompts_per_step:
+                return added(parts, tuple(groups[: found[-1] + 1])), num_batches, draws
+            if len(parts) == options.max_gen_batches:
+                return added(parts, tuple(groups)), num_batches, draws
+
     def _hand_over(self, engine: Engine, *, has_moved: bool) -> None:
         if self._drafting is not None:
             self._drafting.publish()
@@ -223,8 +254,9 @@ class RlLoop(Resumable[RlStepReport]):
             self._engine = None
 
     def _note_drafter(self) -> None:
-        """Keeps what the drafter knows after a whole step: the next one may be dropped."""
+        """Keeps what the drafter and the rehearsal know after a whole step: the next one may be dropped."""
         self._drafter_state = None if self._drafting is None else self._drafting.state()
+        self._rehearsal_state = self._sampler.rehearsal.state()
 
     def _gather_engines(self, stats: EngineStats) -> EngineStats:
         """The counts of all ranks; notes what their drafters have learnt."""

@@ -1,22 +1,106 @@
-"""The sampling half of an RL step: prompts in, groups of rewarded rollouts out, on one rank or on several."""
+"""What a step samples, and what is checked before and after: prompts, contexts, rewards that fail step after step."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from treering.engine.protocol import Engine
-from treering.engine.rollout import Rollout
+from torch import nn
+
+from treering.config.loop import RlOptions
+from treering.engine.admission import check_context
+from treering.engine.protocol import Engine, Request, Rollout, Sampling
+from treering.errors import InputError, StateError, plural
+from treering.model.checks import max_positions
 from treering.ranks.group import RankGroup
-from treering.rl.checks import with_stops
-from treering.rl.collect import Collected, Order, collect, join
+from treering.rl.collect import Collected, Collection, Order, collect, join
 from treering.rl.drafting import Drafting
-from treering.rl.environments.collect import check_failures, collect_episodes
-from treering.rl.environments.task import EnvironmentTask
-from treering.rl.environments.waiting import EpisodeForecast
-from treering.rl.options import RlOptions
+from treering.rl.environments.collect_episodes import EpisodeForecast, check_failures, collect_episodes
+from treering.rl.environments.environment import EnvironmentTask
+from treering.rl.rehearsal import Rehearsal
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.progress import OnProgress, PhaseProgress
 from treering.types import PromptId
+
+
+def with_stops(sampling: Sampling, task: Task) -> Sampling:
+    """Adds the task's stop tokens and strings to the sampling parameters.
+
+    Example: a sampling without stops and a task with stop token 0 give `stop_tokens` (0,).
+    """
+    return sampling.changed(
+        stop_tokens=tuple(dict.fromkeys([*sampling.stop_tokens, *task.stop_tokens])),
+        stop_strings=tuple(dict.fromkeys([*sampling.stop_strings, *task.stop_strings])),
+    )
+
+
+def check_contexts(task: Task, max_tokens: int, model: nn.Module) -> None:
+    """Refuses, before anything is sampled, a prompt that an engine would refuse in its step.
+
+    Raises:
+        InputError: a rollout of `max_tokens` tokens could go beyond the positions that the model reads.
+
+    Example: with 32 positions, a prompt of 20 tokens and max_tokens=16 are refused.
+    """
+    limit = max_positions(model)
+    for prompt in task.prompts:
+        try:
+            check_context(prompt.tokens, max_tokens, limit)
+        except InputError as error:
+            raise InputError(f"prompt {prompt.name}: {error}") from error
+
+
+def check_prompts(task: Task) -> None:
+    """Refuses a task without prompts or with duplicate prompt ids.
+
+    Raises:
+        InputError: no prompt, or two prompts of one id.
+
+    Example: prompts "a" and "b" are fine; "a" and "a" are refused.
+    """
+    if not task.prompts:
+        raise InputError("training needs at least one prompt, and the task has none; add some")
+    seen: set[PromptId] = set()
+    for prompt in task.prompts:
+        if prompt.prompt_id in seen:
+            raise InputError(f"a prompt id names one prompt, and {prompt.name} names a second one; rename or drop one")
+        seen.add(prompt.prompt_id)
+
+
+MAX_FAILED_STEPS = 3
+"""Steps in a row without any reward that end a run; before its first reward it is one."""
+
+
+class FailedSteps:
+    """Counts the steps in a row in which every reward failed.
+
+    A run has its first reward in step 1, so a resumed one has had it.
+
+    Example: with steps of 8 rollouts, 7, 8, 8, 7, 8, 8 and 8 failures end the run at the seventh step; 8 end it at the
+    first.
+    """
+
+    def __init__(self, reward_name: str) -> None:
+        """`reward_name`: see `Task.reward_name`."""
+        self._reward_name = reward_name
+        self._count = 0
+
+    def note(self, step: int, collected: Collected) -> None:
+        """Notes a sampled step; call it in order.
+
+        Raises:
+            StateError: every reward of the last `MAX_FAILED_STEPS` steps failed, or of step 1.
+        """
+        has_failed = collected.num_rollouts == 0 and collected.num_reward_errors > 0
+        self._count = self._count + 1 if has_failed else 0
+        if self._count < (1 if step == 1 else MAX_FAILED_STEPS):
+            return
+        steps = "step 1," if step == 1 else f"{MAX_FAILED_STEPS} steps in a row, in step {step}"
+        error, count = max(collected.error_counts.items(), key=lambda item: item[1])
+        raise StateError(
+            f"a run learns from rewards, and {self._reward_name} failed for every rollout of {steps} for "
+            f"{collected.num_reward_errors}; {plural(count, 'time')} with {error}; one of them is "
+            f"{collected.reward_errors[0]}; correct it"
+        )
 
 
 class Sampler:
@@ -38,6 +122,7 @@ class Sampler:
         self._drafting = drafting
         self._group = group
         self._forecast = EpisodeForecast()
+        self.rehearsal = Rehearsal(options.rehearse)
 
     def collect(
         self,
@@ -45,6 +130,7 @@ class Sampler:
         prompts: Sequence[Prompt],
         draws: Mapping[PromptId, int],
         *,
+        following: Sequence[Prompt] = (),
         on_progress: OnProgress | None = None,
     ) -> Collected:
         """The groups of the prompts; all ranks call it with the same prompts, each with its own engine.
@@ -53,6 +139,7 @@ class Sampler:
             engine: idle before and after.
             prompts: of the step.
             draws: how often each prompt has been scheduled before.
+            following: of the next batch, which idle rows may rehearse.
             on_progress: called with the rollouts that this rank has finished, and all of its.
 
         Raises:
@@ -67,25 +154,34 @@ class Sampler:
             finished.append(rollout)
             if self._drafting is not None:
                 self._drafting.add(rollout)
+                self._drafting.add_rest(rollout, self.rehearsal.rest_of(rollout))
 
         is_environment = isinstance(self._task, EnvironmentTask)
         num_episodes = len(prompts) * self._options.group_size
         sample = (
             partial(collect_episodes, num_episodes=num_episodes, forecast=self._forecast)
             if is_environment
-            else partial(collect, order=self._order(own))
+            else partial(collect, order=self._order(own), rehearsed=self.rehearsal.tokens)
         )
-        collected = sample(
-            engine,
-            self._task,
-            own,
-            draws,
-            group_size=self._options.group_size,
-            sampling=self._sampling,
-            on_finished=remember,
-            on_progress=progress.add,
-        )
+        before = engine.stats
+        if self.rehearsal.is_on and not is_environment:
+            self.rehearsal.begin(engine, self._early_requests(prompts, following, draws))
+        try:
+            collected = sample(
+                engine,
+                self._task,
+                own,
+                draws,
+                group_size=self._options.group_size,
+                sampling=self._sampling,
+                on_finished=remember,
+                on_progress=progress.add,
+            )
+        finally:
+            self.rehearsal.end(engine)
         joined = self._joined(prompts, collected, finished)
+        lengths = [rollout.num_tokens for group in joined.groups for rollout in group.rollouts]
+        self.rehearsal.note(engine.stats.since(before), lengths, self._group)
         if is_environment:
             self._forecast.observe(joined.groups)
         return joined
@@ -97,6 +193,14 @@ class Sampler:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores a `state`."""
         self._forecast.load_state(state)
+
+    def _early_requests(
+        self, prompts: Sequence[Prompt], following: Sequence[Prompt], draws: Mapping[PromptId, int]
+    ) -> list[Request]:
+        """This rank's requests of the next batch, with the noise that they will have."""
+        after = {**draws, **{prompt.prompt_id: draws.get(prompt.prompt_id, 0) + 1 for prompt in prompts}}
+        own = following[self._group.rank :: self._group.size]
+        return Collection(own, after, group_size=self._options.group_size, sampling=self._sampling).requests()
 
     def _joined(self, prompts: Sequence[Prompt], own: Collected, finished: Sequence[Rollout]) -> Collected:
         """The groups of all ranks; what the others finished is history here too, in their order."""

@@ -3,24 +3,91 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from torch import nn
 
-from treering.errors import ConfigError
+from treering.config.loop import RlOptions
+from treering.config.optim import OptimOptions
+from treering.engine.protocol import Logprobs
+from treering.errors import ConfigError, StateError
 from treering.ranks.group import RankGroup
 from treering.rl.advantages import BranchAdvantages
-from treering.rl.batch import RlBatch, make_rl_batch, own_tokens, share_of, with_penalties
+from treering.rl.batch import (
+    RlBatch,
+    empty_batch,
+    make_rl_batch,
+    overlong_penalties,
+    own_tokens,
+    share_of,
+    with_penalties,
+)
 from treering.rl.collect import Group
-from treering.rl.options import RlOptions, known
-from treering.train.gradient.router_losses import check_routers
-from treering.train.loop.compute import num_threads
-from treering.train.loop.distill import check_teacher
-from treering.train.loop.optim import OptimOptions
-from treering.train.loop.ranks import share_batch
-from treering.train.loop.reference import MakeReference, Reference, needs_copy
-from treering.train.loop.update import Update, Updater
+from treering.train.branch_logprobs import branch_logprobs
+from treering.train.loop.batches import check_ranks
+from treering.train.loop.compute import num_threads, precision, share_batch, tokens_on_ranks
+from treering.train.loop.reference import MakeReference, Reference, check_teacher, distill_objective, needs_copy
+from treering.train.loop.update import Update, Updater, combined
+from treering.train.objective import Objective, Weighting
+from treering.train.objectives import find_objective
+from treering.train.objectives.sft import sft
 from treering.train.progress import OnProgress
+from treering.train.router_losses import check_routers
+
+
+def weighting_of(options: RlOptions) -> Weighting:
+    """Return how the terms of the loss are combined.
+
+    Raises:
+        ConfigError: the objective refuses a clip, a divisor or a cap.
+    """
+    return make_objective(options, empty_batch()).weighting
+
+
+def make_objective(options: RlOptions, batch: RlBatch, teacher: nn.Module | None = None) -> Objective:
+    """Return the loss over the branches of a batch; with a teacher, the divergence from it is part of the loss."""
+    plain = _policy_objective(options, batch)
+    return plain if teacher is None or options.distill is None else distill_objective(options.distill, teacher, plain)
+
+
+def _policy_objective(options: RlOptions, batch: RlBatch) -> Objective:
+    if options.objective == "distill":
+        # Stands for its masks and weighting only.
+        return sft(batch.trees.loss_masks, options.normalizer or "token_mean", divisor=options.divisor)
+    own: dict[str, Any] = {
+        "clip": options.clip,
+        "normalizer": options.normalizer,
+        "divisor": options.divisor,
+        "entropy_coefficient": options.entropy_coefficient,
+    }
+    if options.max_importance is not None:
+        own |= {"behaviour_logprobs": batch.behaviour_logprobs, "max_importance": options.max_importance}
+    if batch.ref_logprobs is not None:
+        own |= {"ref_logprobs": batch.ref_logprobs, "kl_coefficient": options.kl, "kl_estimator": "k3"}
+    objective: Objective = find_objective(options.objective)(
+        batch.advantages,
+        batch.trees.loss_masks,
+        known(batch.old_logprobs) if options.old_logprobs == "sampled" or options.num_updates > 1 else None,
+        **{name: value for name, value in own.items() if value is not None},
+    )
+    return objective
+
+
+def known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
+    """The log-probs, unless an engine could not give them.
+
+    Raises:
+        StateError: some are NaN.
+    """
+    num_unknown = sum(int(np.isnan(values).sum()) for values in old_logprobs)
+    if num_unknown > 0:
+        raise StateError(
+            f"ratios need the policy's log-prob of every token, and the engine gave none for {num_unknown} tokens; set "
+            'old_logprobs="recomputed"'
+        )
+    return old_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +106,7 @@ class Trained:
     num_empty_groups: int
     """Groups without any rollout."""
     update: Update | None
-    """The update; None if every group had equal rewards, and the weights stayed."""
+    """The update, or several as one; None if every group had equal rewards, and the weights stayed."""
 
 
 class Trainer:
@@ -72,44 +139,43 @@ class Trainer:
             UnsupportedError: router losses for a model without routers, or a model that cannot recompute activations.
         """
         check_routers(model, options.router_losses)
-        check_teacher(model, teacher, options.distill)
+        check_teacher(model, teacher, options, options.objective)
+        # The objective refuses wrong clips, divisors and caps now, and not after the first rollouts.
+        self._weighting = weighting_of(options)
         self._teacher = teacher
         self._options = options
         self._group = RankGroup() if group is None else group
+        check_ranks(options.layout, self._group.size)
         self._reference = _reference_of(model, reference, options, self._group)
-        self._updater = Updater(model, optim, options.compute, group=self._group, ranks=options.ranks)
+        self._model = model
+        self._is_between_updates = False
+        self._updater = Updater(model, optim, options, group=self._group)
 
     def train(self, step: int, groups: Sequence[Group], *, on_progress: OnProgress | None = None) -> Trained:
-        """Updates the weights once, unless every group has equal rewards, and no teacher and no KL counts besides.
+        """Updates the weights, unless every group has equal rewards, and no teacher and no KL counts besides.
 
-        `on_progress` hears how far the gradients are, see `backward`.
+        `on_progress` hears how far the gradients of the first update are, see `backward`; it may end the step, and
+        after that update nothing does.
 
         Raises:
-            StateError: gradients are not finite; the weights are unchanged.
+            StateError: gradients are not finite; the weights are those before the update.
         """
-        with num_threads(self._options.num_train_threads):
+        with num_threads(self._options.num_train_threads, self._model):
             return self._train(step, groups, on_progress)
 
     def _train(self, step: int, groups: Sequence[Group], on_progress: OnProgress | None) -> Trained:
         options, reference, kl = self._options, self._reference, None
+        groups = self.shaped(groups)
         if reference is not None and options.kl_in == "reward":
             groups, kl = self._penalised(groups, reference)
         in_loss = reference if options.kl_in == "loss" else None
-        batch = self._batch(groups, keeps_equal=self._teacher is not None or in_loss is not None)
+        keeps_equal = (self._teacher is not None or in_loss is not None) and options.max_gen_batches == 1
+        batch = self._batch(groups, keeps_equal=keeps_equal)
         update = None
         if batch.trees.num_tasks > 0:
-            compute = options.compute
-            own = share_of(batch, self._group, compute.costs)
-            if in_loss is not None:
-                own = replace(own, ref_logprobs=in_loss.logprobs(own.trees, options.sampling.temperature))
-            update = self._updater.update(
-                step,
-                own.trees,
-                options.make_objective(own, self._teacher),
-                temperature=options.sampling.temperature,
-                router_losses=options.router_losses,
-                on_progress=on_progress,
-            )
+            # All are scored before the first update.
+            parts = [self._scored(part, in_loss) for part in self._minibatches(batch)]
+            update = combined(self._update(step, parts, on_progress))
             if kl is not None:
                 update = replace(update, metrics={**update.metrics, "kl": kl})
         return Trained(
@@ -120,11 +186,72 @@ class Trainer:
             update=update,
         )
 
+    def shaped(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups with the length penalty in their rewards."""
+        options = self._options
+        if options.overlong_buffer is None:
+            return groups
+        penalties = overlong_penalties(
+            groups,
+            max_tokens=options.sampling.max_tokens,
+            buffer=options.overlong_buffer,
+            factor=options.overlong_penalty,
+        )
+        return with_penalties(groups, penalties)
+
+    def differs(self, group: Group) -> bool:
+        """Whether the rewards of a group differ, with the length penalty, so that it has advantages other than 0."""
+        return bool(self._batch(self.shaped([group]), keeps_equal=False).trained)
+
+    def _minibatches(self, batch: RlBatch) -> list[RlBatch]:
+        """The parts of a batch with one update each."""
+        num_parts = min(self._options.num_minibatches, len(batch.trained))
+        if num_parts == 1:
+            return [batch]
+        edges = [len(batch.trained) * i // num_parts for i in range(num_parts + 1)]
+        return [self._batch(batch.trained[start:stop], keeps_equal=True) for start, stop in pairwise(edges)]
+
+    def _scored(self, batch: RlBatch, reference: Reference | None) -> RlBatch:
+        """This rank's share, with the log-probs of the reference and of the policy before its updates, if needed."""
+        options = self._options
+        own = share_of(batch, self._group)
+        if reference is not None:
+            own = replace(own, ref_logprobs=reference.logprobs(own.trees, options.sampling.temperature))
+        if options.num_updates == 1 or options.old_logprobs == "sampled":
+            return own
+        with precision(self._model, options.autocast):
+            old = branch_logprobs(
+                self._model,
+                own.trees.forests,
+                own.trees.loss_masks,
+                max_tokens=tokens_on_ranks(options),
+                temperature=options.sampling.temperature,
+                backend=options.backend,
+                group=self._group,
+            )
+        return replace(own, old_logprobs=old)
+
+    def _update(self, step: int, parts: Sequence[RlBatch], on_progress: OnProgress | None) -> list[Update]:
+        """One update for each part, as often as there are iterations."""
+        options, updates = self._options, list[Update]()
+        for part in [*parts] * options.num_iterations:
+            update = self._updater.update(
+                step,
+                part.trees,
+                make_objective(options, part, self._teacher),
+                temperature=options.sampling.temperature,
+                router_losses=options.router_losses,
+                on_progress=None if updates else on_progress,
+            )
+            updates.append(update)
+            self._is_between_updates = len(updates) < len(parts) * options.num_iterations
+        return updates
+
     def _penalised(self, groups: Sequence[Group], reference: Reference) -> tuple[list[Group], float]:
         """The groups with the KL in their rewards, and its mean over sampled tokens; ranks score a share each."""
         batch = self._batch(groups, keeps_equal=True)
-        compute, old = self._options.compute, known(batch.old_logprobs)
-        share = share_batch(batch.trees, self._group, compute.costs)
+        old = known(batch.old_logprobs)
+        share = share_batch(batch.trees, self._group)
         scored = reference.logprobs(share.batch, self._options.sampling.temperature)
         counted = own_tokens(groups)
         own = {
@@ -142,11 +269,17 @@ class Trainer:
             estimator=options.estimator,
             layout=options.layout,
             keeps_equal=keeps_equal,
-            normalizer=options.weighting.normalizer,
+            normalizer=self._weighting.normalizer,
         )
 
     def state(self) -> dict[str, Any]:
-        """The optimiser's state, all tensors and numbers."""
+        """The optimiser's state, all tensors and numbers.
+
+        Raises:
+            StateError: an error ended the latest step after some of its updates.
+        """
+        if self._is_between_updates:
+            raise StateError("a step ended between its updates, and only whole ones are saved; go on from a checkpoint")
         return self._updater.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -164,10 +297,10 @@ def _reference_of(
     if options.kl == 0:
         return None
     if not needs_copy(model, group.size):
-        return Reference(model, None, options.compute)
+        return Reference(model, None, options)
     if make is None:
         raise ConfigError(
             f"a KL compares with the weights that the run began with, and kl is {options.kl} without `reference`; give "
             "a function that makes them, or set kl=0"
         )
-    return Reference(model, make, options.compute)
+    return Reference(model, make, options)

@@ -73,7 +73,10 @@ def contained() -> Iterator[None]:
 def in_copy(call: Callable[[], str], time_limit_s: float) -> str:
     """What a call returns in a forked copy of this process, which user code may crash, or leave in any state.
 
-    It is empty if the copy ends without an answer, or takes longer.
+    It is empty if the copy ends without an answer.
+
+    Raises:
+        TimeoutError: it takes longer.
 
     Example: `in_copy(lambda: "found", 1.0)` is "found", and `in_copy(lambda: os._exit(1), 1.0)` is "".
     """
@@ -88,8 +91,9 @@ def in_copy(call: Callable[[], str], time_limit_s: float) -> str:
         os._exit(0)
     os.close(writer)
     try:
-        is_answered = bool(select.select([reader], [], [], time_limit_s)[0])
-        return os.read(reader, _MAX_ANSWER_BYTES).decode(errors="replace") if is_answered else ""
+        if not select.select([reader], [], [], time_limit_s)[0]:
+            raise TimeoutError
+        return os.read(reader, _MAX_ANSWER_BYTES).decode(errors="replace")
     finally:
         os.close(reader)
         os.kill(process, signal.SIGKILL)

@@ -1,26 +1,106 @@
-"""The event loop of a run: receives messages from the child processes and sends each its next work."""
+"""The event loop of a run: starts its processes, receives their messages, and sends each its next work."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from treering.engine.rollout import Rollout, RolloutKey
-from treering.rl.environments.run import Run
-from treering.rl.reward_results import RewardResult
+from torch import nn
+
+from treering.config.loop import RlOptions
+from treering.config.optim import OptimOptions
+from treering.engine.protocol import Rollout, RolloutKey
+from treering.errors import ConfigError
+from treering.rl.collect import RewardResult
+from treering.rl.drafting import Drafting
+from treering.rl.environments.environment import EnvironmentTask
+from treering.rl.environments.episodes import Run
 from treering.rl.step_report import WorkerSpan
-from treering.runtime.ipc.launcher import Launcher, wait_for_any
-from treering.runtime.ipc.messages import RewardRequest, TrainedStep
-from treering.runtime.ipc.process import ChildProcess
-from treering.runtime.ipc.weight_store import WeightStore
-from treering.runtime.pools.reward_client import RewardClient
-from treering.runtime.pools.rollout_pool import RolloutPool
-from treering.runtime.pools.trainer_client import TrainerClient
-from treering.runtime.step.open_step import OpenStep
+from treering.rl.tasks.task import Task
+from treering.runtime.account import Account
+from treering.runtime.messages import Recipe, RewardRequest, TrainedStep, TrainerSettings, WorkerSettings
+from treering.runtime.open_step import OpenStep
+from treering.runtime.process import Actors, RunProcess
+from treering.runtime.rewards import RewardClient
+from treering.runtime.rollout_pool import RolloutPool
+from treering.runtime.trainer import TrainerClient, packed
+from treering.runtime.weights import WeightStore, model_tensors
+from treering.schedule.cluster import Cluster
 from treering.schedule.measured_latency import PassTimes
+from treering.schedule.policy import Policy
+from treering.schedule.predict import LengthPredictor
+from treering.train.loop.reference import MakeReference
 from treering.train.progress import OnProgress, PhaseProgress
 
 _POLL_S = 1.0
-"""Longest wait for a message: a death that closes no pipe is noticed after this time."""
+"""Longest wait for a message: silence is noticed after this time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineSpec:
+    """How a run in several processes samples and trains.
+
+    Raises:
+        ConfigError: a time limit that is not positive, no trainer rank, dynamic sampling, or a history in memory.
+    """
+
+    recipe: Recipe
+    """Builds model, task and engines in the processes."""
+    optim: OptimOptions
+    """The optimiser."""
+    options: RlOptions
+    """Of the steps, as for `RlLoop`."""
+    num_steps: int
+    """Of the whole run; no later step is sampled."""
+    cluster: Cluster
+    """Workers and staleness; policies also read its slots, and its latency until one is measured."""
+    policy: Policy
+    """An unused scheduling policy."""
+    predictor: LengthPredictor
+    """An unused length predictor."""
+    actors: Actors
+    """Starts the processes."""
+    drafting: Drafting | None = None
+    """History of earlier rollouts, in a folder that all hosts see; None disables speculation."""
+    num_trainer_ranks: int = 1
+    """Processes that train together, each with a shard of the model (FSDP2)."""
+    reward_time_limit_s: float = 60.0
+    """For one reward; a rollout that exceeds it is left out."""
+    worker_time_limit_s: float = 3600.0
+    """Seconds that a process which has work may send nothing before it is replaced."""
+    reference: MakeReference | None = None
+    """As for `RlLoop`; a trainer calls it, so it must be picklable."""
+
+    def __post_init__(self) -> None:
+        if self.options.max_gen_batches > 1:
+            raise ConfigError(
+                f"workers sample steps ahead, got max_gen_batches={self.options.max_gen_batches}, which decides by a "
+                "step's rewards what is sampled next; set 1, or use RlLoop"
+            )
+        if self.num_trainer_ranks < 1:
+            raise ConfigError(f"at least one process trains, got num_trainer_ranks={self.num_trainer_ranks}; raise it")
+        if not self.reward_time_limit_s > 0:
+            raise ConfigError(f"a reward takes time, got reward_time_limit_s={self.reward_time_limit_s}; raise it")
+        if not self.worker_time_limit_s > 0:
+            raise ConfigError(f"work takes time, got worker_time_limit_s={self.worker_time_limit_s}; raise it")
+        if self.drafting is not None and self.drafting.folder is None:
+            raise ConfigError(
+                "workers read the history from a folder, and Drafting(folder=None) is in memory; give a folder"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StartState:
+    """Where a run starts or resumes; the weights are passed separately, as a model."""
+
+    step: int = 0
+    """Steps done."""
+    policy_version: int = 0
+    """Updates done."""
+    optimizer: Mapping[str, Any] | None = None
+    """The optimiser's state; None starts a new one."""
+    past: tuple[Mapping[str, Any], ...] = ()
+    """Earlier weights that the next steps are sampled with: "step", "policy_version" and "weights" by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,46 +134,82 @@ class Controller:
 
     def __init__(
         self,
-        rollout_pool: RolloutPool,
-        reward_client: RewardClient | None,
-        trainer_client: TrainerClient,
-        store: WeightStore,
-        launcher: Launcher,
+        spec: PipelineSpec,
+        start_state: StartState,
+        model: nn.Module,
+        task: Task,
         *,
-        policy_versions: Mapping[int, int],
+        account: Account,
         on_finished: Callable[[Rollout], bool] | None,
     ) -> None:
-        """Takes clients whose processes are started.
+        """Start every process. `wait_until_ready` waits for them and raises their errors.
 
         Args:
-            rollout_pool: the rollout workers.
-            reward_client: the reward worker; None where episodes bring their rewards.
-            trainer_client: the trainer.
-            store: the weights.
-            launcher: started the processes; `close` closes it.
-            policy_versions: step -> policy version after it, of the weights in the store.
+            spec: the run.
+            start_state: where it starts.
+            model: its weights.
+            task: an environment's episodes bring their rewards; other rewards have a process.
+            account: counts deaths.
             on_finished: called with each finished rollout; returns whether the workers must refresh their history.
         """
-        self._rollout_pool = rollout_pool
-        self._reward_client = reward_client
-        self.trainer_client = trainer_client
-        self.store = store
-        self._launcher = launcher
-        self.policy_versions = dict(policy_versions)
-        self._on_finished = on_finished
+        self._actors, self._on_finished = spec.actors, on_finished
+        self._actors.open(spec.recipe)
+        self.store = WeightStore(self._actors, spec.cluster.staleness + 2)
+        for past in start_state.past:
+            self.store.put(past["step"], past["weights"])
+        weights = self.store.put(start_state.step, model_tensors(model))
+        self.policy_versions = {past["step"]: past["policy_version"] for past in start_state.past}
+        """Step -> policy version after it, of the weights in the store."""
+        self.policy_versions[start_state.step] = start_state.policy_version
+        runs_episodes = isinstance(task, EnvironmentTask)
+        drafting = spec.drafting
+        self._rollout_pool = RolloutPool(
+            WorkerSettings(
+                recipe=spec.recipe,
+                drafts=None if drafting is None else drafting.options,
+                history=None if drafting is None else drafting.folder,
+            ),
+            self._actors,
+            self.store,
+            num_workers=spec.cluster.num_workers,
+            time_limit_s=spec.worker_time_limit_s,
+            account=account,
+            runs_episodes=runs_episodes,
+        )
+        self._reward_client: RewardClient | None = None
+        if not runs_episodes:
+            self._reward_client = RewardClient(
+                spec.recipe,
+                self._actors,
+                reward_name=task.reward_name,
+                time_limit_s=spec.reward_time_limit_s,
+                worker_time_limit_s=spec.worker_time_limit_s,
+                account=account,
+            )
+        self.trainer_client = TrainerClient(
+            TrainerSettings(
+                recipe=spec.recipe,
+                optim=spec.optim,
+                options=spec.options,
+                state=packed(start_state.optimizer),
+                reference=spec.reference,
+                weights=weights,
+            ),
+            self.store,
+            self._actors,
+            num_ranks=spec.num_trainer_ranks,
+            time_limit_s=spec.worker_time_limit_s,
+            account=account,
+        )
         self._open_steps: dict[int, OpenStep] = {}
         self._pending_rewards: dict[RolloutKey, tuple[OpenStep, RewardRequest]] = {}
         self._idle_since_s = self._step_since_s = time.perf_counter()
 
     @property
-    def children(self) -> list[ChildProcess]:
-        """All child processes."""
-        return [*self._needed, *([] if self._reward_client is None else [self._reward_client.spare])]
-
-    @property
-    def _needed(self) -> list[ChildProcess]:
-        rewards = [] if self._reward_client is None else [self._reward_client.child]
-        return [*self._rollout_pool.children, *rewards, *self.trainer_client.children]
+    def processes(self) -> list[RunProcess]:
+        """All processes."""
+        rewards = [] if self._reward_client is None else [self._reward_client.process]
+        return [*self._rollout_pool.processes, *rewards, *self.trainer_client.processes]
 
     @property
     def last_open(self) -> int:
@@ -101,15 +217,15 @@ class Controller:
         return max(self._open_steps, default=0)
 
     def wait_until_ready(self, on_progress: OnProgress | None = None) -> None:
-        """Waits until every process but the spare one has built its model or task, and starts the clock.
+        """Waits until every process has built its model or task, and starts the clock.
 
         `on_progress` is called with those that have, and all of them.
 
         Raises:
             StateError, Exception: see `finish`.
         """
-        progress = PhaseProgress("starting", len(self._needed), on_progress)
-        while (num_ready := sum(child.is_ready for child in self._needed)) < len(self._needed):
+        progress = PhaseProgress("starting", len(self.processes), on_progress)
+        while (num_ready := sum(process.is_ready for process in self.processes)) < len(self.processes):
             progress.reach(num_ready)
             progress.tick()
             self._receive()
@@ -123,8 +239,6 @@ class Controller:
     def dispatch(self) -> None:
         """Sends every process the work that it can start now."""
         self._rollout_pool.dispatch(self._open_steps, self.policy_versions)
-        if self._reward_client is not None:
-            self._reward_client.dispatch()
 
     def finish(
         self, step: int, on_sampled: Callable[[OpenStep], None], on_progress: OnProgress | None = None
@@ -139,7 +253,7 @@ class Controller:
         Raises:
             StateError: a process dies repeatedly, rewards end their process again and again, or too many episodes of
                 an environment failed.
-            Exception: the error that a child process raised.
+            Exception: the error that a process raised.
         """
         open_step, sent_s = self._open_steps[step], None
         progress = PhaseProgress("sampling", open_step.account.scheduled, on_progress)
@@ -170,16 +284,14 @@ class Controller:
         if self._reward_client is not None:
             self._reward_client.close()
         self.trainer_client.close()
-        self.store.close()
-        self._launcher.close()
+        self._actors.close()
 
     def _receive(self) -> TrainedStep | None:
         """Waits for messages and handles them; returns the trained step if there is one."""
         rewards = self._reward_client
         left_s = None if rewards is None else rewards.seconds_left()
-        connections = [*self._rollout_pool.connections(), *self.trainer_client.connections()]
-        connections += [] if rewards is None else rewards.connections()
-        wait_for_any(connections, _POLL_S if left_s is None else min(_POLL_S, left_s))
+        actors = [process.actor for process in self.processes if process.actor is not None]
+        self._actors.wait(actors, _POLL_S if left_s is None else min(_POLL_S, left_s))
         for open_step, ended in self._rollout_pool.receive(self._open_steps):
             if isinstance(ended, Run):
                 self._take_run(open_step, ended)
@@ -190,7 +302,7 @@ class Controller:
         return self.trainer_client.receive()
 
     def _take_rewards(self, rewards: RewardClient) -> None:
-        for reply in [*rewards.receive(), *rewards.check_time()]:
+        for reply in rewards.receive():
             open_step, request = self._pending_rewards.pop(reply.key)
             if request.is_group:
                 self._take_group(open_step, reply.results)

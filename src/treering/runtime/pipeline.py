@@ -1,6 +1,6 @@
 """The pipelined RL loop: steps overlap, with the same results as running them one after another.
 
-All slow work happens in child processes. Step k is sampled entirely with the weights after step k - 1 - staleness, so
+All slow work happens in other processes. Step k is sampled entirely with the weights after step k - 1 - staleness, so
 timing, stealing and crashes never change a rollout (law 6).
 """
 
@@ -13,31 +13,18 @@ from torch import nn
 
 from treering.closing import Closing
 from treering.data import Trajectory
-from treering.engine.rollout import Rollout
-from treering.errors import ConfigError, Interrupted, StateError
-from treering.rl.checks import check_contexts
-from treering.rl.drafting import Drafting
-from treering.rl.environments.task import EnvironmentTask
-from treering.rl.options import RlOptions
+from treering.engine.protocol import Rollout
+from treering.errors import Interrupted, StateError
+from treering.rl.sampler import check_contexts
 from treering.rl.step_report import RlStepReport
 from treering.rl.tasks.task import Task
 from treering.runtime.account import Account
-from treering.runtime.controller import Controller, FinishedStep
-from treering.runtime.ipc.launcher import Launcher, Recipe
-from treering.runtime.ipc.local_launcher import LocalLauncher
-from treering.runtime.launch import RunSpec, StartState, start_controller
-from treering.runtime.reports import report_of
-from treering.runtime.run_state import RunState
-from treering.runtime.workers.trainer_worker import unpacked
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import Latency
-from treering.schedule.policy import Policy
-from treering.schedule.predict.lengths import LengthPredictor
-from treering.train.gradient.router_losses import check_routers
-from treering.train.loop.optim import OptimOptions
-from treering.train.loop.reference import MakeReference
-from treering.train.loop.restore import set_random_state
-from treering.train.loop.resumable import Resumable
+from treering.runtime.controller import Controller, FinishedStep, PipelineSpec, StartState
+from treering.runtime.run_state import RunState, report_of
+from treering.runtime.trainer import unpacked
+from treering.schedule.cluster import Latency
+from treering.train.loop.checkpoint import Resumable, set_random_state
+from treering.train.router_losses import check_routers
 
 
 class PipelineLoop(Closing, Resumable[RlStepReport]):
@@ -47,83 +34,31 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
     that dies is replaced, which costs only time. At staleness 0 the steps equal those of `RlLoop`.
 
     Example:
-        >>> with PipelineLoop(model, task, recipe, optim=optim, options=options, num_steps=100, cluster=cluster,
-        ...                   policy=make_policy("histopipe"), predictor=predictor) as loop:      # doctest: +SKIP
+        >>> spec = PipelineSpec(recipe=recipe, optim=optim, options=options, num_steps=100, cluster=cluster,
+        ...                     policy=make_policy("histopipe"), predictor=predictor,
+        ...                     actors=RayActors(num_rollout_workers=2))                         # doctest: +SKIP
+        >>> with PipelineLoop(model, task, spec) as loop:                                      # doctest: +SKIP
         ...     print([loop.step().rollouts.reward_mean for _ in range(3)])
         [0.48, 0.5, 0.53]
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        recipe: Recipe,
-        *,
-        optim: OptimOptions,
-        options: RlOptions,
-        num_steps: int,
-        cluster: Cluster,
-        policy: Policy,
-        predictor: LengthPredictor,
-        drafting: Drafting | None = None,
-        num_trainer_ranks: int = 1,
-        reward_time_limit_s: float = 60.0,
-        worker_time_limit_s: float = 3600.0,
-        launcher: Launcher | None = None,
-        reference: MakeReference | None = None,
-    ) -> None:
-        """Starts nothing yet.
+    def __init__(self, model: nn.Module, task: Task, spec: PipelineSpec) -> None:
+        """Start nothing yet.
 
         Args:
             model: the initial weights; it gets the new weights after every step.
             task: the prompts; rewards come from the recipe's task.
-            recipe: builds model, task and engines in the child processes.
-            optim: the optimiser.
-            options: of the steps, as for `RlLoop`.
-            num_steps: of the whole run; no later step is sampled.
-            cluster: workers and staleness; policies also read its slots, and its latency until one is measured.
-            policy: an unused scheduling policy.
-            predictor: an unused length predictor.
-            drafting: history of earlier rollouts; None disables speculation. Workers map its folder if it has one and
-                the launcher's processes share this host; else they are sent the history of the prompts that they run.
-            num_trainer_ranks: processes that train together, each with a shard of the model (FSDP2).
-            reward_time_limit_s: for one reward; a rollout that exceeds it is left out.
-            worker_time_limit_s: a process that has work and sends nothing for so long is replaced.
-            launcher: starts the processes; None: on this host.
-            reference: as for `RlLoop`; a trainer calls it, so it must be picklable.
+            spec: how to run it.
 
         Raises:
             InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
-            ConfigError: a time limit that is not positive, or no trainer rank.
             UnsupportedError: router losses for a model without routers.
         """
-        if num_trainer_ranks < 1:
-            raise ConfigError(f"at least one process trains, got num_trainer_ranks={num_trainer_ranks}; raise it")
-        if not reward_time_limit_s > 0:
-            raise ConfigError(f"a reward takes time, got reward_time_limit_s={reward_time_limit_s}; raise it")
-        if not worker_time_limit_s > 0:
-            raise ConfigError(f"work takes time, got worker_time_limit_s={worker_time_limit_s}; raise it")
-        check_contexts(task, options.sampling.max_tokens, model)
-        check_routers(model, options.router_losses)
+        check_contexts(task, spec.options.sampling.max_tokens, model)
+        check_routers(model, spec.options.router_losses)
         self.model = model
-        self._run_state = RunState(
-            task, options, num_steps=num_steps, cluster=cluster, policy=policy, predictor=predictor
-        )
-        self._drafting = drafting
-        self._spec = RunSpec(
-            recipe=recipe,
-            reference=reference,
-            launcher=LocalLauncher() if launcher is None else launcher,
-            optim=optim,
-            options=options,
-            cluster=cluster,
-            num_trainer_ranks=num_trainer_ranks,
-            drafting=drafting,
-            time_limit_s=reward_time_limit_s,
-            worker_time_limit_s=worker_time_limit_s,
-            reward_name=task.reward_name,
-            runs_episodes=isinstance(task, EnvironmentTask),
-        )
+        self._task, self._spec, self._drafting = task, spec, spec.drafting
+        self._run_state = RunState(task, spec)
         self._latest: list[Trajectory] = []
         self._start_state = StartState()
         self._controller: Controller | None = None
@@ -156,9 +91,9 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the running children, by name; empty before the first step."""
-        children = [] if self._controller is None else self._controller.children
-        return {child.name: child.pid for child in children if child.pid is not None}
+        """Process ids of the processes that are ready, by name; empty before the first step."""
+        processes = [] if self._controller is None else self._controller.processes
+        return {process.name: process.pid for process in processes if process.pid is not None}
 
     def step(self) -> RlStepReport:
         """Runs until the next step is trained, while later steps are sampled.
@@ -202,8 +137,9 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
             self.close()
             raise
         set_random_state(saved["random"])
+        versions, store = controller.policy_versions, controller.store
         past = [
-            {"step": k, "policy_version": controller.policy_versions[k], "weights": controller.store.tensors(k)}
+            {"step": k, "policy_version": versions[k], "weights": store.tensors(k, self.model)}
             for k in self._run_state.past
         ]
         return {**self._run_state.state(), "optimizer": saved["optimizer"], "drafter": None, "past": past}
@@ -242,11 +178,11 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
             raise StateError("a loop that was closed or has failed is over; make a new one from its last checkpoint")
         if self._controller is None:
             on_finished = None if self._drafting is None else self._remember
-            self._controller = start_controller(
-                self._spec, self._start_state, self.model, account=self.account, on_finished=on_finished
+            self._controller = Controller(
+                self._spec, self._start_state, self.model, self._task, account=self.account, on_finished=on_finished
             )
             self._start_state = StartState()
-            # Planning overlaps with the imports of the child processes.
+            # Planning overlaps with the imports of the processes.
             self._open_steps(self._controller)
             self._controller.wait_until_ready(self.on_progress)
         return self._controller

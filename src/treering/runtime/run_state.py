@@ -1,28 +1,27 @@
 """The progress of a run: steps done and open, their prompts and plans, the policy version and the account."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from treering.data import Trajectory
+from treering.engine.protocol import RolloutKey
 from treering.errors import StateError
-from treering.rl.checks import FailedSteps, check_prompts, with_stops
-from treering.rl.collect import Collection
-from treering.rl.environments.collect import EpisodeCollection
-from treering.rl.environments.task import EnvironmentTask
-from treering.rl.options import RlOptions
-from treering.rl.rollout_log import as_trajectories
+from treering.rl.collect import Collection, Group
+from treering.rl.environments.collect_episodes import EpisodeCollection
+from treering.rl.environments.environment import EnvironmentTask
+from treering.rl.sampler import FailedSteps, check_prompts, with_stops
+from treering.rl.step_report import Overlap, Phases, RlStepReport, as_trajectories, rollout_report
 from treering.rl.tasks.task import Prompt, Task
+from treering.rl.trainer import Trained
 from treering.runtime.account import Account
-from treering.runtime.controller import FinishedStep
-from treering.runtime.reports import settle_account
-from treering.runtime.step.migration import prices_of
-from treering.runtime.step.open_step import OpenStep
-from treering.runtime.step.planning import Planner
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import Latency
-from treering.schedule.policy import Policy
-from treering.schedule.predict.lengths import LengthPredictor
+from treering.runtime.controller import FinishedStep, PipelineSpec
+from treering.runtime.migration import prices_of
+from treering.runtime.open_step import OpenStep
+from treering.runtime.planning import Planner
+from treering.schedule.cluster import Latency
 from treering.train.loop.batches import StepPlan
 from treering.types import PromptId
 
@@ -34,22 +33,14 @@ class RunState:
     and `steps_to_open(2)` yields it once step 1 is complete.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        options: RlOptions,
-        *,
-        num_steps: int,
-        cluster: Cluster,
-        policy: Policy,
-        predictor: LengthPredictor,
-    ) -> None:
-        """Starts before the first step.
+    def __init__(self, task: Task, spec: PipelineSpec) -> None:
+        """Start before the first step.
 
         Raises:
             InputError: no prompt, or two prompts of one id.
         """
         check_prompts(task)
+        options = spec.options
         self._task, self._options = task, options
         self._sampling = with_stops(options.sampling, task)
         self._steps = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
@@ -58,16 +49,16 @@ class RunState:
         self._draws: dict[PromptId, int] = {}
         self.account = Account()
         self.version = 0
-        self._num_steps, self._cluster = num_steps, cluster
+        self._num_steps, self._cluster = spec.num_steps, spec.cluster
         self._failed_steps = FailedSteps(task.reward_name)
         self._planner = Planner(
-            policy,
-            predictor,
-            cluster,
+            spec.policy,
+            spec.predictor,
+            spec.cluster,
             prompt_ids=[prompt.prompt_id for prompt in task.prompts],
             prompts_of=self._steps.tasks_of,
             group_size=options.group_size,
-            num_steps=num_steps,
+            num_steps=spec.num_steps,
         )
 
     @property
@@ -210,3 +201,64 @@ def _check_format(state: Mapping[str, Any]) -> None:
             "a run is resumed by the version of Treering that began it, and this checkpoint was written by an earlier "
             "one; start a new run, or install that version"
         )
+
+
+def settle_account(finished: FinishedStep) -> Account:
+    """The account of a finished step, with the counts of its training.
+
+    Raises:
+        StateError: a rollout is missing or counted twice.
+    """
+    open_step, trained = finished.open_step, finished.done.trained
+    collected = open_step.collection.result()
+    account = open_step.account
+    account.reward_errors, account.unscored = collected.num_reward_errors, collected.num_unscored
+    account.empty = collected.num_empty
+    kept = {rollout.key for group in collected.groups for rollout in group.rollouts}
+    used = _trained_branches(collected.groups, trained)
+    num_lost = len(used) - (0 if trained.update is None else trained.update.num_branches)
+    account.trained = len(set(used)) - num_lost
+    account.without_variance = len(kept - set(used))
+    account.check(open_step.step)
+    return account
+
+
+def _trained_branches(groups: Sequence[Group], trained: Trained) -> list[RolloutKey]:
+    """The keys of the branches that an update has to have: a run has one for each of its branches."""
+    keys = [[rollout.key for rollout in group.rollouts] for group in groups]
+    # A KL in the loss trains groups with equal rewards too.
+    has_all = trained.num_rollouts == sum(map(len, keys))
+    pairs = zip(keys, trained.group_advantages, strict=True)
+    return [key for of_group, values in pairs if has_all or any(map(np.any, values)) for key in of_group]
+
+
+def report_of(finished: FinishedStep, *, epoch: int, step_s: float) -> RlStepReport:
+    """The report of a finished step that took `step_s` seconds."""
+    open_step, done = finished.open_step, finished.done
+    return RlStepReport(
+        step=open_step.step,
+        epoch=epoch,
+        version=finished.policy_version,
+        rollouts=rollout_report(
+            open_step.collection.result(),
+            num_zero_variance=done.trained.num_zero_variance,
+            num_empty_groups=done.trained.num_empty_groups,
+        ),
+        engine=open_step.stats,
+        update=done.trained.update,
+        phases=Phases(
+            rollout_s=open_step.ended_s - open_step.started_s,
+            train_s=done.train_s,
+            update_s=done.update_s,
+            step_s=step_s,
+        ),
+        overlap=Overlap(
+            trainer_wait_s=finished.trainer_wait_s,
+            bubble=finished.bubble,
+            staleness=open_step.step - 1 - open_step.version,
+            num_stolen=open_step.account.stolen,
+            num_moved=open_step.account.moved,
+            num_resampled=open_step.account.sampled_again,
+            spans=finished.spans,
+        ),
+    )

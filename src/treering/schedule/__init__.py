@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treering.schedule.cluster import Cluster as Cluster
-    from treering.schedule.latency import Latency as Latency
-    from treering.schedule.latency import linear_latency as linear_latency
-    from treering.schedule.plan.histopipe import HistoPipe as HistoPipe
-    from treering.schedule.policies import make_policy as make_policy
+    from treering.schedule.cluster import Latency as Latency
+    from treering.schedule.cluster import linear_latency as linear_latency
+    from treering.schedule.histopipe import HistoPipe as HistoPipe
+    from treering.schedule.histopipe import make_policy as make_policy
     from treering.schedule.policy import Forecast as Forecast
     from treering.schedule.policy import PlanRequest as PlanRequest
-    from treering.schedule.simulator.run import simulate as simulate
-    from treering.schedule.simulator.timeline import Timeline as Timeline
-    from treering.schedule.traces.replay import read_trace as read_trace
-    from treering.schedule.traces.synthetic import synthetic_trace as synthetic_trace
-    from treering.schedule.traces.trace import Trace as Trace
-    from treering.schedule.traces.trace import TraceStep as TraceStep
+    from treering.schedule.simulator import Timeline as Timeline
+    from treering.schedule.simulator import simulate as simulate
+    from treering.schedule.traces import Trace as Trace
+    from treering.schedule.traces import TraceStep as TraceStep
+    from treering.schedule.traces import read_trace as read_trace
+    from treering.schedule.traces import synthetic_trace as synthetic_trace
 
 _HOMES = {
     "Cluster": "cluster",
     "Forecast": "policy",
-    "HistoPipe": "plan.histopipe",
-    "Latency": "latency",
+    "HistoPipe": "histopipe",
+    "Latency": "cluster",
     "PlanRequest": "policy",
-    "Timeline": "simulator.timeline",
-    "Trace": "traces.trace",
-    "TraceStep": "traces.trace",
-    "linear_latency": "latency",
-    "make_policy": "policies",
-    "read_trace": "traces.replay",
-    "simulate": "simulator.run",
-    "synthetic_trace": "traces.synthetic",
+    "Timeline": "simulator",
+    "Trace": "traces",
+    "TraceStep": "traces",
+    "linear_latency": "cluster",
+    "make_policy": "histopipe",
+    "read_trace": "traces",
+    "simulate": "simulator",
+    "synthetic_trace": "traces",
 }
 
 __all__ = [
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
             f"module 'treering.schedule' has no attribute {name!r}; public names: {', '.join(__all__)}"
         )
     value = getattr(import_module(f"treering.schedule.{_HOMES[name]}"), name)
-    # Stored, so that later look-ups cost nothing and give the same object.
+    # Stored, so that later look-ups are free and return the same object.
     globals()[name] = value
     return value
 

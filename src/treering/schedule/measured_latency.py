@@ -1,4 +1,4 @@
-"""Collects measured times of passes, weight loads and updates, and fits a `Latency` to them by least squares."""
+"""Collect measured times of passes, weight loads and updates, and fit a `Latency` to them by least squares."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,23 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.errors import InputError
-from treering.schedule.latency import Latency
+from treering.schedule.cluster import Latency
 
 _FEW = 16
 """Fewest passes of one size that a fit uses."""
 
 _SLOW = 3
-"""A pass this many bits above the median of its size, 8 to 16 times as slow, is an outlier and is left out."""
+"""A pass this many bits above the median of its size, 8 to 16 times as slow, is an outlier and is dropped."""
 
 _NO_TIME_S = 1e-9
-"""Least time of a pass: a coarse clock may measure 0."""
+"""Least time of a pass, because a coarse clock may measure 0."""
 
 
 class Cell(NamedTuple):
     """A bucket of similar passes; each field is the bit length of a quantity."""
 
     rows: int
-    """0: none, 1: one, 2: two, 3: 3 or 4, 4: 5 to 8, ..."""
+    """Bits of the rows: 0 for none, 1 for one, 2 for two, 3 for 3 or 4, 4 for 5 to 8, ..."""
     prefilled: int
     """Bits of the prefilled tokens."""
     duration: int
@@ -46,7 +46,7 @@ class Sums(NamedTuple):
     duration_ns: int = 0
 
     def plus(self, other: "Sums") -> "Sums":
-        """The sum of both."""
+        """Return the sum of both."""
         passes, rows, prefilled, sampled, duration_ns = other
         return Sums(
             self.num_passes + passes,
@@ -59,9 +59,9 @@ class Sums(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class PassTimes:
-    """Times of passes, weight loads and updates. Independent of the order in which they are added.
+    """Times of passes, weight loads and updates, independent of the order in which they are added.
 
-    Times are whole nanoseconds, so sums are exact. Passes are stored as sums per cell, so memory stays small.
+    Times are integers in nanoseconds, so sums are exact. Passes are stored as sums per cell, so memory stays small.
 
     Example: 20 passes of 1 row that took 3 ms each and 20 of 8 rows that took 10 ms have the latency 2 ms + 1 ms a row.
     """
@@ -75,58 +75,58 @@ class PassTimes:
     def note_pass(
         self, seconds: float, *, num_rows: int, num_prefilled: int, num_sampled: int, num_passes: int = 1
     ) -> None:
-        """Adds a pass, or several that were timed together.
+        """Add a pass, or several that were timed together.
 
         Args:
-            seconds: of all passes together.
+            seconds: time of all passes together.
             num_rows: decoding rows, summed over passes.
             num_prefilled: prefilled tokens, summed over passes.
             num_sampled: tokens that rollouts gained.
             num_passes: number of passes.
 
         Raises:
-            InputError: an invalid time.
+            InputError: the time is negative or not finite.
         """
-        # Plain numbers, which a checkpoint can hold.
+        # A checkpoint can hold plain integers only.
         counts = (int(num_passes), int(num_rows), int(num_prefilled), int(num_sampled))
         sums = Sums(*counts, _nanoseconds(seconds))
         cell = _cell_of(sums)
         self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
 
     def note_load(self, seconds: float) -> None:
-        """Adds the time in which a worker loaded new weights.
+        """Add the time in which a worker loaded new weights.
 
         Raises:
-            InputError: an invalid time.
+            InputError: the time is negative or not finite.
         """
         self.loads_ns = sorted([*self.loads_ns, _nanoseconds(seconds)])
 
     def note_training(self, seconds: float) -> None:
-        """Adds the time of an update, from its last rollout to the new weights.
+        """Add the time of an update, from its last rollout to the new weights.
 
         Raises:
-            InputError: an invalid time.
+            InputError: the time is negative or not finite.
         """
         self.trainings_ns = sorted([*self.trainings_ns, _nanoseconds(seconds)])
 
     def add(self, other: "PassTimes") -> None:
-        """Adds all times of another object."""
+        """Add all times of another object."""
         for cell, sums in other.cells.items():
             self.cells[cell] = self.cells.get(cell, Sums()).plus(sums)
         self.loads_ns = sorted(self.loads_ns + other.loads_ns)
         self.trainings_ns = sorted(self.trainings_ns + other.trainings_ns)
 
     def latency(self) -> Latency | None:
-        """Seconds of a pass as a constant plus a cost per row and per prefilled token; medians of loads and updates.
+        """Fit the seconds of a pass by a constant plus a cost per row and per prefilled token.
 
-        None unless there are 16 passes of each of two sizes, one at least twice the other: passes of one size do not
-        determine the cost of a row. Loads and updates without a measurement take no time.
+        The times of loads and updates are medians, 0 if not measured. The result is None unless there are 16 passes of
+        each of two sizes, one at least twice the other: passes of one size do not determine the cost of a row.
         """
         sizes = _by_size(self.cells)
         by_rows = _by_rows(sizes)
         rows = [sums.num_rows / sums.num_passes for sums in by_rows]
         knots = np.unique(np.rint([1.0, *rows]).astype(np.int64))
-        # Passes that were timed together may have less than a row each.
+        # Passes that were timed together may have less than one row each.
         if len(rows) < 2 or rows[-1] < 2 * rows[0] or knots.size < 2:
             return None
         step_s, row_s, prefill_s = _line(list(sizes.values()))
@@ -141,20 +141,20 @@ class PassTimes:
         )
 
     def state(self) -> dict[str, Any]:
-        """Checkpoint state, as lists of whole numbers."""
+        """Return the checkpoint state, as lists of integers."""
         cells = [[*cell, *sums] for cell, sums in sorted(self.cells.items())]
         return {"cells": cells, "loads_ns": list(self.loads_ns), "trainings_ns": list(self.trainings_ns)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """The object that returned this `state`."""
+        """Restore an object from its `state`."""
         size = len(Cell._fields)
         cells = {Cell(*numbers[:size]): Sums(*numbers[size:]) for numbers in state["cells"]}
         return cls(cells=cells, loads_ns=list(state["loads_ns"]), trainings_ns=list(state["trainings_ns"]))
 
 
 def merged(parts: Iterable[PassTimes]) -> PassTimes:
-    """The sum of all parts."""
+    """Return the sum of all parts."""
     whole = PassTimes()
     for part in parts:
         whole.add(part)
@@ -162,7 +162,6 @@ def merged(parts: Iterable[PassTimes]) -> PassTimes:
 
 
 def _cell_of(sums: Sums) -> Cell:
-    """The cell of passes that were timed together."""
     rows = -(-sums.num_rows // sums.num_passes)
     return Cell(
         rows=0 if rows == 0 else (rows - 1).bit_length() + 1,
@@ -173,12 +172,12 @@ def _cell_of(sums: Sums) -> Cell:
 
 def _nanoseconds(seconds: float) -> int:
     if not (isfinite(seconds) and seconds >= 0):
-        raise InputError(f"a time is finite and at least 0, got {seconds!r} seconds; correct the clock")
+        raise InputError(f"a time must be finite and at least 0, got {seconds!r} seconds; correct the clock")
     return round(seconds * 1e9)
 
 
 def _by_size(cells: Mapping[Cell, Sums]) -> dict[tuple[int, int], Sums]:
-    """Passes by rows and prefilled tokens, ascending, without outliers (see `_SLOW`)."""
+    """Return passes by rows and prefilled tokens, ascending, without outliers (see `_SLOW`)."""
     by_size: dict[tuple[int, int], list[Cell]] = defaultdict(list)
     for cell in sorted(cells):
         by_size[cell.rows, cell.prefilled].append(cell)
@@ -186,14 +185,14 @@ def _by_size(cells: Mapping[Cell, Sums]) -> dict[tuple[int, int], Sums]:
     for size, same_size in by_size.items():
         ends = np.cumsum([cells[cell].num_passes for cell in same_size])
         middle = same_size[int(np.searchsorted(ends, (ends[-1] + 1) // 2))]
-        # Sum all kept cells of a size: the cells of its short passes alone would bias the fit downwards.
+        # Sum all kept cells of a size: only the cells of its short passes would bias the fit downwards.
         kept = [cells[cell] for cell in same_size if cell.duration <= middle.duration + _SLOW]
         found[size] = reduce(Sums.plus, kept)
     return found
 
 
 def _by_rows(sizes: Mapping[tuple[int, int], Sums]) -> list[Sums]:
-    """Decoding passes by rows, ascending, for sizes with at least `_FEW` passes."""
+    """Return decoding passes by rows, ascending, for sizes with at least `_FEW` passes."""
     found: dict[int, Sums] = defaultdict(Sums)
     for (rows, _), sums in sizes.items():
         found[rows] = found[rows].plus(sums)
@@ -201,7 +200,7 @@ def _by_rows(sizes: Mapping[tuple[int, int], Sums]) -> list[Sums]:
 
 
 def _line(sizes: Sequence[Sums]) -> tuple[float, float, float]:
-    """Least-squares seconds per pass, per row and per prefilled token, each at least 0."""
+    """Fit the seconds per pass, per row and per prefilled token, each at least 0."""
     passes, rows, prefilled, _, durations = np.array(sizes, np.float64).T
     seconds = np.maximum(durations / passes / 1e9, _NO_TIME_S)
     # Noise grows with the time of a pass, so errors are relative.
@@ -212,7 +211,7 @@ def _line(sizes: Sequence[Sums]) -> tuple[float, float, float]:
 
 
 def _least_squares(design: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Non-negative least squares, by trying every subset of non-zero coefficients."""
+    """Solve non-negative least squares by trying every subset of non-zero coefficients."""
     width = design.shape[1]
     best, least = np.zeros(width), np.inf
     for size in range(1, width + 1):

@@ -1,6 +1,6 @@
-"""The interface of a scheduling policy: forecasts in, an assignment of rollouts to workers out.
+"""Interface of a scheduling policy: forecasts in, an assignment of rollouts to workers out.
 
-A policy reads no clock and touches no worker; the caller carries the assignment out.
+A policy does not use time and does not touch workers; the caller carries the assignment out.
 
     R rollouts of a step, prompts in order, then samples
 """
@@ -37,28 +37,28 @@ class Forecast:
     lengths: NDArray[np.float64]
     """float64 [R] > 0: predicted tokens."""
     prompts: NDArray[np.int64]
-    """int64 [R]: prompt number of each rollout; equal numbers are a group."""
+    """int64 [R]: prompt index of each rollout; equal indices are a group."""
     num_turns: NDArray[np.float64] | None = None
-    """float64 [R] >= 1: predicted turns; None as `wait_s`."""
+    """float64 [R] >= 1: predicted turns; None if `wait_s` is None."""
     wait_s: NDArray[np.float64] | None = None
-    """float64 [R] >= 0: predicted seconds of waiting, in which a rollout holds no slot; None if none waits."""
+    """float64 [R] >= 0: predicted seconds of waiting, in which a rollout holds no slot; None if no rollout waits."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", np.asarray(self.lengths, np.float64))
         object.__setattr__(self, "prompts", np.asarray(self.prompts, np.int64))
         if self.lengths.ndim != 1 or self.lengths.shape != self.prompts.shape or self.lengths.size == 0:
             raise InputError(
-                f"a forecast has a length and a prompt for each of one or more rollouts, got {self.lengths.shape} and "
-                f"{self.prompts.shape}; give flat arrays alike"
+                f"a forecast needs a length and a prompt for each of one or more rollouts, got {self.lengths.shape} "
+                f"and {self.prompts.shape}; give flat arrays of equal length"
             )
         if not (np.isfinite(self.lengths) & (self.lengths > 0)).all():
             wrong = self.lengths[~(np.isfinite(self.lengths) & (self.lengths > 0))]
             raise InputError(
-                f"a predicted length is a positive number, got {wrong[0]} and {wrong.size - 1} more that are not; give "
-                "a prompt without history its predictor's guess"
+                f"a predicted length must be a positive number, got {wrong[0]} and {wrong.size - 1} more that are not; "
+                "give a prompt without history its predictor's guess"
             )
         if (self.num_turns is None) != (self.wait_s is None):
-            raise InputError("turns and waiting are predicted together, got one of them; give both, or neither")
+            raise InputError("num_turns and wait_s must be predicted together, got one of them; give both or neither")
         for name, least in (("num_turns", 1.0), ("wait_s", 0.0)):
             self._check_wait(name, least)
 
@@ -69,7 +69,7 @@ class Forecast:
         object.__setattr__(self, name, values)
         if values.shape != self.lengths.shape or not (np.isfinite(values) & (values >= least)).all():
             raise InputError(
-                f"{name} is a number from {least:g} on for each of {self.lengths.size} rollouts, got {values[:8]}; "
+                f"{name} must be at least {least:g} for each of {self.lengths.size} rollouts, got {values[:8]}; "
                 "correct the predictor"
             )
 
@@ -81,23 +81,23 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanRequest:
-    """What a policy knows when it assigns a step.
+    """Everything that a policy knows when it assigns a step.
 
     Example: `PlanRequest(step=3, cluster=cluster, forecasts=(third, fourth))` requests step 3;
     step 4 is known too.
     """
 
     step: int
-    """From 1."""
+    """Index of the step, from 1."""
     cluster: Cluster
-    """The workers."""
+    """Workers of the run."""
     forecasts: tuple[Forecast, ...]
-    """Of this step and of the known later ones; at least one."""
+    """Forecasts of this step and of the known later ones; at least one."""
 
     def __post_init__(self) -> None:
         if self.step < 1 or not self.forecasts:
             raise InputError(
-                f"steps count from 1 and have a forecast, got step {self.step}, {len(self.forecasts)} of them"
+                f"steps count from 1 and need a forecast, got step {self.step} with {len(self.forecasts)} forecasts"
             )
 
 
@@ -111,33 +111,35 @@ class Assignment:
     workers: NDArray[np.int32]
     """int32 [R]: worker of each rollout."""
     order: NDArray[np.int64]
-    """int64 [R]: all rollouts, earliest first; every worker starts its own in this order."""
+    """int64 [R]: all rollouts, earliest first; every worker starts its rollouts in this order."""
     stealing: Stealing = "off"
-    """See `Stealing`."""
+    """Whether idle workers take queued rollouts."""
     moving: Moving = "off"
-    """See `Moving`."""
+    """Whether running rollouts move."""
     predicted_lengths: NDArray[np.float64] | None = None
-    """float64 [R] > 0: lengths as the policy corrects them, used for stealing and moves; None: as forecast."""
+    """float64 [R] > 0: lengths as the policy corrects them, for stealing and moves; None: as forecast."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", np.asarray(self.workers, np.int32))
         object.__setattr__(self, "order", np.asarray(self.order, np.int64))
         rollouts = np.arange(self.workers.size)
         if self.order.shape != rollouts.shape or not np.array_equal(np.sort(self.order), rollouts):
-            raise InputError(f"an order names each of {rollouts.size} rollouts once, got {self.order.tolist()[:8]} ...")
+            raise InputError(
+                f"order must name each of {rollouts.size} rollouts once, got {self.order.tolist()[:8]} ..."
+            )
         if self.predicted_lengths is None:
             return
         lengths = np.asarray(self.predicted_lengths, np.float64)
         if lengths.shape != rollouts.shape or not (np.isfinite(lengths) & (lengths > 0)).all():
             raise InputError(
-                f"predicted_lengths needs one positive length a rollout, got shape {lengths.shape} for "
+                f"predicted_lengths needs one positive length per rollout, got shape {lengths.shape} for "
                 f"{rollouts.size} rollouts; correct the policy"
             )
         object.__setattr__(self, "predicted_lengths", lengths)
 
 
 class Policy(ABC):
-    """Assigns the rollouts of each step to workers, and orders them. One object serves one run, step by step."""
+    """Policy that assigns the rollouts of each step to workers, and orders them. One object serves one run."""
 
     @property
     @abstractmethod
@@ -151,21 +153,21 @@ class Policy(ABC):
 
     @abstractmethod
     def assign(self, request: PlanRequest) -> Assignment:
-        """The assignment of the requested step; every rollout gets one of the cluster's workers."""
+        """Assign the requested step; every rollout gets one of the cluster's workers."""
 
     def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:  # noqa: B027
-        """Takes the predicted and actual lengths of a finished step, float64 and int64 [R]; the default ignores them.
+        """Learn from predicted and actual lengths of a finished step, float64 and int64 [R]; the default ignores them.
 
-        Before `assign` of step k, a run calls this for all steps up to k - 1 - staleness and for no later ones, so
-        that assignments never depend on the clock.
+        Before `assign` of step k, a run calls this for all steps up to k - 1 - staleness and for no later ones, so that
+        assignments never depend on time.
         """
 
     def state(self) -> dict[str, Any]:
-        """Checkpoint state, as dictionaries, lists, numbers and strings.
+        """Return the checkpoint state, as dictionaries, lists, numbers and strings.
 
         It does not include the latest `NUM_LEARNT` steps passed to `learn`: the caller repeats these after loading.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Restores a `state`."""
+        """Restore a `state`."""

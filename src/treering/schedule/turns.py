@@ -1,4 +1,4 @@
-"""The turns of a step's rollouts: what each samples, and how long it waits before it goes on.
+"""Turns of a step's rollouts: the tokens of each, and the waiting before the next.
 
 R rollouts of a step   T turns of all of them, rollouts in order
 """
@@ -14,22 +14,22 @@ from treering.errors import InputError
 
 
 class Parts(NamedTuple):
-    """Turns with waiting between them: what a rollout samples without giving its slot back."""
+    """Turns joined up to the next waiting: what a rollout samples without giving its slot back."""
 
     starts: NDArray[np.int64]
     """int64 [R + 1]: rollout r has the parts `starts[r]` to `starts[r + 1]`."""
     num_tokens: NDArray[np.int64]
     """int64 [parts]."""
     wait_s: NDArray[np.float64]
-    """float64 [parts]: seconds of waiting after each; 0 after a last one only."""
+    """float64 [parts]: seconds of waiting after each part; 0 only after a last part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turns:
-    """The turns of a step's rollouts. A rollout that waits holds no slot.
+    """Turns of a step's rollouts. A rollout that waits holds no slot.
 
-    Example: a rollout of 8 tokens that waits 2 s for a tool and then samples 5 has the turns (8, 2.0) and (5, 0.0). One
-    that waits before its first token begins with a turn of no tokens.
+    Example: a rollout of 8 tokens that waits 2 s for a tool and then samples 5 has the turns (8, 2.0) and (5, 0.0). A
+    rollout that waits before its first token begins with a turn of 0 tokens.
     """
 
     starts: NDArray[np.int64]
@@ -46,18 +46,18 @@ class Turns:
         is_whole = starts.ndim == 1 and starts.size >= 2 and starts[0] == 0 and starts[-1] == num_tokens.size
         if not is_whole or (np.diff(starts) < 1).any() or num_tokens.shape != wait_s.shape:
             raise InputError(
-                f"each rollout has one turn or more, with its tokens and seconds of waiting, got starts "
+                f"each rollout needs at least one turn, with its tokens and seconds of waiting, got starts "
                 f"{starts.tolist()[:8]} of {num_tokens.size} and {wait_s.size} turns; align them"
             )
         if (num_tokens < 0).any() or not (np.isfinite(wait_s) & (wait_s >= 0)).all():
             raise InputError(
-                f"a turn has tokens and seconds of waiting, both at least 0, got {num_tokens.min()} and "
-                f"{wait_s.min()} as the least; correct them"
+                f"the tokens and seconds of waiting of a turn must be at least 0, got a minimum of "
+                f"{num_tokens.min()} and {wait_s.min()}; correct them"
             )
 
     @classmethod
     def of(cls, rollouts: Sequence[Sequence[tuple[int, float]]]) -> "Turns":
-        """From the tokens and the waiting of each turn of each rollout.
+        """Build turns from the tokens and the waiting of each turn of each rollout.
 
         Example: `Turns.of([[(8, 2.0), (5, 0.0)], [(3, 0.0)]]).starts` is [0, 2, 3].
         """
@@ -69,7 +69,7 @@ class Turns:
         )
 
     def of_rollouts(self, span: slice) -> "Turns":
-        """The turns of the rollouts of a slice, which names at least one."""
+        """Return the turns of a non-empty slice of the rollouts."""
         first, last = self.starts[span.start], self.starts[span.stop]
         return Turns(
             starts=self.starts[span.start : span.stop + 1] - first,
@@ -89,11 +89,11 @@ class Turns:
 
     @property
     def num_turns(self) -> NDArray[np.int64]:
-        """int64 [R]."""
+        """int64 [R]: turns of each rollout."""
         return np.diff(self.starts)
 
     def parts(self) -> Parts:
-        """The turns, those without waiting between them joined.
+        """Join turns without waiting between them.
 
         Example: turns (8, 0.0), (5, 2.0) and (1, 0.0) are the parts (13, 2.0) and (1, 0.0).
         """
@@ -106,12 +106,12 @@ class Turns:
 
 
 def even_turns(lengths: NDArray[np.int64], num_turns: NDArray[np.float64], wait_s: NDArray[np.float64]) -> Turns:
-    """Rollouts whose tokens and waiting are spread evenly over their turns; only a single turn has waiting after it.
+    """Spread the tokens and the waiting of rollouts evenly over their turns; no waiting follows the last turn.
 
     Args:
         lengths: int64 [R] >= 1.
         num_turns: float64 [R] >= 1, rounded, and at most the length.
-        wait_s: float64 [R] >= 0, of each rollout.
+        wait_s: float64 [R] >= 0, total waiting of each rollout.
 
     Example: 10 tokens in 3 turns with 4 s of waiting are the turns (3, 2.0), (3, 2.0) and (4, 0.0).
     """

@@ -1,6 +1,5 @@
 """An engine over HTTP: tokens in and tokens out as vLLM's server, and completions as OpenAI's."""
 
-from treering.serving.sampler import HostSampler
-from treering.serving.server import Server, ServerSettings
+from treering.serving.server import HostSampler, Server, ServerSettings
 
 __all__ = ["HostSampler", "Server", "ServerSettings"]

@@ -1,35 +1,295 @@
-"""Answers calls over HTTP from a thread of its own.
+"""An HTTP server of a model's samples, in a thread of its own: chats, completions, and tokens in and out.
 
 Every call that arrives whole is answered or refused; a client that leaves aborts its calls.
+
+Calls are named so that each has its own noise and those who ask for it get equal answers. A call with a seed is named
+by its context and the seed: the same call gives the same answer. One with an identity, in `cache_salt` or the header
+X-Session-ID, is named by it, its context and how often it has sampled that context before. Any other call is named by
+its number. A session remembers its chats: a chat that begins with the messages of an earlier answer goes on after the
+ids that this answer had, and nothing of it is rendered anew.
 """
 
 import asyncio
 import hmac
+import itertools
 import json
+import re
+import socket
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from treering.closing import Closing
-from treering.errors import ConfigError, InputError, StateError, UnsupportedError
+from treering.data.trajectory import Message
+from treering.engine.host import EngineHost
+from treering.engine.protocol import Request, Rollout, RolloutKey, Sampling
+from treering.engine.sampling.noise import call_id
+from treering.errors import ConfigError, ContextFullError, InputError, StateError, UnsupportedError
 from treering.extras import require
-from treering.rl.environments.chat import ChatTokens
-from treering.rl.tasks.text_tokens import TextTokens
-from treering.runtime.ipc.address import is_loopback, listener_at
-from treering.serving import completions, tokens
-from treering.serving.chats import Chats
-from treering.serving.fields import Fields
-from treering.serving.sampler import Caller, Sampler
-from treering.serving.sampling_params import take_sampling
-from treering.types import TokenIds
+from treering.rl.environments.chat import ChatMemory, ChatTokens, as_messages, as_tools
+from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
+from treering.serving.bodies import (
+    DEFAULT_MAX_TOKENS,
+    Asked,
+    Fields,
+    completion,
+    completion_answer,
+    ids_of,
+    logprobs_of,
+    need_texts,
+    take_prompt,
+    take_sampling,
+    take_tokens,
+    text_of,
+    token_answer,
+    token_texts,
+)
+from treering.types import PromptId, TokenIds
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+
+MAX_IDENTITIES = 65536
+"""Identities whose calls are counted; those that were quiet for longest are forgotten first."""
+
+
+_EPISODE = re.compile(r"(?P<task>.*)\|(?P<draw>\d{1,9})\|(?P<sample>\d{1,9})", re.DOTALL)
+
+
+class Calls:
+    """Makes the requests of calls.
+
+    Example: two calls of the identity "q1|0|3" with equal contexts are rollouts of task "q1", draw 0 and sample 3, with
+    two call ids.
+    """
+
+    def __init__(self) -> None:
+        """Knows no identity."""
+        self._numbers = itertools.count()
+        self._counts: OrderedDict[str, Counter[int]] = OrderedDict()
+
+    def requests(self, context: TokenIds, asked: Asked, identity: str | None) -> list[Request]:
+        """One request for each sample that a call asks for.
+
+        Args:
+            context: int32 [N].
+            asked: what the call asks for.
+            identity: of an episode, "TASK|DRAW|SAMPLE", or of any other session; None for a call by itself.
+        """
+        sampling, num_samples = asked.sampling, asked.num_samples
+        if identity is None and asked.seed is None:
+            return [_request("", 0, next(self._numbers), context, sampling, None) for _ in range(num_samples)]
+        prompt_id, draw, sample = _episode(identity or "")
+        draw = draw if asked.seed is None else asked.seed
+        if identity is None:
+            calls = [call_id(context, i) for i in range(num_samples)]
+        else:
+            calls = [call_id(context, self._count(identity, call_id(context))) for _ in range(num_samples)]
+        return [_request(prompt_id, draw, sample, context, sampling, call) for call in calls]
+
+    def _count(self, identity: str, context: int) -> int:
+        """How often an identity has sampled a context before, this time not counted."""
+        counts = self._counts.setdefault(identity, Counter())
+        self._counts.move_to_end(identity)
+        if len(self._counts) > MAX_IDENTITIES:
+            self._counts.popitem(last=False)
+        counts[context] += 1
+        return counts[context] - 1
+
+
+def _episode(identity: str) -> tuple[str, int, int]:
+    found = _EPISODE.fullmatch(identity)
+    return (found["task"], int(found["draw"]), int(found["sample"])) if found else (identity, 0, 0)
+
+
+def _request(
+    prompt_id: PromptId, draw: int, sample: int, context: TokenIds, sampling: Sampling, call: int | None
+) -> Request:
+    return Request(prompt_id=prompt_id, draw=draw, sample=sample, prompt=context, sampling=sampling, call=call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, as far as a call says it.
+
+    Example: `Caller(identity="q1|0|3", session="trace-7")`
+    """
+
+    identity: str | None = None
+    """`cache_salt` of the body."""
+    session: str | None = None
+    """The header X-Session-ID."""
+
+
+class Sampler(Protocol):
+    """Answers calls."""
+
+    async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
+        """`asked.num_samples` answers after a context int32 [N]; cancelling it aborts them."""
+        ...
+
+
+class HostSampler:
+    """Answers by an engine, which gets the calls as `Calls` names them.
+
+    Example:
+        >>> sampler = HostSampler(host)                                                         # doctest: +SKIP
+    """
+
+    def __init__(self, host: EngineHost) -> None:
+        """`host` outlives it."""
+        self._host = host
+        self._calls = Calls()
+        self._turns: WeakValueDictionary[RolloutKey, asyncio.Lock] = WeakValueDictionary()
+
+    async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
+        """See `Sampler.sample`; one answer that fails aborts the others."""
+        requests = self._calls.requests(context, asked, caller.identity or caller.session)
+        try:
+            async with asyncio.TaskGroup() as group:
+                asking = [group.create_task(self._sample_one(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in asking]
+
+    async def _sample_one(self, request: Request) -> Rollout:
+        """Waits for calls of the same key: equal calls with a seed may come at the same time."""
+        turn = self._turns.setdefault(request.key, asyncio.Lock())
+        async with turn:
+            return await self._host.sample(request)
+
+
+MAX_CHAT_TOKENS = 1 << 26
+"""Token ids of chats that a server remembers, 256 MiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chat:
+    """A chat to be continued."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    context: TokenIds
+    """int32 [N]."""
+    has_ids: bool
+    """Whether token ids are sent back."""
+    memory: ChatMemory
+    """Of its session."""
+
+
+class Chats:
+    """The chats of a server's sessions; those that were quiet for longest are forgotten first.
+
+    Example:
+        >>> chats = Chats(ChatTokens(folder))                                                   # doctest: +SKIP
+    """
+
+    def __init__(self, tokens: ChatTokens) -> None:
+        """`tokens`: the tokenizer with its chat template."""
+        self.tokens = tokens
+        self._memories: OrderedDict[str, ChatMemory] = OrderedDict()
+        self._num_tokens = 0
+        """At least as many ids as the memories hold."""
+
+    def take(self, fields: Fields, session: str | None) -> Chat:
+        """Takes a chat out of a body.
+
+        Raises:
+            InputError: messages or tools that cannot be read or rendered.
+            UnsupportedError: a forced tool call, or tools under a template whose calls cannot be read.
+        """
+        messages = as_messages(_records(fields.need("messages", list), "messages"))
+        tools = as_tools(_records(fields.take("tools", list, []), "tools"))
+        choice = fields.take_any("tool_choice", (str, dict), "auto")
+        if choice not in ("auto", "none"):
+            raise UnsupportedError(f'tool_choice is "auto" or "none", got {choice!r}: the policy says what it says')
+        fields.refuse_unless("parallel_tool_calls", (True,), "would forbid what the policy may say")
+        tools = () if choice == "none" else tools
+        memory = self._memory(session)
+        return Chat(
+            messages=messages,
+            tools=tools,
+            context=memory.context(messages, tools),
+            has_ids=fields.take("return_token_ids", bool, False),
+            memory=memory,
+        )
+
+    def with_stops(self, asked: Asked) -> Asked:
+        """Ends a turn at the text that ends it too, where no token does."""
+        strings = tuple(dict.fromkeys([*asked.sampling.stop_strings, *self.tokens.form.stop_strings]))
+        return replace(asked, sampling=asked.sampling.changed(stop_strings=strings))
+
+    def answer(
+        self, request_id: str, model: str, chat: Chat, rollouts: Sequence[Rollout], asked: Asked
+    ) -> dict[str, Any]:
+        """The body of the answer; the session remembers each choice."""
+        choices = [self._choice(i, request_id, chat, rollout, asked) for i, rollout in enumerate(rollouts)]
+        self._num_tokens += sum(chat.context.size + rollout.num_tokens for rollout in rollouts)
+        if self._num_tokens > MAX_CHAT_TOKENS:
+            self._forget()
+        return completion(request_id, "chat.completion", model, chat.context, rollouts, choices)
+
+    def _choice(self, index: int, request_id: str, chat: Chat, rollout: Rollout, asked: Asked) -> dict[str, Any]:
+        turn = self.tokens.read(chat.context, lambda decode: text_of(rollout, asked, decode), chat.tools)
+        message = turn.with_ids(request_id, index).message
+        noted = as_messages([message])
+        chat.memory.note([*chat.messages, *noted], chat.tools, np.concatenate([chat.context, rollout.tokens]))
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "finish_reason": "tool_calls" if turn.calls and rollout.finish_reason == "stop" else rollout.finish_reason,
+            "logprobs": self._logprobs(rollout, asked) if asked.has_logprobs else None,
+        }
+        return choice | ids_of(chat.context, rollout) if chat.has_ids else choice
+
+    def _logprobs(self, rollout: Rollout, asked: Asked) -> dict[str, Any]:
+        parts = [self.tokens.text.bytes_of(token) for token in rollout.tokens.tolist()]
+        triples = zip(token_texts(rollout, self.tokens.text), parts, logprobs_of(rollout, asked), strict=True)
+        return {
+            "content": [
+                {"token": text, "bytes": list(part), "logprob": value, "top_logprobs": []}
+                for text, part, value in triples
+            ]
+        }
+
+    def _memory(self, session: str | None) -> ChatMemory:
+        if session is None:
+            return ChatMemory(self.tokens)
+        memory = self._memories.setdefault(session, ChatMemory(self.tokens))
+        self._memories.move_to_end(session)
+        if len(self._memories) > MAX_IDENTITIES:
+            self._memories.popitem(last=False)
+        return memory
+
+    def _forget(self) -> None:
+        """Forgets the sessions that were quiet for longest, until half of what fits is left."""
+        sizes = {session: memory.num_tokens for session, memory in self._memories.items()}
+        self._num_tokens = sum(sizes.values())
+        for session, size in sizes.items():
+            if self._num_tokens <= MAX_CHAT_TOKENS // 2:
+                return
+            del self._memories[session]
+            self._num_tokens -= size
+
+
+def _records(values: Sequence[object], name: str) -> list[Mapping[str, Any]]:
+    wrong = next((value for value in values if not isinstance(value, dict)), None)
+    if wrong is not None:
+        raise InputError(f"{name} is a list of objects, got {wrong!r:.80} in it; correct it")
+    return [value for value in values if isinstance(value, dict)]
+
+
 IDENTITY_HEADER = "X-Session-ID"
 _Route = Callable[[Mapping[str, Any], str | None], Awaitable[dict[str, Any]]]
+_Handler = Callable[["web.Request"], Awaitable["web.Response"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +299,8 @@ class Refusal(Exception):  # noqa: N818 - not an error of the server
     status: int
     """HTTP status: 400 bad input, 401 no key, 404 unknown model or path, 413 too large, 500 the engine's error."""
     text: str
+    code: str | None = None
+    """OpenAI's, where clients ask for it; None: the status."""
 
 
 def refusal_of(error: BaseException) -> Refusal:
@@ -50,6 +312,8 @@ def refusal_of(error: BaseException) -> Refusal:
     """
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, ContextFullError):
+        return Refusal(400, str(error), "context_length_exceeded")
     if isinstance(error, InputError | ConfigError | UnsupportedError):
         return Refusal(400, str(error))
     if isinstance(error, StateError):
@@ -60,7 +324,7 @@ def refusal_of(error: BaseException) -> Refusal:
 def as_json(refusal: Refusal) -> dict[str, Any]:
     """The body of a refusal, as OpenAI's clients read it."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": refusal.text, "type": kind, "code": refusal.status}}
+    return {"error": {"message": refusal.text, "type": kind, "code": refusal.code or refusal.status}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +349,7 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         try:
-            is_open = not is_loopback(self.host)
+            is_open = not ip_address(self.host).is_loopback
         except ValueError:
             raise ConfigError(
                 f'a server listens at an IP address, got host={self.host!r}; set host="127.0.0.1" for this machine'
@@ -97,12 +361,34 @@ class ServerSettings:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteHelp:
+    """What routes beside the server's own use of it."""
+
+    guarded: Callable[["_Handler"], "_Handler"]
+    """A handler for those who have the key, whose errors are answered."""
+    read_raw: Callable[["web.Request"], Awaitable[bytes]]
+    read_json: Callable[["web.Request"], Awaitable[dict[str, Any]]]
+
+
+class MoreRoutes(Protocol):
+    """Routes beside the server's own, such as Tinker's."""
+
+    def routes(self, help: RouteHelp) -> "list[web.RouteDef]":
+        """Called once, in the server's thread."""
+        ...
+
+    async def close(self) -> None:
+        """Called once, after the last answer."""
+        ...
+
+
 class Server(Closing):
     """Answers calls over HTTP until it is closed.
 
     Routes: `POST /inference/v1/generate`, `POST /v1/completions`,
     `POST /v1/chat/completions`, `GET /v1/models`, `GET /health`. Calls carry their
-    identity in `cache_salt` or the header X-Session-ID; see `treering.serving.sampler`.
+    identity in `cache_salt` or the header X-Session-ID; see `treering.serving.server`.
 
     Example:
         >>> with EngineHost(engine) as host:                                                    # doctest: +SKIP
@@ -119,7 +405,9 @@ class Server(Closing):
         num_positions: int,
         texts: TextTokens | None = None,
         chat: ChatTokens | None = None,
+        stop_tokens: Sequence[int] | None = None,
         settings: ServerSettings | None = None,
+        more: MoreRoutes | None = None,
     ) -> None:
         """Listens, and answers from now on.
 
@@ -129,7 +417,9 @@ class Server(Closing):
             num_positions: most tokens of a context and its answer together.
             texts: for completions; None serves tokens alone.
             chat: for chats; None refuses them.
+            stop_tokens: ids that end every answer, unless a call sets `ignore_eos`; None: those of `chat`.
             settings: where it listens.
+            more: other routes, which the server closes.
 
         Raises:
             MissingExtraError: aiohttp is not installed.
@@ -137,11 +427,15 @@ class Server(Closing):
         """
         require("treering.serving", "aiohttp")
         self._sampler, self._model, self._num_positions, self._texts = sampler, model, num_positions, texts
-        self._chats = None if chat is None else Chats(chat)
+        self._chats, self._more = None if chat is None else Chats(chat), more
+        if stop_tokens is None and chat is not None:
+            stop_tokens = [stop.token_id for stop in find_stop_tokens(chat.text, chat.form)]
+        self._ends = tuple(stop_tokens or ())
         self._settings = settings or ServerSettings()
         own = self._settings
         try:
-            self._socket = listener_at(own.host, own.port, own.backlog)
+            family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
+            self._socket = socket.create_server((own.host, own.port), family=family, backlog=own.backlog)
         except OSError as error:
             raise ConfigError(
                 f"a server listens at a free address of this machine, got port {own.port} of {own.host} "
@@ -191,6 +485,9 @@ class Server(Closing):
                 web.post("/v1/chat/completions", self._route(self._chat)),
             ]
         )
+        if self._more is not None:
+            help = RouteHelp(guarded=self._guarded, read_raw=self._read_raw, read_json=self._read)
+            app.add_routes(self._more.routes(help))
         # Without it a call of a client that left would run to its end.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
@@ -198,6 +495,8 @@ class Server(Closing):
         self._is_ready.set()
         await self._stop.wait()
         await runner.cleanup()
+        if self._more is not None:
+            await self._more.close()
 
     async def _health(self, _request: "web.Request") -> "web.Response":
         return _respond({"status": "ok"})
@@ -208,15 +507,23 @@ class Server(Closing):
         card = {"id": self._model, "object": "model", "owned_by": "treering", "max_model_len": self._num_positions}
         return _respond({"object": "list", "data": [card]})
 
-    def _route(self, answer: _Route) -> Callable[["web.Request"], Awaitable["web.Response"]]:
+    def _route(self, answer: _Route) -> _Handler:
+        """A handler that answers a JSON object with another one."""
+
+        async def handle(request: "web.Request") -> "web.Response":
+            body = await self._read(request)
+            return _respond(await answer(body, request.headers.get(IDENTITY_HEADER)))
+
+        return self._guarded(handle)
+
+    def _guarded(self, answer: _Handler) -> _Handler:
         """A handler that answers, or says why not."""
 
         async def handle(request: "web.Request") -> "web.Response":
             try:
                 if (refusal := self._unknown_key(request)) is not None:
                     raise refusal
-                body = await self._read(request)
-                return _respond(await answer(body, request.headers.get(IDENTITY_HEADER)))
+                return await answer(request)
             except Exception as error:
                 refusal = refusal_of(error)
                 return _respond(as_json(refusal), refusal.status)
@@ -225,21 +532,24 @@ class Server(Closing):
 
     def _unknown_key(self, request: "web.Request") -> Refusal | None:
         key = self._settings.api_key
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         # A header of other bytes than UTF-8 is read with surrogates.
         if key is None or hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
             return None
         return Refusal(401, "this server needs its key; send Authorization: Bearer KEY")
 
-    async def _read(self, request: "web.Request") -> dict[str, Any]:
+    async def _read_raw(self, request: "web.Request") -> bytes:
         from aiohttp import web
 
         try:
-            raw = await asyncio.wait_for(request.read(), self._settings.body_timeout_s)
+            return await asyncio.wait_for(request.read(), self._settings.body_timeout_s)
         except TimeoutError:
             raise Refusal(408, f"a body arrives within {self._settings.body_timeout_s} s; send it at once") from None
         except web.HTTPRequestEntityTooLarge:
             raise Refusal(413, f"a body has at most {self._settings.max_body_bytes} bytes; send less") from None
+
+    async def _read(self, request: "web.Request") -> dict[str, Any]:
+        raw = await self._read_raw(request)
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -251,25 +561,23 @@ class Server(Closing):
     async def _generate(self, body: Mapping[str, Any], session: str | None) -> dict[str, Any]:
         fields = Fields(body, "the body")
         caller = self._take_names(fields, session)
-        context = tokens.take_tokens(fields)
+        context = take_tokens(fields)
         params = Fields(fields.take("sampling_params", dict, {}), "sampling_params")
-        asked = take_sampling(params, num_left=self._num_left(context), default_max_tokens=None)
+        asked = self._take_sampling(params, context, None)
         params.refuse_unless("routed_experts_prompt_start", (0,), "asks for routed experts, which are not recorded")
         params.end()
         fields.end()
-        return tokens.answer(_new_id("gen"), context, await self._sampler.sample(context, asked, caller), asked)
+        return token_answer(_new_id("gen"), context, await self._sampler.sample(context, asked, caller), asked)
 
     async def _complete(self, body: Mapping[str, Any], session: str | None) -> dict[str, Any]:
         fields = Fields(body, "the body")
         caller = self._take_names(fields, session)
-        context, has_ids = completions.take_prompt(fields, self._texts)
-        asked = take_sampling(
-            fields, num_left=self._num_left(context), default_max_tokens=completions.DEFAULT_MAX_TOKENS
-        )
+        context, has_ids = take_prompt(fields, self._texts)
+        asked = self._take_sampling(fields, context, DEFAULT_MAX_TOKENS)
         fields.end()
-        texts = completions.need(self._texts)
+        texts = need_texts(self._texts)
         rollouts = await self._sampler.sample(context, asked, caller)
-        return completions.answer(_new_id("cmpl"), self._model, context, rollouts, asked, texts, has_ids)
+        return completion_answer(_new_id("cmpl"), self._model, context, rollouts, asked, texts, has_ids)
 
     async def _chat(self, body: Mapping[str, Any], session: str | None) -> dict[str, Any]:
         if self._chats is None:
@@ -277,7 +585,7 @@ class Server(Closing):
         fields = Fields(body, "the body")
         caller = self._take_names(fields, session)
         chat = self._chats.take(fields, caller.identity or caller.session)
-        asked = take_sampling(fields, num_left=self._num_left(chat.context), default_max_tokens=None)
+        asked = self._take_sampling(fields, chat.context, None)
         fields.end()
         asked = self._chats.with_stops(asked)
         rollouts = await self._sampler.sample(chat.context, asked, caller)
@@ -289,8 +597,14 @@ class Server(Closing):
             raise Refusal(404, f"this server has the model {self._model!r}, got {name!r}; name it")
         return Caller(identity=fields.take("cache_salt", str, "") or None, session=session)
 
-    def _num_left(self, context: TokenIds) -> int:
-        return self._num_positions - int(context.size)
+    def _take_sampling(self, fields: Fields, context: TokenIds, default_max_tokens: int | None) -> Asked:
+        return take_sampling(
+            fields,
+            num_left=self._num_positions - int(context.size),
+            default_max_tokens=default_max_tokens,
+            num_context=int(context.size),
+            ends=self._ends,
+        )
 
 
 def _respond(body: dict[str, Any], status: int = 200) -> "web.Response":

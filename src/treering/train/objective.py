@@ -1,6 +1,6 @@
 """The interface of a loss: per-branch data, and one pure function from the values of trained entries to terms.
 
-Denominators are in `loss_weights`; the losses are in `objectives`.
+The losses are in `objectives`; `entries` gives each term its weight.
 
     K branches, numbered through all forests in order   F flat entries: trained tokens of branches, one branch after
     another   P pairs of branches   T tokens of a branch   k tokens per state
@@ -8,7 +8,7 @@ Denominators are in `loss_weights`; the losses are in `objectives`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -16,10 +16,50 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from treering.errors import InputError
-from treering.model.distillation.divergence import DivergenceKind
-from treering.train.branch_values import BranchValues, as_masks, flatten
-from treering.train.loss_weights import Weighting
+from treering.errors import ConfigError, InputError
+from treering.model.divergence import DivergenceKind
+
+Number = bool | int | float
+BranchValue = Number | Sequence[Number] | NDArray[Any] | Tensor
+"""The value of one branch: a number, or one number per token."""
+
+BranchValues = Sequence[BranchValue] | NDArray[Any] | Tensor
+"""One item per branch: forests in order, then sequences."""
+
+Normalizer = Literal["token_mean", "sequence_mean", "sequence_sum", "tree_mean", "constant", "sum"]
+Shared = Literal["sum", "once"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighting:
+    """How terms are combined into a loss.
+
+    Attributes:
+        normalizer: token_mean: sum over trained entries / their number. sequence_mean: the mean over a branch's trained
+            entries, then the mean over all branches. sequence_sum: summed in a branch, then the mean over all branches.
+            tree_mean: summed in a branch, 1/K inside a tree, then the mean over trees. constant: sum / divisor. sum:
+            sum.
+        shared: "sum" equals training every branch separately; "once" counts a shared token once: its term is the mean
+            over the branches whose mask includes it, and counts as one entry in every denominator.
+        divisor: of the constant normaliser, else None.
+    """
+
+    normalizer: Normalizer
+    shared: Shared = "sum"
+    divisor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.normalizer not in get_args(Normalizer):
+            raise ConfigError(f"unknown normalizer {self.normalizer!r}: choose {', '.join(get_args(Normalizer))}")
+        if self.shared not in get_args(Shared):
+            raise ConfigError(f"unknown sharing convention {self.shared!r}: choose {', '.join(get_args(Shared))}")
+        if (self.normalizer == "constant") != (self.divisor is not None):
+            raise ConfigError(
+                f"divisor belongs to normalizer 'constant' and only to it, got {self.normalizer!r} and {self.divisor}"
+            )
+        if self.divisor is not None and not (isinstance(self.divisor, int | float) and 0 < self.divisor < np.inf):
+            raise ConfigError(f"divisor must be a positive number, got {self.divisor!r}")
+
 
 GivenScores = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Token ids and log-probs of one branch, [T, k] each: entry t is of the distribution that token t was drawn from."""
@@ -178,32 +218,3 @@ class Objective:
 
     def __post_init__(self) -> None:
         assert (self.scope == "pair") == (self.pairs is not None)
-
-    def masks(self, branch_length: NDArray[np.int64]) -> list[NDArray[np.bool_]]:
-        """The K loss masks as booleans, checked against the branches' lengths.
-
-        Raises:
-            InputError: the number of masks or the length of one is wrong, or an entry is not 0 or 1.
-        """
-        if self.loss_masks is None:
-            return [np.ones(length, bool) for length in branch_length]
-        return as_masks(self.loss_masks, branch_length)
-
-    def flat_values(
-        self, branch_length: NDArray[np.int64], *, trained: NDArray[np.bool_]
-    ) -> dict[str, NDArray[np.float64]]:
-        """The per-branch data spread to entries: float64 [F] by name.
-
-        Args:
-            branch_length: int64 [K].
-            trained: bool [F]; values elsewhere may be anything, including NaN.
-
-        Raises:
-            InputError: a list or an item of the wrong length, or a trained value that is not finite.
-        """
-        return {
-            name: flatten(
-                name, items, branch_length, trained=trained, numbers="refuse" if name in self.per_token else "spread"
-            )
-            for name, items in self.values.items()
-        }

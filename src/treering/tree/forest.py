@@ -1,42 +1,43 @@
-"""The forest: sequences merged by token identity into prefix trees, each distinct token stored once.
+"""Forest: sequences merged by token identity into prefix trees, with each distinct token stored once.
 
-A branch is a view: a path of packed indices, found by walking up the parents, never a copy of the tokens.
+A branch is a view: a path of packed indices, found by walking up the parents. An image's placeholders are negative
+tokens that name the image, -(1 + n) for `pictures[n]`, so that prefixes merge by pixels. Code that does not know images
+cannot embed one by mistake. All tokens of an image are equal, so no branch begins inside one.
 
     N distinct tokens   K branches (the given sequences)   S segments   F flat tokens (the sum of branch lengths)
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treering.arrays import Int32Array, Int64Array
-from treering.data.picture import Picture, PlacedPicture
+from treering.arrays import BoolArray, Int32Array, Int64Array
+from treering.data.picture import Picture, PlacedPicture, check_places
 from treering.errors import InputError
-from treering.tree import build
-from treering.tree.padded import places_of, split_padded
-from treering.tree.pictures import PictureTable, join_pictures
+from treering.tree import radix
 from treering.types import MAX_TOKEN_ID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forest:
-    """Prefix trees of K sequences in depth-first pre-order; all arrays are int32 and read-only.
+    """Prefix trees of K sequences in depth-first pre-order. All arrays are int32 and read-only.
 
     Key k is visible to query q iff `k <= q < subtree_end[k]`: one integer per token is the whole attention mask.
     Siblings are in the order of their first appearance in the input.
 
     Attributes:
         tokens: [N] token ids; -(1 + n) at the placeholders of picture n.
-        parent: [N] packed index of the previous token on the path, always smaller than the token's own; -1 at a root.
+        tokens: [N] token ids; -(1 + n) at the placeholders of image n.
         position: [N] depth, 0 at a root; the RoPE position.
         subtree_end: [N] one past the last descendant.
         branch_end: [K] packed index of each branch's last token; equal for duplicates, inside a path for prefixes.
         segment_start: [S] packed index of each segment's first token, ascending.
         segment_parent: [S] segment above, -1 at a root.
         pictures: distinct pictures, empty for text; a part of a forest keeps those of the whole.
+        pictures: distinct images, empty for text; a part of a forest keeps those of the whole.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
@@ -70,24 +71,24 @@ class Forest:
         sequences: Iterable[Sequence[int] | NDArray[np.integer[Any]]],
         pictures: Sequence[Sequence[PlacedPicture]] | None = None,
     ) -> "Forest":
-        """Merges sequences of token ids into a forest.
+        """Merge sequences of token ids into a forest.
 
         Duplicates, strict prefixes of others, single tokens and an empty iterable are all allowed.
 
         Args:
             sequences: K non-empty one-dimensional sequences of integers in [0, 2**31).
-            pictures: of each sequence, in order; prefixes with different pictures do not merge. None for text.
+            pictures: images of each sequence, in order; prefixes with different images do not merge. None for text.
 
         Raises:
-            InputError: an empty or ragged sequence, an entry that is not an integer, an id out of range; pictures of
-                another number of sequences, or that do not stand where they should.
+            InputError: a sequence is empty or ragged, an entry is not an integer, an id is out of range, `pictures` has
+                another number of entries than `sequences`, or an image is not at placeholder tokens.
         """
         _check_iterable(sequences)
         parts = [_as_token_ids(i, sequence) for i, sequence in enumerate(sequences)]
         table = PictureTable()
         if pictures is not None:
             if len(pictures) != len(parts):
-                raise InputError(f"pictures has one entry per sequence ({len(parts)}), got {len(pictures)}")
+                raise InputError(f"pictures must have one entry per sequence ({len(parts)}), got {len(pictures)}")
             parts = [table.tokens(part, placed) for part, placed in zip(parts, pictures, strict=True)]
         return cls._merged(parts, table.pictures)
 
@@ -96,7 +97,7 @@ class Forest:
         offsets = np.zeros(len(parts) + 1, np.int64)
         np.cumsum([part.size for part in parts], out=offsets[1:])
         flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
-        arrays = build.lay_out(flat, offsets, build.insert_sequences(flat, offsets))
+        arrays = radix.lay_out(flat, offsets, radix.insert_sequences(flat, offsets))
         return cls(**arrays._asdict(), pictures=pictures)
 
     @classmethod
@@ -107,13 +108,13 @@ class Forest:
         position_ids: ArrayLike | None = None,
         pictures: Sequence[Sequence[PlacedPicture]] | None = None,
     ) -> tuple["Forest", Int64Array]:
-        """Merges the sequences of a padded batch [B, T], as trainers make them; see `split_padded`.
+        """Merge the sequences of a padded batch [B, T], as trainers make them; see `split_padded`.
 
-        `pictures` are those of each sequence, at their places without padding; see `from_sequences`.
+        `pictures` holds the images of each sequence, with offsets that do not count padding; see `from_sequences`.
 
         Returns:
-            The forest, and places, int64 [B, T]: the packed index of each token, -1 at padding. Values per token of
-            the forest go back to the batch as `values[places]`, with padding masked out.
+            The forest, and places, int64 [B, T]: the packed index of each token, -1 at padding. `values[places]` brings
+            per-token values of the forest back to the batch; mask out its padding.
 
         Raises:
             InputError: a batch that `split_padded` refuses, or an id out of range.
@@ -129,7 +130,7 @@ class Forest:
 
     @classmethod
     def concatenate(cls, forests: Sequence["Forest"]) -> "Forest":
-        """Forests side by side in one index space, without merging across them; branches keep their order."""
+        """Put forests side by side in one index space, without merging across them; branches keep their order."""
         if len(forests) == 1:
             return forests[0]
         token_offsets = np.cumsum([0, *(forest.num_tokens for forest in forests)])
@@ -142,20 +143,21 @@ class Forest:
             return np.where(flat < 0, flat, flat + shift).astype(np.int32)
 
         zeros = np.zeros(len(forests) + 1, np.int64)
-        tokens, pictures = join_pictures(forests)
+        table = PictureTable()
+        tokens = [np.empty(0, np.int32), *(table.renumbered(forest) for forest in forests)]
         return cls(
-            tokens=tokens,
+            tokens=np.concatenate(tokens),
             parent=joined("parent", token_offsets),
             position=joined("position", zeros),
             subtree_end=joined("subtree_end", token_offsets),
             branch_end=joined("branch_end", token_offsets),
             segment_start=joined("segment_start", token_offsets),
             segment_parent=joined("segment_parent", segment_offsets),
-            pictures=pictures,
+            pictures=table.pictures,
         )
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        # Rebuilt by the constructor, so that copies are read-only too.
+        # The constructor makes copies read-only too.
         return _rebuild, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
@@ -175,7 +177,7 @@ class Forest:
 
     @property
     def num_trees(self) -> int:
-        """Number of roots: sequences that differ in their first token are in different trees."""
+        """Number of roots; sequences that differ in their first token are in different trees."""
         return self.tree_start.size
 
     @property
@@ -185,12 +187,12 @@ class Forest:
 
     @property
     def branch_length(self) -> Int64Array:
-        """[K] number of tokens of each branch."""
+        """[K] tokens of each branch."""
         return self.position[self.branch_end].astype(np.int64) + 1
 
     @property
     def branch_tree(self) -> Int64Array:
-        """[K] number of each branch's tree."""
+        """[K] tree index of each branch."""
         return np.searchsorted(self.tree_start, self.branch_end, side="right") - 1
 
     @property
@@ -205,18 +207,18 @@ class Forest:
         return 1.0 - self.num_tokens / num_branch_tokens if num_branch_tokens else 0.0
 
     def path(self, branch: int) -> Int32Array:
-        """Packed indices of one branch from its root to its last token: int32 [length].
+        """Return the packed indices of one branch from its root to its last token: int32 [length].
 
         Raises:
-            IndexError: no such branch.
+            IndexError: the branch does not exist.
         """
         end = self.branch_end[branch]
         length = np.array([0, self.position[end] + 1], np.int64)
-        indices: Int32Array = build.branch_indices(self.parent, end.reshape(1), length)
+        indices: Int32Array = radix.branch_indices(self.parent, end.reshape(1), length)
         return indices
 
     def paths(self) -> tuple[Int32Array, Int64Array]:
-        """All branches one after another: packed indices int32 [F] and offsets int64 [K + 1] into them.
+        """Return all branches one after another: packed indices int32 [F] and offsets int64 [K + 1] into them.
 
         Example:
             >>> indices, offsets = Forest.from_sequences([[5, 6], [5, 7]]).paths()
@@ -225,10 +227,10 @@ class Forest:
         """
         offsets = np.zeros(self.num_branches + 1, np.int64)
         np.cumsum(self.branch_length, out=offsets[1:])
-        return build.branch_indices(self.parent, self.branch_end, offsets), offsets
+        return radix.branch_indices(self.parent, self.branch_end, offsets), offsets
 
     def take_branches(self, branches: Iterable[int]) -> "Forest":
-        """A forest of some branches, in the given order.
+        """Build a forest of some branches, in the given order.
 
         Example:
             >>> Forest.from_sequences([[5, 6], [9], [5, 7]]).take_branches([2, 1]).tokens.tolist()
@@ -237,7 +239,7 @@ class Forest:
         return self._merged([self.tokens[self.path(branch)] for branch in branches], self.pictures)
 
     def trees(self) -> list["Forest"]:
-        """Each tree as its own forest; the branches of a tree keep their order."""
+        """Return each tree as its own forest; the branches of a tree keep their order."""
         if self.num_trees == 1:
             return [self]
         starts = np.append(self.tree_start, self.num_tokens)
@@ -252,7 +254,7 @@ class Forest:
         ]
 
     def branches_by_tree(self) -> list[Int64Array]:
-        """Numbers of the branches of each tree, trees in packed order, branches in input order.
+        """Return the branch indices of each tree, trees in packed order, branches in input order.
 
         Example:
             >>> [b.tolist() for b in Forest.from_sequences([[5, 6], [9], [5, 7]]).branches_by_tree()]
@@ -290,12 +292,11 @@ def _check_iterable(sequences: object) -> None:
 
 
 def _as_token_ids(index: int, sequence: Sequence[int] | NDArray[np.integer[Any]]) -> Int32Array:
-    """One sequence as int32 [length], or an `InputError` that names it."""
     try:
         ids = np.asarray(sequence)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise InputError(
-            f"sequence {index} must be a flat list of token ids; it is ragged or no list ({error})"
+            f"sequence {index} must be a flat list of token ids; it is ragged or not a list ({error})"
         ) from error
     if ids.ndim != 1:
         raise InputError(f"sequence {index} must be one-dimensional, got shape {ids.shape}: pass a list of sequences")
@@ -312,3 +313,133 @@ def _as_token_ids(index: int, sequence: Sequence[int] | NDArray[np.integer[Any]]
 
 def _out_of_range(ids: NDArray[np.integer[Any]]) -> bool:
     return int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID
+
+
+class PictureTable:
+    """Distinct images in the order of their first appearance.
+
+    Example:
+        >>> black, white = (Picture(values=np.full((1, 3), x, np.float32), num_tokens=2) for x in (0.0, 1.0))
+        >>> table = PictureTable()
+        >>> table.tokens([9, 9, 5], [PlacedPicture(start=0, picture=white)]).tolist()
+        [-1, -1, 5]
+        >>> two = [PlacedPicture(start=0, picture=black), PlacedPicture(start=2, picture=white)]
+        >>> table.tokens([9, 9, 9, 9], two).tolist()
+        [-2, -2, -1, -1]
+    """
+
+    def __init__(self) -> None:
+        self._number: dict[bytes, int] = {}
+        self._pictures: list[Picture] = []
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The distinct images that were added."""
+        return tuple(self._pictures)
+
+    def add(self, picture: Picture) -> int:
+        """Return the number of an image, a new one if its digest is not in the table."""
+        number = self._number.setdefault(picture.digest, len(self._pictures))
+        if number == len(self._pictures):
+            self._pictures.append(picture)
+        return number
+
+    def tokens(self, tokens: Sequence[int] | NDArray[np.int32], placed: Sequence[PlacedPicture]) -> Int32Array:
+        """Return a sequence as int32, with the tokens of its images at their placeholders.
+
+        Raises:
+            InputError: see `check_places`.
+        """
+        ids = np.array(tokens, np.int32)
+        check_places(placed, ids)
+        for one in placed:
+            ids[one.start : one.stop] = -1 - self.add(one.picture)
+        return ids
+
+    def renumbered(self, forest: Forest) -> Int32Array:
+        """Return the tokens of a forest, with its images by their numbers in this table."""
+        numbers = np.array([self.add(picture) for picture in forest.pictures], np.int32)
+        own = forest.tokens
+        # A forest of text has no numbers to look up.
+        return np.where(own < 0, -1 - numbers[np.clip(-1 - own, 0, numbers.size - 1)], own) if numbers.size else own
+
+
+class PaddedSequences(NamedTuple):
+    """Sequences of a batch, row after row."""
+
+    sequences: list[NDArray[np.integer[Any]]]
+    """Integers as given, one array per sequence."""
+    real: BoolArray
+    """bool [B, T], True where a token is real; in row-major order these are the sequences one after another."""
+
+
+def split_padded(ids: ArrayLike, mask: ArrayLike | None, position_ids: ArrayLike | None) -> PaddedSequences:
+    """Split a padded batch into its sequences.
+
+    Args:
+        ids: integers [B, T].
+        mask: [B, T], 0 at padding on either side of a row's tokens; None without padding.
+        position_ids: [B, T] or [T]; a row that packs several sequences begins each at a smaller position. None for one
+            sequence per row.
+
+    Raises:
+        InputError: a shape or dtype differs, padding is between tokens, positions skip, or a row begins inside a
+            sequence.
+
+    Example: the row [0, 5, 6] with the mask [0, 1, 1] is the sequence [5, 6]; [5, 6, 5, 7] with the positions
+    [0, 1, 0, 1] are [5, 6] and [5, 7].
+    """
+    tokens = _integers("ids", ids)
+    if tokens.ndim != 2:
+        raise InputError(f"ids must be a batch [rows, columns], got shape {tokens.shape}; add a dimension for one row")
+    real = np.ones(tokens.shape, np.bool_) if mask is None else _real("mask", mask, tokens.shape)
+    rows, columns = np.nonzero(real)
+    begins = np.ones(rows.size, np.bool_)
+    begins[1:] = rows[1:] != rows[:-1]
+    steps = np.diff(columns, prepend=0)
+    if position_ids is not None:
+        positions = np.broadcast_to(_integers("position_ids", position_ids), tokens.shape)[real]
+        _check_whole(rows, columns, positions)
+        steps = np.diff(positions, prepend=0)
+        begins |= steps < 1
+    skipped = np.flatnonzero(~begins & (steps != 1))
+    if skipped.size:
+        row, column = int(rows[skipped[0]]), int(columns[skipped[0]])
+        raise InputError(
+            f"the tokens of a sequence must be next to each other, but row {row} skips before column {column}; move "
+            "the padding to the sides of the row"
+        )
+    starts = np.flatnonzero(begins)[1:]
+    return PaddedSequences(sequences=np.split(tokens[real], starts) if rows.size else [], real=real)
+
+
+def places_of(real: BoolArray, indices: Int32Array) -> Int64Array:
+    """Return the packed index of each token, int64 [B, T], -1 at padding; `indices` int32 [F] in row-major order."""
+    places = np.full(real.shape, -1, np.int64)
+    places[real] = indices
+    return places
+
+
+def _check_whole(rows: NDArray[np.int64], columns: NDArray[np.int64], positions: NDArray[Any]) -> None:
+    wrong = np.flatnonzero((columns == 0) & (positions != 0))
+    if wrong.size:
+        raise InputError(
+            f"a sequence must begin at position 0, but row {int(rows[wrong[0]])} begins at "
+            f"{int(positions[wrong[0]])}: the tokens before it are missing, as with sequence or context parallelism; "
+            "set its size to 1 to keep sequences whole, or count positions from 0"
+        )
+
+
+def _integers(name: str, values: ArrayLike) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise InputError(f"{name} must hold integers, got {array.dtype}; convert it")
+    return array
+
+
+def _real(name: str, values: ArrayLike, shape: tuple[int, ...]) -> BoolArray:
+    array = np.asarray(values)
+    if array.shape != shape:
+        raise InputError(f"{name} must have the shape of ids, {shape}, got {array.shape}; give one entry per token")
+    real: BoolArray = np.not_equal(array, 0)
+    return real

@@ -1,17 +1,22 @@
-"""Finds tokens of one branch that another branch has too, where no shared prefix can hold them.
+"""Explain lost sharing: find where branches diverge although their later tokens agree.
 
-A repeat is a token that ends `GRAM` tokens which an earlier branch outside its path has as well. Linear in tokens:
-rolling hashes along paths, one hash table, and a comparison where a repeat begins.
+A prefix tree shares a token only if everything before it is equal. After one token that differs (retokenized text, the
+time of day in a system prompt, an edited context) everything is computed again. A repeat is a token that ends `GRAM`
+tokens which an earlier branch outside its path has as well. The search is linear in tokens: rolling hashes along paths,
+one hash table, and a comparison where a repeat begins.
 
     N tokens of all trees   R runs of repeats
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from treering.arrays import BoolArray, Int32Array, Int64Array
 from treering.compiling.once import compiled_once
+from treering.tree.forest import Forest
 
 GRAM = 16
 """Equal tokens in a row that make a repeat; shorter runs are chance or boilerplate."""
@@ -33,7 +38,7 @@ class Repeats(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """The fields of `Forest` that paths need."""
+    """Arrays of `Forest` that paths need."""
 
     tokens: Int32Array
     parent: Int32Array
@@ -45,7 +50,7 @@ class Trees(NamedTuple):
 
 @compiled_once(nogil=True)
 def find_repeats(trees: Trees) -> Repeats:
-    """All runs of repeats.
+    """Find all runs of repeats.
 
     Example: `[1, 2, *run]` and `[1, 3, *run]` with a run of 20 tokens give one run of 20 tokens; its fork is token 1.
     """
@@ -81,7 +86,7 @@ def find_repeats(trees: Trees) -> Repeats:
 
 @compiled_once(nogil=True)
 def _count(trees: Trees, is_counted: BoolArray, token: int, top: int) -> int:
-    """Counts the uncounted tokens of the gram at `token` that are at `top` or below."""
+    """Count the uncounted tokens of the gram at `token` that are at `top` or below."""
     count = 0
     for _ in range(min(GRAM, trees.position[token] - trees.position[top] + 1)):
         count += 0 if is_counted[token] else 1
@@ -92,7 +97,7 @@ def _count(trees: Trees, is_counted: BoolArray, token: int, top: int) -> int:
 
 @compiled_once(nogil=True)
 def _first_matches(trees: Trees) -> Int64Array:
-    """[N] the earlier token, not on the token's own path, that ends the same gram; -1 for none."""
+    """Return the earlier token, not on the token's own path, that ends the same gram: [N], -1 for none."""
     num_tokens = trees.tokens.size
     match = np.full(num_tokens, -1, np.int64)
     grams = _gram_hashes(trees)
@@ -122,7 +127,7 @@ def _first_matches(trees: Trees) -> Int64Array:
 
 @compiled_once(nogil=True)
 def _gram_hashes(trees: Trees) -> Int64Array:
-    """[N] hash of the last GRAM tokens of the path that ends at each token; undefined on shorter paths."""
+    """Return the hash of the last GRAM tokens of the path that ends at each token, [N]; undefined on shorter paths."""
     num_tokens = trees.tokens.size
     prefix = np.empty(num_tokens, np.int64)
     grams = np.empty(num_tokens, np.int64)
@@ -161,7 +166,10 @@ def _segment_of(trees: Trees) -> Int32Array:
 def _fork(
     trees: Trees, segment_of: Int32Array, path: Int64Array, token: np.int64, other: np.int64
 ) -> tuple[np.int64, np.int64, np.int64]:
-    """Last common ancestor, and the token below it on either side. `path` is that of `token`; `other` is earlier."""
+    """Return the last common ancestor, and the token below it on the way to `token` and to `other`, an earlier one.
+
+    `path` is that of `token`.
+    """
     segment = segment_of[other]
     while trees.segment_parent[segment] >= 0:
         above = trees.segment_parent[segment]
@@ -170,3 +178,132 @@ def _fork(
             return fork, path[trees.position[fork] + 1], np.int64(trees.segment_start[segment])
         segment = above
     return np.int64(-1), path[0], np.int64(trees.segment_start[segment])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Position where two branches diverge, and the text that they share after it.
+
+    Attributes:
+        forest, other_forest: indices of the forests; equal for branches of one forest.
+        branch, other_branch: indices among all branches: forests in order, then sequences.
+        position: the first position at which the two differ.
+        token, other_token: the tokens there; None for a branch that has ended.
+        num_tokens: tokens of this branch that repeat the other and are computed again; between forests, also those
+            before the position.
+        shift: how many positions later they are on this side, in the longest run; 0 is a replacement of equal length.
+    """
+
+    forest: int
+    other_forest: int
+    branch: int
+    other_branch: int
+    position: int
+    token: int | None
+    other_token: int | None
+    num_tokens: int
+    shift: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """Tokens that sharing by prefix does not share.
+
+    Attributes:
+        num_tokens: distinct tokens.
+        num_repeated_tokens: tokens that repeat another branch in runs of at least 16, and are computed again.
+        num_forks: number of places where branches diverge before such repeats.
+        divergences: the costliest of these places, most tokens first.
+    """
+
+    num_tokens: int
+    num_repeated_tokens: int
+    num_forks: int
+    divergences: tuple[Fork, ...]
+
+    @property
+    def repeated_share(self) -> float:
+        """Repeated over distinct tokens; 0.0 without tokens."""
+        return self.num_repeated_tokens / self.num_tokens if self.num_tokens else 0.0
+
+
+def explain_losses(forests: Sequence[Forest], limit: int = 20) -> Losses:
+    """Find equal tokens of diverging branches, within forests and between them. Linear in distinct tokens.
+
+    A token counts once, against the earliest branch that has the same 16 tokens; repeats of a branch's own path do not
+    count.
+
+    Example: `[1, 2, *run]` and `[1, 3, *run]` with a run of 20 tokens diverge at position 1 (3 and 2) and lose 20.
+    """
+    joined = Forest.concatenate(forests) if forests else Forest.from_sequences([])
+    trees = Trees(*(getattr(joined, name) for name in Trees._fields))
+    repeats = find_repeats(trees)
+    tree_of = np.searchsorted(joined.tree_start, np.stack([repeats.token, repeats.other]), side="right") - 1
+    # All runs between two trees have the same cause: the first difference of the trees.
+    is_within = repeats.fork >= 0
+    ours = np.where(is_within, repeats.child, joined.tree_start[tree_of[0]] if joined.num_trees else 0)
+    theirs = np.where(is_within, repeats.other_child, joined.tree_start[tree_of[1]] if joined.num_trees else 0)
+    pairs, pair_of = np.unique(np.stack([ours, theirs]), axis=1, return_inverse=True)
+    pair_of = pair_of.reshape(-1)
+    totals = np.bincount(pair_of, weights=repeats.num_tokens, minlength=pairs.shape[1]).astype(np.int64)
+    longest = _longest_runs(repeats, pair_of, pairs.shape[1])
+    costliest = np.argsort(-totals, kind="stable")[:limit]
+    describe = _Describer(joined, forests, repeats)
+    return Losses(
+        num_tokens=joined.num_tokens,
+        num_repeated_tokens=int(totals.sum()),
+        num_forks=pairs.shape[1],
+        divergences=tuple(describe(int(longest[i]), int(totals[i])) for i in costliest),
+    )
+
+
+def _longest_runs(repeats: Repeats, pair_of: Int64Array, num_pairs: int) -> Int64Array:
+    """Return the index of the run with the most tokens of each pair."""
+    longest = np.zeros(num_pairs, np.int64)
+    by_size = np.argsort(repeats.num_tokens, kind="stable")
+    longest[pair_of[by_size]] = by_size
+    return longest
+
+
+class _Describer:
+    def __init__(self, joined: Forest, forests: Sequence[Forest], repeats: Repeats) -> None:
+        self._joined = joined
+        self._repeats = repeats
+        self._token_stops = np.cumsum([forest.num_tokens for forest in forests])
+        self._by_end = np.argsort(joined.branch_end, kind="stable")
+        self._ends = joined.branch_end[self._by_end]
+
+    def __call__(self, run: int, num_tokens: int) -> Fork:
+        token, other = int(self._repeats.token[run]), int(self._repeats.other[run])
+        position, child, other_child = self._first_difference(run)
+        return Fork(
+            forest=int(np.searchsorted(self._token_stops, token, side="right")),
+            other_forest=int(np.searchsorted(self._token_stops, other, side="right")),
+            branch=self._branch_through(token),
+            other_branch=self._branch_through(other),
+            position=position,
+            token=None if child is None else int(self._joined.tokens[child]),
+            other_token=None if other_child is None else int(self._joined.tokens[other_child]),
+            num_tokens=num_tokens,
+            shift=int(self._joined.position[token]) - int(self._joined.position[other]),
+        )
+
+    def _branch_through(self, token: int) -> int:
+        """Return the first branch in packed order through the token: its end is the first at or after the token."""
+        return int(self._by_end[np.searchsorted(self._ends, token)])
+
+    def _first_difference(self, run: int) -> tuple[int, int | None, int | None]:
+        """Return the position, and the packed indices of the two tokens there."""
+        if self._repeats.fork[run] >= 0:
+            child, other_child = int(self._repeats.child[run]), int(self._repeats.other_child[run])
+            return int(self._joined.position[child]), child, other_child
+        branches = [self._branch_through(int(side[run])) for side in (self._repeats.token, self._repeats.other)]
+        ours, theirs = (self._joined.path(branch) for branch in branches)
+        common = min(ours.size, theirs.size)
+        differs = np.flatnonzero(self._joined.tokens[ours[:common]] != self._joined.tokens[theirs[:common]])
+        at = int(differs[0]) if differs.size else common
+        return at, _item(ours, at), _item(theirs, at)
+
+
+def _item(path: Int32Array, at: int) -> int | None:
+    return int(path[at]) if at < path.size else None

@@ -1,4 +1,4 @@
-"""Counts what a forest saves over training its branches separately (tokens, attention pairs, FLOPs), and its shape.
+"""Count what a forest saves over training its branches separately (tokens, attention pairs, FLOPs), and its shape.
 
 Counts are Python integers, so nothing overflows.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treering.tree import build
+from treering.tree import radix
 from treering.tree.forest import Forest
 from treering.types import ModelShape
 
@@ -64,7 +64,7 @@ class Branching:
 
 
 def visible_pairs(forest: Forest) -> int:
-    """Attention pairs when every distinct token is computed once: each sees its ancestors and itself.
+    """Count the attention pairs when every distinct token is computed once: each sees its ancestors and itself.
 
     Example: `[5, 6, 7]` and `[5, 6, 8]` have 1 + 2 + 3 + 3 = 9.
     """
@@ -72,13 +72,13 @@ def visible_pairs(forest: Forest) -> int:
 
 
 def tree_work(forests: Iterable[Forest]) -> Work:
-    """Work of computing each distinct token of each forest once."""
+    """Return the work of computing each distinct token of each forest once."""
     parts = (Work(num_tokens=forest.num_tokens, num_pairs=visible_pairs(forest)) for forest in forests)
     return sum(parts, start=Work(num_tokens=0, num_pairs=0))
 
 
 def flat_work(lengths: npt.NDArray[np.integer[Any]]) -> Work:
-    """Work of separate sequences of those lengths, int [K].
+    """Return the work of separate sequences of these lengths, int [K].
 
     Example: lengths 3 and 3 are 6 tokens and 12 pairs.
     """
@@ -89,28 +89,30 @@ def flat_work(lengths: npt.NDArray[np.integer[Any]]) -> Work:
 def merged_work(
     flat: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], after_part: Callable[[], None] = lambda: None
 ) -> Work:
-    """Work of sequences in one forest, which is not laid out; memory does not grow with their tokens.
+    """Return the work of sequences merged in one forest, without building it; memory does not grow with their tokens.
 
     Args:
         flat: int32 [F], the tokens of all sequences one after another.
         offsets: int64 [K + 1], where each begins.
-        after_part: called after some millions of tokens; it may give memory of `flat` back that is mapped.
+        after_part: called after every few million tokens; it may release mapped memory of `flat`.
 
     Example:
         >>> merged_work(np.array([5, 6, 7, 5, 6, 8], np.int32), np.array([0, 3, 6]))
         Work(num_tokens=4, num_pairs=9)
     """
-    builder = build.RadixTreeBuilder(flat, offsets)
+    builder = radix.RadixTreeBuilder(flat, offsets)
     bounds = np.searchsorted(offsets, np.arange(0, offsets[-1] + _PART_TOKENS, _PART_TOKENS)).tolist()
     for stop in sorted({min(bound, offsets.size - 1) for bound in [*bounds, offsets.size - 1] if bound > 0}):
         builder.insert(stop)
         after_part()
-    num_tokens, num_pairs = build.count_work(builder.tree())
+    num_tokens, num_pairs = radix.count_work(builder.tree())
     return Work(num_tokens=num_tokens, num_pairs=num_pairs)
 
 
 def train_flops(shape: ModelShape, num_tokens: int, num_pairs: int) -> int:
-    """FLOPs of forward and backward: 3 x (2 x parameters per token x tokens + 4 x layers x heads x head size x pairs).
+    """Return the FLOPs of forward and backward.
+
+    They are 3 x (2 x parameters per token x tokens + 4 x layers x heads x head size x pairs).
 
     Example: qwen3-8b over 1,000 tokens in a row (500,500 pairs) takes 4.63e13.
     """
@@ -120,7 +122,7 @@ def train_flops(shape: ModelShape, num_tokens: int, num_pairs: int) -> int:
 
 
 def work_bounds(flat: Work, tree: Work, shape: ModelShape) -> Bounds:
-    """Best possible speedups of the work `tree` over the work `flat` with a model of that shape.
+    """Return the best possible speedups of the work `tree` over the work `flat` with a model of that shape.
 
     Example: a prompt of 1,024 tokens with 8 responses of 64 has 8,704 flat and 1,536 distinct tokens: token bound 5.67.
     With 2 layers of hidden size 256 the FLOP bound, which includes attention, is 5.30.
@@ -135,7 +137,7 @@ def work_bounds(flat: Work, tree: Work, shape: ModelShape) -> Bounds:
 
 
 class BranchingCounter:
-    """Adds up the shapes of forests; keeps the lengths of their segments alone.
+    """Sum of the shapes of forests; of each forest it keeps only the lengths of the segments.
 
     Example:
         >>> counter = BranchingCounter()
@@ -150,7 +152,7 @@ class BranchingCounter:
         self._lengths: list[npt.NDArray[np.int32]] = []
 
     def add(self, forest: Forest) -> None:
-        """Counts one more forest."""
+        """Count a forest."""
         if forest.num_tokens == 0:
             return
         self._num_leaves += _num_leaves(forest)
@@ -161,7 +163,7 @@ class BranchingCounter:
         self._lengths.append(bounds[1:] - bounds[:-1])
 
     def total(self) -> Branching:
-        """The shape of all forests together."""
+        """Return the shape of all forests together."""
         if not self._lengths:
             return Branching(**dict.fromkeys(Branching.__slots__, 0))
         lengths = np.concatenate(self._lengths)

@@ -9,7 +9,7 @@ from treering.arrays import Int32Array, Int64Array
 
 
 class Parrot:
-    """Drafts what it is told at each context length, and notes what it sees."""
+    """Draft what a table says for each context length, and note the contexts."""
 
     def __init__(self, drafts: dict[int, list[int]]) -> None:
         self._drafts = drafts

@@ -13,9 +13,9 @@ from benchmarks.tree.cases import build_model
 from transformers import PreTrainedModel
 
 from tests.benchmarks.tree.trajectories import TINY
-from treering.engine.request import Request
+from treering.engine.protocol import Request
 from treering.engine.torch_engine import TorchEngine
-from treering.history.budget.costs import VerifyCosts
+from treering.history.budget import VerifyCosts
 from treering.rl.tasks.sums import ChainedSums
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 3, 2, 16
@@ -26,7 +26,7 @@ def tiny_model(*, certainty: float = 1.0) -> PreTrainedModel:
     model = build_model(shape=replace(TINY, num_layers=2, vocab_size=ChainedSums(1).vocab_size)).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(certainty)
-        # As they are drawn, layers add next to nothing, and it would not matter what a token sees.
+        # Random layers add next to nothing, and it would not matter what a token sees.
         for name, weight in model.named_parameters():
             if "_proj" in name:
                 weight.mul_(12)

@@ -1,6 +1,8 @@
 """The device benchmark: its code runs without a device, both sides do the same work, and what is wrong is not timed."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ def test_the_driver_runs_all_parts_in_order_and_writes_a_file_for_each(
     monkeypatch.setattr(gpu.gpu_attention, "measured_backends", lambda: ["segments"])
     # The policy of its sums would take a minute to train.
     start = random_start(tmp_path / "start")
-    monkeypatch.setattr(gpu.gpu_loop, "measure_sums", lambda size, device: measure_sums(TINY, device, start))
+    monkeypatch.setattr("benchmarks.gpu.loop.measure_sums", lambda size, device: measure_sums(TINY, device, start))
     reports = gpu.run(gpu.Settings(device="cpu", size="tiny", data=tmp_path, out=tmp_path))
     assert [*reports] == ["engine", "attention", "loop", "pictures", "model"]
     for name, report in reports.items():
@@ -72,3 +74,25 @@ def test_a_wrong_backend_is_not_timed(wrong: str, monkeypatch: pytest.MonkeyPatc
     case = measure_case(CASE, [], once, ["segments", "reference"], found)
     assert case["ways"]["segments"]["seconds"] == {}
     assert [error["case"] for error in found.errors] == ["tiny star, segments", "tiny star, reference"]
+
+
+def test_without_pydantic_only_the_engine_and_the_loop_are_skipped() -> None:
+    blocked = "import sys; sys.modules['pydantic'] = None; from benchmarks.gpu import bench; "
+    missing = "[part for part in bench.PARTS if find_spec_fails(part)]"
+    code = f"""{blocked}
+def find_spec_fails(part):
+    try:
+        bench._module(part)
+    except ModuleNotFoundError as error:
+        return error.name == "pydantic"
+print({missing}, bench.run(bench.Settings(device="cpu", size="tiny", parts=["engine", "loop"])))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n") == [
+        "",
+        "engine: skipped, pydantic is not installed",
+        "",
+        "loop: skipped, pydantic is not installed",
+        "['engine', 'loop'] {}",
+        "",
+    ], done.stderr

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.loop.runs import RunSize, Start
 
-from treering.cli.demo.policy import demo_task
+from treering.cli.demo import demo_task
 from treering.cli.models import build_model
 from treering.config.model import ModelConfig
 

@@ -12,9 +12,9 @@ from tests.history.recordings import Line, trajectories
 from treering import metrics
 from treering.cli import run_folder
 from treering.cli.inspect.options import InspectOptions
-from treering.cli.train import logs
 from treering.config import RlConfig
-from treering.rl.rollout_log import RolloutLog
+from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.rl.step_report import RolloutLog
 
 NUM_PROMPTS = 8
 
@@ -37,7 +37,7 @@ def lines_of(epoch: int) -> list[Line]:
 
 def write_run(folder: Path) -> Path:
     """A run of three epochs of two steps, with what it logged of the first two."""
-    log = RolloutLog(folder / logs.ROLLOUTS_FOLDER)
+    log = RolloutLog(folder / ROLLOUTS_FOLDER)
     for epoch in range(3):
         log.write(epoch, trajectories(lines_of(epoch)))
     rows = [(1, 0, 300, 3.0, 100, 0.5), (2, 0, 100, 1.0, 0, 0.0), (3, 1, 50, 1.0, 0, 0.0)]

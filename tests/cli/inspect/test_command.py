@@ -184,8 +184,8 @@ def test_why_is_json_and_a_table_and_is_left_out_unasked(edited, capsys, monkeyp
     assert file["why"]["causes"][0]["row"] == 3
     run(InspectOptions(files=[edited], why=True))
     out = capsys.readouterr().out
-    assert "40 unique tokens (45%) repeat another trajectory; the costliest of 1 places" in " ".join(out.split())
-    assert ["3", "1", "1", "3", "2", "40", "45.5%", "+0"] in [line.split() for line in out.splitlines()]
+    assert "40 unique tokens (45%) repeat another trajectory; the costliest of 1 place where" in " ".join(out.split())
+    assert ["3", "1", "1", "3", "2", "1", "40", "45.5%", "+0"] in [line.split() for line in out.splitlines()]
     run(InspectOptions(files=[edited]))
     assert "repeat another trajectory" not in capsys.readouterr().out
 
@@ -204,3 +204,14 @@ def test_why_reads_tokens_and_never_reads_them_as_markup(tmp_path, real_data, ca
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("2 ")]
     assert "[bold]" in line
     assert "noon" in line
+
+
+def test_why_counts_places_that_read_the_same_in_one_row(tmp_path):
+    rows = []
+    for task in range(4):
+        run_of_equal = list(range(1000 * (task + 1), 1000 * (task + 1) + 40 + task))
+        rows += [(task, [task + 10, 2, *run_of_equal]), (task, [task + 10, 3, *run_of_equal])]
+    file = tmp_path / "set.jsonl"
+    write_trajectories(file, [trajectory(task, tokens, [1] * len(tokens)) for task, tokens in rows])
+    [cause] = report_of(file, why=True).why.causes
+    assert (cause.places, cause.tokens, cause.row) == (4, 40 + 41 + 42 + 43, 8)

@@ -15,7 +15,7 @@ from treering.config import RlConfig
 from treering.data import write_trajectories
 from treering.history.draft.drafter import Drafter
 from treering.history.features import SOURCES
-from treering.report.origins import drafter_settings, num_history_epochs
+from treering.report.content import drafter_settings, num_history_epochs
 
 as_json = partial(runs.as_json, run)
 
@@ -126,12 +126,11 @@ def test_an_epoch_without_sampled_tokens_is_no_epoch(tmp_path: Path, capsys: pyt
     ("arguments", "part"),
     [
         (["a", "--drafts", "--why"], "ask for one of them at a time"),
-        (["a", "--drafts", "--history"], "ask for one of them at a time"),
-        (["a", "--drafts", "--groups", "4"], "add --history, or leave it out"),
-        (["a", "--history", "--verify-cost", "0.4"], "add --drafts, or leave it out"),
+        (["a", "--drafts", "--show", "1"], "ask for one of them at a time"),
+        (["a", "--verify-cost", "0.4"], "add --drafts, or leave it out"),
         (["a", "--drafts", "--verify-cost", "0"], "Invalid value for '--verify-cost'"),
-        (["a", "--max-rollouts", "4"], "add --drafts or --history, or leave it out"),
-        (["a", "--history", "--model-shape", "llama3-8b"], "leave --model-shape out"),
+        (["a", "--max-rollouts", "4"], "add --drafts, or leave it out"),
+        (["a", "--drafts", "--model-shape", "llama3-8b"], "leave --model-shape out"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

@@ -55,9 +55,9 @@ def test_pictures_their_tokens_and_the_tower_are_counted(call, capsys, file, fol
     assert pictures["distinct"] == pictures["distinct_in_file"] == 3
     assert (pictures["tokens"], pictures["unique_tokens"]) == (36, 18)
     assert pictures["flop_bound"] is None
-    # Set beside set, equal ids of other pictures are not merged either.
+    # From set to set, equal ids of other pictures are not merged either.
     assert found["whole_set"]["unique_tokens"] == found["unique_tokens"]
-    # Behind a turn stands a line break, which is no part of its sample.
+    # Behind a turn stands a line break, which is not part of its sample.
     turns = found["turns"]
     assert turns["unique_tokens"] == found["unique_tokens"] - 3
     assert turns["flat_tokens"] == found["flat_tokens"] - 3
@@ -69,7 +69,7 @@ def test_pictures_their_tokens_and_the_tower_are_counted(call, capsys, file, fol
     seeing = shutil.copytree(folder, tmp_path / "seeing")
     build("qwen2_5_vl").config.save_pretrained(seeing)
     found = report_of(call, capsys, file, "--tokenizer", seeing, "--model-shape", seeing)
-    # Of the tower, whose work is 6 pictures flat and 3 in trees, the bound is 2; the text is between.
+    # The bound of the tower is 2, with 6 images flat and 3 in trees; the text is between.
     low, high = sorted([2.0, found["flop_bound"]])
     assert low < found["pictures"]["flop_bound"] < high
     assert call(str(file), "--tokenizer", str(folder), *SHAPE) == 0

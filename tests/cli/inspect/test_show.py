@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.cli.inspect.runs import call
-from treering.cli.inspect.show import CLOSE, OPEN, as_text, printable
-from treering.cli.inspect.trained import shown_trajectories
+from treering.cli.inspect.show import CLOSE, OPEN, as_text, printable, shown_trajectories
 from treering.data import Message, Renderer, Trajectory, read_trajectories, render, write_trajectories
 from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.open import open_dataset

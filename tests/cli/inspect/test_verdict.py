@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.data.cache.datasets import dataset_of
+from treering.cli.inspect.command import next_command, training_line, verdict
 from treering.cli.inspect.file_report import measure
-from treering.cli.inspect.verdict import next_command, verdict
 from treering.data import RenderedTrajectory
 from treering.types import find_shape
 
@@ -30,7 +30,7 @@ PROMPT = list(range(80))
 
 
 def test_much_to_gain_is_said_with_the_share_and_what_prompts_alone_would_give(tmp_path):
-    # Of 200 tokens, 80 are computed once instead of twice; the prompt alone are 10 of them.
+    # 80 of 200 tokens are computed once instead of twice; 10 of them are the prompt.
     report = report_of(rendered("a", [*PROMPT, *[1] * 20], 10, 0), rendered("a", [*PROMPT, *[2] * 20], 10, 1))
     words = verdict(report, "qwen3-8b")
     assert words.startswith(
@@ -76,3 +76,15 @@ def test_rewards_are_counted_by_trajectory_and_groups_of_one_reward_by_task():
     assert rewards.spread == pytest.approx((sum((one - 0.5) ** 2 for one in values) / 5) ** 0.5)
     assert (rewards.groups, rewards.equal_groups) == (2, 1)
     assert "In 1 of 2 tasks all rewards are the same" in verdict(report_of(*trajectories), "qwen3-8b")
+
+
+def test_trained_tokens_and_copies_are_said_by_their_rows():
+    rows = [("a", [1, 2, 3, 4], 2), ("b", [1, 2, 3, 4], 2), ("a", [1, 2, 3, 4], 3), ("a", [1, 2, 3, 5], 2)]
+    report = report_of(*(rendered(task, tokens, prompt, i) for i, (task, tokens, prompt) in enumerate(rows)))
+    # The third row trains other tokens of the same text.
+    assert (report.trained_tokens, report.copies) == (7, ((2, 1),))
+    assert training_line(report) == "set: 7 of its 16 tokens are trained; 1 of 4 rows is a copy: 2 (of 1)."
+    alike = report_of(*(rendered("a", [1, 2], 1, i) for i in range(7)))
+    said = "6 of 7 rows are copies: 2 (of 1), 3 (of 1), 4 (of 1), 5 (of 1), 6 (of 1), ...."
+    assert training_line(alike).endswith(said)
+    assert training_line(report_of(rendered("a", [1, 2], 1))).endswith("; no row is a copy of another.")

@@ -14,7 +14,7 @@ from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, pictur
 from treering.cli.corpus import load_corpus
 from treering.cli.eval.command import run as evaluate
 from treering.cli.eval.options import EvalOptions
-from treering.cli.sft.held_out import split_corpus
+from treering.cli.sft import split_corpus
 from treering.config import SftConfig, load
 from treering.errors import ConfigError
 
@@ -45,13 +45,13 @@ CONFIG = """
 path = "{model}"
 [data]
 files = ["set.jsonl"]
-cache = "off"
 [train]
 num_steps = 3
 trees_per_step = 2
-learning_rate = 1e-2
 layout = "{layout}"
 max_batch_tokens = 4000
+[optim]
+learning_rate = 1e-2
 [run]
 dir = "{layout}"
 """
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_evaluated_as_its_run_evaluates_it_and_loads_as_its_card
 
 def test_adapters_are_of_the_language_model_and_resume(losses):
     pytest.importorskip("peft")
-    options = ("lora.rank=2", "train.schedule=constant")
+    options = ("lora.rank=2", "optim.schedule=constant")
     losses("tree", "train.num_steps=1", *options)
     summary, _ = losses("tree", "train.num_steps=2", *options)
     adapters = load_file(Path(summary["checkpoint"]) / "adapter_model.safetensors")
@@ -166,7 +166,7 @@ def test_equal_ids_on_other_pixels_are_other_data(folder, model):
         config = load(SftConfig, folder / "run.toml", [f'eval.files=["{name}"]'])
         corpus = load_corpus(config.data, config_dir=folder, model=model)
         trained, held = split_corpus(config, corpus, config_dir=folder, model=model)
-        digests.add(held.digest)
+        digests.update(held.digests.values())
         said.append(any("trained on too" in note for note in trained.notes))
     assert len(digests) == 2
     assert said == [True, False]

@@ -1,6 +1,7 @@
 """`treering train`: what it reads, what it writes, and that a stopped run resumes."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,10 +13,7 @@ from tests.cli.hub_cache import save_tokenizer
 from tests.cli.runs import MODEL, Call, is_same, metrics_of
 from treering.cli.training import run_train as run
 from treering.data import read_trajectories
-from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, InputError, StateError
-from treering.history.budget.costs import VerifyCosts
-from treering.history.draft.drafter import Drafter
 from treering.rl.tasks.task import Prompt
 
 TINY = f"""{MODEL}
@@ -100,6 +98,27 @@ def test_a_run_leaves_settings_metrics_rollouts_history_and_a_model(folder: Path
     assert "step 12/12 reward" in err
 
 
+def test_a_failed_reward_names_the_line_of_its_prompt(folder: Path, train: Call) -> None:
+    path = prompts(folder, "tests_rewards:misspelt")
+    lines = [json.loads(line) for line in (folder / "p.jsonl").read_text().splitlines()]
+    (folder / "p.jsonl").write_text("".join(json.dumps({**line, "id": None}) + "\n" for line in lines))
+    with pytest.raises((StateError, InputError), match=r"prompt '[0-9a-f]{32}' \(p.jsonl:[1-5]\)"):
+        train(path, "run.dir=out", "rl.num_steps=6")
+
+
+def constant(prompt: Prompt, text: str) -> float:
+    return 0.0
+
+
+def test_a_run_in_which_no_group_has_two_rewards_says_so_early_and_at_its_end(folder: Path, train: Call) -> None:
+    path = prompts(folder, "tests_rewards:constant")
+    _, err = train(path, "run.dir=out", "rl.num_steps=12")
+    said = [line for line in err.splitlines() if "no group of" in line]
+    assert [re.search(r"no group of (\d+) steps had two different rewards", line)[1] for line in said] == ["10", "12"]
+    _, err = train(prompts(folder), "run.dir=out2", "rl.num_steps=12")
+    assert "no group of" not in err
+
+
 def test_every_rollout_is_a_trajectory_of_its_epoch(folder: Path, train: Call) -> None:
     train(prompts(folder), "run.dir=out", "rl.num_steps=6")
     files = sorted((folder / "out" / "rollouts").iterdir())
@@ -118,51 +137,14 @@ def test_every_rollout_is_a_trajectory_of_its_epoch(folder: Path, train: Call) -
     assert not (folder / "without" / "rollouts").exists()
 
 
-def test_what_passes_cost_is_measured_once_in_a_run_and_never_where_it_is_fixed(
-    folder: Path, train: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[str] = []
-
-    def measure(engine: TorchEngine) -> VerifyCosts:
-        measured.append(engine.backend)
-        return VerifyCosts(num_tokens=np.array([1, 64]), seconds=np.array([1.0, 1.1]))
-
-    monkeypatch.setattr(TorchEngine, "measure_costs", measure)
-    for verify_costs, count in (("fixed", 0), ("measured", 1)):
-        train(config(folder), f"run.dir={verify_costs}", f"history.verify_costs={verify_costs}")
-        assert len(measured) == count
-    # A run that goes on knows them from its checkpoint.
-    train(config(folder), "run.dir=measured", "rl.num_steps=6", "history.verify_costs=measured")
-    assert len(measured) == 1
-
-
-def test_a_run_that_measured_goes_on_with_fixed_costs(
-    folder: Path, train: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(config(folder), "run.dir=out", "history.verify_costs=measured")
-    drafters: list[Drafter] = []
-    use_drafter = TorchEngine.use_drafter
-
-    def watch(engine: TorchEngine, drafter: Drafter | None) -> None:
-        assert drafter is not None
-        drafters.append(drafter)
-        use_drafter(engine, drafter)
-
-    monkeypatch.setattr(TorchEngine, "use_drafter", watch)
-    train(config(folder), "run.dir=out", "rl.num_steps=6", "history.verify_costs=fixed")
-    # An engine is made anew after a step that moves no weight.
-    assert {drafter.costs for drafter in drafters} == {None}
-
-
 def test_a_warm_up_trains_on_other_prompts_first_and_only_once(folder: Path, train: Call) -> None:
     path = config(folder)
-    start = ["warmup.num_steps=6", "warmup.num_prompts=20", "warmup.prompts_per_step=8"]
+    start = ["warmup.num_steps=6"]
     first, err = train(path, "run.dir=out", *start)
     assert "warm-up 6/6 loss" in err
     rows = metrics_of(folder / "out" / "warmup")
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
-    # 20 solutions, 8 a step.
-    assert sorted(row["train/num_branches"] for row in rows[:3]) == [4, 8, 8]
+    assert {row["train/num_branches"] for row in rows} == {64}
     assert rows[0]["train/sharing"] > 0.1
     _, err = train(path, "run.dir=out", "rl.num_steps=5", *start)
     assert "warm-up" not in err
@@ -172,8 +154,8 @@ def test_a_warm_up_trains_on_other_prompts_first_and_only_once(folder: Path, tra
 
 def test_a_run_with_a_warm_up_goes_on_from_its_policy_and_not_from_the_warm_up(folder: Path, train: Call) -> None:
     # Easy enough that some answers are right, so that rewards vary and the policy moves.
-    easy = config(folder, "num_prompts = 3\nmin_terms = 2\nmax_terms = 2\nmax_number = 3")
-    start = ["warmup.num_steps=80", "warmup.num_prompts=6", "warmup.learning_rate=2e-2", "model.hidden_size=32"]
+    easy = config(folder, "num_prompts = 3\nmax_terms = 2\nmax_number = 3")
+    start = ["warmup.num_steps=80", "warmup.learning_rate=2e-2", "model.hidden_size=32"]
     whole, _ = train(easy, "run.dir=whole", "rl.num_steps=5", *start)
     train(easy, "run.dir=parts", *start)
     rest, _ = train(easy, "run.dir=parts", "rl.num_steps=5", *start)
@@ -184,7 +166,7 @@ def test_a_run_with_a_warm_up_goes_on_from_its_policy_and_not_from_the_warm_up(f
 
 def test_a_warm_up_that_was_stopped_goes_on(folder: Path, train: Call) -> None:
     path = config(folder)
-    start = ["warmup.num_steps=6", "warmup.num_prompts=20", "warmup.prompts_per_step=8"]
+    start = ["warmup.num_steps=6"]
     whole, _ = train(path, "run.dir=whole", *start)
     train(path, "run.dir=parts", *start)
     # As a kill in the warm-up leaves it: its checkpoint of step 4, and nothing of what follows.
@@ -247,9 +229,9 @@ def test_rewards_beside_the_configuration_and_in_the_shells_folder_are_the_same_
 def test_a_reward_that_raises_on_its_trial_ends_the_run_before_the_model_is_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("treering.cli.train.run.make_model", lambda *_: pytest.fail("made"))
+    monkeypatch.setattr("treering.cli.train.make_model", lambda *_: pytest.fail("made"))
     place = rf"test_command\.py:{misspelt.__code__.co_firstlineno + 1}: NameError: name 'lenght'"
-    with pytest.raises(InputError, match=rf"on prompt 'yes-0' with the text 'yes' raised .*{place}"):
+    with pytest.raises(InputError, match=rf"on prompt 'yes-0' \(p.jsonl:1\) with the text 'yes' raised .*{place}"):
         run(config_path=prompts(folder, "tests_rewards:misspelt"), overrides=["run.dir=out"], json_output=True)
     assert not (folder / "out" / "metrics.jsonl").exists()
 
@@ -268,8 +250,8 @@ def test_prompts_that_are_left_out_are_told(folder: Path, train: Call) -> None:
     (folder / "p.jsonl").write_text('{"prompt": "q"}\n{"prompt": "q q q"}\n{"prompt": "q"}\n{"prompt": "no"}\n')
     summary, err = train(path, "run.dir=out", "task.max_prompt_tokens=2")
     assert summary["num_prompts"] == 2
-    assert "1 prompts have more than 2 tokens and are left out" in err
-    assert "1 prompts have the same tokens as an earlier one and are left out" in err
+    assert "1 prompt has more than 2 tokens and is left out" in err
+    assert "1 prompt has the same tokens as an earlier one and is left out" in err
 
 
 def test_a_damaged_history_is_named_to_the_user(folder: Path, train: Call) -> None:

@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.cli.runs import Commands
-from treering.cli.train.logs import MAX_CHARACTERS, completions_of
-from treering.cli.train.task import TaskSource
+from treering.cli.train_report import MAX_CHARACTERS, completions_of
+from treering.cli.train_task import TaskSource
 from treering.data import Trajectory
 from treering.rl.tasks.sums import ChainedSums
 
@@ -34,10 +34,10 @@ def test_texts_are_bounded() -> None:
     assert row.completion.endswith("2=")
 
 
-def test_a_run_logs_them_in_its_first_step_and_every_so_many(commands: Commands) -> None:
+def test_a_run_logs_them_in_its_first_step_and_every_tenth(commands: Commands) -> None:
     sinks = 'metrics.sinks=["jsonl", "tensorboard"]'
-    commands.done("train", sinks, "metrics.log_completions=2", "metrics.log_completions_every=2", "rl.num_steps=3")
+    commands.done("train", sinks, "metrics.log_completions=2", "rl.num_steps=11")
     events = EventAccumulator(str(Path("out") / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Tensors("completions")] == [1, 2]
+    assert [event.step for event in events.Tensors("completions/text_summary")] == [1, 10]
     assert "metrics.log_completions" in commands.refused("sft", "metrics.log_completions=2")

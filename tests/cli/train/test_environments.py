@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.cli.runs import Commands, assert_same_weights
-from treering.data.held_out import is_held_out
+from treering.data.held_out_tasks import is_held_out
 
 ENVIRONMENT = """
 from treering.rl.environments import Environment, EnvTask
@@ -53,8 +53,8 @@ def test_a_run_trains_and_a_resumed_one_ends_bitwise_as_one_that_was_not_stopped
 
 
 def test_workers_run_the_episodes_of_one_process(trained: Commands) -> None:
-    trained.done("train", *CONFIG, "run.dir=whole", "rl.num_steps=2", "rl.num_train_threads=1")
-    workers = ("runtime.workers=1", "runtime.rebalance=none", "schedule=fifo", "rl.num_train_threads=1")
+    trained.done("train", *CONFIG, "run.dir=whole", "rl.num_steps=2")
+    workers = ("runtime.workers=1", "runtime.rebalance=none", "schedule=fifo")
     trained.done("train", *CONFIG, *workers, "rl.num_steps=2")
     assert_same_weights(trained.folder / "whole", trained.folder / "out", 2)
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,8 @@ from treering.cli.training import run_train
 
 MARK = "TREERING_TEST_OF_SIGNALS"
 NUM_STEPS = 6
-INTERRUPTIONS = {
-    0: (("metrics.jsonl", 2, signal.SIGINT),),
-    2: (("run.lock", 1, signal.SIGTERM), ("metrics.jsonl", 3, signal.SIGHUP)),
-}
-"""By the number of workers: a file of the run, from how many lines on a signal comes, and which one."""
+ALONE = (("metrics.jsonl", 2, signal.SIGINT),)
+"""A file of the run, from how many lines on a signal comes, and which one."""
 
 
 def settings(run_dir: str, workers: int) -> list[str]:
@@ -49,12 +47,16 @@ def wait_for_lines(file: Path, num_lines: int, process: subprocess.Popen[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", INTERRUPTIONS)
-def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: Path, workers: int) -> None:
+def test_a_run_interrupted_at_random_moments_ends_with_the_same_weights(folder: Path) -> None:
+    check_interruptions(folder, 0, ALONE)
+
+
+def check_interruptions(folder: Path, workers: int, interruptions: Sequence[tuple[str, int, signal.Signals]]) -> None:
+    """Trains without and with interruptions, and compares the weights."""
     path, generator = prompts(folder, "tests.cli.train.test_command:length_of"), random.Random(workers)
     run_train(config_path=path, overrides=settings("whole", workers), json_output=True)
     num_interrupted = 0
-    for name, num_lines, number in INTERRUPTIONS[workers]:
+    for name, num_lines, number in interruptions:
         process = started(folder, "train", str(path), "--json", *settings("often", workers), **{MARK: "often"})
         # Not before the run has a file: until the command is imported Python itself handles signals.
         wait_for_lines(folder / "often" / name, num_lines, process)

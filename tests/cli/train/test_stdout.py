@@ -26,10 +26,9 @@ def reward(prompt, text):
 
 
 def test_what_user_code_prints_goes_to_stderr(folder: Path) -> None:
-    # The trial of a reward is in the command's process, all others are in the worker's.
     (folder / "noisy.py").write_text(NOISY)
     path = prompts(folder, "noisy:reward")
-    process = started(folder, "train", str(path), "--json", "run.dir=out", "rl.num_steps=1", "runtime.workers=1")
+    process = started(folder, "train", str(path), "--json", "run.dir=out", "rl.num_steps=1")
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     assert json.loads(out)["num_steps"] == 1

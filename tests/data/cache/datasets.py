@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treering.data import RenderedTrajectory
-from treering.data.cache.arrays import ArrayWriter
-from treering.data.cache.dataset import DatasetFacts, TokenDataset
+from treering.data.cache.dataset import ArrayWriter, DatasetFacts, TokenDataset
 
 
 def dataset_of(rows: Sequence[RenderedTrajectory], *, source: str = "set.jsonl") -> TokenDataset:

@@ -28,13 +28,12 @@ from treering.data import (
     read_trajectories,
     write_trajectories,
 )
-from treering.data.cache import build as build_module
+from treering.data.cache import build_dataset as build_module
 from treering.data.cache import dataset as dataset_module
 from treering.data.cache import folder as folder_module
 from treering.data.cache.dataset import TokenDataset
 from treering.data.cache.folder import cache_folder, clear, entries
-from treering.data.cache.key import cache_key
-from treering.data.cache.open import open_dataset
+from treering.data.cache.open import cache_key, open_dataset
 from treering.errors import DataWarning, InputError, StateError
 
 
@@ -491,10 +490,10 @@ def test_processes_render_the_same_rows_in_the_same_order_and_say_the_same_once(
         assert agrees(dataset, expected)
         said.append((dataset.facts, [str(each.message) for each in caught]))
     assert said[0] == said[1]
-    # Of none of the four answers the thought is known.
+    # The thoughts of the four answers are unknown.
     assert [text.split(",")[0] for text in said[0][1]] == [
         "the chat template opens a thought before each answer",
-        "1 of 8 messages hold the text of special tokens",
+        "1 of 8 messages holds the text of special tokens",
     ]
 
 

@@ -3,8 +3,8 @@ from typing import get_args
 import pytest
 
 from tests.data.formats.reading import ANSWER, QUESTION, RECORDS, read
-from treering.data import FormatName
-from treering.data.formats.detect import detect
+from treering.data import FormatName, read_trajectories
+from treering.data.formats.reader import detect
 from treering.errors import InputError
 
 TALK = [QUESTION, ANSWER]
@@ -34,6 +34,26 @@ def test_chats_with_and_without_a_task_are_one_format(tmp_path):
     found, notes = read(tmp_path, {"task_id": 7, "messages": TALK}, RECORDS["chat"])
     assert found[0].task_id == 7
     assert notes == ["no task is named, so those with equal first prompts are trials of one task (1 of 2 records)"]
+
+
+def test_what_an_adapter_returns_is_read_in_the_place_of_its_record(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"ids": [[5, 6], [7]]}\n{"ids": []}\n{"ids": [[8]]}\n{}\n')
+    read_ids = []
+
+    def adapt(record):
+        read_ids.append(record["ids"])
+        return [{"task_id": 1, "tokens": ids} for ids in record["ids"]]
+
+    with pytest.raises(InputError, match=r"log\.jsonl:4: the adapter raised KeyError: 'ids'"):
+        read_trajectories(file, adapter=adapt)
+    file.write_text(file.read_text().removesuffix("{}\n"))
+    found = read_trajectories(file, adapter=adapt)
+    assert [(one.tokens.tolist(), one.where) for one in found] == [
+        *(([5, 6], f"{file}:1"), ([7], f"{file}:1"), ([8], f"{file}:3")),
+    ]
+    with pytest.raises(InputError, match=r"log\.jsonl:1: a trajectory is a JSON object, got None"):
+        read_trajectories(file, adapter=lambda record: None)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from treering.data import (
     write_trajectories,
 )
 from treering.data.formats.codec import encode
-from treering.data.formats.files import whole_lines
+from treering.data.formats.record_files import whole_lines
 from treering.errors import DataWarning, InputError
 
 GOOD = b'{"task_id": "a", "tokens": [1, 2]}\n'

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from treering.data.formats import files
-from treering.data.formats.files import ReadPosition
-from treering.data.formats.json_document import document_records
+from treering.data.formats import record_files
+from treering.data.formats.containers import document_records
+from treering.data.formats.record_files import ReadPosition
 from treering.errors import InputError
 
 VALUES = (1, -2.5e3, 12345678901, 'aä😀\n"', "", "\ud800", True, None, [], {}, [[1, "]"]], {"ü": {"b": "x" * 50}})
@@ -34,7 +34,7 @@ def test_records_and_errors_are_those_of_the_whole_text_whatever_the_parts(
     random, file = Random(0), tmp_path / "set.json"
     num_refused = 0
     for _ in range(1500):
-        monkeypatch.setattr(files, "_PART_BYTES", random.choice([3, 4, 7, 16, 1000]))
+        monkeypatch.setattr(record_files, "_PART_BYTES", random.choice([3, 4, 7, 16, 1000]))
         array = json.dumps(
             random.choices(VALUES, k=random.randrange(6)), ensure_ascii=False, indent=random.choice([None, 1])
         )
@@ -76,7 +76,7 @@ def test_records_are_given_before_the_rest_is_read(tmp_path: Path) -> None:
 
 
 def test_a_record_far_longer_than_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_PART_BYTES", 64)
+    monkeypatch.setattr(record_files, "_PART_BYTES", 64)
     file = tmp_path / "set.json"
     file.write_text(json.dumps([1, "y" * 300_000, 2.5], indent=1), encoding="utf-8")
     assert [record for _, record in document_records(file)] == [1, "y" * 300_000, 2.5]

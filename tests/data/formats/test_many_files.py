@@ -1,4 +1,4 @@
-"""Folders of files, compressed files, and what is no file of records."""
+"""Folders of files, compressed files, and files without records."""
 
 import gzip
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from treering.data.formats.containers import read_records, record_files
-from treering.data.formats.files import ReadPosition
+from treering.data.formats.record_files import ReadPosition
 from treering.errors import InputError
 
 ROWS = [{"task_id": i, "tokens": [i, 5]} for i in range(5)]

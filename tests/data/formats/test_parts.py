@@ -5,7 +5,7 @@ import json
 import pytest
 
 from treering.data import read_trajectories
-from treering.data.formats.parts import missing_parts
+from treering.data.formats.arrow import missing_parts
 from treering.errors import DataWarning, InputError
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra treering[datasets] is not installed")

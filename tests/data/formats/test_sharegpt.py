@@ -61,7 +61,6 @@ def test_a_preference_pair_is_two_trajectories_of_one_prompt(tmp_path):
     [
         ({"conversations": [{"from": "function_call", "value": '{"name": '}]}, "a function_call, must be JSON"),
         ({"conversations": [{"value": "x"}]}, r"conversations\[0\] needs from and value, got the keys value"),
-        ({"conversations": TALK, "images": ["a.png"]}, "images changes what is trained"),
         ({"conversations": TALK, "kto_tag": True}, "kto_tag is for KTO"),
         ({"conversations": TALK, "tools": [{"type": "web_search"}]}, r"tools\[0\] is a tool of type 'web_search'"),
     ],

@@ -100,5 +100,5 @@ def test_a_bad_row_and_a_damaged_file_are_named(arrow, tmp_path):
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     (tmp_path / "set.parquet").write_bytes(b"PAR1....")
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"needs pyarrow: pip install 'treering\[datasets\]'"):
+    with pytest.raises(MissingExtraError, match=r"needs pyarrow: pip install 'pyarrow>=17'"):
         read_trajectories(tmp_path / "set.parquet")

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from tests.data.traces import Record, answer, linked, message, run
 from treering.data import read_traces, write_traces
-from treering.data.formats.traces import TraceTally, decode_trace, decode_traces, encode_trace, looks_like_trace
+from treering.data.formats.adapters.verifiers import (
+    TraceTally,
+    decode_trace,
+    decode_traces,
+    encode_trace,
+    looks_like_trace,
+)
 from treering.errors import DataWarning, InputError
 
 NODES = (message(None, [1]), answer(0, [2], [3]))
@@ -132,7 +138,7 @@ def test_what_is_left_out_is_counted_and_said_once(tmp_path: Path) -> None:
         traces = read_traces(file)
     assert len(traces) == 3
     assert [str(warning.message) for warning in caught] == [
-        f"{file}: 1 episodes without traces are left out",
+        f"{file}: 1 episode without traces is left out",
         f"{file}: 3 of 5 paths are not trained (rejected compaction 2, untrainable agent 1)",
     ]
     assert {warning.category for warning in caught} == {DataWarning}

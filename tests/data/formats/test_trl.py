@@ -1,6 +1,11 @@
-import pytest
+from pathlib import Path
 
+import pytest
+from tokenizers import Tokenizer
+
+from tests.data.conftest import save_tokenizer
 from tests.data.formats.reading import ANSWER, QUESTION, read, turns
+from treering.data import Renderer
 from treering.errors import InputError
 
 WRONG = {"role": "assistant", "content": "No idea."}
@@ -23,7 +28,7 @@ def test_texts_stand_as_they_are(tmp_path):
         {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [WRONG]},
         {"prompt": [QUESTION], "chosen": ANSWER, "rejected": WRONG},
         {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WRONG]},
-        # As UltraFeedback has it: the question as text, beside whole conversations.
+        # UltraFeedback has the question as text, and whole conversations.
         {"prompt": QUESTION["content"], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WRONG], "messages": []},
     ],
     ids=["prompt", "one message", "implicit", "text prompt"],
@@ -48,13 +53,43 @@ def test_a_pair_of_texts_parts_where_the_texts_differ_and_a_space_belongs_to_the
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a", "completion": "b", "label": True}, "label changes what is trained"),
         ({"prompt": "a", "completion": [ANSWER]}, "both text or both messages"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION]}, "one is all of the other"),
-        ({"prompt": "a", "chosen": "b", "rejected": [ANSWER]}, "both text or both messages"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, record, message):
     with pytest.raises(InputError, match=rf"set\.jsonl:1: .*{message}"):
         read(tmp_path, record)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "2+2=", "completion": "4"},
+        {"prompt": "2+2=", "completion": "4</s>"},
+        {"prompt": "2+2=", "chosen": "4", "rejected": "5</s>"},
+        {"chosen": "2+2= 4", "rejected": "2+2= 5"},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*holds? the text of special tokens")
+def test_a_text_ends_once_with_the_end_of_texts_which_is_trained(tmp_path: Path, record: dict[str, str]) -> None:
+    found, _ = read(tmp_path, record)
+    for eos in ("</s>", None):
+        folder = save_tokenizer(tmp_path / "tokenizer", ["</s>", "<s>"], eos_token=eos)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        renderer = Renderer(tokenizer=folder, template="plain")
+        for one, trajectory in zip(renderer.render_batch(found), found, strict=True):
+            answer = str(trajectory.messages[-1].content)
+            trained = tokenizer.decode(one.tokens[one.loss_mask].tolist(), skip_special_tokens=False)
+            assert trained == (answer if eos is None else answer.removesuffix("</s>") + "</s>")
+            assert one.turn_ends.tolist() == [one.tokens.size]
+        (note,) = renderer.notes
+        assert note.startswith(f"the {len(found)} texts of TRL's rows")
+        assert ("names no eos_token" if eos is None else "end with </s>, which is trained, as TRL adds it") in note
+
+
+def test_messages_and_texts_of_other_sources_get_no_end_from_trl(tmp_path: Path) -> None:
+    chat, _ = read(tmp_path, {"prompt": [QUESTION], "completion": [ANSWER]})
+    raw, _ = read(tmp_path, {"task_id": 1, "format": "raw", "messages": [QUESTION, ANSWER]})
+    assert [one.adds_end for one in (*chat, *raw)] == [False, False]

@@ -1,17 +1,20 @@
-"""Pictures of a dataset: kept once as their bytes, made when they are asked for, and the same out of the cache."""
+"""A dataset stores the bytes of each image once, decodes them on demand, and equals its cache."""
 
 import json
 import pickle
+import re
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 import treering.data.cache.open as opening
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, picture
 from treering.data import Renderer, read_trajectories
-from treering.data.cache.arrays import CONTENTS
+from treering.data.cache.dataset import CONTENTS
 from treering.data.cache.open import open_dataset
 from treering.data.rendering import picture_processor
 from treering.errors import InputError
@@ -115,3 +118,51 @@ def test_text_loads_nothing_of_pictures(tokenizer_dir, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"
+
+
+_BARE = {
+    "qwen": ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    "gemma": ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::treering.errors.DataWarning")
+@pytest.mark.parametrize("family", _BARE)
+def test_a_text_with_a_placeholder_and_no_image_is_refused_with_file_and_line(family, request, tmp_path):
+    folder = request.getfixturevalue(f"{family}_dir")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for token in _BARE[family]:
+        said = {"role": "assistant", "content": "the tool"}
+        bad = [
+            {"messages": [{"role": "user", "content": f"the {token}"}, said]},
+            {"messages": [{"role": "user", "content": "the"}, {**said, "content": token}]},
+            {"prompt": f"the {token}", "completion": "tool"},
+            {"tokens": [100, tokenizer.token_to_id(token), 101]},
+        ]
+        for number, row in enumerate(bad):
+            good = {"tokens": [100, 101]} if "tokens" in row else {**row, "prompt": "a"} if "prompt" in row else None
+            rows = [good or {"messages": [{"role": "user", "content": "<image>"}, said]}, row]
+            path = tmp_path / f"{number}.jsonl"
+            path.write_text("".join(json.dumps({"task_id": 1, **one}) + "\n" for one in rows))
+            refused = f"{path}:2: {token} stands for an image, video or sound"
+            with pytest.raises(InputError, match=re.escape(refused)):
+                open_dataset(path, Renderer(tokenizer=folder), folder=None)
+
+
+@pytest.mark.filterwarnings("ignore::treering.errors.DataWarning")
+def test_a_model_of_text_reads_placeholders_as_other_tokens(qwen_dir, tmp_path):
+    folder = tmp_path / "text"
+    shutil.copytree(qwen_dir, folder, ignore=shutil.ignore_patterns("*processor*"))
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"task_id": 1, "prompt": "a <|image_pad|>", "completion": "b"}) + "\n")
+    token = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|image_pad|>")
+    assert token in open_dataset(path, Renderer(tokenizer=folder), folder=None).tokens(0)
+
+
+def test_a_video_beside_an_image_is_refused(qwen_dir, tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps(line("a", as_uri(RED), text="<|video_pad|>")) + "\n")
+    with pytest.raises(InputError, match=r"set.jsonl:1: <\|video_pad\|> stands for an image, video or sound"):
+        open_dataset(path, Renderer(tokenizer=qwen_dir), folder=None)

@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.data.pictures.vlm_folder import as_bytes, picture
-from treering.data.pictures.decode import decoded
-from treering.data.pictures.source import PictureSource
+from treering.data.picture import PictureSource, decoded
 from treering.data.rendering.picture_processor import PictureProcessor
 from treering.errors import InputError
 
@@ -52,7 +51,7 @@ def test_more_pixels_than_pillows_own_limit_are_refused(monkeypatch, factor):
     # Above the limit Pillow warns, above twice of it it refuses.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", int(PLAIN.width * PLAIN.height * factor))
     with warnings.catch_warnings():
-        # As outside of tests, which make errors of all warnings.
+        # Tests turn warnings into errors; users see warnings.
         warnings.simplefilter("ignore")
         with pytest.raises(InputError, match=f"{WHERE[:11]}.*Pillow's limit"):
             decoded(source(as_bytes(PLAIN)))

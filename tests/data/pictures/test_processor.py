@@ -1,4 +1,4 @@
-"""A chat with pictures is what the model's own processor makes of its text and pictures, ids and values bitwise."""
+"""A chat with images has exactly the ids and pixel values that the model's own processor computes."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from transformers import (
 
 from tests.data.pictures.vlm_folder import NAMED, TOKENS_PER_CROP, as_bytes, picture, template
 from treering.data import Message, Renderer, Trajectory
-from treering.data.pictures.source import MessagePicture, PictureSource
+from treering.data.picture import MessagePicture, PictureSource
 from treering.errors import ConfigError, InputError
 
 CONTENTS = [as_bytes(picture(0)), as_bytes(picture(1, (56, 112)), "JPEG"), as_bytes(picture(0)), as_bytes(picture(2))]
@@ -37,7 +37,7 @@ CHAT = (
 
 
 class WithoutVideo:
-    """Processors of videos need torchvision, which pictures do not."""
+    """Mixin without the check of the video processor, which needs torchvision."""
 
     def check_argument_for_proper_class(self, name, argument):
         return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
@@ -115,7 +115,7 @@ def with_template(folder, target, text):
 
 
 def test_a_template_that_drops_earlier_pictures_is_refused(qwen_dir, tmp_path):
-    """It keeps the pictures of the last message alone, so the first placeholder would be of another picture."""
+    """The template keeps only the images of the last message, so the first placeholder belongs to another image."""
     kept = template("qwen").replace("part.type == 'image'", "part.type == 'image' and loop.index and m == messages[-1]")
     kept = kept.replace("{{ part.text }}", "{{ part.text or '' }}")
     folder = with_template(qwen_dir, tmp_path, kept)

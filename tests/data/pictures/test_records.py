@@ -1,4 +1,4 @@
-"""Pictures of records in the forms that datasets have, and what is refused, with file and line."""
+"""Images of records in the forms of datasets; bad ones are refused with file and line."""
 
 import json
 
@@ -8,7 +8,7 @@ from pyarrow import parquet
 
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, picture
 from treering.data import read_trajectories
-from treering.data.pictures.source import MAX_BYTES
+from treering.data.picture import MAX_BYTES
 from treering.errors import DataWarning, InputError
 
 RED, BLUE = as_bytes(picture(0)), as_bytes(picture(1))
@@ -17,6 +17,10 @@ SAID = {"role": "assistant", "content": "Basel"}
 
 def user(*parts):
     return {"role": "user", "content": list(parts)}
+
+
+def user_text(text):
+    return {"role": "user", "content": text}
 
 
 @pytest.fixture
@@ -77,6 +81,42 @@ def test_columns_without_parts_stand_before_the_first_users_text(folder):
     assert pictures_of(one) == [(1, 0, RED), (1, 0, BLUE)]
 
 
+TAGGED = {
+    "one_text": ([user_text("First <image> then <image>?")], [(0, 6, RED), (0, 12, BLUE)], "First  then ?"),
+    "a_later_turn": (
+        [user_text("Hi"), SAID, user_text("<image>\n<image>Where?")],
+        [(2, 0, RED), (2, 1, BLUE)],
+        "Hi",
+    ),
+    "system_and_user": (
+        [{"role": "system", "content": "As in <image>."}, user_text("<image>")],
+        [(0, 6, RED), (1, 0, BLUE)],
+        "As in .",
+    ),
+    "tool": ([user_text("Look"), {"role": "tool", "content": "<image><image>"}], [(1, 0, RED), (1, 0, BLUE)], "Look"),
+    "text_parts": ([user({"type": "text", "text": "a<image>b"}, "c<image>")], [(0, 1, RED), (0, 3, BLUE)], "abc"),
+    "tag_and_part": ([user({"type": "image"}, "a<image>b")], [(0, 0, RED), (0, 1, BLUE)], "ab"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.filterwarnings("error::treering.errors.DataWarning")
+def test_images_stand_where_their_tags_are_in_order(folder, name):
+    talk, placed, text = TAGGED[name]
+    images = [as_uri(RED), as_uri(BLUE)]
+    for record in ({"messages": [*talk, SAID]}, {"prompt": talk, "completion": [SAID]}):
+        (one,) = read(folder, {"task_id": 1, "images": images, **record})
+        assert pictures_of(one) == placed
+        assert one.messages[0].content == text
+
+
+def test_a_text_without_images_may_speak_of_the_tag(folder):
+    text = "What does <image> do in HTML, and <|image_1|>?"
+    (one,) = read(folder, {"task_id": 1, "messages": [user_text(text), {**SAID, "content": text}], "images": []})
+    assert [said.content for said in one.messages] == [text, text]
+    assert pictures_of(one) == []
+
+
 def test_parquet_with_bytes_is_read(folder):
     part = {"type": "image", "text": None}
     rows = [
@@ -120,10 +160,30 @@ REFUSED = {
     "video": ({"messages": [user({"type": "video", "video": "a.mp4"}), SAID], "task_id": 1}, "of type 'video'"),
     "sound": ({"messages": [user({"type": "input_audio"}), SAID], "task_id": 1}, "of type 'input_audio'"),
     "videos": ({"messages": [user(TEXT), SAID], "task_id": 1, "videos": ["a.mp4"]}, "videos changes what is trained"),
-    "few": ({"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": []}, "in images, which has 0"),
+    "few": ({"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": []}, "got 0 images and 1 place;"),
     "many": (
         {"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": ["a.png", "b.png"]},
-        "images has 2 pictures, and the messages have 1 part",
+        "got 2 images and 1 place;",
+    ),
+    "tag_too_many": (
+        {"messages": [user_text("<image><image>"), SAID], "task_id": 1, "images": ["a.png"]},
+        "got 1 image and 2 places;",
+    ),
+    "tag_too_few": (
+        {"prompt": [user_text("<image>")], "completion": [SAID], "task_id": 1, "images": ["a.png", "b.png"]},
+        "got 2 images and 1 place;",
+    ),
+    "tag_in_the_answer_only": (
+        {"messages": [user_text("Draw."), {**SAID, "content": "Here: <image>"}], "task_id": 1, "images": ["a.png"]},
+        "of the assistant has a picture",
+    ),
+    "tag_beside_a_picture_of_a_part": (
+        {"messages": [user({"type": "image", "image": "a.png"}, "<image> Where?"), SAID], "task_id": 1},
+        "got 0 images and 1 place;",
+    ),
+    "numbered_tag": (
+        {"messages": [user_text("<|image_1|>\nWhere?"), SAID], "task_id": 1, "images": ["a.png"]},
+        r"is written <image>, in the order of images, got <\|image_1\|>",
     ),
     "columns": ({"messages": [user({"type": "image"}), SAID], "task_id": 1, "images": ["a"], "image": "a"}, "has both"),
     "text_prompt": ({"prompt": "a", "completion": "b", "images": ["a.png"]}, "images changes what is trained"),

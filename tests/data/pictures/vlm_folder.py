@@ -1,4 +1,4 @@
-"""Folders of vision-language models without weights: a small tokenizer, a chat template with pictures, a processor."""
+"""Folders of vision-language models without weights: a small tokenizer, a chat template with images, a processor."""
 
 import base64
 import io

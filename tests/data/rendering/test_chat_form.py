@@ -1,4 +1,4 @@
-"""Which form a chat takes: the template of its tokenizer, else the plain form if the markers are single tokens."""
+"""A chat is rendered by its tokenizer's template, else in the plain form if the markers are single tokens."""
 
 import re
 

@@ -1,11 +1,13 @@
-"""A chat that goes on after the tokens of a turn is what its template writes, or is said to be another one."""
+"""A chat that continues after the tokens of a turn equals its template's text, or the continuation is None."""
 
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.data.rendering.chat_folder import said, with_template
 from tests.data.rendering.test_turn_ends import NEXT_ROLE, TEXT_END
+from treering.data import ToolCall
 from treering.data.rendering.renderer import Renderer
 
 FIRST = (said("user", "1"), said("assistant", "one"))
@@ -31,6 +33,20 @@ def test_a_continuation_ends_in_the_tokens_of_the_whole_prompt(tokenizer_dir: Pa
     opened = prompt_of(renderer, FIRST[0])
     assert before[: len(opened)] == opened
     assert len(before) > len(opened)
+
+
+def test_after_a_call_a_chat_goes_on_with_the_token_before_the_tools_answer(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    """Like GLM's template, which begins a tool's answer and a question with different tokens."""
+    renderer = Renderer(tokenizer=with_template(tokenizer_dir, tmp_path, NEXT_ROLE), template="hf")
+    call = said("assistant", "so", tool_calls=(ToolCall(name="f", arguments={"x": 1}),))
+    messages = (said("user", "1"), call, said("tool", "r"))
+    tail = renderer.continuation(messages, 2)
+    assert tail is not None
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    assert tokenizer.decode(tail.tolist(), skip_special_tokens=False) == "<|im_end|>r[answer]"
+    assert prompt_of(renderer, *messages)[-tail.size :] == tail.tolist()
 
 
 def test_a_template_that_strips_thoughts_has_no_continuation(tokenizer_dir: Path, tmp_path: Path) -> None:

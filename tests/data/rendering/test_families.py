@@ -6,31 +6,30 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tests.data.rendering.chat_folder import said, shown, with_template
 from tests.data.rendering.test_template import DUMPING
 from treering.data import Renderer, ToolCall, Trajectory
-from treering.data.rendering.encoder import Encoder
-from treering.data.rendering.script import Script, Span
+from treering.data.rendering.encoder import Encoder, Script, Span
 from treering.data.rendering.template import ChatTemplate
 from treering.errors import InputError
 
-# As Mistral Nemo: no turn is opened, and the system's text stands in the last question of a prompt only.
+# Like Mistral Nemo: no turn is opened, and the system's text is only in the last question of a prompt.
 LATE_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'user' %}[I]{{ messages[0].content if loop.last }}{{ m.content }}[/I]"
     "{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
 )
-# As Qwen3-Coder: arguments are taken apart.
+# Like Qwen3-Coder: arguments are written one by one.
 PARAMETERS = (
     "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}<{{ m.role }}>"
     "{{ m.content | trim }}{% for c in m.tool_calls or [] %}<f={{ c.function.name }}>"
     "{% for k, v in c.function.arguments | items %}<p={{ k }}>{{ v }}</p>{% endfor %}</f>{% endfor %}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# As Gemma 4: calls before the text, another role name, and tools' answers as JSON as in Llama 3.1.
+# Like Gemma 4: calls before the text, another role name, and tool results as JSON.
 CALLS_FIRST = (
     "{% for m in messages %}<{{ 'model' if m.role == 'assistant' else m.role }}>{% for c in m.tool_calls or [] %}"
     "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{{ m.content | tojson if m.role == 'tool' else m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<model>{% endif %}"
 )
-# As templates of models that see: a content is a list of parts.
+# Like templates of vision models: a content is a list of parts.
 PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
     "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"

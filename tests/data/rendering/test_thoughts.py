@@ -4,6 +4,7 @@ import pytest
 
 from tests.data.rendering.chat_folder import said, shown, with_template
 from treering.data import Renderer, Trajectory
+from treering.data.rendering.thoughts import answer_part, answer_start
 from treering.errors import DataWarning, InputError
 
 OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
@@ -84,7 +85,7 @@ def test_a_thought_with_other_tags_than_the_prompts_is_refused(tokenizer_dir, tm
 
 
 def test_a_thought_becomes_a_part_where_a_template_wants_one(tokenizer_dir, tmp_path):
-    # As Mistral's: a content is a text, or a list of parts.
+    # Like Mistral's: a content is a text, or a list of parts.
     folder = with_template(
         tokenizer_dir,
         tmp_path,
@@ -94,3 +95,41 @@ def test_a_thought_becomes_a_part_where_a_template_wants_one(tokenizer_dir, tmp_
     )
     [(_, trained)] = shown(folder, said("user", "1"), said("assistant", "A", reasoning="hm"))
     assert trained == "[THINK]hm[/THINK]A</s>"
+
+
+PRINTING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else PRINTED }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("printed", ["m.content | tojson", "m.content", "m.content | string", "m.content[0] | items"])
+def test_a_template_that_prints_parts_as_they_are_stored_knows_no_thoughts(tokenizer_dir, tmp_path, printed):
+    """Like LFM2's template, which would write a list of parts as JSON."""
+    folder = with_template(tokenizer_dir, tmp_path, PRINTING.replace("PRINTED", printed))
+    with pytest.raises(InputError, match="must render thoughts, but it drops the reasoning"):
+        shown(folder, said("user", "1"), said("assistant", "A", reasoning="hm"))
+    assert shown(folder, said("user", "1"), said("assistant", "A"))[0][1] == "A<end>"
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "start"),
+    [
+        ("4", "", 0),
+        ("<think>hm</think>4", "", 17),
+        ("<think>hm 4", "", None),
+        ("hm</think>4", "", 10),
+        ("hm</think>4", "<assistant><think>\n", 10),
+        ("hm 4", "<assistant><think>\n", None),
+        ("hm 4", "<assistant><think>\n\n</think>\n\n", 0),
+        ("hm[/THINK]4", "<assistant><think>", None),
+        ("<think>a</think>b<think>c</think>d", "", 33),
+        ("<think>a</think>b<think>c", "", None),
+        ("<think>a<think>b</think>c", "", 24),
+        ("to=self<|message|>hm<|eom|>4", "", 27),
+    ],
+)
+def test_an_answer_begins_after_the_last_thought_that_has_ended(text, prompt, start):
+    assert answer_start(text, prompt) == start
+    if not prompt:
+        assert answer_part(text) == ("" if start is None else text[start:])

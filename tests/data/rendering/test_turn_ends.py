@@ -6,7 +6,7 @@ from tests.data.rendering.chat_folder import said, shown, with_template
 from treering.data import ToolCall
 from treering.errors import InputError
 
-# As GLM: no end token; the next role's token ends a turn, and a tool's answer has another one than a question.
+# Like GLM: no end token; the next role's token ends a turn, and differs between tool results and questions.
 NEXT_ROLE = (
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_end|>{{ m.content }}"
     "{% elif m.role == 'assistant' %}[answer]{{ m.content }}"
@@ -14,12 +14,12 @@ NEXT_ROLE = (
     "{% endfor %}{% else %}<|im_start|>{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[answer]{% endif %}"
 )
-# As Phi-3: a chat that opens no turn ends with one more token.
+# Like Phi-3: a chat that opens no turn ends with one more token.
 TEXT_END = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>\n{% endfor %}"
     "{{ '<assistant>' if add_generation_prompt else '<|im_start|>' }}"
 )
-# As gpt-oss: another token ends the last answer, whose arrival drops the thoughts of earlier calls.
+# Like gpt-oss: another token ends the last answer, which removes the thoughts of earlier calls.
 RETURNING = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}>"

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from tests.engine.speculation.scripted_drafts import ScriptedDrafter, Tree
 from tests.engine.test_torch_engine import Rollouts, assert_same, drafter_of, group_requests, run
 from tests.models import VOCAB
-from treering.engine.batch.duplicate_rows import leaders_of
-from treering.engine.batch.state import BatchState, make_columns
+from treering.engine.batch.rows import BatchState, make_columns
+from treering.engine.batch.step import leaders_of
 from treering.engine.batch.token_batch import TokenBatch
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.history.draft.drafter import Drafter
 
@@ -27,7 +27,7 @@ def requests_of(**options: object) -> list[Request]:
 
 def one_by_one(model: PreTrainedModel, requests: list[Request]) -> Rollouts:
     """The plain path: one row per batch, so that there are no duplicates."""
-    return run(TorchEngine(model, max_batch=1, backend="plain", duplicate_rows="each"), requests)
+    return run(TorchEngine(model, max_batch=1, backend="plain"), requests)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,7 @@ def test_rollouts_equal_those_of_separate_rows(
 ) -> None:
     requests = requests_of()
     np.random.default_rng(max_batch).shuffle(requests)
-    engine = TorchEngine(
-        model, drafter_for(drafting, plain), max_batch=max_batch, backend=backend, duplicate_rows="once"
-    )
+    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=max_batch, backend=backend)
     assert_same(run(engine, requests), plain)
     # Duplicate rows diverge at some point, and continue from what was computed for their leaders.
     assert 0 < engine.stats.num_duplicate_rows < engine.stats.num_rows
@@ -82,7 +80,7 @@ def test_rollouts_equal_those_of_separate_rows(
 
 
 def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:
-    engine = TorchEngine(model, max_batch=GROUP_SIZE, duplicate_rows="once")
+    engine = TorchEngine(model, max_batch=GROUP_SIZE)
     decoder, table = engine._decoder, engine._table
     computed, contexts, compute = 0, 0, decoder.run
 
@@ -101,11 +99,12 @@ def test_a_pass_computes_each_context_once(model: PreTrainedModel) -> None:
     assert engine.stats.num_prefilled == 0
 
 
-def test_each_computes_every_row(model: PreTrainedModel, plain: Rollouts) -> None:
-    engine = TorchEngine(model, drafter_of(plain), max_batch=GROUP_SIZE, duplicate_rows="each")
+def test_rows_that_are_not_shared_are_computed_one_by_one(model: PreTrainedModel, plain: Rollouts) -> None:
+    engine = TorchEngine(model, drafter_of(plain), max_batch=GROUP_SIZE)
+    engine.shares_rows = False
     assert_same(run(engine, requests_of()), plain)
     assert engine.stats.num_duplicate_rows == 0
-    engine.use_duplicate_rows("once")
+    engine.shares_rows = True
     run(engine, requests_of(draw=1))
     assert engine.stats.num_duplicate_rows > 0
 
@@ -133,7 +132,7 @@ def test_duplicate_rows_may_have_different_sampling_parameters_and_limits(
     ]
     expected = one_by_one(model, requests)
     for order in (requests, requests[::-1]):
-        engine = TorchEngine(model, drafter_for(drafting, expected), max_batch=6, duplicate_rows="once")
+        engine = TorchEngine(model, drafter_for(drafting, expected), max_batch=6)
         assert_same(run(engine, order), expected)
         assert engine.stats.num_duplicate_rows >= 5
 
@@ -152,7 +151,7 @@ def test_a_duplicate_that_ends_inside_its_leaders_draft_writes_nothing_behind_it
         )
     ]
     expected = one_by_one(model, requests)
-    engine = TorchEngine(model, branching(expected), max_batch=3, duplicate_rows="once")
+    engine = TorchEngine(model, branching(expected), max_batch=3)
     assert_same(run(engine, requests), expected)
     assert engine.stats.num_duplicate_rows > 0
 
@@ -162,7 +161,7 @@ def test_a_removed_leader_leaves_its_keys_and_values_to_its_duplicates(
     model: PreTrainedModel, plain: Rollouts, drafting: str
 ) -> None:
     requests = requests_of()[-GROUP_SIZE:]
-    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=GROUP_SIZE, duplicate_rows="once")
+    engine = TorchEngine(model, drafter_for(drafting, plain), max_batch=GROUP_SIZE)
     engine.submit(requests)
     finished, before = engine.step(), engine.stats.num_duplicate_rows
     assert before == GROUP_SIZE - 1
@@ -202,5 +201,4 @@ def test_the_leader_is_the_first_row_with_the_same_tokens(rows: list[tuple[int, 
         for row, (number, rollout, is_ready, num_missing) in enumerate(rows)
     ]
     columns = columns_of(rows)
-    assert leaders_of(columns, len(rows), "once").tolist() == [kinds.index(kind) for kind in kinds]
-    assert leaders_of(columns, len(rows), "each").tolist() == [*range(len(rows))]
+    assert leaders_of(columns, len(rows)).tolist() == [kinds.index(kind) for kind in kinds]

@@ -13,11 +13,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.engine.decoder.compiled_code import copies_wait_for_loads, copy_bytes, num_buffers
-from treering.engine.decoder.cuda.attention import LOG2_E, add_parts_kernel, attend_kernel, num_stages
-from treering.engine.decoder.cuda.gumbel import gumbel_max_kernel, reduce_tiles_kernel
-from treering.engine.decoder.cuda.layers import gate_kernel, norm_kernel, rotate_kernel
-from treering.engine.decoder.cuda.linear import NUM_STAGES, WIDTHS, add_depths_kernel, linear_kernel, step_of
-from treering.engine.decoder.cuda.verify import walk_kernel
+from treering.engine.decoder.cuda.layers import (
+    LOG2_E,
+    add_parts_kernel,
+    attend_kernel,
+    gate_kernel,
+    norm_kernel,
+    num_stages,
+    rotate_kernel,
+)
+from treering.engine.decoder.cuda.verify import gumbel_max_kernel, reduce_tiles_kernel, walk_kernel
 from treering.engine.sampling.noise import MIX_FACTORS, MIX_SHIFTS, NUM_DROPPED_BITS, POSITION_STEP, TOKEN_STEP
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -46,7 +51,7 @@ def compile_kernel(
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if name.endswith("_ptr") or name in ("num_slots", "num_columns", "depth")
+        if name.endswith("_ptr") or name == "num_slots"
     }
     source = ASTSource(kernel, types, constants, aligned)
     return triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": stages})
@@ -74,16 +79,6 @@ def compile_attention(dtype: str) -> None:
     report("add_parts", dtype, compile_kernel(add_parts_kernel, dtype, added, 1))
 
 
-def compile_products(dtype: str) -> None:
-    for tokens in (16, 64):
-        for columns, parts in (*((width, 1) for width in WIDTHS), (32, 2)):
-            tile = {"TOKENS": tokens, "COLUMNS": columns, "STEP": step_of(tokens, columns), "PARTS": parts}
-            constants = {**tile, "HAS_BIAS": parts == 1, "WIDE": False}
-            report("linear", dtype, compile_kernel(linear_kernel, dtype, constants, 4, NUM_STAGES))
-    added = {"PARTS": 2, "HAS_BIAS": True, "TILE": 1024}
-    report("add_depths", dtype, compile_kernel(add_depths_kernel, dtype, added, 4))
-
-
 def main() -> None:
     for dtype in DTYPES:
         compile_attention(dtype)
@@ -96,8 +91,6 @@ def main() -> None:
         drawn = {"tokens_ptr": "*i32"}
         finish = {"VOCABULARY": 151_936, "PADDED": 256}
         report("reduce_tiles", dtype, compile_kernel(reduce_tiles_kernel, dtype, finish, 1, **drawn))
-        if dtype != "fp32":
-            compile_products(dtype)
     report("walk", "fp64", compile_kernel(walk_kernel, "fp64", {"MOST": 64}, 1, tokens_ptr="*i32"))
 
 
@@ -108,7 +101,6 @@ def report(name: str, dtype: str, compiled: Any) -> None:
         "dtype": dtype,
         "shared_bytes": compiled.metadata.shared,
         "has_matrix_units": "wgmma" in ptx or "mma.sync" in ptx,
-        "has_local_memory": ".local" in ptx,
         "num_buffers": num_buffers(ttgir),
         "copies_wait_for_loads": copies_wait_for_loads(ttgir),
         "copy_bytes": copy_bytes(ptx),

@@ -13,7 +13,7 @@ from treering.engine.decoder.cuda.pages import PAGE_SLOTS
 # Without triton, whoever imports this file is skipped.
 pytest.importorskip("triton")
 INTERPRETED_ONLY = pytest.mark.skipif(
-    not pytest.importorskip("treering.attention.triton.ops").INTERPRETED,
+    not pytest.importorskip("treering.attention.triton_kernels").INTERPRETED,
     reason="the kernels are compiled here; test_gpu_engine holds them to the same laws",
 )
 

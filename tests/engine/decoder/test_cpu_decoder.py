@@ -10,15 +10,15 @@ from tests.models import build_float64
 from treering.engine.batch.token_batch import of_sequence
 from treering.engine.decoder.cpu import decoder as decoder_cpu
 from treering.engine.decoder.cpu.decoder import CpuDecoder
-from treering.engine.decoder.protocol import Decoder
+from treering.engine.decoder.reference import Decoder
 from treering.engine.decoder.weights import DecoderWeights, read_weights
-from treering.model.families import find_parts
+from treering.model.tree_model import TreeModel
 
 TOKENS = np.array([3, 1, 4, 1, 5])
 
 
 def weights_of(model: PreTrainedModel) -> DecoderWeights:
-    return read_weights(find_parts(model), num_positions=16)
+    return read_weights(TreeModel.of(model), num_positions=16)
 
 
 def matrices_of(weights: DecoderWeights) -> list[Tensor]:
@@ -58,6 +58,6 @@ def test_new_weights_reach_a_decoder_with_transposed_matrices() -> None:
         for parameter in model.parameters():
             parameter.mul_(1.25)
     np.testing.assert_array_equal(logits_of(decoder), before)
-    weights.read(find_parts(model))
+    weights.read(TreeModel.of(model))
     np.testing.assert_array_equal(logits_of(decoder), logits_of(CpuDecoder(weights_of(model), num_slots=8)))
     assert np.abs(logits_of(decoder) - before).max() > 1e-3

@@ -15,8 +15,8 @@ def compiled() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_and_two_programs_share_a_multiprocessor(compiled: list[dict[str, Any]]) -> None:
-    # Attention and 6 others in two dtypes, products in one, and the walk.
-    assert len(compiled) == 2 * (4 + 6) + (8 + 1) + 1
+    # Attention and 6 others in two dtypes, and the walk.
+    assert len(compiled) == 2 * (4 + 6) + 1
     attention = [kernel for kernel in compiled if kernel["kernel"] == "attend" and kernel["dtype"] != "fp32"]
     assert all(2 * kernel["shared_bytes"] <= SHARED_BYTES for kernel in attention)
     assert all(kernel["shared_bytes"] <= SHARED_BYTES for kernel in compiled)
@@ -31,16 +31,6 @@ def test_attention_runs_on_matrix_units_and_loads_ahead(compiled: list[dict[str,
     # from addresses that were there when the tile's round began.
     assert all(kernel["num_buffers"] == [2, 2] and kernel["copy_bytes"] == [16] for kernel in attention)
     assert not any(kernel["copies_wait_for_loads"] for kernel in attention)
-
-
-@pytest.mark.slow
-def test_products_run_on_matrix_units_with_at_least_two_steps_in_flight(compiled: list[dict[str, Any]]) -> None:
-    products = [kernel for kernel in compiled if kernel["kernel"] == "linear"]
-    assert len(products) == 8
-    assert all(kernel["has_matrix_units"] and not kernel["has_local_memory"] for kernel in products)
-    # Of the matrix and of the rows.
-    assert all(len(kernel["num_buffers"]) == 2 and min(kernel["num_buffers"]) >= 3 for kernel in products)
-    assert all(kernel["copy_bytes"] == [16] for kernel in products)
 
 
 LOOP = """

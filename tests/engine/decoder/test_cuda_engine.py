@@ -14,7 +14,7 @@ from tests.engine.speculation.test_draft_trees import Truth, script_of
 from tests.engine.test_torch_engine import Rollouts, assert_same, group_requests, run
 from tests.models import VOCAB, build
 from treering.engine.decoder.reference import TorchDecoder
-from treering.engine.request import Request, Sampling
+from treering.engine.protocol import Request, Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.errors import UnsupportedError
 
@@ -64,7 +64,7 @@ def test_prompts_with_a_common_beginning_compute_its_full_pages_once(model: PreT
     requests = requests_with(20, [3, 9], group_size=2, max_tokens=2)
     engine = TorchEngine(model, max_batch=6, max_prefill=20, backend="cuda")
     assert_same(run(engine, requests), with_plain(model, requests), 1e-4)
-    # Of 20 common tokens, 16 fill a page; then each prompt's rest but its last token.
+    # 16 of 20 common tokens fill a page; then each prompt's rest but its last token.
     assert engine.stats.num_prefilled == 16 + sum(4 + ending - 1 for ending in (3, 9))
 
 
@@ -85,15 +85,15 @@ def test_a_repeated_prompt_finds_its_pages_until_the_weights_change(model: PreTr
 
 def test_branches_copy_keys_and_values_across_pages(model: PreTrainedModel) -> None:
     """A span of 20 + 16 tokens has three pages, of which a finished rollout keeps those that it filled."""
-    (first,) = requests_with(18, [2], max_tokens=16)
+    first = replace(requests_with(18, [2], max_tokens=16)[0], call=0)
     engine = TorchEngine(model, max_batch=3, max_tokens=200, backend="cuda")
     (parent,) = run(engine, [first]).values()
     before = engine.stats
     branches = [replace(first, sample=at, so_far=parent.branch(at, sample=at)) for at in (3, 13, 15)]
     found = run(engine, branches)
-    # Of the prompt, only full pages stay cached.
+    # Only full pages of the prompt stay cached.
     assert engine.stats.since(before).num_prefilled == 3
-    assert_same(found, with_plain(model, branches, continuation="prefill"), 1e-4)
+    assert_same(found, with_plain(model, branches), 1e-4)
 
 
 def test_weights_that_the_kernels_do_not_compute_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_weights_that_the_kernels_do_not_compute_are_refused_by_name(monkeypatch
         TorchEngine(build("qwen3", **SMALL).double(), backend="cuda")
     with pytest.raises(UnsupportedError, match="even head sizes up to 128, and the model has 160"):
         TorchEngine(build("qwen3", **SMALL | {"head_dim": 160}), backend="cuda")
-    monkeypatch.setattr("treering.attention.triton.ops.INTERPRETED", False)
+    monkeypatch.setattr("treering.attention.triton_kernels.INTERPRETED", False)
     with pytest.raises(UnsupportedError, match="computes on CUDA devices, and the model is on cpu"):
         TorchEngine(build("qwen3", **SMALL), backend="cuda")
     monkeypatch.setattr("treering.engine.backends.has_triton", lambda: False)

@@ -1,24 +1,45 @@
-"""Estimates follow observed acceptance, ignore untried tokens, and are calibrated."""
+"""Estimates follow what the engine accepted, and come true."""
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.draft.drafters.ours import calibration_error
+from hypothesis import given
+from hypothesis import strategies as st
 from numba import njit
 
-from tests.history.reference import Row, draft_rows, likeliest_path, store_of, walk
+from tests.history.reference import Row, draft_rows, likeliest_path, same_drafts, store_of, walk
+from treering.errors import InputError, StateError
+from treering.history.budget import VerifyCosts
 from treering.history.draft.acceptance import (
     NUM_TRAINED,
     OFFSET,
     SCALE,
     ReliabilityBin,
-    calibration_error,
     estimate,
     learn,
+    mark,
 )
 from treering.history.draft.drafter import Drafter
-from treering.history.features import FIRST, NUM_GENERAL_KINDS, NUM_KINDS, NUM_VOTES, SIZES
+from treering.history.features import (
+    ACCEPTED,
+    FIRST,
+    NOT_TRIED,
+    NUM_GENERAL_KINDS,
+    NUM_HASHES,
+    NUM_KINDS,
+    NUM_PAIRS,
+    NUM_VOTES,
+    REFUSED,
+    SIZES,
+    hash_of,
+)
+from treering.history.match.running_rows import RowStates
+from treering.history.types import DraftRows
 
 ROW = Row(rollout=(1,))
 STOP = 9
@@ -225,3 +246,166 @@ def test_longer_matches_of_more_rollouts_that_agree_are_surer() -> None:
     assert more == sorted(more)
     split = first_estimates([[20, 1, 2], [21, 1, 2], [22, 1, 3], [23, 1, 4]], (8, 1))
     assert split[2] < more[1]
+
+
+ROWS = draft_rows([Row(rollout=(5, 6, 7))])
+TRIPLES = [(30, 7, 6), (31, 30, 7), (32, 31, 30), (33, 32, 31)]
+
+
+def weights_of(token: int, before: int, earlier: int) -> dict[str, int]:
+    """The weights that are the token's behind the two others."""
+    return {
+        "behind one": FIRST.before + before % NUM_HASHES,
+        "token": FIRST.token + token % NUM_HASHES,
+        "pair": FIRST.pair + hash_of.py_func(token, before, 0, NUM_PAIRS),
+        "triple": FIRST.triple + hash_of.py_func(token, before, earlier + 1, NUM_PAIRS),
+    }
+
+
+@pytest.mark.parametrize("kind", ["behind one", "token", "pair", "triple"])
+@pytest.mark.parametrize("place", range(len(TRIPLES)))
+def test_a_weight_of_tokens_moves_the_estimate_of_these_alone(place: int, kind: str) -> None:
+    drafter = Drafter(store_of({"q": {0: [[5, 6, 7, 30, 31, 32, 33]] * 2}}), min_acceptance=1e-6)
+    plain = drafter.propose(ROWS)
+    assert plain.tokens.tolist() == [token for token, _, _ in TRIPLES]
+    state = drafter.state()
+    state["weights"][weights_of(*TRIPLES[place])[kind]] += 1.0
+    drafter.load_state(state)
+    moved = np.flatnonzero(drafter.propose(ROWS).acceptance > plain.acceptance + 0.01)
+    assert moved.tolist() == [place]
+
+
+UNKNOWN = -2
+
+
+def marked(
+    drafts: Sequence[Sequence[int]], accepted: Sequence[int], leaves: Sequence[int], was_cut: Sequence[bool]
+) -> tuple[list[list[int]], list[int]]:
+    """For each row, given by its parents, what became of its tokens and of its draft; 9 where nothing is written."""
+    offsets, num = np.cumsum([0, *map(len, drafts)]), len(drafts)
+    was_accepted, states = np.full(offsets[-1], 9, np.int8), RowStates(*np.full((3, num), 9, np.int64))
+    parents = np.array([parent for row in drafts for parent in row], np.int32)
+    mark(
+        offsets, parents, np.array(accepted, np.int64), np.array(leaves, np.int64), False, np.array(was_cut, np.bool_),
+        was_accepted, states, np.arange(num),
+    )  # fmt: skip
+    # A context of 9 tokens has the accepted ones then, and the one sampled after them.
+    expected = [9 + count + 1 if row else 9 for row, count in zip(drafts, accepted, strict=True)]
+    assert states.num_expected.tolist() == expected
+    return [was_accepted[a:b].tolist() for a, b in pairwise(offsets)], states.state.tolist()
+
+
+CHAIN = [-1, 0, 1]
+TREE = [-1, 0, 1, 0, -1, 4]
+"""0 and 4 behind the context; 1 and 3 behind 0; 2 behind 1; 5 behind 4."""
+
+
+@pytest.mark.parametrize("was_cut", [False, True])
+@pytest.mark.parametrize("accepted", range(4))
+def test_a_chain_needs_no_leaf(accepted: int, was_cut: bool) -> None:
+    assert marked([CHAIN], [accepted], [UNKNOWN], [was_cut]) == marked([CHAIN], [accepted], [accepted - 1], [was_cut])
+
+
+@pytest.mark.parametrize(
+    ("parents", "accepted", "expected", "state"),
+    [
+        # None accepted: no choice is open.
+        (TREE, 0, [0, -1, -1, -1, 0, -1], REFUSED),
+        # Which of 0 and 4 was accepted is not known, and nothing below either.
+        (TREE, 1, [-1, -1, -1, -1, -1, -1], NOT_TRIED),
+        (TREE, 2, [-1, -1, -1, -1, -1, -1], NOT_TRIED),
+        # A trunk of two tokens before it branches.
+        ([-1, 0, 1, 1], 1, [1, 0, -1, -1], REFUSED),
+        ([-1, 0, 1, 1], 2, [1, 1, 0, 0], REFUSED),
+        ([-1, 0, 1, 1], 3, [1, 1, -1, -1], NOT_TRIED),
+    ],
+)
+def test_without_a_leaf_a_tree_tells_as_much_as_it_leaves_no_choice(
+    parents: list[int], accepted: int, expected: list[int], state: int
+) -> None:
+    assert marked([parents], [accepted], [UNKNOWN], [False]) == ([expected], [state])
+
+
+PARENTS = st.integers(0, 12).flatmap(lambda size: st.tuples(*(st.integers(-1, i - 1) for i in range(size))).map(list))
+
+
+@given(st.lists(st.tuples(PARENTS, st.integers(-1, 11), st.booleans()), max_size=5))
+def test_rows_are_marked_by_their_paths(rows: list[tuple[list[int], int, bool]]) -> None:
+    rows = [(parents, min(leaf, len(parents) - 1), was_cut) for parents, leaf, was_cut in rows]
+    expected, depths = [], []
+    for parents, leaf, was_cut in rows:
+        path, index = set(), leaf
+        while index >= 0:
+            path.add(index)
+            index = parents[index]
+        tried = {i for i, parent in enumerate(parents) if parent in path or parent == -1}
+        if was_cut:
+            tried -= {i for i, parent in enumerate(parents) if parent == leaf}
+        expected.append([1 if i in path else 0 if i in tried else -1 for i in range(len(parents))])
+        depths.append(len(path))
+    found, states = marked([row[0] for row in rows], depths, [row[1] for row in rows], [row[2] for row in rows])
+    assert found == expected
+    for state, (parents, leaf, was_cut) in zip(states, rows, strict=True):
+        tried = REFUSED if leaf in parents else ACCEPTED
+        assert state == (9 if not parents else NOT_TRIED if was_cut else tried)
+
+
+OBSERVED_ROWS = [Row(rollout=(1,), group=b) for b in range(4)]
+MIXED = VerifyCosts(num_tokens=np.array([1, 64]), seconds=np.array([1e-3, 3e-3]))
+LOSING = VerifyCosts(num_tokens=np.array([1, 64]), seconds=np.array([1e-6, 2e-6]))
+
+
+def observing_drafter(costs: VerifyCosts | None = LOSING) -> Drafter:
+    drafter = Drafter(store_of({"q": {0: [[1, 2, 3, 4]] * 2}}))
+    drafter.use_costs(costs)
+    return drafter
+
+
+def resting() -> tuple[Drafter, DraftRows]:
+    """A drafter that rests because its drafts gained nothing, and the rows of its latest call."""
+    drafter = observing_drafter()
+    rows = draft_rows(OBSERVED_ROWS)
+    assert drafter.propose(rows).tokens.size > 0
+    drafter.observe(rows, np.zeros(4, np.int64))
+    assert drafter.propose(rows).tokens.size == 0
+    return drafter, rows
+
+
+def test_a_step_that_rested_may_be_observed_once() -> None:
+    drafter, rows = resting()
+    before = drafter.state()
+    drafter.observe(rows, np.zeros(4, np.int64), np.zeros(4, np.bool_), np.full(4, -1))
+    for name, values in before.items():
+        np.testing.assert_array_equal(drafter.state()[name], values, strict=True)
+    with pytest.raises(StateError, match="once"):
+        drafter.observe(rows, np.zeros(4, np.int64))
+
+
+@pytest.mark.parametrize("costs", [None, MIXED])
+def test_observing_drafts_without_tokens_changes_nothing(costs: VerifyCosts | None) -> None:
+    always, seldom = observing_drafter(costs), observing_drafter(costs)
+    rng, num_empty = np.random.default_rng(0), 0
+    for step in range(300):
+        # Known and unknown contexts, right drafts and later wrong ones: steps draft, find nothing, and rest.
+        is_known = rng.random() < 0.7
+        rows = draft_rows([Row(rollout=(1 if is_known else 77,), group=b) for b in range(4)])
+        drafts = always.propose(rows)
+        assert same_drafts(drafts, seldom.propose(rows))
+        truth = [2, 3, 4] if step < 200 else [6000]
+        counts, leaves = (np.array(v) for v in zip(*(walk(drafts, b, truth) for b in range(4)), strict=True))
+        always.observe(rows, counts, None, leaves)
+        num_empty += drafts.tokens.size == 0
+        if drafts.tokens.size > 0:
+            seldom.observe(rows, counts, None, leaves)
+    assert 50 < num_empty < 250
+
+
+def test_drafts_are_forgotten_where_a_later_call_fails() -> None:
+    drafter = observing_drafter(None)
+    rows, wrong = draft_rows([Row(rollout=(1,))]), draft_rows([Row(rollout=(1,), group=b) for b in range(300)])
+    assert drafter.propose(rows).tokens.size > 0
+    wrong.num_tokens[-1] = -1
+    with pytest.raises(InputError, match="row 299"):
+        drafter.propose(wrong)
+    with pytest.raises(StateError, match="propose first"):
+        drafter.observe(rows, np.zeros(1, np.int64))

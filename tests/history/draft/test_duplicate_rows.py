@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.history.reference import Row, draft_rows, drafted, same_drafts, store_of, walk
 from treering.errors import InputError
-from treering.history.budget.costs import DraftPrices, VerifyCosts
+from treering.history.budget import DraftPrices, VerifyCosts
 from treering.history.draft.drafter import Drafter
-from treering.history.draft.output import BINS, Output, cut
+from treering.history.draft.kernel import BINS, Output, cut
 from treering.history.features import NUM_KINDS, NUM_VOTES
 
 FREE = DraftPrices(look=0, row=0, grown=0, learn=0, drafted=0)

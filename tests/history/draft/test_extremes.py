@@ -21,8 +21,8 @@ from tests.history.reference import (
 )
 from treering.errors import InputError
 from treering.history.draft.drafter import Drafter
-from treering.history.match.hash_chains import make_hash_chains
 from treering.history.match.published import Arena
+from treering.history.match.running import make_hash_chains
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.store.store import HistoryStore
 from treering.types import PromptId

@@ -224,7 +224,7 @@ def test_removed_requests_are_forgotten_and_refused() -> None:
     add(guest, "r")
     guest.remove(["r", "unknown"])
     assert "r" not in guest
-    with pytest.raises(InputError, match="requests are added before their first step, got 'r'"):
+    with pytest.raises(InputError, match="request 'r' was not added"):
         guest.propose(["r"], np.array([[5, 1]], np.int32), np.array([2]), np.array([3]))
 
 
@@ -238,5 +238,5 @@ def test_counts_beyond_the_columns_are_refused_also_after_a_draft() -> None:
 
 
 def test_a_guest_drafts_no_trees() -> None:
-    with pytest.raises(ConfigError, match='a guest drafts chains, got a drafter of shape "tree"'):
+    with pytest.raises(ConfigError, match='a drafter of shape "chain", got "tree"'):
         RequestDrafter(Drafter(store_of({})))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.history.reference import Row, draft_rows, walk
-from treering.history.budget.costs import VerifyCosts
+from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.store import store as store_module
 from treering.history.store.store import HistoryStore
@@ -107,17 +107,8 @@ def opened_again(store: HistoryStore, folder: Path, copy: Path) -> HistoryStore:
 
 
 def left_by_a_killed_writer(store: HistoryStore, folder: Path, copy: Path) -> HistoryStore:
-    """A publish wrote its data files and died before its manifest."""
+    """A publish died before it renamed its file."""
     shutil.copytree(folder, copy)
-    dying = copy.with_name(f"{copy.name}-dying")
-    shutil.copytree(folder, dying)
-    with HistoryStore(dying, **LIMITS) as writer:
-        writer.add("q0", [np.arange(9, dtype=np.int32)], 99)
-        writer.publish()
-    new = {file.name for file in dying.glob("history-*.bin")} - {file.name for file in copy.iterdir()}
-    assert new
-    for name in new:
-        shutil.copy(dying / name, copy / name)
     (copy / ".unfinished-history-00000099.bin").write_bytes(b"half")
     return HistoryStore(copy, **LIMITS)
 
@@ -127,7 +118,7 @@ def left_by_a_killed_writer(store: HistoryStore, folder: Path, copy: Path) -> Hi
 def test_a_drafter_resumed_at_any_step_drafts_bitwise_as_the_one_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, come_back: Any, has_costs: bool
 ) -> None:
-    monkeypatch.setattr(store_module, "_MIN_FILE_BYTES", 700)
+    monkeypatch.setattr(store_module, "_SLACK_BYTES", 700)
     costs = COSTS if has_costs else None
     store = HistoryStore(tmp_path / "history", **LIMITS)
     whole = Run(store=store, drafter=drafter_of(store, costs=costs))

@@ -9,7 +9,7 @@ from numba.core import event
 
 from tests.history.draft.test_request_drafter import HISTORY, PROMPTS, Engine, Step
 from tests.history.reference import Row, draft_rows, same_drafts, store_of
-from treering.history.budget.costs import VerifyCosts
+from treering.history.budget import VerifyCosts
 from treering.history.draft.drafter import Drafter
 from treering.history.draft.request_drafter import RequestDrafter
 from treering.history.store.reader import HistoryReader

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tests.history.reference import Row, draft_rows, first_tokens, store_of
 from treering.history.draft.drafter import Drafter
 from treering.history.match.published import Arena, Recent
-from treering.history.store.blocks import Block
+from treering.history.store.files import StoredIndex
 from treering.history.store.prompt_index import MARKER
-from treering.history.store.reader import HistoryReader
-from treering.history.store.snapshot import newest_first
+from treering.history.store.reader import HistoryReader, newest_first
 from treering.history.store.store import HistoryStore
 
 PROMPT = st.dictionaries(
@@ -100,7 +99,7 @@ def test_prompts_that_were_published_last_stand_first_however_early_they_came(
     store.close()
     with HistoryStore(tmp_path / "history") as reopened:
         # Their order is known from the files' headers: no prompt is read for it.
-        monkeypatch.setattr(Block, "index", None)
+        monkeypatch.setattr(StoredIndex, "index", None)
         assert newest_first(reopened.snapshot) == expected
 
 

@@ -7,11 +7,15 @@ from hypothesis import strategies as st
 from numba import njit
 
 from treering.history.match.matches import MAX_LENGTH, measure
-from treering.history.match.published import Arena, Histories, Others, Recent, add_history_query
-from treering.history.match.suffix_search import (
+from treering.history.match.published import (
     BATCHED_SEARCH,
     MAX_QUERIES,
+    Arena,
     BatchedSearch,
+    Histories,
+    Others,
+    Recent,
+    add_history_query,
     add_query,
     last_with_key,
     run_queries,

@@ -1,4 +1,4 @@
-"""Readers see whole publishes on mapped memory, do not disturb the writer, and survive the removal of its files."""
+"""Snapshots of a history, and readers beside a writer: they see whole publishes only."""
 
 import os
 import shutil
@@ -7,14 +7,47 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.history.stores import MANIFEST, assert_equal_snapshots, contents, data_files, ids, large, reopened, write
-from treering.history.store import blocks
+from tests.history.stores import assert_equal_snapshots, contents, data_files, ids, reopened, write
 from treering.history.store import reader as reader_module
-from treering.history.store.reader import BackgroundReader, HistoryReader
+from treering.history.store.files import HistoryFile, read_file
+from treering.history.store.prompt_index import PromptIndex
+from treering.history.store.reader import BackgroundReader, HistoryReader, Snapshot
 from treering.history.store.store import HistoryStore
+
+CHANGES = st.lists(
+    st.dictionaries(st.one_of(st.integers(0, 3000), st.sampled_from("abc")), st.booleans(), max_size=4), max_size=12
+)
+
+
+def index_of(token: int) -> PromptIndex:
+    return PromptIndex.build({0: np.array([-1, token], np.int32)})
+
+
+@given(CHANGES)
+def test_every_state_is_the_dictionary_that_it_was_made_as(changes: list[dict[Any, bool]]) -> None:
+    snapshot, model = Snapshot({}), {}
+    states = []
+    for number, change in enumerate(changes):
+        # True puts a new index, False takes the prompt out where it is here.
+        applied = {key: index_of(number) if put else None for key, put in change.items() if put or key in model}
+        snapshot = snapshot.changed(applied)
+        for key, index in applied.items():
+            if index is None:
+                del model[key]
+            else:
+                model[key] = index
+        states.append((snapshot, dict(model)))
+    for state, expected in states:
+        assert list(state.items()) == list(expected.items())
+        assert len(state) == len(expected)
+        assert "never" not in state
 
 
 def add(store: HistoryStore, prompt_id: str, *tokens: int, version: int = 0) -> None:
@@ -93,7 +126,7 @@ def test_beside_a_writer_that_is_then_killed_every_snapshot_is_one_publish(tmp_p
 
 def test_a_reader_changes_no_file(tmp_path: Path) -> None:
     write(tmp_path, {"a": [1]})
-    (tmp_path / "history-00000044.bin").write_bytes(b"half")
+    (tmp_path / ".unfinished-history-00000044.bin").write_bytes(b"half")
     before = [(name, (tmp_path / name).stat().st_mtime_ns) for name in sorted(os.listdir(tmp_path))]
     assert contents(HistoryReader(tmp_path)) == {"a": {0: [-1, 1]}}
     assert [(name, (tmp_path / name).stat().st_mtime_ns) for name in sorted(os.listdir(tmp_path))] == before
@@ -106,14 +139,14 @@ def test_a_publish_that_is_replaced_while_it_is_read_is_skipped(
         add(store, "a", 1)
         num_publishes = 3
 
-        def publish_first(*arguments: object) -> blocks.Contents:
+        def publish_first(*arguments: object) -> HistoryFile | None:
             nonlocal num_publishes
             if num_publishes:
                 num_publishes -= 1
                 add(store, "a", num_publishes)
-            return blocks.map_file(*arguments)  # type: ignore[arg-type]
+            return read_file(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(reader_module, "map_file", publish_first)
+        monkeypatch.setattr(reader_module, "read_file", publish_first)
         assert_equal_snapshots(HistoryReader(tmp_path), store)
         num_publishes = 10**9
         add(store, "b", 1)
@@ -125,40 +158,21 @@ def test_a_publish_that_is_replaced_while_it_is_read_is_skipped(
         assert_equal_snapshots(reader, store)
 
 
-def test_a_missing_or_damaged_file_costs_one_warning_and_its_prompts(tmp_path: Path) -> None:
-    write(tmp_path, {"a": large(1)}, {"b": large(2)[:90_000]}, {"c": [3]})
-    first, second, _ = data_files(tmp_path)
-    first.unlink()
-    second.write_bytes(second.read_bytes()[:30])
-    with pytest.warns(UserWarning, match="is left out") as warned:
-        reader = HistoryReader(tmp_path)
-    assert len(warned) == 2
-    for file, each in zip((first, second), warned, strict=True):
-        assert str(file) in str(each.message)
-    assert contents(reader) == {"c": {2: [-1, 3]}}
-    with pytest.warns(UserWarning, match="is left out"):
-        store = HistoryStore(tmp_path)
-    add(store, "a", 4)
+def test_a_damaged_file_costs_one_warning_and_its_prompts(three: Path) -> None:
+    damaged = data_files(three)[1]
+    damaged.write_bytes(damaged.read_bytes()[:30])
+    with pytest.warns(UserWarning, match=rf"{damaged.name} is dropped: cut off") as warned:
+        reader = HistoryReader(three)
+    assert len(warned) == 1
+    assert sorted(reader.snapshot) == ["a", "d"]
+    with pytest.warns(UserWarning, match="is dropped"):
+        store = HistoryStore(three)
     add(store, "b", 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert reader.refresh()
     assert_equal_snapshots(reader, store)
-
-
-def test_a_damaged_manifest_leaves_what_was_read_and_warns_once(tmp_path: Path) -> None:
-    write(tmp_path, {"a": [1]})
-    reader = HistoryReader(tmp_path)
-    good = (tmp_path / MANIFEST).read_bytes()
-    for data in (good[:-1], b"", good + b"?"):
-        (tmp_path / MANIFEST).write_bytes(data)
-        with pytest.warns(UserWarning, match=rf"{MANIFEST} cannot be used: .*what was read before is used") as warned:
-            assert [reader.refresh() for _ in range(3)] == [False] * 3
-        assert len(warned) == 1
-    assert contents(reader) == {"a": {0: [-1, 1]}}
-    (tmp_path / MANIFEST).write_bytes(good)
-    assert not reader.refresh()
-    assert_equal_snapshots(reader, reopened(tmp_path))
+    store.close()
 
 
 def test_a_publish_is_seen_without_a_call(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The store keeps the newest rollouts within its budget, publishes immutable snapshots and saves them whole."""
+"""The store gives back what was added, within its limits."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,21 +66,21 @@ def test_a_snapshot_never_changes_and_prompts_that_did_not_change_are_shared() -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("a", [ids(1), ids(-1)], 0), r"token ids lie in .*-1.*rollout 1"),
-        (("a", [ids(1), np.array([2**31])], 0), r"token ids lie in .*2147483648"),
+        (("a", [ids(1), ids(-1)], 0), r"token ids must be in .*-1.*rollout 1"),
+        (("a", [ids(1), np.array([2**31])], 0), r"token ids must be in .*2147483648"),
         (("a", [ids(1), np.array([0.5])], 0), r"integer token ids, got float64"),
         (("a", [ids(1), np.array([True])], 0), r"integer token ids, got bool"),
         (("a", [ids(1), np.zeros((1, 2), np.int32)], 0), r"one dimension.*\(1, 2\)"),
         (("a", [ids(1), np.zeros((0, 2), np.int32)], 0), r"one dimension.*\(0, 2\)"),
         (("a", [ids(1), [[1], [1, 2]]], 0), r"rollout 1 of 'a' is ragged"),
-        (("a", [ids(1)], -1), r"version is an integer in .*, got -1"),
-        (("a", [ids(1)], True), r"version is an integer in .*, got True"),
-        (("a", [ids(1)], 1.0), r"version is an integer in .*, got 1.0"),
-        (("a", [ids(1)], 2**70), r"version is an integer in .*2147483647.*, got 1180591620717411303424"),
-        ((("a", 1), [ids(1)], 0), r"prompt_id is a string or an integer, got \('a', 1\)"),
-        ((True, [ids(1)], 0), r"prompt_id is a string or an integer, got True"),
-        (("a", None, 0), "a list with the token ids of each, got None; write .tokens. for one"),
-        (("a", "text", 0), "a list with the token ids of each, got 'text'"),
+        (("a", [ids(1)], -1), r"version must be an integer in .*, got -1"),
+        (("a", [ids(1)], True), r"version must be an integer in .*, got True"),
+        (("a", [ids(1)], 1.0), r"version must be an integer in .*, got 1.0"),
+        (("a", [ids(1)], 2**70), r"version must be an integer in .*2147483647.*, got 1180591620717411303424"),
+        ((("a", 1), [ids(1)], 0), r"prompt_id must be a string or an integer, got \('a', 1\)"),
+        ((True, [ids(1)], 0), r"prompt_id must be a string or an integer, got True"),
+        (("a", None, 0), "a list of token id lists, got None; write .tokens. for one"),
+        (("a", "text", 0), "a list of token id lists, got 'text'"),
     ],
 )
 def test_a_refused_add_teaches_and_changes_nothing(arguments: Any, message: str) -> None:
@@ -129,7 +129,7 @@ def test_a_damaged_or_missing_save_costs_one_warning_and_gives_an_empty_store(tm
     file = tmp_path / "history.bin"
     store_of({"a": {0: [[1, 2]]}}).save(file)
     data = bytearray(file.read_bytes())
-    data[-40] ^= 1
+    data[30] ^= 1
     file.write_bytes(data)
     for path in (file, tmp_path / "absent.bin", tmp_path):
         with pytest.warns(UserWarning, match=path.name) as warned:
@@ -141,14 +141,14 @@ def test_a_damaged_or_missing_save_costs_one_warning_and_gives_an_empty_store(tm
         assert contents(store) == {"b": {0: [-1, 1]}}
 
 
-def test_a_damaged_prompt_of_a_save_is_left_out_alone(tmp_path: Path) -> None:
+def test_a_damaged_prompt_of_a_save_is_dropped_alone(tmp_path: Path) -> None:
     file = tmp_path / "history.bin"
     store = store_of({"a": {0: [[1, 2]]}, "b": {0: [[3, 4]]}})
     store.save(file)
     data = bytearray(file.read_bytes())
     data[data.index(np.array((-1, 3, 4), np.int32).tobytes())] ^= 2
     file.write_bytes(data)
-    with pytest.warns(UserWarning, match=r"prompt 'b' in .*history.bin are left out: damaged") as warned:
+    with pytest.warns(UserWarning, match=r"prompt 'b' in .*history.bin are dropped: damaged") as warned:
         loaded = HistoryStore.load(file)
     assert len(warned) == 1
     assert contents(loaded) == {"a": {0: [-1, 1, 2]}}
@@ -158,5 +158,58 @@ def test_a_damaged_prompt_of_a_save_is_left_out_alone(tmp_path: Path) -> None:
 def test_a_limit_below_one_is_refused(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"{option} .* at least 1, got 0"):
         HistoryStore(**{option: 0})
-    with pytest.raises(ConfigError, match=rf"{option} .* whole number.*, got 1.5"):
+    with pytest.raises(ConfigError, match=rf"{option} .* integer.*, got 1.5"):
         HistoryStore(**{option: 1.5})
+
+
+ADDS = st.lists(
+    st.tuples(st.sampled_from("abcdef"), st.integers(0, 6), st.integers(1, 6), st.booleans()), min_size=1, max_size=40
+)
+Model = dict[Any, dict[int, list[int]]]
+
+
+def num_bytes_of(model: Model) -> int:
+    """8 bytes an entry, 16 a version and 8 a prompt."""
+    return sum(8 + sum(16 + 8 * len(text) for text in versions.values()) for versions in model.values())
+
+
+def evict(model: Model, budget: int) -> None:
+    while num_bytes_of(model) > budget:
+        # min takes the first of equals: prompts stand in the order in which they came.
+        oldest = min(model, key=lambda prompt: min(model[prompt]))
+        del model[oldest][min(model[oldest])]
+        if not model[oldest]:
+            del model[oldest]
+
+
+@given(ADDS, st.integers(40, 600))
+def test_the_store_keeps_what_a_search_through_all_of_it_keeps(adds: list[Any], budget: int) -> None:
+    store, model, pending = HistoryStore(max_bytes=budget, max_epochs=2), {}, {}
+    for number, (prompt, version, size, publishes) in enumerate(adds):
+        store.add(prompt, [np.full(size, number, np.int32)], version)
+        pending.setdefault(prompt, []).append((version, [-1, *[number] * size]))
+        if not publishes:
+            continue
+        store.publish()
+        for name, texts in pending.items():
+            versions = model.setdefault(name, {})
+            for at, text in texts:
+                versions[at] = versions.get(at, []) + text
+            model[name] = {at: versions[at] for at in sorted(versions, reverse=True)[:2]}
+        pending = {}
+        evict(model, budget)
+        kept = {p: {v: t.tolist() for v, t in index.texts().items()} for p, index in store.snapshot.items()}
+        assert list(kept.items()) == list(model.items())
+        assert store.num_bytes == num_bytes_of(model)
+
+
+def test_a_prompt_that_comes_back_has_lost_its_old_place() -> None:
+    """Bytes: a is 40, then 56 with two rollouts; b is 176; c is 40."""
+    store = HistoryStore(max_bytes=230)
+    for prompt, num_tokens in (("a", 1), ("a", 1), ("b", 18), ("a", 1)):
+        store.add(prompt, [np.ones(num_tokens, np.int32)], 0)
+        store.publish()
+    assert list(store.snapshot) == ["b", "a"]
+    store.add("c", [np.ones(1, np.int32)], 0)
+    store.publish()
+    assert list(store.snapshot) == ["a", "c"]

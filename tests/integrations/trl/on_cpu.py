@@ -53,7 +53,7 @@ def _emulate_fsdp() -> None:
 
 @contextmanager
 def gradients_of_deepspeed() -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Those of each step inside, whole."""
+    """Keep the whole gradients of each step inside."""
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 

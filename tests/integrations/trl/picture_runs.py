@@ -92,7 +92,7 @@ class _InternVL(_WithoutVideo, InternVLProcessor):
 
 @cache
 def processor(family: str) -> ProcessorMixin:
-    """Of the models of `tests.picture_models`: as small as their towers."""
+    """Image processors for the models of `tests.picture_models`, as small as their towers."""
     kind = _kind(family)
     given = {"tokenizer": _tokenizer(kind), "chat_template": _template(kind)}
     if kind == "gemma3":
@@ -148,7 +148,7 @@ def prompts() -> Dataset:
 
 
 def _rows(num: int, make: Callable[[int, dict[str, Any], Callable[[int], Any]], dict[str, Any]]) -> Dataset:
-    """Rows of the tasks in turn; `make` gets a row's number, its task, and what makes answers of so many words."""
+    """Rows of the tasks in turn; `make` gets a row's number, its task, and what makes answers of a number of words."""
     rng, tasks = random.Random(6), _tasks()
 
     def answer(count: int) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """One rank of runs under torchrun: `python -m tests.integrations.trl.rank_runs KIND FOLDER CASE...`, KIND of `CASES`.
 
 Trains each case stock and shared, and saves gradients of every optimizer step, the weights after the last, and token
-ratios, by rank. Of `REFUSALS` it saves what each rank raised.
+ratios, by rank. For `REFUSALS` it saves what each rank raised.
 """
 
 import sys
@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from tests.integrations.trl import on_cpu, picture_runs, runs
 from treering.errors import StateError
 from treering.model.patch import TreePatch
-from treering.ranks.state import as_whole
+from treering.ranks.sharded_state import as_whole
 
 ROUTED = {"model_init_kwargs": {"output_router_logits": True}, "learning_rate": 1e-3}
 REFERENCED = {"beta": 0.1, "gradient_checkpointing": True}

@@ -38,7 +38,7 @@ from trl import (
 
 from tests.integrations.words import EOS, PAD, word_tokenizer
 from treering.integrations.trl import share_prefixes
-from treering.ranks.state import as_whole
+from treering.ranks.sharded_state import as_whole
 
 _ASSISTANT = "{% generation %}{{ m['content'] }} <eos>{% endgeneration %}"
 _TEMPLATE = (
@@ -172,7 +172,7 @@ def episodes(texts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def logprob_errors(trainer: Any, prompts: Any, answers: Any, logprobs: Any, masks: Any = None) -> list[float]:
-    """Of each answer how far its log-probs are from the trainer's own, at most; masks leave tokens out."""
+    """Return the greatest distance of each answer's log-probs from the trainer's own; masks leave tokens out."""
     errors = []
     masks = masks or [[1] * len(answer) for answer in answers]
     for prompt, answer, found, mask in zip(prompts, answers, logprobs, masks, strict=True):

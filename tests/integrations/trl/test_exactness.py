@@ -28,8 +28,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo gspo": (runs.grpo, {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2}),
     "grpo luspo": (runs.grpo, {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
     "grpo steps per generation": (runs.grpo, {"steps_per_generation": 4, "max_steps": 4}),
-    "grpo entropy quantile": (runs.grpo, {"top_entropy_quantile": 0.5}),
+    # At 0.5 the threshold is the entropy of tokens that rollouts share, where rounding chooses among equal ones.
+    "grpo entropy quantile": (runs.grpo, {"top_entropy_quantile": 0.3}),
     "grpo entropy bonus": (runs.grpo, {"entropy_coef": 0.05}),
+    "grpo head in float32": (runs.grpo, {"cast_lm_head_to_fp32": True, "model": {"tie_word_embeddings": True}}),
     "grpo truncated masked": (runs.grpo, {"mask_truncated_completions": True}),
     "grpo episodes": (runs.grpo, {"trainer_options": {"rollout_func": runs.episodes}}),
     "grpo reentrant": (
@@ -63,8 +65,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def trained(name: str, out: Path, *, shared: dict[str, Any] | None, **changes: Any) -> runs.Run:
     make, options = CASES[name]
-    _, options = runs.model_and_options({**options, **changes})
-    model = runs.saved(options.pop("family", "qwen3"))
+    overrides, options = runs.model_and_options({**options, **changes})
+    model = runs.saved(options.pop("family", "qwen3"), **overrides)
     if options.pop("router_logits", False):
         options["model_init_kwargs"] = {"output_router_logits": True}
         options.setdefault("learning_rate", 1e-3)

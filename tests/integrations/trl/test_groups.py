@@ -1,6 +1,7 @@
 """Groups and tasks stand together in micro-batches, in an order that a seed gives, and nothing else is moved."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,7 @@ import torch
 from tests.integrations.trl import runs
 from treering.errors import ConfigError
 from treering.integrations.trl import share_prefixes
-from treering.integrations.trl.groups import group_order, regroup
-from treering.integrations.trl.task_sampler import TaskSampler
+from treering.integrations.trl.grouping import TaskSampler, group_order, regroup
 from treering.tree.forest import Forest
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -72,7 +72,7 @@ def test_the_token_ratio_of_kept_groups_is_the_bound(tmp_path: Path) -> None:
 
 
 def _counted(trainer: object) -> list[tuple[int, int]]:
-    """Tokens and distinct ones where every group is a forest of its own: no arrangement of micro-batches has fewer."""
+    """Tokens and distinct ones where every group is its own forest: no arrangement of micro-batches has fewer."""
     rows = [
         (tuple(prompt[mask == 1].tolist()), tuple(completion[kept == 1].tolist()))
         for batch in trainer._buffered_inputs  # type: ignore[attr-defined]
@@ -86,13 +86,48 @@ def _counted(trainer: object) -> list[tuple[int, int]]:
     return [(sum(f.num_branch_tokens for f in forests), sum(f.num_tokens for f in forests))]
 
 
-@pytest.mark.parametrize("loss", ["dapo", "bnpo"])
-def test_losses_over_the_optimizer_batch_alone_do_not_see_the_groups(loss: str, tmp_path: Path) -> None:
-    stock = runs.train(runs.grpo, runs.saved(), tmp_path / "stock", loss_type=loss)
-    ours = runs.train(runs.grpo, runs.saved(), tmp_path / "ours", shared={}, loss_type=loss)
-    # The mean of bnpo is of a micro-batch.
-    assert (runs.apart(ours.gradients, stock.gradients) <= 3e-6) == (loss == "dapo")
+LOSSES_OF_A_MICRO_BATCH: dict[str, dict[str, Any]] = {
+    "loss_type='bnpo'": {"loss_type": "bnpo"},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.3},
+    "the entropy bonus": {"entropy_coef": 0.05},
+    "the routers' loss": {
+        "router_aux_loss_coef": 0.1,
+        "learning_rate": 1e-3,
+        "model_init_kwargs": {"output_router_logits": True},
+    },
+    "the rows of an optimizer step": {"steps_per_generation": 4},
+}
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "dapo"}, {"loss_type": "dapo", "beta": 0.1}, {"num_iterations": 2}])
+def test_losses_over_the_optimizer_batch_alone_do_not_see_the_groups(options: dict[str, Any], tmp_path: Path) -> None:
+    stock = runs.train(runs.grpo, runs.saved(), tmp_path / "stock", **options)
+    ours = runs.train(runs.grpo, runs.saved(), tmp_path / "ours", shared={}, **options)
+    assert runs.apart(ours.gradients, stock.gradients) <= 3e-6
     assert ours.handle.difference.tree < 1e-5
+    assert "; this changes logged means of micro-batches (entropy, kl, clip_ratio)" in ours.handle.batching.words
+    # What moves is named.
+    moved = {name for name, apart in runs.metrics_apart(ours.logs, stock.logs).items() if apart > 1e-5}
+    assert moved <= {"entropy", "kl"}
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_A_MICRO_BATCH)
+def test_a_gradient_that_groups_would_change_is_that_of_stock_by_default(name: str, tmp_path: Path) -> None:
+    model = runs.saved("qwen3_moe" if "routers" in name else "qwen3")
+    options = LOSSES_OF_A_MICRO_BATCH[name]
+    stock = runs.train(runs.grpo, model, tmp_path / "stock", **options)
+    ours = runs.train(runs.grpo, model, tmp_path / "ours", shared={}, **options)
+    grouped = runs.train(runs.grpo, model, tmp_path / "grouped", shared={"group_batches": True}, **options)
+    assert runs.apart(ours.gradients, stock.gradients) <= 3e-6
+    assert runs.apart(grouped.gradients, stock.gradients) > 1e-5
+    assert f"stay scattered, as grouping changes {name}" in ours.handle.batching.words
+    assert f"; this changes {name}" in grouped.handle.batching.words
+
+
+def test_a_loss_of_the_user_keeps_its_rows(tmp_path: Path) -> None:
+    trainer = runs.grpo(runs.saved(), tmp_path)
+    trainer._compute_loss = lambda model, inputs: 0.0
+    assert "grouping changes a loss of its own" in share_prefixes(trainer).batching.words
 
 
 @pytest.mark.parametrize("make", [runs.sft, runs.kto])

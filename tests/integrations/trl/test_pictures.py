@@ -12,13 +12,12 @@ from torch import Tensor
 from tests.integrations.trl import picture_runs, runs
 from treering.errors import StateError, UnsupportedError
 from treering.integrations.trl import share_prefixes
-from treering.integrations.trl.groups import regroup
-from treering.integrations.trl.task_sampler import keys_of_pictures
-from treering.tree.pictures import PictureTable
+from treering.integrations.trl.grouping import keys_of_pictures, regroup
+from treering.tree.forest import PictureTable
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-# Of the first step, in which weights are equal; two more steps round further, as for text.
+# Bounds of the first step, in which weights are equal; two more steps round further, as for text.
 FIRST_GRADIENT, GRADIENTS, METRICS = 1e-6, 3e-6, 1e-6
 # Rounding of the stock path moves Gemma's by up to 1.2e-6 (what `verify_first` measures), and advantages that leave one
 # out sum to 0, see test_exactness.

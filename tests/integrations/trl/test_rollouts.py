@@ -24,9 +24,8 @@ from treering.engine.torch_engine import TorchEngine
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.integrations.trl import HistoryRollouts
 from treering.integrations.trl import rollouts as rollouts_file
-from treering.integrations.trl.prompt_ids import PromptIds
-from treering.integrations.trl.rollout_settings import sampling_of
-from treering.integrations.trl.turns import OpenTurns
+from treering.integrations.trl.rollout_state import PromptIds
+from treering.integrations.trl.rollouts import OpenTurns, sampling_of
 from treering.types import hash_of_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -133,11 +132,11 @@ def test_a_short_run_does_not_pay_for_compiling_the_drafter_and_says_so(
     rollouts = HistoryRollouts()
     train(tmp_path, rollouts)
     assert rollouts._history.drafter is None
-    assert capsys.readouterr().out.count("To compile them first: treering compile") == 1
+    assert capsys.readouterr().out.count("To compile them first: python -c 'import treering; treering.Drafter") == 1
 
 
 def test_a_resumed_run_samples_as_one_that_was_not_stopped(tmp_path: Path) -> None:
-    # TRL shuffles a resumed epoch anew.
+    # TRL shuffles a resumed epoch again.
     options = {"save_strategy": "steps", "save_steps": 4, "shuffle_dataset": False}
     whole, resumed = Recording(), Recording()
     expected = weights_of(train(tmp_path / "whole", whole, **options))
@@ -197,7 +196,7 @@ def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
     before = rollouts._engine._engine.stats
     second, logprobs = trainer._generate_single_turn(contexts, None, {}, 1)
     # Keys and values of the first turns are there; of each row the last token and two observed ones are computed, the
-    # last of which is no prefill.
+    # last of which is not a prefill.
     assert rollouts._engine._engine.stats.since(before).num_prefilled == 2 * 2
     for context, tokens, values in zip(contexts, second, logprobs, strict=True):
         ids = torch.tensor([context + tokens])

@@ -1,5 +1,6 @@
 """What `share_prefixes` refuses, what it leaves alone, and how it is undone."""
 
+import math
 import random
 from copy import deepcopy
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 from tests.integrations.trl import runs
 from treering.errors import StateError, UnsupportedError
 from treering.integrations.trl import share_prefixes
+from treering.integrations.trl.verification import FirstMicroBatch
 from treering.model.patch import TreePatch
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -64,6 +66,19 @@ def test_what_deepspeed_cannot_do_on_trees_is_refused_by_name(
         share_prefixes(trainer)
 
 
+@pytest.mark.parametrize("setting", ["mixed_precision='fp8'", "load_in_8bit=True"])
+def test_numbers_that_are_scaled_by_a_whole_batch_are_refused(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = runs.sft(runs.saved(), tmp_path)
+    if "fp8" in setting:
+        monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp8")
+    else:
+        trainer.model.is_loaded_in_8bit = True
+    with pytest.raises(UnsupportedError, match=f"has {setting}, which scales"):
+        share_prefixes(trainer)
+
+
 def test_fsdp_of_the_first_version_is_refused_and_the_second_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +113,7 @@ def test_a_trainer_shares_once_and_undo_restores_it(tmp_path: Path, capsys: pyte
     assert len(printed) == 1
     assert "DPOTrainer shares prefixes of its policy and reference on backend segments" in printed[0]
     assert "rows of a task stay together; bound" in printed[0]
+    assert "this changes which rows an optimizer step sees" in printed[0]
     with pytest.raises(StateError, match="undo its handle"):
         share_prefixes(trainer)
     handle.undo()
@@ -169,3 +185,126 @@ def test_a_micro_batch_without_gradients_is_not_the_one_that_verifies(tmp_path: 
     handle = share_prefixes(trainer)
     trainer.train()
     assert handle.difference is None
+
+
+def lomo(model: nn.Module) -> None:
+    """Updates, as lomo-optim does, the weights that have a gradient, by hooks on gradients and `weight.data`."""
+
+    def step(gradient: torch.Tensor) -> torch.Tensor:
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.data.add_(weight.grad, alpha=-0.01)
+                weight.grad = None
+        return gradient
+
+    for weight in model.parameters():
+        weight.register_hook(step)
+
+
+def layerwise(model: nn.Module) -> None:
+    """Updates a weight once it has its gradient, as GaLore and APOLLO do with "layerwise" in their names."""
+    for weight in model.parameters():
+        own = torch.optim.SGD([weight], lr=0.01)
+
+        def step(_: nn.Parameter, own: torch.optim.SGD = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        weight.register_post_accumulate_grad_hook(step)
+
+
+def of_torch(model: nn.Module) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
+
+
+def weights_apart(one: runs.Run, other: runs.Run) -> float:
+    pairs = zip(one.trainer.model.parameters(), other.trainer.model.parameters(), strict=True)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("step", [lomo, layerwise, of_torch])
+def test_verifying_trains_nothing_by_an_optimizer_that_steps_in_backward(step: Any, tmp_path: Path) -> None:
+    checks = []
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> None:
+        checks.append(self.difference)
+        stock(self, *args, **kwargs)
+
+    stock, untrained = FirstMicroBatch._judge, runs.sft(runs.saved(), tmp_path)
+    expected = runs.train(runs.sft, runs.saved(), tmp_path / "stock", change=step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FirstMicroBatch, "_judge", count)
+        ours = runs.train(runs.sft, runs.saved(), tmp_path, shared={"group_batches": False}, change=step)
+    assert weights_apart(ours, expected) <= 1e-6
+    assert weights_apart(ours, SimpleNamespace(trainer=untrained)) > 1e-3
+    assert checks == [None]
+    assert ours.handle.difference.tree < 1e-5
+
+
+def test_a_weight_that_verifying_would_change_stops_the_run(tmp_path: Path) -> None:
+    def hidden(model: Any) -> None:
+        weight = model.lm_head.weight
+        node = weight.view_as(weight).grad_fn.next_functions[0][0]
+
+        def step(*_: Any) -> None:
+            weight.data.add_(1e-3)
+
+        node.register_hook(step)
+        model.node = node
+
+    with pytest.raises(StateError, match=r"changed the weight '.*weight'.*verify_first=False"):
+        runs.train(runs.sft, runs.saved(), tmp_path, shared={}, change=hidden)
+
+
+def test_reentrant_recomputing_under_an_optimizer_in_backward_is_refused(tmp_path: Path) -> None:
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(UnsupportedError, match=r"under an optimizer in backward.*verify_first=False"):
+        runs.train(runs.sft, runs.saved(), tmp_path, shared={}, change=of_torch, **options)
+
+
+def averaging(model: Any) -> None:
+    """Lets each token see a part of the mean of its batch."""
+    mlp = model.model.layers[0].mlp
+    mlp.register_forward_hook(lambda module, args, output: output + 0.3 * output.mean((0, 1), keepdim=True))
+
+
+def noisy(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.register_forward_hook(lambda module, args, output: output * (1 + 0.05 * torch.randn_like(output)))
+
+
+@pytest.mark.parametrize("change", [averaging, noisy])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_where_rounding_is_too_large_to_judge_by_nothing_is_judged(
+    change: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def changed(model: nn.Module) -> None:
+        change(model.to(dtype))
+
+    with pytest.raises(
+        StateError, match=r"moves the first .* by \d\.\de-0[123] .*, beyond 1\.2e-04.*averages over its"
+    ):
+        runs.train(runs.sft, runs.saved(), tmp_path, shared={}, change=changed)
+
+
+@pytest.mark.parametrize("make", [runs.sft, runs.grpo, runs.kto])
+def test_float64_is_as_exact_as_its_norms_in_float32(make: Any, tmp_path: Path) -> None:
+    def change(model: nn.Module) -> None:
+        model.double()
+
+    stock = runs.train(make, runs.saved(), tmp_path / "stock", change=change)
+    ours = runs.train(make, runs.saved(), tmp_path, shared={"group_batches": False}, change=change)
+    assert runs.apart(ours.gradients, stock.gradients) <= 1e-6
+    assert ours.handle.difference.tree < ours.handle.difference.bound
+
+
+@pytest.mark.parametrize("tree", [math.nan, math.inf])
+def test_gradients_on_trees_that_are_no_numbers_do_not_pass(tree: float, tmp_path: Path) -> None:
+    trainer = runs.sft(runs.saved(), tmp_path)
+    with pytest.raises(StateError, match="beyond"):
+        FirstMicroBatch(trainer, [])._judge(1.0, tree, 1e-14, 1e-7, is_sharded=False)
+    first = FirstMicroBatch(trainer, [])
+    first._judge(math.nan, 0.0, 0.0, 1e-7, is_sharded=False)
+    assert first.difference is None

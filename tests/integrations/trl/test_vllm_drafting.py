@@ -17,11 +17,9 @@ from treering.engine.protocol import EngineStats
 from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.history.store.reader import HistoryReader
 from treering.integrations.trl import vllm_drafts
-from treering.integrations.trl.turns import Turns
-from treering.integrations.trl.vllm_batches import VLLMBatches
-from treering.integrations.trl.vllm_hosts import Served, check_sampling
-from treering.integrations.vllm.engine.llm_requirements import EXTENSION
-from treering.integrations.vllm.requirements import PROPOSER
+from treering.integrations.trl.vllm_drafting import JoinedTurns, Served, VLLMBatches, check_sampling
+from treering.integrations.vllm.llm import EXTENSION
+from treering.integrations.vllm.vllm_settings import PROPOSER
 from treering.types import hash_of_prompt
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -120,12 +118,12 @@ def test_a_batch_is_recorded_and_logged_and_a_resumed_run_s_is_newer(tmp_path: P
     assert index.text.tolist() == [-1, 7, 8, -1, 7, 8, -1, 7, 8]
 
 
-def rollouts_of(turns: Turns) -> list[tuple[object, list[int]]]:
+def rollouts_of(turns: JoinedTurns) -> list[tuple[object, list[int]]]:
     return [(prompt_id, tokens.tolist()) for prompt_id, tokens in turns.take()]
 
 
 def test_a_later_turn_replaces_the_one_that_it_continues() -> None:
-    turns, prompt = Turns(), [5, 6]
+    turns, prompt = JoinedTurns(), [5, 6]
     turns.add([prompt, prompt], [[7, 1], [7, 2]])
     # The environment said 8 after the second rollout, and that rollout alone goes on.
     turns.add([[*prompt, 7, 2, 8]], [[9]])
@@ -135,7 +133,7 @@ def test_a_later_turn_replaces_the_one_that_it_continues() -> None:
 
 
 def test_equal_rollouts_are_kept_and_the_next_batch_begins_anew_under_the_same_ids() -> None:
-    turns = Turns()
+    turns = JoinedTurns()
     turns.add([[5, 6], [5, 6], [4]], [[7], [7], [7]])
     first = rollouts_of(turns)
     turns.add([[5, 6], [5, 6], [4]], [[7], [7], [7]])

@@ -14,12 +14,11 @@ import pytest
 
 from tests.processes import is_alive, wait_for_the_end_of
 from tests.rl.environments.worlds import TURN_END, engine_of, model_of, task_of
-from treering.engine.request import Sampling
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Rollout, Sampling
 from treering.errors import ConfigError
 from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
 from treering.rl.collect import Collected
-from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.collect_episodes import collect_episodes
 
 FAKE = [sys.executable, "-S", str(Path(__file__).with_name("fake_worker.py"))]
 
@@ -138,10 +137,10 @@ def test_what_an_episode_raises_is_counted_and_the_others_are_as_without_it() ->
 def test_an_episode_that_hangs_is_counted_its_process_killed_and_started_again() -> None:
     with environment_of("hangs") as environment:
         before = environment._worker.pid
-        found = collect(environment, episode_timeout_s=3.0)
+        found = collect(environment, episode_timeout=3.0)
         assert found.error_counts == {"no end within 3 s (task.episode_timeout)": 2}
         wait_for_the_end_of([before])
-        again = collect(environment, draw=1, episode_timeout_s=3.0)
+        again = collect(environment, draw=1, episode_timeout=3.0)
         assert again.num_reward_errors == 2
         assert environment._worker.pid != before
 

@@ -87,7 +87,7 @@ def test_seats_are_groups_of_their_own_and_the_judge_is_not_trained(
 def test_episodes_with_faults_are_counted_by_cause_and_the_run_goes_on(python: str, tokenizer: Path) -> None:
     with environment_of(python, tokenizer, "faulty_taskset") as environment:
         pid = environment._worker.pid
-        found = collect(environment, episode_timeout_s=20.0)
+        found = collect(environment, episode_timeout=20.0)
         assert sum(len(group.rollouts) for group in found.groups) == 2
         causes = sorted(found.error_counts.items())
         assert [count for _, count in causes] == [2, 2, 2, 2]
@@ -99,6 +99,17 @@ def test_episodes_with_faults_are_counted_by_cause_and_the_run_goes_on(python: s
         assert environment._worker.pid == pid
         assert is_alive(pid)
     wait_for_the_end_of([pid])
+
+
+def test_an_episode_that_reaches_the_end_of_its_context_or_goes_beyond_is_kept(
+    python: str, tokenizer: Path, sessions: list[Session]
+) -> None:
+    with environment_of(python, tokenizer, "full_taskset") as environment:
+        found = collect(environment)
+    assert not found.error_counts
+    assert sorted((session.prompt_id, len(session.calls)) for session in sessions) == [
+        ("499", 2), ("499", 2), ("500", 1), ("500", 1), ("501", 1), ("501", 1)
+    ]  # fmt: skip
 
 
 def test_what_is_not_there_ends_in_one_line_that_names_no_package_to_fetch(python: str, tokenizer: Path) -> None:
@@ -122,6 +133,6 @@ def test_a_tool_server_that_its_program_would_not_find_is_refused_before_an_agen
 def test_a_hosted_runtime_without_a_login_is_one_line(python: str, tokenizer: Path) -> None:
     hosted = {"agent": {"runtime": {"type": "prime"}}}
     with environment_of(python, tokenizer, "tool_taskset", max_tasks=1, settings=hosted) as environment:
-        found = collect(environment, episode_timeout_s=60.0)
+        found = collect(environment, episode_timeout=60.0)
     assert found.num_reward_errors == 2
     assert all("\n" not in error and "subprocess" in error for error in found.error_counts), found.error_counts

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import folder, train
+from tests.cli.conftest import folder, in_process, train
 from tests.cli.runs import MODEL, Call
 
-__all__ = ["folder", "train"]
+__all__ = ["folder", "in_process", "train"]
 
 SETTINGS = f"""{MODEL}
 [task]

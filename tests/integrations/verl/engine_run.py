@@ -93,7 +93,6 @@ def batch_of(rows: list[tuple[list[int], list[int]]], loss: str, options: dict[s
         "old_log_probs": nested([0.3 * x - 3.5 for x in like_responses]),
         "ref_log_prob": nested([0.2 * x - 3.4 for x in like_responses]),
         "advantages": nested([x.roll(1) for x in like_responses]),
-        # As verl's agent loops write it for text.
         "multi_modal_inputs": NonTensorStack(*({} for _ in rows)),
     }
     if loss == "sft":

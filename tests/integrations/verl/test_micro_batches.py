@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.integrations.verl.common import num_distinct
 from treering.errors import InputError
-from treering.integrations.verl.micro_batches import plan_rows, split_rows
+from treering.integrations.verl.row_groups import plan_rows, split_rows
 from treering.tree.forest import Forest
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.integrations.verl.common import num_distinct
 from treering.errors import ConfigError, InputError
-from treering.integrations.verl.rank_shares import dealt_rows, order_rows, share_rows
-from treering.integrations.verl.requirements import grouping
+from treering.integrations.verl.row_groups import dealt_rows, order_rows, share_rows
+from treering.integrations.verl.verl_settings import grouping
 from treering.tree.forest import Forest
 
 

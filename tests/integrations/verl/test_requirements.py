@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from treering.errors import UnsupportedError
-from treering.integrations.verl.requirements import check_batch, check_rows, check_settings
+from treering.integrations.verl.verl_settings import check_batch, check_rows, check_settings
 
 MODEL = {"hf_config": SimpleNamespace(), "tiled_mlp": {"enabled": False, "num_shards": 4}}
 ENGINE = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1, "qat": SimpleNamespace(enable=False)}
@@ -52,6 +52,9 @@ def loss(**config: Any) -> Any:
     return partial(print, config=SimpleNamespace(**{**given, **config}))
 
 
+ALONE = {"global_batch_size": None}
+
+
 @pytest.mark.parametrize(
     ("options", "loss_function", "message"),
     [
@@ -60,6 +63,10 @@ def loss(**config: Any) -> Any:
         ({"force_group_size": 4}, None, "use_prefix_grouper=False"),
         ({}, loss(policy_loss={"loss_mode": "clip_cov"}), "loss_mode=clip_cov takes means within a micro-batch"),
         ({}, loss(loss_agg_mode="seq-mean-token-sum-norm"), "write actor_rollout_ref.actor.loss_scale_factor=N"),
+        (ALONE, loss(loss_agg_mode="seq-mean-token-sum"), "=seq-mean-token-sum without global_batch_size divides"),
+        (ALONE, loss(loss_agg_mode="seq-mean-token-mean"), "give the batch a global_batch_size"),
+        (ALONE, loss(policy_loss={"loss_mode": "sapo"}), "=seq-mean-token-mean without global_batch_size"),
+        (ALONE, loss(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=9), "without global_batch_size"),
     ],
 )
 def test_a_batch_or_a_loss_that_depends_on_micro_batches_is_refused(
@@ -72,7 +79,9 @@ def test_a_batch_or_a_loss_that_depends_on_micro_batches_is_refused(
 def test_losses_normalised_over_the_batch_are_taken() -> None:
     check_batch({"force_group_size": 1}, loss())
     check_batch({}, loss(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=512))
-    check_batch({}, None)
+    check_batch({"global_batch_size": 8}, loss(loss_agg_mode="seq-mean-token-mean"))
+    check_batch(ALONE, loss())
+    check_batch(ALONE, None)
 
 
 def test_rows_with_images_or_other_positions_are_refused() -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 from tests.integrations.vllm.llms import EXTENSION, PLAIN, VOCAB, K, drafts
-from treering.runtime.ipc.environment import environment_with
+from treering.integrations.vllm.vllm_settings import environment_with
 
 __all__ = ["K", "drafts"]
 

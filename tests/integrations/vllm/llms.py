@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from treering.integrations.vllm.requirements import speculative_config
+from treering.integrations.vllm.vllm_settings import speculative_config
 
 EXTENSION = "treering.integrations.vllm.WorkerExtension"
 

@@ -1,4 +1,4 @@
-"""What `vllm serve` runs, in a process of its own, for tests that ask it over HTTP."""
+"""What `vllm serve` runs, in its own process, for tests that ask it over HTTP."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from treering.integrations.vllm.requirements import speculative_config
+from treering.integrations.vllm.vllm_settings import speculative_config
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,13 +12,11 @@ import torch
 from tests.engine.protocol_laws import LAWS, MakeEngine, run, run_on
 from tests.integrations.vllm.llms import MAX_BATCH, MAX_MODEL_LEN, Host, build, disturb, logprobs_of
 from tests.rl.runs import PLAIN, TinyTask, options
-from treering.engine.protocol import WhenRunning
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Request, Rollout, Sampling, WhenRunning
 from treering.errors import ConfigError, InputError, UnsupportedError
 from treering.integrations.vllm import VLLMEngine
-from treering.integrations.vllm.engine.sampling import noise_seed, sampling_params
-from treering.integrations.vllm.request_args import read_request_args
+from treering.integrations.vllm.llm_requests import noise_seed, sampling_params
+from treering.integrations.vllm.vllm_settings import read_request_args
 from treering.rl.loop import RlLoop
 
 PROMPT = np.arange(5, 45, dtype=np.int32)

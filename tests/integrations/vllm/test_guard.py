@@ -14,7 +14,7 @@ from tests.processes import is_alive, wait_for_the_end_of
 SOURCE = Path(tests.__file__).parents[1] / "src"
 _PARENT = """
 import subprocess, sys, time
-from treering.integrations.vllm.engine.guard import end_with_this_process
+from treering.integrations.vllm.llm import end_with_this_process
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
 guard = end_with_this_process([child.pid])
 print(child.pid, guard.pid, flush=True)

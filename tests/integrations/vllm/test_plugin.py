@@ -21,14 +21,9 @@ from treering.history.draft.drafter import Drafter
 from treering.history.draft.request_drafter import RequestDrafter
 from treering.history.store.store import HistoryStore
 from treering.integrations.vllm import HistoryProposer, WorkerExtension, record, request_args
-from treering.integrations.vllm.array_bytes import unpacked
-from treering.integrations.vllm.content_rows import ContentRows
-from treering.integrations.vllm.plugin import wrap_runner
-from treering.integrations.vllm.prompt_table import PromptTable
-from treering.integrations.vllm.request_args import read_request_args
-from treering.integrations.vllm.runner_rows import RunnerRows
-from treering.integrations.vllm.session import DraftGate, DraftSession
-from treering.integrations.vllm.settings import PluginSettings, read_settings
+from treering.integrations.vllm.draft_session import ContentRows, DraftGate, DraftSession, PromptTable, RunnerRows
+from treering.integrations.vllm.plugin import unpacked, wrap_runner
+from treering.integrations.vllm.vllm_settings import PluginSettings, read_request_args, read_settings
 from treering.types import hash_of_prompt
 
 

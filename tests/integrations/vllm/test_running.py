@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Request, Rollout, Sampling
 from treering.errors import StateError
-from treering.integrations.vllm.engine.running import RunningRollout
+from treering.integrations.vllm.llm_requests import RunningRollout
 
 PROMPT = np.array([3, 1, 4], np.int32)
 

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def prompts_and_answers(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Of 64 clients; every second answer is in the history."""
+    """Ask for 64 clients; every second answer is in the history."""
     prompts = np.random.default_rng(0).integers(2, VOCAB, (NUM_CLIENTS, PROMPT_SIZE)).tolist()
     answers = greedy(folder / "model", prompts, NUM_TOKENS)
     with HistoryStore(folder / "history") as store:

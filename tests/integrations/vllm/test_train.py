@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 def train(path: Path, *overrides: str) -> dict[str, Any]:
-    """The JSON summary of `treering train` in a process of its own: it imports numba before it starts vLLM."""
+    """The JSON summary of `treering train` in its own process: it imports numba before it starts vLLM."""
     process = started(path.parents[1], "train", str(path), *SETTINGS, *overrides, "--json")
     out, err = process.communicate()
     assert process.returncode == 0, err[-4000:]
@@ -64,13 +64,14 @@ def test_a_run_drafts_learns_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_worker_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL to a rollout worker with vLLM inside: every rollout is sampled and trained once, and vLLM ends too."""
+    pytest.importorskip("ray")
     # Imported here: numba must not be loaded before the LLMs of other tests start in this process.
     from rich.console import Console
 
     from tests.runtime.kills import killing
-    from treering.cli.train.run import train as run
+    from treering.cli.train import train as run
     from treering.config import RlConfig
-    from treering.config.load import load
+    from treering.config.record import load
 
     path = prompts(tmp_path, REWARD)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""TRL's vLLM beside `share_prefixes`, with drafts and without: the same policy is sampled, the same loss trained.
+"""TRL's vLLM with `share_prefixes`, with drafts and without: the same policy is sampled, the same loss trained.
 
 Three steps of GRPO in this process, weights updated after each, all prompts again in each.
 """

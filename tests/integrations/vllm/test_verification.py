@@ -1,4 +1,4 @@
-"""Exact verification: drafts change no token. On real vLLM, whose CPU build samples wrongly beside drafts otherwise."""
+"""Exact verification: drafts change no token. On real vLLM, whose CPU build samples wrongly with drafts otherwise."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,7 @@ import pytest
 
 from tests.engine.protocol_laws import run
 from tests.integrations.vllm.llms import Host, K, build, drafts, logprobs_of
-from treering.engine.request import Request, Sampling
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.protocol import Request, Rollout, RolloutKey, Sampling
 from treering.errors import ConfigError, UnsupportedError
 
 NUM_PROMPTS, GROUP_SIZE = 8, 8

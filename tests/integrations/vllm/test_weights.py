@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tests.engine.test_adapters import CONFIGS, adapted
 from tests.models import build
 from treering.errors import UnsupportedError
-from treering.integrations.vllm.engine import weights
-from treering.integrations.vllm.engine.weights import checkpoint_of, fingerprint
+from treering.integrations.vllm import llm
+from treering.integrations.vllm.llm import checkpoint_of, fingerprint
 
 
 def loaded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ def test_lora_is_merged_as_peft_merges_it(name: str) -> None:
 
 
 def test_a_large_model_is_written_in_several_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_MAX_FILE_BYTES", 5000)
+    monkeypatch.setattr(llm, "_MAX_FILE_BYTES", 5000)
     model = build("qwen3")
     with checkpoint_of(model) as folder:
         assert len(list(folder.iterdir())) > 3

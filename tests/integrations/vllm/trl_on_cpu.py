@@ -41,7 +41,7 @@ _LLM = {
 
 @contextmanager
 def trl_on_cpu() -> Iterator[None]:
-    """Inside, trainers are made with a vLLM on CPU, which samples rightly beside drafts, and train with it."""
+    """Inside, trainers are made with a vLLM on CPU, which samples rightly with drafts, and train with it."""
     stock = vllm_generation.LLM
     with ExitStack() as stack:
         for name, value in {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}.items():

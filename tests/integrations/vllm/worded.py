@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer of its own, for requests that are about text: grammars, choices, stop strings."""
+"""A tiny model with its own tokenizer, for requests that are about text: grammars, choices, stop strings."""
 
 import json
 from pathlib import Path

@@ -7,7 +7,7 @@ python -m tests.model.head.compiled_kernels
 import json
 
 from tests.compiling import compile_for_hopper
-from treering.model.head import kernels
+from treering.model import head_kernels as kernels
 
 KERNELS = {
     "statistics": kernels._statistics_kernel,

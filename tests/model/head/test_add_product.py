@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from treering.model.head import linear
+from treering.model import logits as linear
 
 # Total, factors, and how the product may be rounded before it is added.
 DTYPES = [

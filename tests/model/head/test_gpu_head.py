@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from treering.model.head.linear import add_product
-from treering.model.head.three_pass import has_kernels
+from treering.model.logits import add_product
 from treering.model.scoring import score_rows
+from treering.model.three_pass import has_kernels
 
 pytestmark = pytest.mark.gpu
 # A weight's relative error is the absolute one of its logit; in 16 bits weights, rows and gradients are rounded too.

@@ -6,13 +6,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from treering.model import scoring
-from treering.model.head.linear import BufferedHead, LinearRows, chunks
-from treering.model.head.three_pass import ThreePassLoss, ThreePassScores, has_kernels, rows_at_once
+from treering.model.logits import BufferedHead, LinearRows, chunks
+from treering.model.three_pass import (
+    ThreePassLoss,
+    ThreePassScores,
+    backward_of,
+    begin_step,
+    has_kernels,
+    rows_at_once,
+)
 
 pytest.importorskip("triton")
-kernels = pytest.importorskip("treering.model.head.kernels")
+kernels = pytest.importorskip("treering.model.head_kernels")
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="the kernels are compiled here")
 
 NUM_ROWS, SIZE = 7, 12
@@ -186,6 +194,56 @@ def test_a_row_without_a_distribution_has_no_number_and_changes_no_other(upstrea
     torch.testing.assert_close(logits.double(), gradient, rtol=rounding, atol=1e-5, equal_nan=True)
 
 
+def test_chunks_have_stable_sizes_that_never_grow_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+
+    def rows_with(free_bytes: int) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
+        return rows_at_once(torch.device("cuda"), torch.bfloat16, torch.Size([151_936, 2048]))
+
+    # 2 bytes a logit, of an eighth of what is left beside the sum in float32 and its copy in bfloat16.
+    def free_for(rows: int) -> int:
+        return rows * 151_936 * 2 * 8 + 151_936 * 2048 * 6
+
+    begin_step()
+    assert [rows_with(free_for(rows)) for rows in (9000, 8200, 8191, 20_000, 3000)] == [8192, 8192, 4096, 4096, 2048]
+    begin_step()
+    assert rows_with(free_for(8192)) == 8192
+    assert rows_with(0) == 1
+
+
+def test_a_gradient_of_1_is_not_multiplied_and_any_other_is() -> None:
+    tensors = inputs(with_bias=False)
+    pieces = chunks(NUM_ROWS, ROW_OF, 3)
+
+    def loss() -> Tensor:
+        options = pieces, 0.6, "none", lambda at, logprobs, entropy: logprobs.sum()
+        return ThreePassLoss.apply(*tensors, None, TARGETS, torch.from_numpy(ROW_OF), *options)
+
+    def weight_gradient(total: Tensor) -> tuple[Tensor, bool]:
+        tensors[1].grad = None
+        multiplied: list[torch.Size] = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is torch.ops.aten.mul.Tensor:
+                    multiplied.append(args[0].shape)
+                return func(*args, **(kwargs or {}))
+
+        with Watch():
+            backward_of(total)
+        assert tensors[1].grad is not None
+        return tensors[1].grad.clone(), tensors[1].shape in multiplied
+
+    wanted = torch.autograd.grad(loss(), tensors[1])[0]
+    one, is_multiplied = weight_gradient(loss() + 0.0 * tensors[0][0, 0])
+    assert torch.equal(one, wanted)
+    assert not is_multiplied
+    for total, factor in ((2.5 * loss(), 2.5), (loss() + loss(), 2.0), (-loss(), -1.0)):
+        torch.testing.assert_close(weight_gradient(total)[0], factor * wanted)
+
+
 def test_in_deterministic_mode_the_rows_of_a_chunk_do_not_depend_on_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,10 +252,10 @@ def test_in_deterministic_mode_the_rows_of_a_chunk_do_not_depend_on_free_memory(
 
     def rows_with(free_bytes: int) -> int:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
-        return rows_at_once(torch.device("cuda"), torch.bfloat16, 1000)
+        return rows_at_once(torch.device("cuda"), torch.bfloat16, torch.Size([1000, 1]))
 
-    assert rows_with(16 * 10**6) == 1000
-    assert rows_with(160 * 10**6) == 10_000
+    begin_step()
+    assert rows_with(17 * 10**6) == 1024
     torch.use_deterministic_algorithms(True)
     try:
         assert rows_with(16 * 10**6) == rows_with(160 * 10**6) == 536_870

@@ -78,7 +78,7 @@ def test_public_methods_are_tools_and_their_results_come_back() -> None:
 
 
 class Maze:
-    """As objects for TRL may be."""
+    """An environment written for TRL."""
 
     @property
     def place(self) -> str:
@@ -158,7 +158,7 @@ class PlainWalk(Walk):
 
 
 class OldWalk(Walk):
-    """As Gym had it."""
+    """An environment with Gym's older signature."""
 
     def step(self, action: str) -> Any:
         return *super().step(action)[:3], {"left": self.left}

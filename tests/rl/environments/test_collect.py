@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,13 @@ from tests.rl.environments.worlds import (
     task_of,
     user,
 )
-from treering.engine.request import Sampling
+from treering.engine.protocol import Sampling
 from treering.errors import Interrupted, StateError
 from treering.rl.collect import Collected, Group
-from treering.rl.environments.collect import check_failures, collect_episodes
+from treering.rl.environments import episodes
+from treering.rl.environments.collect_episodes import check_failures, collect_episodes
 from treering.rl.environments.environment import EnvTask, Outcome
+from treering.rl.environments.episodes import EpisodeLoop
 from treering.rl.environments.policy import ContextFullError, Policy
 from treering.tree.forest import Forest
 
@@ -107,7 +111,7 @@ def test_recorded_log_probs_are_those_of_a_forward_pass_over_the_forest(model: P
 def test_a_chat_goes_on_after_the_very_tokens_that_were_sampled(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random bytes are no valid text, so a chat that is rendered anew would have other tokens."""
+    """Random bytes are not valid text, so a chat that is rendered again would have other tokens."""
     watched = Watched(monkeypatch)
     engine = engine_of(model)
     collected = collect(engine, task_of(Linear(), max_turn_tokens=16), num_tasks=4)
@@ -191,7 +195,7 @@ class Failing(Linear):
 
 
 def test_failures_are_counted_by_cause_and_change_no_other_run(model: PreTrainedModel) -> None:
-    options = {"max_failed": 1.0, "episode_timeout_s": 2.0}
+    options = {"max_failed": 1.0, "episode_timeout": 2.0}
     whole = tokens_by_sample(collect(engine_of(model), task_of(Linear()), num_tasks=2))
     engine = engine_of(model)
     collected = collect(engine, task_of(Failing(), **options), num_tasks=2)
@@ -211,7 +215,7 @@ def test_failures_are_counted_by_cause_and_change_no_other_run(model: PreTrained
 def test_too_many_failures_stop_the_run_with_the_commonest(model: PreTrainedModel) -> None:
     engine = engine_of(model)
     with pytest.raises(StateError, match=r"at most 25% .* and 5 of 16 did, .* with "):
-        collect(engine, task_of(Failing(), max_failed=0.25, episode_timeout_s=1.0), num_tasks=2)
+        collect(engine, task_of(Failing(), max_failed=0.25, episode_timeout=1.0), num_tasks=2)
     assert engine.num_unfinished == 0
     for percent in range(101):
         check_failures({"ValueError: no number": percent}, 100, float(f"{percent}e-2"))
@@ -227,7 +231,7 @@ def test_an_episode_that_blocks_the_others_ends_the_run_with_its_place(model: Pr
 
     try:
         with pytest.raises(StateError, match=r"blocked it for 0\.3 s at .*test_collect\.py:\d+; await"):
-            collect(engine_of(model), task_of(Blocking(), episode_timeout_s=0.3))
+            collect(engine_of(model), task_of(Blocking(), episode_timeout=0.3))
     finally:
         release.set()
 
@@ -335,6 +339,7 @@ def test_a_context_that_is_sampled_again_gets_other_answers_and_a_run_repeats_th
 
 HANGING = """
 import asyncio, threading
+from treering.rl.environments import episodes
 from tests.rl.environments.worlds import Linear, collect, engine_of, model_of, task_of
 
 class Hanging(Linear):
@@ -343,7 +348,8 @@ class Hanging(Linear):
             await asyncio.to_thread(threading.Event().wait)
         return await super().run(task, policy)
 
-found = collect(engine_of(model_of()), task_of(Hanging(), episode_timeout_s=1.0), group_size=2)
+episodes.CLEAN_UP_S = 0.5
+found = collect(engine_of(model_of()), task_of(Hanging(), episode_timeout=1.0), group_size=2)
 print(f"{found.num_reward_errors} of 2: {next(iter(found.error_counts))}")
 """
 
@@ -355,7 +361,9 @@ def test_a_tool_that_hangs_in_a_thread_leaves_its_episode_out_and_lets_the_progr
     ended = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
-    assert ended.stdout == "1 of 2: no end within 1 s (task.episode_timeout)\n", ended.stderr
+    assert ended.stdout == (
+        "1 of 2: no end within 1 s (task.episode_timeout), and its clean-up did not end within 0.5 s\n"
+    ), ended.stderr
     assert ended.returncode == 0
 
 
@@ -388,3 +396,149 @@ def test_waiting_episodes_hold_no_row(model: PreTrainedModel) -> None:
 
     collected = collect(engine_of(model, max_batch=1), task_of(Meeting()))
     assert collected.num_rollouts == 8
+
+
+class Sandboxed(World):
+    """Episodes that are cancelled while a sandbox is open, which takes a second to close, each in its own way."""
+
+    kinds = ("finally", "context", "nested", "gathered", "thread", "awaited thread", "blocking", "generator")
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+
+    async def run(self, task: EnvTask, policy: Policy) -> float:
+        kind = self.kinds[policy._session.sample]
+        self.opened.append(kind)
+        await getattr(self, kind.replace(" ", "_").replace("finally", "plain"))(kind)
+        return 0.0
+
+    @asynccontextmanager
+    async def sandbox(self, kind: str) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.sleep(1.0)
+            self.closed.append(kind)
+
+    def close_in_thread(self, kind: str) -> None:
+        time.sleep(1.0)
+        self.closed.append(kind)
+
+    async def plain(self, kind: str) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            # Steps of a clean-up are tasks of their own, which the end must not cancel.
+            await asyncio.wait_for(asyncio.shield(asyncio.sleep(1.0)), 5.0)
+            self.closed.append(kind)
+
+    async def context(self, kind: str) -> None:
+        async with self.sandbox(kind):
+            await asyncio.sleep(1000)
+
+    async def nested(self, kind: str) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.context(kind))
+
+    async def gathered(self, kind: str) -> None:
+        left = asyncio.ensure_future(self.context(kind))
+        await asyncio.gather(asyncio.sleep(1000), asyncio.shield(left))
+
+    async def thread(self, kind: str) -> None:
+        await asyncio.to_thread(self.close_in_thread, kind)
+
+    async def awaited_thread(self, kind: str) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.to_thread(self.close_in_thread, kind)
+
+    async def blocking(self, kind: str) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            self.close_in_thread(kind)
+
+    async def generator(self, kind: str) -> None:
+        async def lines() -> AsyncIterator[int]:
+            async with self.sandbox(kind):
+                yield 0
+                await asyncio.sleep(1000)
+
+        async for _ in lines():
+            await asyncio.sleep(1000)
+
+
+def test_an_episode_that_times_out_cleans_up_whatever_form_its_clean_up_has(model: PreTrainedModel) -> None:
+    world = Sandboxed()
+    collected = collect(engine_of(model), task_of(world, max_failed=1.0, episode_timeout=0.5))
+    assert sorted(world.closed) == sorted(world.opened) == sorted(world.kinds)
+    assert collected.error_counts == {"no end within 0.5 s (task.episode_timeout)": 8}
+
+
+@pytest.mark.parametrize("episode_timeout", [100.0, 0.5])
+def test_an_interrupted_step_lets_its_episodes_clean_up(model: PreTrainedModel, episode_timeout: float) -> None:
+    """Also one that is in the middle of its clean-up, which a second cancellation would end."""
+    world, until_s = Sandboxed(), time.monotonic() + 1.0
+
+    def interrupt(_: int) -> None:
+        if time.monotonic() > until_s and len(world.opened) == len(world.kinds):
+            raise Interrupted(2)
+
+    with pytest.raises(Interrupted):
+        collect_episodes(
+            engine_of(model),
+            task_of(world, max_failed=1.0, episode_timeout=episode_timeout),
+            task_of(world).prompts[:1],
+            {},
+            group_size=8,
+            sampling=Sampling(max_tokens=500),
+            on_progress=interrupt,
+        )
+    assert sorted(world.closed) == sorted(world.opened) == sorted(world.kinds)
+
+
+def test_episodes_that_do_not_end_are_left_after_a_time_and_counted(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "CLEAN_UP_S", 0.5)
+    release = threading.Event()
+
+    class Stubborn(World):
+        async def run(self, task: EnvTask, policy: Policy) -> float:
+            while policy._session.sample == 0:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    continue
+            if policy._session.sample == 1:
+                await asyncio.to_thread(release.wait)
+            await policy.chat([user("hello")])
+            return 0.0
+
+    with pytest.warns(UserWarning, match=r"^2 cancelled episodes.* did not end within 0\.5 s and were left"):
+        collected = collect(engine_of(model), task_of(Stubborn(), max_failed=1.0, episode_timeout=0.5), group_size=3)
+    release.set()
+    limit = "no end within 0.5 s (task.episode_timeout), and its clean-up did not end within 0.5 s"
+    assert collected.error_counts == {limit: 2}
+    assert collected.num_rollouts == 1
+
+
+def test_a_generator_that_nobody_holds_any_more_is_closed_and_not_cancelled() -> None:
+    closed = []
+
+    async def lines() -> AsyncIterator[int]:
+        try:
+            yield 0
+        finally:
+            await asyncio.sleep(0.5)
+            closed.append("closed")
+
+    async def leave() -> None:
+        async for _ in lines():
+            break
+
+    with EpisodeLoop() as loop:
+        loop.start(leave()).result()
+    assert closed == ["closed"]

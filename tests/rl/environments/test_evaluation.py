@@ -9,19 +9,18 @@ import torch
 
 from tests.models import build_float64, flat_logprobs
 from tests.rl.environments.worlds import TURN_END, VOCAB, WORLDS, World, collect, engine_of, model_of, task_of, user
-from treering.engine.request import Sampling
+from treering.config.loop import RlOptions
+from treering.config.optim import OptimOptions
+from treering.engine.protocol import Sampling
 from treering.errors import StateError
 from treering.ranks.group import RankGroup
 from treering.rl.collect import Collected
 from treering.rl.environments.environment import EnvTask, Outcome
 from treering.rl.environments.policy import Policy
 from treering.rl.evaluation import EvalOptions, HeldOutRewards
-from treering.rl.options import RlOptions
-from treering.rl.rollout_log import as_trajectories
 from treering.rl.sampler import Sampler
-from treering.rl.step_report import rollout_report
+from treering.rl.step_report import as_trajectories, rollout_report
 from treering.rl.trainer import Trainer
-from treering.train.loop.optim import OptimOptions
 
 SAMPLING = Sampling(max_tokens=500, stop_tokens=(TURN_END,))
 
@@ -127,7 +126,8 @@ def test_a_kl_in_the_reward_counts_each_sampled_token_of_a_run_once(world: type[
     policy, before = model_of(), build_float64("qwen3", vocab_size=VOCAB, seed=4).eval()
     collected = collect(engine_of(policy), task_of(world(), shared=shared), num_tasks=2, group_size=3)
     options = RlOptions(
-        prompts_per_step=2, group_size=3, sampling=SAMPLING, estimator="dr_grpo", objective="dr_grpo", divisor=9.0,
+        prompts_per_step=2, group_size=3, sampling=SAMPLING, estimator="dr_grpo", objective="dr_grpo",
+        divisor=9.0,
         kl=0.1, kl_in="reward",
     )  # fmt: skip
     trainer = Trainer(policy, OptimOptions(learning_rate=1e-3), options, reference=lambda: before)

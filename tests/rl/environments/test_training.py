@@ -7,13 +7,15 @@ import treering
 from tests.models import build_float64
 from tests.rl.environments.worlds import VOCAB, WORLDS, collect, engine_of, task_of
 from tests.rl.rollouts import rollout_of
-from treering.engine.request import Sampling
+from treering.config.loop import RlOptions
+from treering.engine.protocol import Sampling
 from treering.rl.advantages import branch_advantages, branch_weights
 from treering.rl.batch import make_rl_batch
 from treering.rl.collect import Group, Runs
-from treering.rl.options import RlOptions
 from treering.rl.tasks.task import Prompt
-from treering.train.loss_weights import Weighting, entry_counts, entry_weights
+from treering.rl.trainer import make_objective, weighting_of
+from treering.train.entries import entry_counts, entry_weights
+from treering.train.objective import Weighting
 from treering.tree.forest import Forest
 
 
@@ -24,9 +26,9 @@ def test_the_gradient_of_a_tree_of_runs_is_that_of_their_branches_one_by_one(nam
     found = []
     for layout in ("tree", "packed"):
         options = RlOptions(prompts_per_step=2, group_size=4, sampling=Sampling(max_tokens=9), layout=layout)
-        batch = make_rl_batch(groups, estimator="grpo", layout=layout, normalizer=options.weighting.normalizer)
+        batch = make_rl_batch(groups, estimator="grpo", layout=layout, normalizer=weighting_of(options).normalizer)
         model.zero_grad()
-        treering.backward(model, batch.trees.forests, options.make_objective(batch))
+        treering.backward(model, batch.trees.forests, make_objective(options, batch))
         found.append({key: weight.grad.clone() for key, weight in model.named_parameters()})
     tree, packed = found
     assert sum(float(grad.norm()) for grad in packed.values()) > 0

@@ -4,10 +4,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.rl.environments.worlds import TURN_END, WORLDS, engine_of, model_of, task_of
-from treering.engine.protocol import EngineStats
-from treering.engine.request import Sampling
+from treering.engine.protocol import EngineStats, Sampling
 from treering.rl.drafting import Drafting
-from treering.rl.environments.collect import collect_episodes
+from treering.rl.environments.collect_episodes import collect_episodes
 
 # Nearly greedy, so that a policy that does not move says the same again.
 SAMPLING = Sampling(max_tokens=500, stop_tokens=(TURN_END,), temperature=0.05)
@@ -50,6 +49,6 @@ def test_the_second_epoch_drafts_turns_from_their_first_token_and_samples_the_sa
 ) -> None:
     plain, drafted = (epochs(model, name, drafting, max_turn_tokens=2) for drafting in (None, Drafting()))
     assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in plain]
-    # Of a turn of two tokens, no draft may be longer than the first.
+    # In a turn of two tokens no draft may be longer than the first.
     assert drafted[1][1].tokens_per_forward >= 1.5
     assert plain[1][1].tokens_per_forward == 1.0

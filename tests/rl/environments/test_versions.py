@@ -7,9 +7,9 @@ import torch
 
 from tests.models import build_float64, flat_logprobs
 from tests.rl.environments.worlds import TURN_END, VOCAB, World, engine_of, model_of, task_of, user
-from treering.engine.request import Sampling
+from treering.engine.protocol import Sampling
 from treering.rl.batch import make_rl_batch
-from treering.rl.environments.collect import EpisodeCollection
+from treering.rl.environments.collect_episodes import EpisodeCollection
 from treering.rl.environments.environment import EnvTask
 from treering.rl.environments.episodes import Episodes
 from treering.rl.environments.policy import Policy

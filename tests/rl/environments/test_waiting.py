@@ -9,11 +9,11 @@ from transformers import PreTrainedModel
 
 from tests.rl.environments.worlds import WORLDS, World, collect, engine_of, model_of, task_of, user
 from treering.data import append_trajectories, read_trajectories
+from treering.rl.environments.collect_episodes import EpisodeForecast
 from treering.rl.environments.environment import EnvTask
-from treering.rl.environments.policy import Policy
-from treering.rl.environments.waiting import EpisodeForecast, TurnClock
-from treering.rl.rollout_log import as_trajectories
-from treering.schedule.traces.logs import read_log
+from treering.rl.environments.policy import Policy, TurnClock
+from treering.rl.step_report import as_trajectories
+from treering.schedule.rollout_logs import read_log
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_runs_log_their_turns_once_and_a_log_of_them_is_replayed(model: PreTrain
     assert step.prompts == ("t0", "t0", "t1", "t1")
     assert step.turns is not None
     assert step.turns.num_turns.tolist() == [2] * 4
-    # Of a task that reads no clock exactly 0.
+    # Exactly 0 for a task that reads no clock.
     assert (step.turns.total_wait_s[:2] == 0).all()
     assert (step.turns.total_wait_s[2:] >= 0.05).all()
     sampled = [int(rollout.loss_mask.sum()) for group in groups for rollout in group.rollouts]

@@ -8,15 +8,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tests.models import build_float64
-from treering.engine.request import Sampling
+from treering.engine.protocol import Sampling
 from treering.engine.torch_engine import TorchEngine
 from treering.rl.collect import Collected
-from treering.rl.environments.calls import Call
 from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
-from treering.rl.environments.collect import collect_episodes
-from treering.rl.environments.environment import Environment, EnvTask, Outcome
-from treering.rl.environments.policy import Policy, Session
-from treering.rl.environments.task import EnvironmentTask, EpisodeOptions
+from treering.rl.environments.collect_episodes import collect_episodes
+from treering.rl.environments.environment import Environment, EnvironmentTask, EnvTask, EpisodeOptions, Outcome
+from treering.rl.environments.policy import Call, Policy, Session
 
 VOCAB = 258
 TURN_END = 257

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from treering.rl.tasks.answers import (
+from treering.rl.tasks.ready_rewards import (
     MAX_DIGITS,
     final_answer,
     find_number,

@@ -12,11 +12,10 @@ import pytest
 
 from treering.config import RlConfig, load
 from treering.errors import InputError, StateError
-from treering.rl.tasks.rewards import judge as judge_module
-from treering.rl.tasks.rewards.judge import Judge
-from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
-from treering.rl.tasks.score import Score
-from treering.rl.tasks.task import Prompt
+from treering.rl.tasks import judge as judge_module
+from treering.rl.tasks.judge import Judge
+from treering.rl.tasks.task import Prompt, Score
+from treering.rl.tasks.text_reward import TextReward, WeightedReward
 
 
 class Server(ThreadingHTTPServer):
@@ -171,6 +170,14 @@ def test_a_judge_is_one_of_several_rewards_and_its_failures_leave_out_their_text
     wrong.bind([])
     with pytest.raises(InputError, match=r"has \{prompt\}, \{response\} and columns, got \{respones\}; they are"):
         wrong.try_on(prompt)
+
+
+def test_a_judge_reads_what_follows_the_thought_and_gives_nothing_without_it(server: Server, tmp_path: Path) -> None:
+    judge = judge_at(server.url, tmp_path, template='{response}? {"score": 0}')
+    texts = ["<think>hm</think>yes", "<think>yes", [{"role": "assistant", "content": "[THINK]hm[/THINK]no"}]]
+    assert judge(prompts=["q"] * 3, completions=texts) == [1.0, 0.0, 1.0]
+    asked = sorted(body["messages"][0]["content"] for body in server.bodies)
+    assert asked == ['no? {"score": 0}', 'yes? {"score": 0}']
 
 
 def test_a_judge_and_weighted_rewards_are_configured() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,14 @@ import numpy as np
 import pytest
 
 from treering.errors import ConfigError, InputError
-from treering.rl.tasks.rewards.bound import bind
-from treering.rl.tasks.rewards.named import find_reward
-from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
-from treering.rl.tasks.score import Score
-from treering.rl.tasks.task import Prompt
+from treering.rl.tasks.ready_rewards import find_reward
+from treering.rl.tasks.task import Prompt, Score
+from treering.rl.tasks.text_reward import TextReward, WeightedReward, bind
 
 
 @pytest.fixture(autouse=True)
 def import_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Takes back what finding a reward leaves on the import path, and runs in a folder of its own."""
+    """Takes back what finding a reward leaves on the import path, and runs in its own folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
@@ -96,7 +95,7 @@ def test_code_that_cannot_be_imported_is_refused_with_file_and_line(source: str,
 
 
 def two(prompt: Any, text: Any) -> None: ...
-def other_names(p: Any, t: Any) -> None: ...
+def other_names(_prompt: Any, completion: Any) -> None: ...
 def with_columns(prompt: Any, text: Any, unit: Any, *, level: Any = 3) -> None: ...
 def with_any(prompt: Any, text: Any, **columns: Any) -> None: ...
 def as_trl(completions: Any, **kwargs: Any) -> None: ...
@@ -134,6 +133,12 @@ def test_a_signature_says_how_a_function_is_called(
         lambda prompt, answer: 0,
         lambda answer, text: 0,
         lambda prompt, text, unknown: 0,
+        lambda p, t: 0,
+        lambda record, output: 0,
+        lambda prompt, score: 0,
+        lambda x, /, y: 0,
+        lambda sample, _: 0,
+        lambda record, text, **columns: 0,
         lambda prompts, completions, unknown: 0,
     ],
 )
@@ -267,6 +272,17 @@ def test_what_an_empty_text_does_to_a_reward_without_an_answer_refuses_nothing_a
     reward_of(f"import os\ndef f(prompt, text):\n    {body}\n").try_on(prompt_with())
     with pytest.raises(InputError, match="NameError"):
         reward_of("def f(prompt, text):\n    return undefined\n").try_on(prompt_with())
+
+
+@pytest.mark.parametrize("body", ["time.sleep(600)", "threading.Event().wait()", "asyncio.run(asyncio.sleep(600))"])
+def test_a_reward_that_hangs_ends_its_trial_with_the_setting_that_bounds_it(body: str) -> None:
+    reward = reward_of(f"import asyncio, threading, time\ndef f(prompt, text):\n    {body}\n")
+    began_s = time.monotonic()
+    with pytest.raises(
+        InputError, match=r"runtime\.reward_time_limit_s = 0\.5 s, and own\.py:f .* took longer in its trial"
+    ):
+        reward.try_on(prompt_with(), 0.5)
+    assert time.monotonic() - began_s < 60
 
 
 @pytest.mark.parametrize(

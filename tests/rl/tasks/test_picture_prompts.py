@@ -9,7 +9,7 @@ import pytest
 from tests.data.pictures.vlm_folder import as_bytes, as_uri, make_folder, picture
 from tests.rl.rollouts import rollout_of
 from treering.data import Renderer, read_trajectories
-from treering.engine.request import Sampling
+from treering.engine.protocol import Sampling
 from treering.rl.batch import make_rl_batch
 from treering.rl.collect import Collection, Group
 from treering.rl.tasks.prompts_file import PromptsFile
@@ -70,7 +70,7 @@ def test_pictures_of_columns_stand_before_the_text(tmp_path: Path, folder: Path)
     task = read(tmp_path, folder, beside, with_part, {"prompt": asked(0), "answer": "1", "id": "of a part"})
     assert len({prompt.content for prompt in task.prompts}) == 1
     assert len(task.notes) == 1
-    assert task.notes[0].endswith("as TRL puts them (1 prompts)")
+    assert task.notes[0].endswith("as TRL puts them (1 prompt)")
 
 
 def test_a_group_is_asked_and_trained_with_its_pictures(tmp_path: Path, folder: Path) -> None:

@@ -14,6 +14,7 @@ from tests.rl.rollouts import rollout_of
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.prompts_file import PromptsFile
 from treering.rl.tasks.task import Prompt, prompt_id_of
+from treering.rl.tasks.text_reward import WeightedReward
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -312,3 +313,45 @@ def test_a_json_array_and_a_table_of_prompts_are_those_of_its_lines(tmp_path: Pa
     found = [PromptsFile(file, tokenizer=tokenizer, reward="exact_answer").prompts for file in files]
     keys = [[(one.prompt_id, one.answer, one.tokens.tolist()) for one in prompts] for prompts in found]
     assert keys[0] == keys[1] == keys[2]
+
+
+def test_errors_name_a_prompt_without_an_id_by_file_and_line(file: Path, tokenizer: Path) -> None:
+    write(file, {"prompt": "a", "answer": "1"}, {"prompt": "b c d e", "answer": "2"})
+    task = PromptsFile(file, tokenizer=tokenizer, reward=OWN, template="raw")
+    assert [prompt.where for prompt in task.prompts] == [f"{file}:1", f"{file}:2"]
+    assert task.prompts[1].name == f"{task.prompts[1].prompt_id!r} ({file}:2)"
+    assert Prompt(prompt_id="q", tokens=np.array([1], np.int32)).name == "'q'"
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "answer"),
+    [
+        ("<think>\n", "so 4", ""),
+        ("<think>\n", "so 4</think>5", "5"),
+        ("<think>\n", "so 5</think>4", "4"),
+        ("[THINK]", "so 4", ""),
+        ("[THINK]", "so 5[/THINK]4", "4"),
+        ("", "[THINK]so 4", ""),
+        ("", "[THINK]so 5[/THINK]4", "4"),
+        ("", "<|channel|>analysis<|message|>so 4", ""),
+        ("", "<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>final<|message|>4", "4"),
+        ("", "<think>4", ""),
+        ("", "It is 4", "It is 4"),
+        ("<think></think>", "It is 4", "It is 4"),
+    ],
+)
+def test_ready_rewards_read_the_answer_and_your_own_the_whole_response(
+    file: Path, tmp_path: Path, opening: str, text: str, answer: str
+) -> None:
+    special = [*SPECIAL, "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
+    template = CHAT_TEMPLATE.replace("assistant\\n'", f"assistant\\n' + {opening!r}")
+    folder = save_tokenizer(tmp_path / "thinks", special, chat_template=template)
+    write(file, {"prompt": "2+2?", "answer": "4"})
+    parts = [WeightedReward(name="exact_answer"), WeightedReward(name=OWN, weight=0.0)]
+    task = PromptsFile(file, tokenizer=folder, reward=parts)
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(f"{text}<|im_end|>").ids
+    score = task.reward(task.prompts[0], rollout_of(tokens))
+    plain = text
+    for token in special:
+        plain = plain.replace(token, "")
+    assert score.numbers == {"exact_answer": float(answer.endswith("4")), "measured": float(len(plain))}

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.rl.rollouts import prompt_of
-from treering.data.formats import files
+from treering.data.formats import record_files
 from treering.errors import ConfigError, InputError, MissingExtraError
-from treering.rl.tasks.rewards import named
-from treering.rl.tasks.rewards.named import check_answer, contains_answer, exact_answer, find_reward
+from treering.rl.tasks.ready_rewards import NAMED_REWARDS, check_answer, contains_answer, exact_answer, find_reward
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,8 @@ def test_a_contained_answer_stands_as_whole_words(answer: str, text: str, expect
 def test_a_reward_is_found_by_name_or_by_path() -> None:
     assert find_reward("exact_answer") is exact_answer
     assert find_reward("contains_answer") is contains_answer
-    assert find_reward("treering.rl.tasks.rewards.named:exact_answer") is named.exact_answer
-    assert find_reward("treering.data.formats.files:first_bytes") is files.first_bytes
+    assert find_reward("treering.rl.tasks.ready_rewards:exact_answer") is exact_answer
+    assert find_reward("treering.data.formats.record_files:first_bytes") is record_files.first_bytes
 
 
 @pytest.mark.parametrize(
@@ -86,8 +85,8 @@ def test_a_reward_is_found_by_name_or_by_path() -> None:
         (":f", "nearest names"),
         ("treering:", "nearest names"),
         ("no_such_package.rewards:f", "raises ModuleNotFoundError: No module named 'no_such_package'"),
-        ("treering.rl.tasks.rewards.named:no_such", "has no such name; check the spelling"),
-        ("treering.rl.tasks.rewards.named:FINAL_MARK", "has a str of that name"),
+        ("treering.rl.tasks.ready_rewards:no_such", "has no such name; check the spelling"),
+        ("treering.rl.tasks.ready_rewards:FINAL_MARK", "has a str of that name"),
     ],
 )
 def test_an_unknown_reward_is_refused_with_what_is_near(name: str, message: str) -> None:
@@ -109,7 +108,7 @@ def test_answers_that_a_named_reward_cannot_use_are_refused_early() -> None:
 
 def test_math_verify_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(MissingExtraError, match=r"math_verify needs math_verify: pip install 'treering\[math\]'"):
+    with pytest.raises(MissingExtraError, match=r"math_verify needs math_verify: pip install 'math-verify>=0.9'"):
         check_answer("math_verify", "1")
 
 
@@ -145,3 +144,39 @@ def test_the_answers_of_gsm8k_are_right_by_their_own_measure(real_data: Path) ->
         final = answer.split("#### ")[1]
         assert exact_answer(prompt_of(answer=answer), f"The answer is {final}.") == 1.0
         assert exact_answer(prompt_of(answer=answer), f"#### {final}1") == 0.0
+
+
+THOUGHTS = (
+    ("<think>\n", "\n</think>\n\n"),
+    ("", "</think>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<Thought>\n", "</Thought>\n"),
+    ("<THINK>", "</THINK>"),
+    ("<unused94>thought\n", "<unused95>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+)
+
+
+@pytest.mark.parametrize(("begin", "end"), THOUGHTS)
+@pytest.mark.parametrize("name", NAMED_REWARDS)
+def test_ready_rewards_read_what_follows_the_thought_alone(name: str, begin: str, end: str) -> None:
+    if name == "math_verify":
+        pytest.importorskip("math_verify")
+    reward, prompt = find_reward(name), prompt_of(answer="4")
+    for thought in ("so maybe 4", r"so \boxed{4}", "#### 4", "it is $4$."):
+        if begin:
+            assert reward(prompt, f"{begin}{thought}") == 0.0
+            assert reward(prompt, f"{begin}5{end}5 {begin}{thought}") == 0.0
+        assert reward(prompt, f"{begin}{thought}{end}It is 5") == 0.0
+        assert reward(prompt, f"{begin}5 or {thought}{end}") == 0.0
+        assert reward(prompt, f"{begin}{thought}, no, 5{end}{thought}") == 1.0
+    assert reward(prompt, f"{begin}5{end}x {begin}6{end}It is 4") == 1.0
+    assert reward(prompt, "It is 4") == 1.0
+
+
+def test_another_familys_end_does_not_end_a_thought() -> None:
+    for text in ("<think>use [/THINK] 4", "[THINK]use </think> 4", "<think>as <|end|> 4", "<think></thinking> 4"):
+        assert exact_answer(prompt_of(answer="4"), text) == 0.0

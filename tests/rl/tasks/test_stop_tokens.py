@@ -4,17 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers.processors import TemplateProcessing
 
 from tests.data.conftest import save_tokenizer
+from tests.engine.scripted import ScriptedEngine
 from tests.rl.rollouts import rollout_of
-from treering.data.rendering.template import ChatTemplate
-from treering.engine.request import Request, Sampling
-from treering.engine.scripted import ScriptedEngine
+from treering.data import Message, Renderer, Trajectory
+from treering.engine.protocol import Request, Sampling
 from treering.errors import ConfigError, InputError
-from treering.rl.checks import with_stops
+from treering.rl.sampler import with_stops
 from treering.rl.tasks.prompts_file import PromptsFile
-from treering.rl.tasks.stop_tokens import find_stop_tokens
-from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
+from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
 
 LLAMA = ["<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
 TURN = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '%s' }}"
@@ -64,7 +65,8 @@ def test_a_policy_that_ends_its_turn_in_its_own_way_stops(file: Path, llama: Pat
 
 
 def test_all_origins_are_joined_and_each_token_is_named_once(llama: Path, model: Path) -> None:
-    stops = find_stop_tokens(TextTokens(llama), end_of_turn="<|eot_id|>", model=model, named=["<|eom_id|>", "a", 9])
+    named: list[str | int] = ["<|eom_id|>", "a", 9]
+    stops = find_stop_tokens(TextTokens(llama), Renderer(tokenizer=llama), model=model, named=named)
     a = TextTokens(llama).id_of("a")
     assert [(stop.token_id, stop.source) for stop in stops] == [
         (0, "tokenizer"),
@@ -112,17 +114,75 @@ def test_an_unknown_stop_token_is_refused_by_name(llama: Path, named: str | int,
         find_stop_tokens(TextTokens(llama), named=[named])
 
 
-def test_the_end_of_a_turn_is_what_the_template_writes_after_an_answer(tmp_path: Path, llama: Path) -> None:
-    def end(folder: Path) -> str | None:
-        return end_of_turn(ChatTemplate(folder))
+GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+    "{% for c in m.tool_calls or [] %} to={{ c.function.name }}<|channel|>commentary<|message|>"
+    "{{ c.function.arguments | tojson }}<|call|>{% else %}<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.index == messages | length else '<|end|>' }}{% endfor %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% for t in tools or [] %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+MARKED = (
+    "{%% for m in messages %%}<%s>{{ m.role }}\n{{ m.content }}%s{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<%s>assistant\n{%% endif %%}"
+)
+TURN_ENDS = {
+    "chatml": (MARKED % ("s", "<|im_end|>\n", "s"), ["<|im_end|>"]),
+    "gemma": (MARKED % ("s", "<end_of_turn>\n", "s"), ["<end_of_turn>"]),
+    "mistral, by the end of the text": (MARKED % ("s", "{{ eos_token if m.role == 'assistant' }}", "s"), ["</s>"]),
+    "two tokens, of which the last ends": (MARKED % ("s", "<|eom_id|><|eot_id|>", "s"), ["<|eot_id|>"]),
+    "phi-3, whose last turn has more": (
+        MARKED % ("s", "<|end|>\n{{ '</s>' if loop.last and not add_generation_prompt }}", "s"),
+        ["<|end|>"],
+    ),
+    "glm, by the next role": (MARKED % ("|user|", "", "|user|"), ["<|user|>"]),
+    "ordinary text": (MARKED % ("s", ".\n", "s"), []),
+    "refuses": ("{{ raise_exception('no') }}", []),
+    "gpt-oss": (GPT_OSS, ["<|return|>", "<|call|>"]),
+}
 
-    assert end(llama) == "<|eot_id|>"
-    assert end(write_tokenizer(tmp_path / "two", end="<|eom_id|><|eot_id|>\\n")) == "<|eom_id|><|eot_id|>"
-    assert end(write_tokenizer(tmp_path / "shy", guard="{{ raise_exception('no') }}")) is None
+
+@pytest.mark.parametrize("kind", TURN_ENDS)
+def test_a_turn_ends_with_the_last_token_that_training_trains(tmp_path: Path, kind: str) -> None:
+    template, expected = TURN_ENDS[kind]
+    special = ["</s>", "<|im_end|>", "<end_of_turn>", "<|eom_id|>", "<|eot_id|>", "<|end|>", "<|user|>"]
+    special += ["<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"]
+    folder = save_tokenizer(tmp_path, special, chat_template=template, eos_token="</s>", bos_token=None)
+    renderer = Renderer(tokenizer=folder)
+    assert [TextTokens(folder).text_of(token) for token in renderer.turn_ends] == expected
+    if kind == "refuses":
+        return
+    chat = Message(role="user", content="2+2?"), Message(role="assistant", content="4")
+    (one,) = Renderer(tokenizer=folder).render([Trajectory(task_id=1, messages=chat)])
+    (last,) = one.tokens[one.turn_ends - 1]
+    assert (last in renderer.turn_ends) == bool(expected)
 
 
-def test_a_turn_without_an_end_of_its_own_ends_where_the_next_message_begins(tmp_path: Path) -> None:
-    assert end_of_turn(ChatTemplate(write_tokenizer(tmp_path / "open", end=""))) == "<|start_header_id|>"
+def test_asking_for_the_ends_of_turns_says_nothing_of_chats(llama: Path) -> None:
+    renderer = Renderer(tokenizer=llama)
+    assert renderer.turn_ends
+    assert renderer.form_in_words is None
+
+
+def test_turns_of_the_plain_form_end_with_its_marker_if_that_is_a_token(tmp_path: Path, llama: Path) -> None:
+    marked = save_tokenizer(tmp_path, ["<|im_start|>", "<|im_end|>"])
+    for folder, ends, strings in ((marked, [1], ()), (llama, [], ("<|im_end|>",))):
+        renderer = Renderer(tokenizer=folder, template="plain")
+        assert (list(renderer.turn_ends), renderer.stop_strings) == (ends, strings)
+
+
+@pytest.mark.filterwarnings("ignore:.*holds? the text of special tokens")
+@pytest.mark.parametrize("text", ["2+2?", "<s>2+2?", "<s>2+2?<s>"])
+def test_a_prompt_of_text_begins_once_and_does_not_end_as_text_that_is_trained(tmp_path: Path, text: str) -> None:
+    folder = save_tokenizer(tmp_path, ["<s>", "</s>"])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [("<s>", 0), ("</s>", 1)]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    [body] = [tokenizer.encode(text.removeprefix("<s>"), add_special_tokens=False).ids]
+    assert TextTokens(folder).encode(text, adds_special=True).tolist() == [0, *body]
+    raw = Trajectory(task_id=1, format="raw", messages=(Message(role="assistant", content=text),))
+    assert Renderer(tokenizer=folder).render([raw])[0].tokens.tolist() == [0, *body]
 
 
 def test_the_stop_token_is_no_part_of_the_rewarded_text(file: Path, llama: Path) -> None:
@@ -139,3 +199,19 @@ def test_the_end_of_texts_may_stand_in_the_map_of_special_tokens(tmp_path: Path)
     assert TextTokens(folder).end_tokens == ()
     (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|end_of_text|>"}}')
     assert TextTokens(folder).end_tokens == (0,)
+
+
+def test_the_bytes_of_tokens_in_a_row_are_those_of_their_text(llama: Path, tmp_path: Path) -> None:
+    text = " 4 \u00e4pfel\n\x7f\u00a0 \U0001f600\t"
+    levels = TextTokens(llama)
+    assert b"".join(map(levels.bytes_of, levels.encode(text).tolist())) == text.encode()
+    assert levels.bytes_of(3) == b"<|eot_id|>"
+    # As SentencePiece: a mark for a space, and a token for each byte that no other has.
+    vocab = {"\u2581": 0, "\u25814": 1, "<0xC3>": 2, "<0xA4>": 3, "\u00fc": 4}
+    pieces = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    pieces.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    pieces.add_special_tokens([AddedToken("<\u2581end>", special=True)])
+    pieces.save(str(tmp_path / "tokenizer.json"))
+    assert list(map(TextTokens(tmp_path).bytes_of, range(6))) == [
+        *(b" ", b" 4", b"\xc3", b"\xa4", "\u00fc".encode(), "<\u2581end>".encode()),
+    ]

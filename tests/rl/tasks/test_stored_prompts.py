@@ -17,8 +17,7 @@ from treering.data.cache.folder import entries
 from treering.data.rendering.encoder import Encoder
 from treering.errors import DataWarning, InputError, StateError
 from treering.rl.tasks import prompts_file
-from treering.rl.tasks.prompts_file import PromptsFile
-from treering.rl.tasks.stored_prompts import ChosenPrompts, PromptWriter, prompt_of
+from treering.rl.tasks.prompts_file import ChosenPrompts, PromptsFile, PromptWriter, prompt_of
 from treering.rl.tasks.task import Prompt
 
 
@@ -116,7 +115,7 @@ def read(file: Path, folder: Path, cache: Path | None, **options: int) -> Prompt
 
 
 def said_of(task: PromptsFile) -> tuple[object, ...]:
-    # As processes that sample get them.
+    # Processes that sample get them so.
     prompts = [fields_of(pickle.loads(pickle.dumps(prompt))) for prompt in task.prompts]
     return prompts, task.num_overlong, task.num_duplicates, task.form_in_words, task.notes
 

@@ -5,14 +5,12 @@ import numpy as np
 import pytest
 
 from tests.schedule.clusters import cluster, plan_request, trace
-from treering.schedule.compare import compare, policy_setups
-from treering.schedule.plan.histopipe import HistoPipe
-from treering.schedule.plan.plans import PlacementPlan
-from treering.schedule.policies import make_policy
+from treering.cli.simulation import compare
+from treering.schedule.histopipe import HistoPipe, make_policy
+from treering.schedule.placement import PlacementPlan
 from treering.schedule.policy import PlanRequest
-from treering.schedule.simulator.bounds import with_training
-from treering.schedule.simulator.run import simulate
-from treering.schedule.traces.synthetic import synthetic_trace
+from treering.schedule.simulator import simulate, with_training
+from treering.schedule.traces import synthetic_trace
 
 LAW = "lognormal:8.2,0.8,16384"
 
@@ -34,11 +32,11 @@ def case(num_rollouts, num_slots, seed, *, num_workers=32, num_steps=12):
     ],
 )
 def test_it_comes_near_the_bound_whichever_rules(num_rollouts, num_slots, of_bound, speedup):
-    result = compare(policy_setups(1, ["histopipe"]), [case(num_rollouts, num_slots, 0)])[0][-1]
-    assert result.throughput_of_bound >= of_bound
-    assert result.speedup_over_sync >= speedup
+    result = compare(1, [case(num_rollouts, num_slots, 0)])[-1]
+    assert result["throughput_of_bound"] >= of_bound
+    assert result["speedup_over_sync"] >= speedup
     if of_bound > 0.9:
-        assert result.bubble <= 0.05
+        assert result["bubble"] <= 0.05
 
 
 def with_predictions(run, distorted):
@@ -92,7 +90,7 @@ def test_it_plans_when_a_step_first_comes_out_and_less_often_while_the_plan_stay
         planned.append(len(policy.choices) + 1)
         return next(found)
 
-    monkeypatch.setattr("treering.schedule.plan.histopipe.search", search)
+    monkeypatch.setattr("treering.schedule.histopipe.search", search)
     policy = HistoPipe(replan_every=3)
     simulate(policy, run, workers=where)
     # Step 3 is the first that knows how step 1 came out; the searches of steps 6 and 12 leave the plan, so the next are
@@ -109,7 +107,7 @@ def test_another_plan_is_known_for_its_own_times_only(monkeypatch):
         asked.append(problem.cluster.latency.training_s)
         return PlacementPlan(name=next(found))
 
-    monkeypatch.setattr("treering.schedule.plan.histopipe.search", search)
+    monkeypatch.setattr("treering.schedule.histopipe.search", search)
     policy, seconds = HistoPipe(replan_every=100), where.latency.training_s
     for step, factor in enumerate((1.0, 2.0, 1.5, 1.7, 1.0, 1.2, 1.5), 1):
         latency = replace(where.latency, training_s=factor * seconds)

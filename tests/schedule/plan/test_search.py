@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from tests.schedule.clusters import cluster, plan_request
-from treering.schedule.plan.baselines import PlanPolicy
-from treering.schedule.plan.plans import PlacementPlan
-from treering.schedule.plan.search import plain_plans, rescaled, search, search_problem
-from treering.schedule.predict.calibrated_lengths import CalibratedLengths
-from treering.schedule.simulator.run import simulate
+from treering.schedule.calibration import CalibratedLengths
+from treering.schedule.histopipe import plain_plans, rescaled, search, search_problem
+from treering.schedule.placement import PlacementPlan, PlanPolicy
+from treering.schedule.simulator import simulate
 
 
 def lengths_of(num, seed=0, scale=60.0):
@@ -127,7 +126,7 @@ def test_a_present_plan_stays_where_another_is_hardly_better(monkeypatch):
     worse = PlacementPlan(name="worse", placing="equal_counts", num_turns=2)
     assert search(problem, worse) != worse
     with monkeypatch.context() as hardly:
-        hardly.setattr("treering.schedule.plan.search._CLEARLY", 100.0)
+        hardly.setattr("treering.schedule.histopipe._CLEARLY", 100.0)
         assert search(problem, worse) == worse
     found = search(problem)
     same = PlacementPlan(name="the same under an older name", **{name: getattr(found, name) for name in FIELDS})

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treering.schedule.predict.calibrated_lengths import PRIOR_SIGMA, PRIOR_SPREAD, CalibratedLengths, PredictionErrors
+from treering.schedule.calibration import PRIOR_SIGMA, PRIOR_SPREAD, CalibratedLengths, PredictionErrors
 
 CAP = 1_000_000
 
@@ -15,7 +15,7 @@ def predictions(num, seed=0, sigma=0.8):
 def test_predictions_are_believed_until_something_was_seen():
     calibrated = CalibratedLengths()
     predicted = np.array([0.2, 30.0, 5000.0])
-    assert not calibrated.has_seen
+    assert not calibrated.has_learnt
     assert calibrated.lengths(predicted, 1000).tolist() == pytest.approx([1, 30, 1000])
 
 

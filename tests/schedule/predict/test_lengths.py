@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from treering.errors import ConfigError, InputError
-from treering.schedule.predict.lengths import LengthPredictor, make_predictor
+from treering.schedule.predict import LengthPredictor, make_predictor
 
 
 def test_a_group_is_predicted_alike_and_prompts_in_order():
@@ -57,11 +57,11 @@ def test_a_predictor_goes_on_from_its_state():
 
 @pytest.mark.parametrize("lengths", [[], [0], [-3, 4], [1.5], [[1]]])
 def test_lengths_that_are_none_are_refused(lengths):
-    with pytest.raises(InputError, match="whole numbers from 1 on"):
+    with pytest.raises(InputError, match="integers of at least 1"):
         LengthPredictor(guess=1.0).observe("a", lengths)
 
 
 @pytest.mark.parametrize("guess", [0.0, -1.0, np.nan, np.inf])
 def test_what_is_no_guess_is_refused(guess):
-    with pytest.raises(ConfigError, match="guessed above 0"):
+    with pytest.raises(ConfigError, match="guessed length must be above 0"):
         LengthPredictor(guess=guess)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from treering.schedule.predict.siblings import expected_lengths
+from treering.schedule.predict import expected_lengths
 
 
 def expect(running, finished, *, ratios=(1.0,), predicted=100.0, max_tokens=10_000):

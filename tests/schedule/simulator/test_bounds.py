@@ -1,9 +1,9 @@
 import pytest
 
 from tests.schedule.clusters import cluster, forecast, trace
-from treering.schedule.latency import Latency, linear_latency
-from treering.schedule.simulator.bounds import bound_s, longest_s, work_s
-from treering.schedule.traces.trace import TraceStep
+from treering.schedule.cluster import Latency, linear_latency
+from treering.schedule.simulator import bound_s, longest_s, work_s
+from treering.schedule.traces import TraceStep
 
 
 def test_work_is_all_tokens_at_the_best_batch_over_all_workers():

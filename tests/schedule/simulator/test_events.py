@@ -3,9 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.simulator import token_by_token
-from treering.schedule.simulator.events import run_step
-from treering.schedule.simulator.migration import CONSOLIDATE, DRAIN, MAX_MOVES, OFF
-from treering.schedule.simulator.step import Rules, StepRollouts
+from treering.schedule.migration import CONSOLIDATE, DRAIN, MAX_MOVES, OFF
+from treering.schedule.simulated_step import Rules, StepRollouts, run_step
 from treering.schedule.turns import Turns
 
 # Whole seconds, so that a sum and a product of them are the same float.

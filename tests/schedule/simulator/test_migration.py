@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from treering.schedule.simulator.migration import HYSTERESIS, LATE, saved_s
+from treering.schedule.migration import HYSTERESIS, LATE, saved_s
 
 STEPS = 20 + 0.05 * np.arange(129)
 

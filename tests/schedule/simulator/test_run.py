@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 from tests.schedule.clusters import cluster, forecast, trace
 from tests.schedule.simulator import small_optimum
 from treering.errors import InputError
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import linear_latency
-from treering.schedule.plan.histopipe import HistoPipe
-from treering.schedule.policies import POLICIES, make_policy
+from treering.schedule.cluster import Cluster, linear_latency
+from treering.schedule.histopipe import POLICIES, HistoPipe, make_policy
 from treering.schedule.policy import Assignment, Policy
-from treering.schedule.simulator.run import NUM_FORECASTS, simulate
-from treering.schedule.traces.trace import Trace, TraceStep
+from treering.schedule.simulator import NUM_FORECASTS, simulate
+from treering.schedule.traces import Trace, TraceStep
 
 
 class Fixed(Policy):
@@ -127,10 +125,10 @@ def test_a_policy_learns_each_step_once_in_order_and_none_that_is_not_done(stale
 @pytest.mark.parametrize(
     ("assignment", "got"),
     [
-        (alone(2, worker=2), r"got 2 workers, of which 2 are not there \(\[2, 2\]\)"),
-        (alone(2, worker=-1), r"got 2 workers, of which 2 are not there \(\[-1, -1\]\)"),
-        (alone(3), "got 3 workers, of which 0"),
-        (alone(0), "got 0 workers, of which 0"),
+        (alone(2, worker=2), r"got 2 workers, 2 of them absent \(\[2, 2\]\)"),
+        (alone(2, worker=-1), r"got 2 workers, 2 of them absent \(\[-1, -1\]\)"),
+        (alone(3), "got 3 workers, 0 of them"),
+        (alone(0), "got 0 workers, 0 of them"),
     ],
 )
 def test_an_assignment_that_cannot_be_is_refused(assignment, got):

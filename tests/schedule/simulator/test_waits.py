@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from tests.schedule.clusters import cluster, trace
 from tests.schedule.simulator.test_events import rules_of
+from tests.schedule.waits import WaitLaw, with_waits
 from treering.errors import InputError
-from treering.schedule.cluster import Cluster
-from treering.schedule.latency import linear_latency
-from treering.schedule.policies import POLICIES, make_policy
-from treering.schedule.simulator.events import run_step
-from treering.schedule.simulator.run import simulate
-from treering.schedule.simulator.step import StepRollouts
-from treering.schedule.traces.trace import Trace
-from treering.schedule.traces.waits import WaitLaw, with_waits
+from treering.schedule.cluster import Cluster, linear_latency
+from treering.schedule.histopipe import POLICIES, make_policy
+from treering.schedule.simulated_step import StepRollouts, run_step
+from treering.schedule.simulator import simulate
+from treering.schedule.traces import Trace
 from treering.schedule.turns import Turns, even_turns
 
 
@@ -151,12 +149,12 @@ def test_knowing_waits_pays_where_half_of_the_span_is_waiting():
 
 
 def test_turns_that_do_not_belong_together_are_refused():
-    with pytest.raises(InputError, match="one turn or more"):
+    with pytest.raises(InputError, match="at least one turn"):
         Turns(starts=[0, 0], num_tokens=[], wait_s=[])
     with pytest.raises(InputError, match="at least 0"):
         Turns.of([[(3, -1.0)]])
     (step,) = trace([5, 6]).steps
-    with pytest.raises(InputError, match="have its tokens"):
+    with pytest.raises(InputError, match="must sum to its length"):
         replace(step, turns=Turns.of([[(5, 0.0)], [(5, 0.0)]]))
     with pytest.raises(InputError, match="predicted together"):
         replace(step.forecast, wait_s=np.zeros(2))

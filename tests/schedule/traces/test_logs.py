@@ -6,9 +6,9 @@ import pytest
 
 from treering.data import Trajectory, append_trajectories
 from treering.errors import DataWarning, InputError
-from treering.schedule.predict.lengths import LengthPredictor
-from treering.schedule.traces.logs import _counted, read_log
-from treering.schedule.traces.replay import predicted_steps
+from treering.schedule.predict import LengthPredictor
+from treering.schedule.rollout_logs import _counted, read_log
+from treering.schedule.traces import predicted_steps
 
 
 def write(file, rows):
@@ -107,20 +107,23 @@ def test_what_comes_later_never_changes_a_prediction(tmp_path):
     [
         ("{", "a line must be one JSON object"),
         ("[1]", "a trajectory is a JSON object, got [1]"),
-        ('{"epoch": 0, "length": 3}', "names its prompt, or its task_id"),
-        ('{"prompt": "a", "epoch": 0}', "length is a whole number from 0 on, got None"),
-        ('{"prompt": "a", "epoch": 0, "length": 1.5}', "length is a whole number from 0 on, got 1.5"),
-        ('{"prompt": "a", "epoch": 0, "length": true}', "length is a whole number from 0 on, got True"),
-        ('{"prompt": "a", "length": 3}', "epoch is a whole number from 0 on, got None"),
-        ('{"prompt": "a", "epoch": 0, "length": 3, "step": -1}', "step is a whole number from 0 on, got -1"),
-        ('{"prompt": "a", "epoch": 0, "length": 3, "prompt_tokens": "x"}', "prompt_tokens is a whole number"),
-        ('{"prompt": "a", "epoch": -1, "length": 3}', "epoch is a whole number from 0 on, got -1"),
-        (f'{{"prompt": "a", "epoch": {2**31}, "length": 3}}', f"epoch is at most {2**31 - 1}, got {2**31}"),
-        (f'{{"prompt": "a", "epoch": 0, "length": 3, "step": {2**63}}}', f"step is at most {2**31 - 1}, got {2**63}"),
-        (f'{{"prompt": "a", "epoch": 0, "length": {10**30}}}', "length is at most"),
+        ('{"epoch": 0, "length": 3}', "must have a prompt, or a task_id"),
+        ('{"prompt": "a", "epoch": 0}', "length must be an integer of at least 0, got None"),
+        ('{"prompt": "a", "epoch": 0, "length": 1.5}', "length must be an integer of at least 0, got 1.5"),
+        ('{"prompt": "a", "epoch": 0, "length": true}', "length must be an integer of at least 0, got True"),
+        ('{"prompt": "a", "length": 3}', "epoch must be an integer of at least 0, got None"),
+        ('{"prompt": "a", "epoch": 0, "length": 3, "step": -1}', "step must be an integer of at least 0, got -1"),
+        ('{"prompt": "a", "epoch": 0, "length": 3, "prompt_tokens": "x"}', "prompt_tokens must be an integer"),
+        ('{"prompt": "a", "epoch": -1, "length": 3}', "epoch must be an integer of at least 0, got -1"),
+        (f'{{"prompt": "a", "epoch": {2**31}, "length": 3}}', f"epoch must be at most {2**31 - 1}, got {2**31}"),
+        (
+            f'{{"prompt": "a", "epoch": 0, "length": 3, "step": {2**63}}}',
+            f"step must be at most {2**31 - 1}, got {2**63}",
+        ),
+        (f'{{"prompt": "a", "epoch": 0, "length": {10**30}}}', "length must be at most"),
         ('{"prompt": "a", "epoch": 1' + "0" * 5000 + ', "length": 3}', "a line must be one JSON object"),
-        ('{"prompt": 1.5, "epoch": 0, "length": 3}', "a prompt is text or an integer, got 1.5"),
-        ('{"prompt": true, "epoch": 0, "length": 3}', "a prompt is text or an integer, got True"),
+        ('{"prompt": 1.5, "epoch": 0, "length": 3}', "a prompt must be text or an integer, got 1.5"),
+        ('{"prompt": true, "epoch": 0, "length": 3}', "a prompt must be text or an integer, got True"),
         ('{"task_id": "a", "epoch": 0, "messages": []}', "log token ids"),
         ('{"task_id": "a", "epoch": 0, "tokens": [1, 2], "loss_mask": [1]}', "for each of 2 tokens"),
         ('{"task_id": "a", "epoch": 0, "tokens": [1], "loss_mask": [2]}', "for each of 1 tokens"),
@@ -142,10 +145,10 @@ def test_a_path_without_rollouts_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"rollouts/epoch-\*\.jsonl, found none"):
         read_log(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(InputError, match="at least one rollout"):
+    with pytest.raises(InputError, match="must have a rollout"):
         read_log(tmp_path / "empty.jsonl")
     write(tmp_path / "none.jsonl", [line("a", 0)])
-    with pytest.raises(InputError, match="at least one rollout"):
+    with pytest.raises(InputError, match="must have a rollout"):
         read_log(tmp_path / "none.jsonl")
 
 
@@ -159,10 +162,10 @@ def test_rollouts_of_other_formats_are_counted_by_their_tokens(tmp_path):
         return {"responses_create_params": asked, "response": {"output": [*items]}, "_ng_task_index": 4}
 
     file = write(tmp_path / "log.jsonl", [rollout(output([1, 2], 3, 4), output([1, 2, 9], 5))])
-    with pytest.raises(InputError, match=r"log\.jsonl:1: a rollout has an epoch or a step, .* got neither"):
+    with pytest.raises(InputError, match=r"log\.jsonl:1: a rollout needs an epoch or a step .* got neither"):
         read_log(file)
     dump = write(tmp_path / "verl.jsonl", [{"input": "a", "output": "b", "score": 1.0, "step": 3}])
-    with pytest.raises(InputError, match=r"verl\.jsonl:1: a rollout has tokens, .* got messages only"):
+    with pytest.raises(InputError, match=r"verl\.jsonl:1: a rollout needs tokens .* got messages only"):
         read_log(dump, format="verl")
     labels = {"prompt_id": "a", "input_ids": [1, 2, 3], "labels": [-100, 2, 3], "step": 2}
     [step] = read_log(write(tmp_path / "own.jsonl", [labels, {**labels, "labels": [-100, -100, 3]}]))

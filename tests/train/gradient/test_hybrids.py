@@ -13,9 +13,9 @@ from tests.partitions import random_partitions
 from tests.train.flat import Batch, batches
 from tests.train.gradient.test_backward import assert_step_is_exact, batch_of
 from tests.train.gradient.test_partitioned import MODES, cut_by, gradients_of
-from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
+from treering.model.layers import enable_gradient_checkpointing
 from treering.tree.forest import Forest
-from treering.tree.plan.partition import Partition
+from treering.tree.partition import Partition
 
 MODELS = {family: build_wide(family) for family in DENSE}
 LONG = [[1] * 70 + [2] * 75, [1] * 70 + [3], [1] * 70 + [3, 4] * 40, [1] * 64 + [5] * 3, [1] * 2]
@@ -89,9 +89,7 @@ def test_keeping_and_recomputing_parents_agree_bit_for_bit(batch: Batch, seed: i
 
 @pytest.mark.parametrize("family", DENSE)
 @pytest.mark.parametrize(("checkpointing", "parents"), [("reentrant", "keep"), ("non_reentrant", "recompute")])
-def test_activation_checkpointing_in_partitions_changes_nothing(
-    parents: str, checkpointing: GradientCheckpointing, family: str
-) -> None:
+def test_activation_checkpointing_in_partitions_changes_nothing(parents: str, checkpointing: str, family: str) -> None:
     batch = batch_of([SHAPES["long segments"]])
     cut: Callable[[Forest], tuple[Partition, ...]] = lambda tree: random_partitions(tree, 3, 30, cut=0.03)  # noqa: E731
     expected = gradients_of(build_wide(family), batch, cut, "keep")

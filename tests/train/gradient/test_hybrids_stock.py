@@ -11,8 +11,8 @@ from tests.partitions import random_partitions
 from tests.train.flat import flat_loss
 from tests.train.gradient.test_backward import batch_of
 from tests.train.gradient.test_partitioned import cut_by
-from treering.train.gradient.backward import backward
-from treering.train.objectives import sft
+from treering.objectives import sft
+from treering.train.step import backward
 from treering.tree.forest import Forest
 
 SEQUENCES = [*SHAPES["long segments"], *bushy(6)]

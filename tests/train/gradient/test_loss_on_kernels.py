@@ -7,12 +7,12 @@ import pytest
 
 from tests.models import assert_gradients_equal, build, build_float64, take_gradients
 from tests.train.flat import Batch
-from treering.model.head.three_pass import ThreePassScores
-from treering.train.gradient.backward import backward
-from treering.train.objectives import Objective, dapo, grpo, gspo
+from treering.model.three_pass import ThreePassScores
+from treering.objectives import Objective, dapo, grpo, gspo
+from treering.train.step import backward
 from treering.tree.forest import Forest
 
-kernels = pytest.importorskip("treering.model.head.kernels")
+kernels = pytest.importorskip("treering.model.head_kernels")
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="the kernels are compiled here")
 
 BATCH = Batch(

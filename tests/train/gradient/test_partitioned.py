@@ -16,23 +16,21 @@ from torch import Tensor, nn
 from tests.backends import EXACT_BACKENDS
 from tests.forests import SHAPES
 from tests.models import FAMILIES, assert_gradients_equal, build, build_float64, take_gradients
-from tests.partitions import chain_partitions, random_partitions
+from tests.partitions import Parents, chain_partitions, forced, random_partitions
 from tests.train.flat import Batch, batches
 from tests.train.gradient.test_backward import assert_step_is_exact, batch_of, objective_of
 from treering.attention import TreeLayout
 from treering.model.context import tree_attention
-from treering.model.families import find_parts
 from treering.model.forward import hidden_states
-from treering.train.gradient import backward as step
-from treering.train.gradient import partitioned
-from treering.train.gradient import run as units
-from treering.train.gradient.activations import Parents, ParentsChoice, fastest_parents, free_memory, saved_bytes
-from treering.train.gradient.backward import backward
-from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
-from treering.train.objectives import gspo, ppo, sft
+from treering.model.layers import enable_gradient_checkpointing
+from treering.model.tree_model import TreeModel
+from treering.objectives import gspo, ppo, sft
+from treering.train import memory, scoring, step
+from treering.train.memory import free_memory, saved_bytes
+from treering.train.step import backward
 from treering.tree.forest import Forest
-from treering.tree.plan.partition import Partition, PartitionedTree
-from treering.tree.plan.plan import Plan
+from treering.tree.partition import Partition, PartitionedTree
+from treering.tree.plan import Plan
 
 MODEL = build_float64()
 EXACT = 1e-10
@@ -78,13 +76,9 @@ def test_keeping_and_recomputing_parents_agree_bit_for_bit(batch: Batch, seed: i
 
 
 def gradients_of(model: nn.Module, batch: Batch, cut: Cut, parents: Parents) -> dict[str, Tensor]:
-    with cut_by(cut):
-        backward(
-            model,
-            [Forest.from_sequences(group) for group in batch.groups],
-            objective_of("grpo", batch, "token_mean", "sum"),
-            parents=parents,
-        )
+    forests = [Forest.from_sequences(group) for group in batch.groups]
+    with cut_by(cut), forced(parents):
+        backward(model, forests, objective_of("grpo", batch, "token_mean", "sum"))
     return take_gradients(model)
 
 
@@ -102,7 +96,7 @@ def test_every_family_is_exact_in_partitions(family: str) -> None:
 
 
 @pytest.mark.parametrize(("checkpointing", "parents"), [("reentrant", "keep"), ("non_reentrant", "recompute")])
-def test_activation_checkpointing_changes_nothing(checkpointing: GradientCheckpointing, parents: Parents) -> None:
+def test_activation_checkpointing_changes_nothing(checkpointing: str, parents: Parents) -> None:
     model = build_float64()
     batch = batch_of([SHAPES["long segments"]])
     cut = lambda tree: random_partitions(tree, 2, 20, cut=0.05)  # noqa: E731
@@ -123,9 +117,7 @@ def chain_of_all(tree: Forest) -> tuple[Partition, ...]:
         (["q_proj", "v_proj"], "keep", "reentrant"),
     ],
 )
-def test_lora_is_exact_in_partitions(
-    targets: list[str], parents: Parents, checkpointing: GradientCheckpointing
-) -> None:
+def test_lora_is_exact_in_partitions(targets: list[str], parents: Parents, checkpointing: str) -> None:
     base = build_float64(tie_word_embeddings=False)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).double()
     batch = batch_of([SHAPES["long segments"]])
@@ -140,8 +132,8 @@ def test_only_recomputed_parents_cost_tokens() -> None:
     forest = Forest.from_sequences([[1] * 40])
     recomputed = {}
     for parents in MODES:
-        with cut_by(lambda tree: chain_partitions(tree.num_tokens, 12)):
-            result = backward(MODEL, forest, sft(), parents=parents)
+        with cut_by(lambda tree: chain_partitions(tree.num_tokens, 12)), forced(parents):
+            result = backward(MODEL, forest, sft())
         take_gradients(MODEL)
         recomputed[parents] = result.num_recomputed_tokens
         assert result.metrics["sharing"] == pytest.approx(-recomputed[parents] / 40)
@@ -150,20 +142,20 @@ def test_only_recomputed_parents_cost_tokens() -> None:
 
 def test_partitions_above_nothing_that_is_trained_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
-    honest = partitioned.hidden_states
+    honest = scoring.hidden_states
 
     def counted(parts: object, fragment: Forest, *more: object) -> Tensor:
         lengths.append(fragment.num_tokens)
         return honest(parts, fragment, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(partitioned, "hidden_states", counted)
+    monkeypatch.setattr(scoring, "hidden_states", counted)
     forest = Forest.from_sequences([[1] * 40])
-    with cut_by(lambda tree: chain_partitions(tree.num_tokens, 10)):
-        backward(MODEL, forest, sft([[0] * 12 + [1] + [0] * 27]), parents="keep")
+    with cut_by(lambda tree: chain_partitions(tree.num_tokens, 10)), forced("keep"):
+        backward(MODEL, forest, sft([[0] * 12 + [1] + [0] * 27]))
         assert lengths == [10, 10]
-        backward(MODEL, forest, sft([[0] * 20 + [1] + [0] * 19]), parents="keep")
+        backward(MODEL, forest, sft([[0] * 20 + [1] + [0] * 19]))
         assert lengths == [10, 10, 10, 10], "a partition's first token is scored where its parent is"
-        backward(MODEL, forest, sft([[0] * 40]), parents="keep")
+        backward(MODEL, forest, sft([[0] * 40]))
         assert len(lengths) == 4
     take_gradients(MODEL)
 
@@ -191,8 +183,10 @@ def test_memory_is_that_of_the_longest_chain_or_of_one_partition(make: Callable[
 
     one = peak(lambda: backward(model, Forest.from_sequences([[1] * size]), sft()))
     chain = max(tree.chain_tokens for tree in backward(model, forest, sft(), max_tokens=size).plan.partitioned)
-    kept = peak(lambda: backward(model, forest, sft(), max_tokens=size, parents="keep"))
-    again = peak(lambda: backward(model, forest, sft(), max_tokens=size, parents="recompute"))
+    with forced("keep"):
+        kept = peak(lambda: backward(model, forest, sft(), max_tokens=size))
+    with forced("recompute"):
+        again = peak(lambda: backward(model, forest, sft(), max_tokens=size))
     config = model.config
     key_value_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     assert kept <= 1.25 * one * chain / size
@@ -215,33 +209,25 @@ def num_layouts() -> int:
     return sum(type(thing) is TreeLayout for thing in gc.get_objects())
 
 
-def test_the_fastest_way_that_fits_is_chosen_and_said() -> None:
-    def chosen(free: float, host: float | None) -> ParentsChoice:
-        return fastest_parents(chain_tokens=10_000, bytes_per_token=1e6, free_bytes=free, free_host_bytes=host)
-
-    cases = {(2e10, 2e10): "keep", (5e9, 2e10): "offload", (5e9, 5e9): "recompute", (5e9, None): "recompute"}
-    assert {case: chosen(*case).parents for case in cases} == cases
-    assert "10,000 tokens, about 10.00 GB" in chosen(5e9, None).reason
-
-
 def test_the_memory_model_chooses_by_what_a_token_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, forest = build(), Forest.from_sequences([[1] * 400])
-    token_bytes = saved_bytes(lambda: hidden_of(model, 200), find_parts(model)) / 200
+    token_bytes = saved_bytes(lambda: hidden_of(model, 200), TreeModel.of(model)) / 200
     chosen = {}
     for share in (1.2, 0.8):
         room = share * 400 * token_bytes
-        monkeypatch.setattr(units, "free_memory", lambda device, room=room: (room, None))
+        monkeypatch.setattr(memory, "free_memory", lambda device, room=room: room)
         result = backward(model, forest, sft(), max_tokens=100)
         assert result.parents is not None
+        assert "400 tokens, about 0.0" in result.parents.reason
         chosen[share] = result.parents.parents
     assert chosen == {1.2: "keep", 0.8: "recompute"}
     assert backward(model, forest, sft()).parents is None
-    assert free_memory(torch.device("cpu"))[0] > 0
+    assert free_memory(torch.device("cpu")) > 0
 
 
 def hidden_of(model: nn.Module, num_tokens: int) -> object:
     with tree_attention(model):
-        return hidden_states(find_parts(model), Forest.from_sequences([[1] * num_tokens]))
+        return hidden_states(TreeModel.of(model), Forest.from_sequences([[1] * num_tokens]))
 
 
 def test_what_is_trained_may_be_the_head_or_the_value_head_alone() -> None:

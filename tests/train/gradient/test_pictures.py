@@ -22,8 +22,8 @@ from tests.picture_models import (
 from treering.errors import InputError
 from treering.model.forward import forward
 from treering.objectives import sft
-from treering.train.gradient.backward import BackwardResult, backward
-from treering.tree.pictures import picture_spans
+from treering.train.step import BackwardResult, backward
+from treering.tree.picture_tokens import picture_spans
 
 
 def count_calls(model: nn.Module) -> list[int]:

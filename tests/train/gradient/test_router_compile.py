@@ -11,10 +11,10 @@ from tests.forests import SHAPES
 from tests.model.test_compile import BACKEND, compile_layers, wrap
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from tests.train.gradient.test_backward import batch_of, forests_of
+from treering.config.router import RouterLosses
 from treering.errors import StateError
-from treering.train.gradient.backward import backward
-from treering.train.gradient.router_losses import RouterLosses
-from treering.train.objectives import sft
+from treering.objectives import sft
+from treering.train.step import backward
 
 # The tracer cannot read through the test run's type checks, and warns about its own actions.
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore")]

@@ -14,23 +14,22 @@ from torch import Tensor, nn
 
 from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build, build_float64, take_gradients
-from tests.partitions import random_partitions
+from tests.partitions import Parents, forced, random_partitions
 from tests.train.flat import Batch, batches, flat_loss
 from tests.train.gradient.flat_routers import flat_router_loss, flat_router_terms, padded, routers_of
 from tests.train.gradient.test_backward import batch_of, forests_of
 from tests.train.gradient.test_partitioned import MODES, cut_by
 from tests.train.objectives.cases import CASES
 from tests.train.objectives.flat_objectives import data_of, run_flat
+from treering.config.router import RouterLosses
 from treering.errors import ConfigError, InputError, StateError, UnsupportedError
-from treering.model.families import find_parts
+from treering.model.layers import enable_gradient_checkpointing
 from treering.model.routers import find_routers
-from treering.train.gradient.activations import ParentsOption
-from treering.train.gradient.backward import BackwardResult, backward, plan_step
-from treering.train.gradient.router_losses import RouterLosses, branches_through
-from treering.train.loop.compute import enable_gradient_checkpointing
-from treering.train.objectives import sft
+from treering.model.tree_model import TreeModel
+from treering.objectives import sft
+from treering.train.router_losses import branches_through
+from treering.train.step import BackwardResult, backward, plan_step
 from treering.tree.forest import Forest
-from treering.tree.plan.costs import CostModel
 
 EXACT = 1e-10
 MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]
@@ -56,19 +55,21 @@ def assert_routed_step_is_exact(
     losses: RouterLosses = LOSSES,
     *,
     max_tokens: int | None = None,
-    parents: ParentsOption = "auto",
+    parents: Parents = "keep",
     within: AbstractContextManager[None] | None = None,
     **options: Any,
 ) -> BackwardResult:
     """Loss, metrics and every parameter's gradient."""
     balance, z = flat_router_terms(model, batch.sequences)
-    expected = flat_loss(model, batch, kind="sft", normalizer="token_mean") + losses.balance * balance + losses.z * z
+    expected = (
+        flat_loss(model, batch, kind="sft", normalizer="token_mean")
+        + (losses.balance or 0.0) * balance
+        + (losses.z or 0.0) * z
+    )
     expected.backward()  # type: ignore[no-untyped-call]
     expected_gradients = take_gradients(model)
-    with within or nullcontext():
-        result = backward(
-            model, forests_of(batch), sft(batch.masks), max_tokens, parents=parents, router_losses=losses, **options
-        )
+    with within or nullcontext(), forced(parents):
+        result = backward(model, forests_of(batch), sft(batch.masks), max_tokens, router_losses=losses, **options)
     assert result.loss == pytest.approx(expected.item(), rel=EXACT)
     assert result.metrics["router_balance"] == pytest.approx(balance.item(), rel=EXACT)
     assert result.metrics["router_z"] == pytest.approx(z.item(), rel=EXACT)
@@ -106,7 +107,7 @@ def test_a_stock_model_s_own_loss_is_met_to_rounding(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "parents"), list(zip(MIXTURES, [*MODES, "keep"], strict=True)))
-def test_micro_batches_and_partitions_change_nothing(family: str, parents: ParentsOption) -> None:
+def test_micro_batches_and_partitions_change_nothing(family: str, parents: Parents) -> None:
     model = build_float64(family)
     result = assert_routed_step_is_exact(model, BATCH, max_tokens=LARGEST)
     assert len(result.plan.micro_batches) > 1
@@ -118,7 +119,7 @@ def test_micro_batches_and_partitions_change_nothing(family: str, parents: Paren
 
 @given(batch=batches(max_groups=3), seed=st.integers(0, 10**6), size=st.integers(1, 12), parents=st.sampled_from(MODES))
 @settings(max_examples=12)
-def test_any_partition_of_any_forest_is_exact(batch: Batch, seed: int, size: int, parents: ParentsOption) -> None:
+def test_any_partition_of_any_forest_is_exact(batch: Batch, seed: int, size: int, parents: Parents) -> None:
     cut = cut_by(lambda tree: random_partitions(tree, seed, size))
     assert_routed_step_is_exact(MODEL, batch, parents=parents, within=cut)
 
@@ -139,15 +140,9 @@ def test_branches_without_a_trained_token_count(branches: set[int], max_tokens: 
     assert_routed_step_is_exact(MODEL, untrained(BATCH, branches), max_tokens=max_tokens)
 
 
-def test_trees_that_are_not_shared_count_by_branches_too() -> None:
-    dear = CostModel(token_s=1e-9, pair_s=0.0, segment_s=10.0)
-    result = assert_routed_step_is_exact(MODEL, BATCH, costs=dear)
-    assert result.plan.unshared
-
-
 def test_layers_without_experts_have_no_say() -> None:
     model = build_float64("qwen3_moe", mlp_only_layers=[0], num_hidden_layers=3)
-    assert len(find_routers(find_parts(model)).modules) == 2
+    assert len(find_routers(TreeModel.of(model)).modules) == 2
     assert_routed_step_is_exact(model, BATCH, max_tokens=30)
 
 

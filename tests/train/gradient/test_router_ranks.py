@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from tests.models import assert_gradients_equal, take_gradients
+from tests.partitions import forced
 from tests.train.flat import Batch, flat_loss
 from tests.train.gradient.flat_routers import flat_router_terms
 from tests.train.gradient.test_router_losses import BATCH, EXACT, LARGEST, LOSSES, MODEL
+from treering.config.router import RouterLosses
+from treering.objectives import sft
 from treering.ranks.group import RankGroup
 from treering.ranks.setup import RanksMode, StepRanks
-from treering.train.gradient import backward as module
-from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.gradient.router_losses import RouterLosses
-from treering.train.objectives import sft
+from treering.train import step as module
+from treering.train.step import BackwardResult, backward
 from treering.tree.forest import Forest
 
 
@@ -41,9 +42,10 @@ class ThreadGroup(RankGroup):
         total: np.ndarray = np.sum(self.gather(values.copy()), 0)
         return total
 
-    def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
+    def begin_sum(self, bucket: list[Tensor]) -> Callable[[], None]:
+        for tensor in bucket:
             tensor.copy_(sum(self.gather(tensor.clone())))  # type: ignore[arg-type]
+        return lambda: None
 
 
 @pytest.mark.parametrize("losses", [LOSSES, RouterLosses(z=0.4)], ids=["balance and z", "z"])
@@ -56,7 +58,11 @@ def test_ranks_add_up_to_one_flat_batch_and_keep_step(
     masks = [BATCH.masks[:10], BATCH.masks[10:13], []]
     whole = Batch(groups=BATCH.groups[:3], masks=BATCH.masks[:13], advantages=[0.0] * 13, old_logprobs=BATCH.masks[:13])
     balance, z = flat_router_terms(MODEL, whole.sequences)
-    expected = flat_loss(MODEL, whole, kind="sft", normalizer="token_mean") + losses.balance * balance + losses.z * z
+    expected = (
+        flat_loss(MODEL, whole, kind="sft", normalizer="token_mean")
+        + (losses.balance or 0.0) * balance
+        + (losses.z or 0.0) * z
+    )
     expected.backward()  # type: ignore[no-untyped-call]
     gradients = take_gradients(MODEL)
     models, shared = [copy.deepcopy(MODEL) for _ in groups], (threading.Barrier(3, timeout=500), [None] * 3)
@@ -69,11 +75,11 @@ def test_ranks_add_up_to_one_flat_batch_and_keep_step(
     def step(rank: int) -> BackwardResult:
         models[rank].model.register_forward_pre_hook(lambda *_: passes[rank].append(torch.is_grad_enabled()))
         forests = [Forest.from_sequences(group) for group in groups[rank]]
-        # "auto" would run extra forwards to measure memory.
-        return backward(models[rank], forests, sft(masks[rank]), max_tokens, parents="keep", router_losses=losses)
+        return backward(models[rank], forests, sft(masks[rank]), max_tokens, router_losses=losses)
 
     monkeypatch.setattr(module, "ranks_of", ranks_of)
-    with ThreadPoolExecutor(3) as threads:
+    # Memory would be measured by extra forwards.
+    with forced("keep"), ThreadPoolExecutor(3) as threads:
         results = list(threads.map(step, range(3)))
     assert sum(result.loss for result in results) == pytest.approx(expected.item(), rel=EXACT)
     for result, model in zip(results, models, strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.killing import main
 from tests.train.loop.runs import store, tensors_of, tiny_loop
 from treering.metrics import JsonlSink, Metrics
-from treering.train.loop.run import CHECKPOINTS_FOLDER, METRICS_FILE, open_run, run_steps
+from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE, open_run, run_steps
 
 NUM_STEPS = 5
 SAVE_EVERY = 2

@@ -1,19 +1,17 @@
 """Tiny tasks, loops and checkpoint folders for tests of training."""
 
-from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from tests.models import VOCAB, build
+from treering.config.optim import OptimOptions
+from treering.config.sft import SftOptions
 from treering.data import AgentSpec, generate_trajectories, render
 from treering.train.loop.batches import TrainingTask, group_by_task
 from treering.train.loop.checkpoint import CheckpointStore
-from treering.train.loop.compute import ComputeOptions
-from treering.train.loop.optim import OptimOptions
-from treering.train.loop.sft import LoopOptions, SftLoop
+from treering.train.loop.sft import SftLoop
 
 IDENTITY = {"model.hidden_size": 32, "data": "generated", "train.seed": 0}
 
@@ -35,20 +33,13 @@ def tiny_tasks(num_tasks: int = 5) -> list[TrainingTask]:
 
 def tiny_loop(model: PreTrainedModel | None = None, optim: OptimOptions | None = None, **options: object) -> SftLoop:
     """A loop over `tiny_tasks`, two trees per step unless the options say otherwise."""
-    chosen = LoopOptions(**({"trees_per_step": 2} | nested(options)))  # type: ignore[arg-type]
+    chosen = SftOptions(**({"trees_per_step": 2} | options))  # type: ignore[arg-type]
     return SftLoop(
         build() if model is None else model,
         tiny_tasks(),
         optim=OptimOptions(learning_rate=1e-2, warmup_steps=2, weight_decay=0.1) if optim is None else optim,
         options=chosen,
     )
-
-
-def nested(options: Mapping[str, object]) -> dict[str, object]:
-    """Options of a loop; compute options become its `compute`."""
-    names = {field.name for field in fields(ComputeOptions)}
-    compute = ComputeOptions(**{name: value for name, value in options.items() if name in names})  # type: ignore[arg-type]
-    return {name: value for name, value in options.items() if name not in names} | {"compute": compute}
 
 
 def store(folder: Path, **options: object) -> CheckpointStore:

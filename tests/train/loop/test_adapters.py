@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -12,23 +11,24 @@ from transformers import PreTrainedModel
 
 from tests.models import assert_gradients_equal, build, build_float64, flat_logprobs, take_gradients
 from tests.train.loop.runs import assert_bitwise_equal, store, tensors_of, tiny_loop
+from treering.config.lora import LoraOptions
 from treering.errors import ConfigError, UnsupportedError
 from treering.model.forward import forward
-from treering.train.gradient.backward import backward
-from treering.train.loop.adapters import LoraOptions, adapter_tensors, add_lora, base_checksum, save_adapter
-from treering.train.loop.compute import GradientCheckpointing, enable_gradient_checkpointing
-from treering.train.objectives import sft
+from treering.model.layers import enable_gradient_checkpointing
+from treering.objectives import sft
+from treering.train.loop.adapters import adapter_tensors, add_lora, base_checksum, save_adapter
+from treering.train.step import backward
 from treering.tree.forest import Forest
 
 SEQUENCES = [[3, 4, 5, 6, 7], [3, 4, 5, 8], [3, 9, 2, 2], [3, 4, 5, 6, 1]]
-OPTIONS = LoraOptions(rank=2, alpha=6, base="org/tiny", revision="a" * 40)
+OPTIONS = LoraOptions(rank=2, alpha=6)
 
 
 def adapted(model: PreTrainedModel | None = None, options: LoraOptions = OPTIONS, seed: int = 0) -> PreTrainedModel:
     """A model whose adapters count: their second matrices begin with zeros otherwise."""
     model = build() if model is None else model
     torch.manual_seed(seed)
-    add_lora(model, options)
+    add_lora(model, options, base="org/tiny", revision="a" * 40)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -37,9 +37,9 @@ def adapted(model: PreTrainedModel | None = None, options: LoraOptions = OPTIONS
 
 
 @pytest.mark.parametrize("max_tokens", [None, 4])
-@pytest.mark.parametrize("mode", get_args(GradientCheckpointing))
+@pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
 def test_gradients_are_those_of_flat_peft_on_the_stored_adapter(
-    tmp_path: Path, mode: GradientCheckpointing, max_tokens: int | None
+    tmp_path: Path, mode: str, max_tokens: int | None
 ) -> None:
     model = adapted(build_float64()).double()
     save_adapter(model, adapter_tensors(model, model.state_dict()), tmp_path)
@@ -102,7 +102,7 @@ def test_the_same_adapter_is_stored_as_the_same_bytes(tmp_path: Path) -> None:
 
 def test_all_linear_modules_but_the_head_get_adapters_unless_some_are_named() -> None:
     modules = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    named = LoraOptions(rank=2, alpha=2, base="b", target_modules=("v_proj", "o_proj"))
+    named = LoraOptions(rank=2, alpha=2, target_modules=("v_proj", "o_proj"))
     for options, expected in ((OPTIONS, modules), (named, {"v_proj", "o_proj"})):
         model = adapted(options=options)
         found = {name.split(".lora_")[0].rpartition(".")[2] for name, w in model.named_parameters() if w.requires_grad}
@@ -112,7 +112,7 @@ def test_all_linear_modules_but_the_head_get_adapters_unless_some_are_named() ->
 @pytest.mark.parametrize("name", ["q_prj", "lm_head", "embed_tokens"])
 def test_a_module_that_the_model_lacks_is_refused_with_those_that_it_has(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"has down_proj, gate_proj, .* and '{name}' is none of them; correct it"):
-        adapted(options=LoraOptions(rank=2, alpha=2, base="b", target_modules=("q_proj", name)))
+        adapted(options=LoraOptions(rank=2, alpha=2, target_modules=("q_proj", name)))
 
 
 def test_releases_that_do_not_go_together_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which trees train in which step: every task once per epoch, reproducible by seed, equal in both layouts."""
+"""Which trees train in which step: every task once per epoch, reproducible by seed, equal in all layouts."""
 
 from collections import Counter
 from itertools import chain
@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from tests.forests import sequence_sets
 from treering.data import Trajectory, render
-from treering.errors import InputError
-from treering.train.loop.batches import StepPlan, TrainingTask, fold_ids, group_by_task, make_batch, task_order
+from treering.errors import ConfigError, InputError
+from treering.train.loop.batches import (
+    StepPlan,
+    TrainingTask,
+    check_ranks,
+    fold_ids,
+    group_by_task,
+    make_batch,
+    task_order,
+)
 
 
 def task(*sequences: list[int], task_id: str = "a") -> TrainingTask:
@@ -83,20 +91,29 @@ def test_a_plan_needs_tasks_and_trees(num_tasks: int, per_step: int) -> None:
 
 
 @given(st.lists(sequence_sets(max_sequences=5), min_size=1, max_size=4))
-def test_both_layouts_hold_the_same_branches_and_masks_in_the_same_order(sets: list[list[list[int]]]) -> None:
+def test_all_layouts_hold_the_same_branches_and_masks_in_the_same_order(sets: list[list[list[int]]]) -> None:
     tasks = [task(*sequences) for sequences in sets]
     flat = [sequence for sequences in sets for sequence in sequences]
-    for layout in ("tree", "packed"):
+    for layout in ("tree", "joined", "packed"):
         batch = make_batch(tasks, layout)  # type: ignore[arg-type]
         branches = [forest.tokens[forest.path(i)] for forest in batch.forests for i in range(forest.num_branches)]
         assert [branch.tolist() for branch in branches] == flat
         assert [mask.tolist() for mask in batch.loss_masks] == [[i % 2 == 1 for i in sequence] for sequence in flat]
 
 
-def test_a_tree_shares_within_its_task_only_and_packed_shares_nothing() -> None:
+def test_a_tree_shares_within_its_task_joined_among_tasks_and_packed_nothing() -> None:
     tasks = [task([5, 6, 7], [5, 6, 8]), task([5, 6, 7])]
     assert [forest.num_tokens for forest in make_batch(tasks, "tree").forests] == [4, 3]
+    assert [forest.num_tokens for forest in make_batch(tasks, "joined").forests] == [4]
     assert [forest.num_tokens for forest in make_batch(tasks, "packed").forests] == [3, 3, 3]
+    assert make_batch([], "joined").forests == []
+
+
+def test_one_tree_of_a_step_is_refused_on_several_ranks() -> None:
+    check_ranks("joined", 1)
+    check_ranks("tree", 2)
+    with pytest.raises(ConfigError, match='layout "joined" makes one tree of a step, and 2 ranks'):
+        check_ranks("joined", 2)
 
 
 SETS = st.lists(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 12), min_size=1, max_size=15), max_size=6)

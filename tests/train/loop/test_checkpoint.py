@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import build
 from tests.train.loop.runs import IDENTITY, assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
+from treering.config.optim import OptimOptions
+from treering.config.sft import SftOptions
 from treering.errors import StateError, UnsupportedError
-from treering.files.atomic import MANIFEST, read_facts, write_folder
-from treering.train.loop.checkpoint import checkpoint_path
-from treering.train.loop.optim import OptimOptions
-from treering.train.loop.restore import STATE_FILE, set_random_state
-from treering.train.loop.run import METRICS_FILE, open_run
-from treering.train.loop.sft import LoopOptions, SftLoop
+from treering.files.writing import MANIFEST, read_facts, write_folder
+from treering.train.loop.checkpoint import STATE_FILE, checkpoint_path, set_random_state
+from treering.train.loop.saved_run import METRICS_FILE, open_run
+from treering.train.loop.sft import SftLoop
 
 WEIGHTS = "model.safetensors"
 
@@ -263,7 +263,7 @@ class Hinting(SftLoop):
 
 
 def hinting_loop() -> Hinting:
-    options = LoopOptions(trees_per_step=2)
+    options = SftOptions(trees_per_step=2)
     return Hinting(build(), tiny_tasks(), optim=OptimOptions(learning_rate=1e-2), options=options)
 
 

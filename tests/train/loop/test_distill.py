@@ -5,19 +5,19 @@ import torch
 
 from tests.models import build
 from tests.train.loop.runs import tiny_tasks
+from treering.config.optim import OptimOptions
+from treering.config.sft import SftOptions
+from treering.config.teacher import DistillOptions
 from treering.errors import ConfigError, InputError
-from treering.train.loop.compute import ComputeOptions
-from treering.train.loop.distill import DistillOptions
-from treering.train.loop.optim import OptimOptions
-from treering.train.loop.sft import LoopOptions, SftLoop
+from treering.train.loop.sft import SftLoop
 
 TEACHER = build("llama", seed=3).eval()
 OPTIM = OptimOptions(learning_rate=1e-2)
 
 
 def loop_of(how: DistillOptions | None, teacher: torch.nn.Module | None = TEACHER, **options: object) -> SftLoop:
-    compute = ComputeOptions(max_tokens=100)
-    chosen = LoopOptions(trees_per_step=5, compute=compute, distill=how, **options)  # type: ignore[arg-type]
+    objective = "distill" if how is not None and how.weight is None else "sft"
+    chosen = SftOptions(trees_per_step=5, max_batch_tokens=100, objective=objective, distill=how, **options)  # type: ignore[arg-type]
     return SftLoop(build(), tiny_tasks(), optim=OPTIM, options=chosen, teacher=teacher)
 
 

@@ -1,6 +1,7 @@
 """Held-out loss: equal to that of flat sequences, due at the stated steps, and without a trace in what is trained."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 
 from tests.models import build, build_float64
 from tests.train.loop.runs import assert_bitwise_equal, store, tensors_of, tiny_loop, tiny_tasks
+from treering.config.steps import ComputeOptions
 from treering.metrics import JsonlSink, Metrics
 from treering.train.loop.batches import TrainingTask
-from treering.train.loop.compute import ComputeOptions
-from treering.train.loop.held_out import Evaluation, HeldOutLoss
-from treering.train.loop.run import METRICS_FILE, knows_first, open_run, run_steps
+from treering.train.loop.held_out import Evaluation, HeldOutLoss, best_step
+from treering.train.loop.saved_run import METRICS_FILE, knows_first, open_run, run_steps
 
 HELD_OUT = tiny_tasks(9)[5:]
 
@@ -32,12 +33,12 @@ def flat_loss(model: torch.nn.Module, tasks: list[TrainingTask]) -> tuple[float,
     return total / count, count
 
 
-@pytest.mark.parametrize(("max_tokens", "layout"), [(None, "tree"), (50, "tree"), (200, "packed")])
+@pytest.mark.parametrize(("max_tokens", "layout"), [("auto", "tree"), (50, "tree"), (200, "packed")])
 def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_flat_sequences(
-    max_tokens: int | None, layout: str
+    max_tokens: int | str, layout: str
 ) -> None:
     model = build_float64()
-    measure = HeldOutLoss(model, HELD_OUT, compute=ComputeOptions(max_tokens=max_tokens), layout=layout)  # type: ignore[arg-type]
+    measure = HeldOutLoss(model, HELD_OUT, compute=ComputeOptions(max_batch_tokens=max_tokens), layout=layout)  # type: ignore[arg-type]
     values = measure()
     loss, count = flat_loss(model, HELD_OUT)
     assert values["eval/loss"] == pytest.approx(loss, rel=1e-10)
@@ -50,7 +51,7 @@ def train(folder: Path, *, evaluates: bool, stop_after: int | None = None) -> di
     opened = open_run(folder, loop, checkpoints)
     evaluation = None
     if evaluates:
-        measure = HeldOutLoss(loop.model, HELD_OUT, compute=ComputeOptions(max_tokens=200))
+        measure = HeldOutLoss(loop.model, HELD_OUT, compute=ComputeOptions(max_batch_tokens=200))
         evaluation = Evaluation(measure=measure, every=2, knows_first=knows_first(folder))
     with Metrics([JsonlSink(folder / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
         steps = run_steps(
@@ -110,3 +111,30 @@ def test_evaluations_are_due_at_the_first_step_each_so_many_and_the_last_once_ea
     assert due(8, 4) == [0, 4, 8]
     assert due(5, None) == [0, 5]
     assert due(5, 5, knows_first=True) == [5]
+
+
+@pytest.mark.parametrize(("metric", "sign"), [("eval/loss", 1), ("eval/reward", -1)])
+@pytest.mark.parametrize("stops", [[], [1, 2, 3, 4], [3]])
+def test_the_checkpoint_of_the_best_evaluation_stays_also_over_resumes(
+    tmp_path: Path, metric: str, sign: int, stops: list[int]
+) -> None:
+    # The start is better still, and step 4 equals step 2: the first one counts.
+    values = [1.0, 5.0, 2.0, 4.0, 2.0, 3.0]
+    for stop in [*stops, 5]:
+        loop = tiny_loop()
+        checkpoints = store(tmp_path / "checkpoints", keep=1, best=partial(best_step, tmp_path / METRICS_FILE))
+        opened = open_run(tmp_path, loop, checkpoints)
+        measure = Evaluation(
+            measure=lambda _: {metric: sign * values[loop.num_steps_done]},  # noqa: B023
+            every=1,
+            knows_first=knows_first(tmp_path),
+        )
+        with Metrics([JsonlSink(tmp_path / METRICS_FILE, resume_step=opened.resume_step)]) as metrics:
+            run = run_steps(
+                loop, num_steps=5, save_every=None, checkpoints=checkpoints, metrics=metrics, evaluation=measure
+            )
+            assert any(report.step == stop for report in run)
+            run.close()
+        link = tmp_path / "checkpoints" / "best"
+        assert link.resolve().name == f"step-{1 if stop == 1 else 2:06d}"
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"best", "step-000002", "step-000005"}

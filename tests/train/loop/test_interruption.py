@@ -16,12 +16,10 @@ from tests.train.loop.runs import assert_bitwise_equal, store, tensors_of, tiny_
 from treering.errors import Interrupted
 from treering.metrics import Metrics
 from treering.ranks.group import RankGroup
-from treering.train.loop import saving
+from treering.train.loop import saved_run
+from treering.train.loop.checkpoint import Resumable, StepReport
 from treering.train.loop.held_out import Evaluation
-from treering.train.loop.interruption import Interruption
-from treering.train.loop.resumable import Resumable, StepReport
-from treering.train.loop.run import open_run, run_steps
-from treering.train.loop.saving import Saved
+from treering.train.loop.saved_run import Interruption, Saved, open_run, run_steps
 from treering.train.loop.sft import SftLoop
 from treering.train.progress import OnProgress, Phase
 
@@ -57,7 +55,7 @@ def train(folder: Path, loop: Resumable[Any], *, signal_at: int | None = None) -
 
 
 def in_small_batches() -> SftLoop:
-    return tiny_loop(build(), max_tokens=100)
+    return tiny_loop(build(), max_batch_tokens=100)
 
 
 def test_a_run_ended_between_micro_batches_goes_on_to_the_same_bits(tmp_path: Path) -> None:
@@ -205,7 +203,7 @@ def test_a_run_saves_by_time_and_less_often_where_that_is_dear(
             now_s += cost_s
             return super().state()
 
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(saved_run, "time", SimpleNamespace(monotonic=lambda: now_s))
     heard: list[Saved] = []
     steps = run_steps(
         Slow(),

@@ -1,13 +1,16 @@
 """The optimizer: the schedule formula, which parameters decay, and clipping by the global norm."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from treering.config.optim import OptimOptions
 from treering.errors import ConfigError, StateError
-from treering.train.loop.optim import OptimOptions, clip_gradients, learning_rate_at, make_optimizer
+from treering.train.loop.update import clip_gradients, learning_rate_at, make_optimizer
 
 STEPS = range(1, 9)
 
@@ -35,6 +38,11 @@ def test_a_cosine_falls_from_the_rate_to_its_floor_at_the_last_step_and_stays_th
     expected = [0.5, 1.0, 0.6 + 0.4 * root, 0.6, 0.6 - 0.4 * root, 0.2, 0.2, 0.2]
     found = rates(schedule="cosine", warmup_steps=2, num_steps=6, min_learning_rate=0.2)
     assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_linear_schedule_falls_by_equal_parts_to_its_floor_at_the_last_step() -> None:
+    found = rates(schedule="linear", warmup_steps=2, num_steps=6, min_learning_rate=0.2)
+    assert found == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2], abs=1e-12)
 
 
 def test_only_matrices_decay() -> None:
@@ -81,10 +89,39 @@ def test_the_norm_of_low_precision_gradients_is_added_up_in_float32() -> None:
     assert clip_gradients([weight], 0.0) == pytest.approx(element * math.sqrt(100_000), rel=1e-3)
 
 
+def test_clipping_takes_as_many_kernels_for_many_weights_as_for_few() -> None:
+    def num_calls(num_weights: int) -> int:
+        weights = with_gradients(*([3.0 * i] for i in range(num_weights)))
+        with _Calls() as calls:
+            norm = clip_gradients(weights, 1.0)
+        assert norm == pytest.approx(3.0 * math.sqrt(sum(i * i for i in range(num_weights))), rel=1e-6)
+        return calls.number
+
+    assert num_calls(40) == num_calls(4)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the operations that torch dispatches."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_two_dtypes_are_scaled_by_one_norm() -> None:
+    weights = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.float64, torch.bfloat16)]
+    for weight, value in zip(weights, (3.0, 4.0), strict=True):
+        weight.grad = torch.full_like(weight, value)
+    assert clip_gradients(weights, 2.5) == 5.0
+    assert [float(weight.grad) for weight in weights if weight.grad is not None] == [1.5, 2.0]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_gradients_that_are_not_finite_are_refused_before_anything_is_scaled(bad: float) -> None:
     weights = with_gradients([3.0, 0.0], [bad])
-    with pytest.raises(StateError, match=r"a step needs finite gradients, and their norm is (nan|inf); lower"):
+    with pytest.raises(StateError, match=r"a step needs finite gradients, and their norm is (nan|inf); begin a run"):
         clip_gradients(weights, 1.0)
     assert weights[0].grad is not None
     assert weights[0].grad.tolist() == [3.0, 0.0]
@@ -93,13 +130,14 @@ def test_gradients_that_are_not_finite_are_refused_before_anything_is_scaled(bad
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
-        ({"warmup_steps": -1}, "at least 0, got -1 and 1.0"),
-        ({"max_grad_norm": -0.5}, "at least 0, got 0 and -0.5"),
-        ({"schedule": "cosine"}, "num_steps=None and warmup_steps=0"),
-        ({"schedule": "cosine", "num_steps": 3, "min_learning_rate": 2.0}, r"in \[0, learning_rate=1.0\], got 2.0"),
+        ({"learning_rate": 0.0}, "learning_rate: expected greater than 0, got 0.0"),
+        ({"warmup_steps": -1}, "warmup_steps: expected greater than or equal to 0, got -1"),
+        ({"max_grad_norm": -0.5}, "max_grad_norm: expected greater than or equal to 0, got -0.5"),
+        ({"schedule": "cosine"}, "num_steps=None"),
+        ({"schedule": "cosine", "warmup_steps": 3, "num_steps": 3}, "not below num_steps = 3"),
+        ({"schedule": "cosine", "num_steps": 3, "min_learning_rate": 2.0}, "2.0 is above learning_rate = 1.0"),
     ],
 )
 def test_options_that_cannot_be_are_refused_with_their_value(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        rates(**options)
+        make_optimizer(nn.Linear(2, 3), OptimOptions(**({"learning_rate": 1.0} | options)))  # type: ignore[arg-type]

@@ -5,8 +5,8 @@ import pytest
 from tests.models import build
 from tests.rl.runs import scripted_loop
 from tests.train.loop.runs import tiny_loop
+from treering.config.router import RouterLosses
 from treering.errors import UnsupportedError
-from treering.train.gradient.router_losses import RouterLosses
 
 LOSSES = RouterLosses(balance=0.05, z=0.01)
 NAMES = {"train/router_balance", "train/router_z", "train/expert_load_max"}

@@ -18,7 +18,7 @@ from tests.train.objectives.flat_objectives import (
     sequence_log_ratio,
     sum_of,
 )
-from treering.train.objectives import Objective, cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, rloo, sft
+from treering.objectives import Objective, cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, rloo, sft
 
 WIDE = (0.15, 0.25)
 BOUNDS = (0.8, 1.3)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.train.objectives.flat_objectives import Data, over_tokens
-from treering.train.objectives import Objective, distill
+from treering.objectives import Objective, distill
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 

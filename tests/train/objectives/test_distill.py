@@ -17,10 +17,10 @@ from tests.train.objectives.flat_distill import Setting, flat_divergences, flat_
 from tests.train.objectives.flat_objectives import Data, Flat, data_of, datas, over_tokens, run_flat
 from treering.errors import ConfigError, InputError
 from treering.model import scoring
-from treering.model.distillation import divergence_rows
-from treering.model.distillation.teacher import TeacherStates, TeacherTopK, score
-from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.objectives import distill, dpo, sft
+from treering.model.divergence import Divergence, divergence_rows
+from treering.model.teacher import TeacherStates, TeacherTopK, score
+from treering.objectives import distill, dpo, sft
+from treering.train.step import BackwardResult, backward
 from treering.tree.forest import Forest
 
 EXACT = 1e-10
@@ -159,9 +159,8 @@ def test_chunks_hold_no_logits_of_either_model(monkeypatch: pytest.MonkeyPatch) 
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    divergence = divergence_rows.Divergence(kind="jsd")
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = divergence_rows.divergence_rows(rows, head, teacher, divergence, vocab_size=vocab)
+        out = divergence_rows(rows, head, teacher, Divergence(kind="jsd"), vocab_size=vocab)
     assert out.shape == (num_rows,)
     assert sum(saved.values()) / 4 <= rows.numel() + head.weight.numel() < num_rows * vocab
 

@@ -8,8 +8,8 @@ import torch
 
 from tests.models import build_float64, flat_logprobs
 from treering.errors import InputError
-from treering.train.gradient.backward import backward
-from treering.train.objectives import Entries, dpo
+from treering.objectives import Entries, dpo
+from treering.train.step import backward
 from treering.tree.forest import Forest
 
 MODEL = build_float64()

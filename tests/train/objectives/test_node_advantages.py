@@ -9,9 +9,9 @@ import torch
 
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.model.forward import forward
-from treering.rl.tree_advantages import Baseline, tree_advantages
-from treering.train.gradient.backward import backward
-from treering.train.objectives import Objective, grpo, gspo, rloo
+from treering.objectives import Objective, grpo, gspo, rloo
+from treering.rl.advantages import Baseline, tree_advantages
+from treering.train.step import backward
 from treering.tree.forest import Forest
 
 EXACT = 1e-10

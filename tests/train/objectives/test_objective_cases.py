@@ -11,8 +11,8 @@ from tests.forests import SHAPES
 from tests.models import assert_gradients_equal, build_float64, flat_logprobs, take_gradients
 from tests.train.objectives.cases import CASES, Case
 from tests.train.objectives.flat_objectives import Data, data_of, datas, grown, run_flat
-from treering.train.gradient.backward import BackwardResult, backward
-from treering.train.objectives import dpo
+from treering.objectives import dpo
+from treering.train.step import BackwardResult, backward
 from treering.tree.forest import Forest
 
 EXACT = 1e-10

@@ -10,11 +10,10 @@ import torch
 
 from tests.models import assert_gradients_equal, build_float64, take_gradients
 from treering.errors import InputError
-from treering.train.gradient.backward import backward
-from treering.train.objectives import Entries, Objective, cispo, dapo, dr_grpo, grpo, gspo, ppo, rloo, sft
-from treering.train.objectives.importance import Importance
-from treering.train.objectives.policy import surrogate_of_ratio
-from treering.train.objectives.regularizers import estimate_kl
+from treering.objectives import Entries, Objective, cispo, dapo, dr_grpo, grpo, gspo, ppo, rloo, sft
+from treering.train.entries import read_entries
+from treering.train.policy_loss import Importance, estimate_kl, surrogate_of_ratio
+from treering.train.step import backward
 from treering.tree.forest import Forest
 
 MODEL = build_float64()
@@ -247,4 +246,4 @@ def test_one_log_probability_for_a_whole_sequence_is_refused(name: str, make: Ca
     with pytest.raises(
         InputError, match=rf"{name}\[0\] needs a list with one number per token \(3\), got the number -6.0"
     ):
-        objective.flat_values(np.array([3, 3]), trained=np.ones(6, bool))
+        read_entries([Forest.from_sequences([[1, 2, 3], [4, 5, 6]])], objective)

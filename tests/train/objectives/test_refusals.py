@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from treering.config.objective_names import check_name
 from treering.errors import ConfigError, InputError
-from treering.train.objectives import Objective, cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, rloo
+from treering.objectives import Objective, cispo, dapo, dpo, dr_grpo, grpo, gspo, ppo, register, rloo
+from treering.train.objectives import find_objective
 
 GIVEN = ([2.0, -1.0, 1.0], [[0, 1, 1], [0, 0, 1], [0]], [[0.0, -2.0, -3.5], [0.0, math.nan, -2.5], [0.0]])
 ONES = [[0]]
@@ -99,3 +101,17 @@ def test_pairs_and_options_of_dpo_without_a_meaning_are_refused(
 ) -> None:
     with pytest.raises((ConfigError, InputError), match=message):
         dpo(*arguments, **options)
+
+
+def test_a_run_names_losses_of_rollouts_and_registered_ones() -> None:
+    @register
+    def reinforce(advantages: object, loss_masks: object, old_logprobs: object = None) -> None: ...
+
+    assert [find_objective(name) for name in ("grpo", "reinforce")] == [grpo, reinforce]
+    with pytest.raises(ConfigError, match="got 'ppo'; it needs a value head"):
+        find_objective("ppo")
+    with pytest.raises(ConfigError, match=r"cispo, dapo, .*, got 'gropo'; did you mean 'grpo'"):
+        check_name("gropo")
+    reinforce.__name__ = "dpo"
+    with pytest.raises(ConfigError, match="dpo is built in; rename the function"):
+        register(reinforce)

@@ -7,29 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from treering.cli.corpus import Corpus, load_corpus
-from treering.cli.display.progress import WorkProgress, warnings_as_lines
-from treering.cli.display.tables import facts_table
+from treering.cli.display import PlainConsole, WorkProgress, facts_table, warnings_as_lines
 from treering.cli.eval.options import EvalOptions
 from treering.cli.hub import find_folder, find_model
+from treering.cli.messages import only_results_on_stdout
 from treering.cli.models import choose_device, load_checkpoint
-from treering.cli.push.staging import find_checkpoint
-from treering.cli.settings import compute_options
-from treering.cli.sft.held_out import read_files, split_corpus
-from treering.cli.stdout import only_results_on_stdout
-from treering.cli.train.held_out import load_held_out, measure_rewards
+from treering.cli.sft import read_files, split_corpus
+from treering.cli.train_engine import load_held_out, measure_rewards
 from treering.config import RlConfig, SftConfig, load
-from treering.config.load import load_written
-from treering.errors import ConfigError, InputError
-from treering.files.json_object import read_object
+from treering.config.record import load_written
+from treering.errors import ConfigError, InputError, StateError
+from treering.files.writing import read_facts, read_object
 from treering.report.run import CONFIG_FILE
+from treering.train.loop.checkpoint import CHECKPOINT_NAME
 from treering.train.loop.held_out import HeldOutLoss, Measure
-from treering.train.loop.run import CHECKPOINTS_FOLDER
+from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +91,34 @@ def find_weights(name: str, step: int | None) -> Path:
     return find_folder(name, [Path()], setting="RUN_OR_MODEL").resolve()
 
 
+def find_checkpoint(folder: Path, step: int | None) -> Path:
+    """Find the newest checkpoint of a run, or that of a step, and check that it is whole.
+
+    Raises:
+        InputError: there is none.
+        StateError: it is damaged.
+    """
+    found = sorted((folder / CHECKPOINTS_FOLDER).glob("step-*"))
+    checkpoints = {int(path.name.removeprefix("step-")): path for path in found if CHECKPOINT_NAME.fullmatch(path.name)}
+    if not checkpoints:
+        raise InputError(
+            f"a run folder holds checkpoints/step-..., and {folder} has none; name the run.dir of a run that has saved"
+        )
+    chosen = max(checkpoints) if step is None else step
+    if chosen not in checkpoints:
+        steps = ", ".join(map(str, sorted(checkpoints)))
+        raise InputError(f"{folder} has checkpoints of the steps {steps}, and --step is {step}; choose one of them")
+    try:
+        read_facts(checkpoints[chosen])
+    except StateError as error:
+        raise StateError(f"{checkpoints[chosen]} is damaged ({error}); choose another one with --step") from error
+    return checkpoints[chosen]
+
+
 def _written(folder: Path) -> Mapping[str, Any]:
     instead = f"name a checkpoint in {folder / CHECKPOINTS_FOLDER} instead, with --file"
     written = read_object(folder / CONFIG_FILE, fix=instead)
-    # It stands beside the sections, for `watch`.
+    # It stands beside the sections, for `report`.
     return {name: value for name, value in written.items() if name != "num_steps"}
 
 
@@ -148,14 +169,14 @@ def run(options: EvalOptions) -> None:
     transformers_logging.disable_progress_bar()
     with only_results_on_stdout() as results:
         target = find_target(options)
-        console = Console(stderr=True, highlight=False)
+        console = PlainConsole(stderr=True, highlight=False)
         with warnings_as_lines(console), WorkProgress(console) as progress, ExitStack() as stack:
             measure = _measure(target, stack)
             values = dict(measure(lambda phase, done, planned: progress.show(f"{phase} {done:,} of {planned:,}")))
         if options.json_output:
             print(json.dumps({"weights": str(target.weights), **values}, indent=2), file=results, flush=True)
             return
-        Console(file=results).print(_table(target, values))
+        PlainConsole(file=results).print(_table(target, values))
 
 
 def _measure(target: Target, stack: ExitStack) -> Measure:
@@ -168,8 +189,8 @@ def _measure(target: Target, stack: ExitStack) -> Measure:
         return measure_rewards(config, prompts, lambda: policy)
     corpus = _held_out(config)
     model = _model(target, takes_pictures=corpus.has_pictures)
-    compute = compute_options(config.model, config.train)
-    return HeldOutLoss(model, corpus.tasks, compute=compute, layout=config.train.layout)
+
+    return HeldOutLoss(model, corpus.tasks, compute=config.options, layout=config.train.layout)
 
 
 def _model(target: Target, *, takes_pictures: bool) -> nn.Module:

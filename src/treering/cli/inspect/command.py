@@ -1,20 +1,23 @@
-"""`treering inspect`: how much trajectory files share, and the best speedup that allows. It counts and never times."""
+"""`treering inspect`: what trajectories share, and the best speedup that trees can give."""
 
 import json
+import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
+from rich.table import Table
 
 from treering.analysis.tower import read_tower
-from treering.cli.display.progress import WorkProgress, note_compiling
-from treering.cli.inspect.file_report import FileReport, measure
-from treering.cli.inspect.files import open_files
+from treering.cli.data_files import expanded, read_file, show_build
+from treering.cli.display import PlainConsole, WorkProgress, figures_table, note_compiling
+from treering.cli.inspect.file_report import FileReport, as_table, measure
 from treering.cli.inspect.options import InspectOptions
-from treering.cli.inspect.tables import cause_tables, detail_tables, summary_table
-from treering.cli.inspect.verdict import next_command, picture_line, verdict
-from treering.tree.build import fill_forest
+from treering.data.cache.build_dataset import ReadOptions
+from treering.data.cache.dataset import TokenDataset
+from treering.tree.radix import fill_forest
 from treering.tree.repeats import find_repeats
 from treering.types import DEFAULT_SHAPE, find_shape
 
@@ -37,7 +40,7 @@ def inspect_files(options: InspectOptions) -> list[FileReport]:
     tower = read_tower(Path(name)) or (None if tokenizer is None else read_tower(tokenizer))
     num_causes = _NUM_CAUSES if options.why else 0
     reports: list[FileReport] = []
-    with WorkProgress(Console(stderr=True)) as progress:
+    with WorkProgress(PlainConsole(stderr=True)) as progress:
         for dataset in open_files(options, progress):
             if not reports:
                 note_compiling(progress.console, fill_forest, *([find_repeats] if options.why else []))
@@ -52,11 +55,217 @@ def run(options: InspectOptions) -> None:
     if options.json_output:
         print(json.dumps({"files": [asdict(report) for report in reports]}, indent=2, allow_nan=False))
         return
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     details = detail_tables(reports, shape) if options.more else []
     for table in [summary_table(reports), *details, *cause_tables(reports)]:
         console.print(table)
     following = next_command(reports, options.tokenizer, has_causes=options.why)
     pictures = [picture_line(report, shape) for report in reports if report.pictures]
-    for line in [*(verdict(report, shape) for report in reports), *pictures, f"Next: {following}"]:
-        console.print(line, markup=False, soft_wrap=not sys.stdout.isatty() or line.startswith("Next"))
+    verdicts = [line for report in reports for line in (training_line(report), verdict(report, shape))]
+    for line in [*verdicts, *pictures, f"Next: {following}"]:
+        console.print(line, soft_wrap=not sys.stdout.isatty() or line.startswith("Next"))
+
+
+def open_files(options: InspectOptions, progress: WorkProgress) -> Iterator[TokenDataset]:
+    """The files in order; says once how messages become text, and what is to know of each file.
+
+    Raises:
+        InputError: a bad file, or messages without a tokenizer.
+    """
+    renderer, said = options.renderer(), False
+    for path in expanded(options.files):
+        dataset = read_file(
+            path,
+            renderer,
+            ReadOptions(format=options.format),
+            keeps_cache=not options.no_cache,
+            on_progress=partial(show_build, progress, path.name),
+        )
+        if dataset.facts.form and not said:
+            progress.console.print(dataset.facts.form, soft_wrap=True)
+            said = True
+        for note in dataset.facts.notes:
+            progress.console.print(f"{path.name}: {note}", soft_wrap=True)
+        yield dataset
+
+
+SUMMARY_COLUMNS = ("rows", "tokens", "with sharing", "most speedup")
+REWARD_COLUMNS = ("reward", "spread", "one reward")
+GAIN_COLUMNS = ("rows", "flat tokens", "unique tokens", "sharing", "token bound", "FLOP bound", "prompt only")
+CUT_COLUMNS = ("set sharing", "set token bound", "set FLOP bound", "turns", "turns token bound", "turns FLOP bound")
+SHAPE_COLUMNS = ("leaves", "forks", "depth", "levels", "segments", "median", "mean", "p90", "max")
+
+
+def summary_table(reports: Sequence[FileReport]) -> Table:
+    """What people ask first; columns of rewards where any file has some."""
+    has_rewards = any(report.rewards for report in reports)
+    title = "One tree per task: tokens without and with sharing, and the most that training can gain"
+    if has_rewards:
+        title += "; rewards: mean, spread, tasks in which all are the same"
+    table = _table(title, (*SUMMARY_COLUMNS, *(REWARD_COLUMNS if has_rewards else ())))
+    for report in reports:
+        counts = (report.rows, report.flat_tokens, report.unique_tokens)
+        cells = [stem_of(report), *(short(count) for count in counts), f"{report.flop_bound:.2f}x"]
+        table.add_row(*cells, *(_reward_cells(report) if has_rewards else ()))
+    return table
+
+
+def detail_tables(reports: Sequence[FileReport], model_shape: str) -> list[Table]:
+    """What sharing gives by each measure, other cuts of the data, and how trees branch."""
+    gains = _table(f"Sharing, one tree per task; best possible speedups (FLOP bound: {model_shape})", GAIN_COLUMNS)
+    cuts = _table("Other cuts: one tree for the whole set; each assistant turn its own sample", CUT_COLUMNS)
+    shapes = _table("Branching, one tree per task; segment lengths in tokens", SHAPE_COLUMNS)
+    for report in reports:
+        gains.add_row(*_gain_cells(report))
+        cuts.add_row(*_cut_cells(report))
+        shapes.add_row(*_shape_cells(report))
+    return [gains, cuts, shapes]
+
+
+def cause_tables(reports: Sequence[FileReport]) -> list[Table]:
+    """Where sharing is lost; none without `--why`."""
+    return [as_table(stem_of(report), report.unique_tokens, report.why) for report in reports if report.why]
+
+
+def short(count: int) -> str:
+    """A count in at most five characters: 561 as it is, 4,700 as 4.7k, 122,520 as 123k, 2,626,431 as 2.63M."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1e3:.3g}k" if count < 999_500 else f"{count / 1e6:.3g}M"
+
+
+def stem_of(report: FileReport) -> str:
+    """The name of a file without its endings."""
+    return Path(report.file).name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = figures_table(title, ("file", *columns))
+    table.columns[0].max_width = 18
+    return table
+
+
+def _gain_cells(report: FileReport) -> list[str]:
+    counts = (report.rows, report.flat_tokens, report.unique_tokens)
+    ratios = (report.sharing, report.token_bound, report.flop_bound, report.prompt_only_bound)
+    return [stem_of(report), *(short(count) for count in counts), *(f"{ratio:.2f}" for ratio in ratios)]
+
+
+def _cut_cells(report: FileReport) -> list[str]:
+    whole, turns = report.whole_set, report.turns
+    ratios = (whole.sharing, whole.token_bound, whole.flop_bound)
+    cells = [stem_of(report), *(f"{ratio:.2f}" for ratio in ratios), short(turns.samples)]
+    return [*cells, f"{turns.token_bound:.2f}", f"{turns.flop_bound:.2f}"]
+
+
+def _shape_cells(report: FileReport) -> list[str]:
+    shape = report.branching
+    counts = (shape.num_leaves, shape.num_branch_points, shape.max_depth, shape.max_segments)
+    lengths = (shape.median_segment_length, shape.mean_segment_length, shape.p90_segment_length)
+    cells = [stem_of(report), *(short(count) for count in (*counts, shape.num_segments))]
+    return [*cells, *(short(round(length)) for length in lengths), short(shape.max_segment_length)]
+
+
+def _reward_cells(report: FileReport) -> list[str]:
+    rewards = report.rewards
+    if rewards is None:
+        return ["-"] * len(REWARD_COLUMNS)
+    equal = f"{rewards.equal_groups} of {rewards.groups}" if rewards.groups else "-"
+    return [f"{rewards.mean:.3g}", f"{rewards.spread:.3g}", equal]
+
+
+WORTH = 1.1
+"""The speedup from which trees pay; steps reach about 0.9 of the bound."""
+_NEARLY_ALL = 0.95
+_NUM_COPIES = 5
+"""Copies that are named."""
+
+
+def verdict(report: FileReport, model_shape: str) -> str:
+    """What trees can gain on a file at most, and why, in a sentence or two; then what its rewards say.
+
+    Example: two trajectories of 100 tokens that begin with the same 80 share 40% of their tokens.
+    """
+    because = _why_much(report) if report.flop_bound >= WORTH else _why_little(report)
+    gain = f"{stem_of(report)}: trees can train it at most {report.flop_bound:.2f}x as fast ({model_shape}), because"
+    return " ".join([gain, because, *_about_rewards(report)])
+
+
+def training_line(report: FileReport) -> str:
+    """How many tokens are trained, and which rows are copies.
+
+    Example: "set: 120 of its 400 tokens are trained; 1 of 4 rows is a copy: 3 (of 1)".
+    """
+    trained = f"{stem_of(report)}: {report.trained_tokens:,} of its {report.flat_tokens:,} tokens are trained"
+    if not report.copies:
+        return f"{trained}; no row is a copy of another."
+    shown = ", ".join(f"{row} (of {first})" for row, first in report.copies[:_NUM_COPIES])
+    count = f"{len(report.copies):,} of {report.rows:,} rows {'is a copy' if len(report.copies) == 1 else 'are copies'}"
+    return f"{trained}; {count}: {shown}{', ...' if len(report.copies) > _NUM_COPIES else ''}."
+
+
+def picture_line(report: FileReport, model_shape: str) -> str:
+    """How many pictures a file has, and what trees gain with the vision tower counted.
+
+    Example: 16 rows after the same picture of 256 tokens are 16 pictures, 1 computed.
+    """
+    found = report.pictures
+    assert found is not None, "the file has pictures"
+    counts = (
+        f"{stem_of(report)}: {found.pictures:,} pictures of {found.distinct_in_file:,} kinds, of which trees compute "
+        f"{found.distinct:,}; they are {found.tokens:,} of its tokens, {found.unique_tokens:,} with sharing"
+    )
+    if found.flop_bound is None:
+        return f"{counts}; the vision tower is not counted, as no config.json beside the tokenizer says its sizes."
+    return (
+        f"{counts}. With the vision tower trees can train it at most {found.flop_bound:.2f}x as fast ({model_shape})."
+    )
+
+
+def next_command(reports: Sequence[FileReport], tokenizer: str | None, *, has_causes: bool) -> str:
+    """What to run after the reports: a configuration where it pays, else the search for what keeps sharing away.
+
+    Args:
+        reports: of the files, in order.
+        tokenizer: as the user named it.
+        has_causes: whether the search is done.
+    """
+    best = max(reports, key=lambda report: report.flop_bound)
+    if best.flop_bound >= WORTH:
+        return f"treering init {shlex.quote(best.file)} --model {_model_of(tokenizer)}"
+    files = " ".join(shlex.quote(report.file) for report in reports)
+    with_tokenizer = "" if tokenizer is None else f" --tokenizer {shlex.quote(tokenizer)}"
+    return f"treering inspect {files}{with_tokenizer} {'--drafts' if has_causes else '--why'}"
+
+
+def _why_much(report: FileReport) -> str:
+    share = f"{report.sharing:.0%} of its tokens are the beginning of another trajectory of their task too"
+    if report.prompt_only_bound >= _NEARLY_ALL * report.token_bound:
+        return f"{share}, nearly all of them in prompts."
+    return f"{share}; sharing prompts alone would give {report.prompt_only_bound:.2f}x by tokens."
+
+
+def _why_little(report: FileReport) -> str:
+    if report.tasks < report.trajectories:
+        return f"only {report.sharing:.1%} of its tokens are the beginning of another trajectory of their task too."
+    alone = f"each of its {report.trajectories:,} trajectories is a task of its own, and a task is one tree"
+    if report.whole_set.flop_bound < WORTH:
+        return f"{alone}."
+    return (
+        f"{alone}; as one task they would give {report.whole_set.flop_bound:.2f}x: set "
+        'train.layout = "joined", or give those that begin alike one task_id.'
+    )
+
+
+def _about_rewards(report: FileReport) -> Iterator[str]:
+    if report.rewards and report.rewards.equal_groups:
+        equal, groups = report.rewards.equal_groups, report.rewards.groups
+        yield (
+            f"In {equal:,} of {groups:,} tasks all rewards are the same, so that advantages relative to the group are "
+            "0 there."
+        )
+
+
+def _model_of(tokenizer: str | None) -> str:
+    is_alone = tokenizer is not None and Path(tokenizer).is_dir() and not (Path(tokenizer) / "config.json").is_file()
+    return "MODEL" if tokenizer is None or is_alone else shlex.quote(tokenizer)

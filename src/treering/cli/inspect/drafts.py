@@ -1,25 +1,112 @@
-"""`treering inspect --drafts`: replays recorded rollouts through the real history store and drafter.
+"""Replays logged rollouts: how many tokens drafts from earlier ones save."""
 
-It says how much faster drafts from earlier rollouts would make decoding. No clock is read and no torch is loaded.
-"""
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
-from treering.analysis.recording import Outline, Recorded, some_prompts
-from treering.analysis.replay import replay
-from treering.cli.display.progress import WorkProgress, note_compiling
-from treering.cli.inspect.drafts_report import LOOKS, DraftsReport, EpochDrafts, LoggedDrafts, as_json, show
+from treering.analysis.recording import Outline, Recorded, Sampled, outline, some_prompts
+from treering.analysis.replay import Drafted, Look, replay
+from treering.cli.data_files import expanded, read_file
+from treering.cli.display import PlainConsole, WorkProgress, figures_table, note_compiling
 from treering.cli.inspect.options import InspectOptions
-from treering.cli.inspect.rollouts import read_rollouts
+from treering.data import RenderedTrajectory
+from treering.data.cache.build_dataset import ReadOptions
+from treering.data.cache.dataset import TokenDataset
+from treering.data.formats.arrow import is_dataset_folder
+from treering.data.formats.containers import record_files
+from treering.errors import InputError
+from treering.history.draft.drafter import MIN_ACCEPTANCE
 from treering.history.draft.kernel import propose
-from treering.history.draft.settings import MIN_ACCEPTANCE
-from treering.report.epochs import by_epoch
-from treering.report.origins import drafter_settings, num_history_epochs
-from treering.report.run import CONFIG_FILE, RunData, read_run
+from treering.report.content import drafter_settings, num_history_epochs
+from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.report.run import CONFIG_FILE, METRICS_FILE, RunData, by_epoch, read_run
 
 REPLAY_TOKENS = 1 << 18
 """About how many sampled tokens are replayed without `--max-rollouts`; at worst some 30,000 per second."""
+LOOKS: tuple[Look, ...] = get_args(Look)
+NAMES: dict[Look, str] = {
+    "all": "all sources",
+    "history": "history, own text",
+    "other_prompt": "another prompt's",
+    "own": "own text",
+}
+"""Another prompt's history, with the own text, is the control."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollouts:
+    """The rollouts of files as an outline, whose tokens are read where they are needed."""
+
+    outline: Outline
+    order: Literal["epochs", "file"]
+    """What orders them."""
+    datasets: tuple[TokenDataset, ...]
+
+    def record(self, chosen: Outline) -> Recorded:
+        """The recording of a part of the outline."""
+        bounds = np.cumsum([0, *(dataset.num_rows for dataset in self.datasets)])
+
+        def tokens_of(row: int) -> RenderedTrajectory:
+            place = int(np.searchsorted(bounds, row, side="right")) - 1
+            return self.datasets[place].row(row - int(bounds[place]))
+
+        return chosen.record(tokens_of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedDrafts:
+    """What a run logged about the drafts of an epoch, summed over its steps."""
+
+    tokens_per_forward: float
+    acceptance: float | None
+    """None if nothing was drafted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpochDrafts:
+    """One epoch; in file order, the rollouts with this many earlier ones of their prompt."""
+
+    epoch: int
+    num_rollouts: int
+    drafted: dict[Look, Drafted]
+    run: LoggedDrafts | None
+    """What the run itself logged; None if it did not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftsReport:
+    """A replayed recording."""
+
+    source: str
+    order: Literal["epochs", "file"]
+    """What counts as earlier: the epochs in the file, or the lines before."""
+    num_rollouts: int
+    num_recorded: int
+    """Rollouts before sampling."""
+    num_prompts: int
+    num_with_history: int
+    """Rollouts whose prompt has one in an earlier epoch."""
+    verify_cost: float
+    """Assumed cost of verifying a drafted token, as a share of a decoding step."""
+    epochs: tuple[EpochDrafts, ...]
+
+    def total(self, look: Look, epochs: Iterable[EpochDrafts] | None = None) -> Drafted:
+        """Sums over epochs, by default all of them."""
+        parts = [epoch.drafted[look] for epoch in (self.epochs if epochs is None else epochs)]
+        return Drafted(**{name: sum(getattr(part, name) for part in parts) for name in Drafted.__slots__})
+
+    def speedup(self, drafted: Drafted) -> float:
+        """Predicted speedup of decoding.
+
+        Example: 100 tokens in 40 steps with 100 drafted ones at a cost of 0.1 take the time of 50 steps: 2.0.
+        """
+        return drafted.num_tokens / (drafted.num_steps + self.verify_cost * drafted.num_drafted)
 
 
 def run(options: InspectOptions) -> None:
@@ -28,7 +115,7 @@ def run(options: InspectOptions) -> None:
     if options.json_output:
         print(as_json(report))
     else:
-        show(report, Console())
+        show(report, PlainConsole())
 
 
 def inspect_drafts(options: InspectOptions) -> DraftsReport:
@@ -44,12 +131,12 @@ def inspect_drafts(options: InspectOptions) -> DraftsReport:
     """
     folder = options.files[0]
     run = read_run(folder) if (folder / CONFIG_FILE).is_file() else None
-    with WorkProgress(Console(stderr=True)) as progress:
-        rollouts = read_rollouts(options, progress, allow_file_order=True)
+    with WorkProgress(PlainConsole(stderr=True)) as progress:
+        rollouts = read_rollouts(options, progress)
         recorded, order = rollouts.outline, rollouts.order
         replayed = rollouts.record(_chosen(recorded, options.max_rollouts))
         for note in () if run is None else run.notes:
-            progress.console.print(note, soft_wrap=True, markup=False)
+            progress.console.print(note, soft_wrap=True)
         config = {} if run is None else run.config
         settings = {} if run is None else drafter_settings(config)
         if options.verify_cost is not None:
@@ -102,3 +189,169 @@ def _num_with_history(recorded: Recorded) -> int:
     first = np.full(len(recorded.prompt_ids), np.iinfo(np.int64).max)
     np.minimum.at(first, recorded.prompts, recorded.epochs)
     return int((recorded.epochs > first[recorded.prompts]).sum())
+
+
+def read_rollouts(options: InspectOptions, progress: WorkProgress) -> Rollouts:
+    """The rollouts of all files as one outline.
+
+    The n-th rollout of a prompt counts as epoch n if any rollout has no epoch.
+
+    Raises:
+        InputError: a folder without rollouts, a bad file, or no sampled token. A torn last line of a folder's file is
+            left out with a warning.
+    """
+    files = [(file, file != path) for path in expanded(options.files) for file in rollout_files(path)]
+    renderer, count = options.renderer(), progress.counting("reading files", len(files))
+    datasets: list[TokenDataset] = []
+    for file, is_own in files:
+        read = ReadOptions(format=options.format, may_be_torn=is_own)
+        # A run's own files grow, and a cache for each of their states would be no help.
+        datasets.append(read_file(file, renderer, read, keeps_cache=not options.no_cache and not is_own))
+        count(1)
+    if form := next((dataset.facts.form for dataset in datasets if dataset.facts.form), None):
+        progress.console.print(form, soft_wrap=True)
+    rows = [row for dataset in datasets for row in _sampled(dataset)]
+    in_file_order = any(row.epoch is None for row in rows)
+    return Rollouts(
+        outline=outline(rows, in_file_order=in_file_order),
+        order="file" if in_file_order else "epochs",
+        datasets=tuple(datasets),
+    )
+
+
+def _sampled(dataset: TokenDataset) -> Iterator[Sampled]:
+    for task, epoch, step, num_sampled, reward in dataset.rows[
+        ["task", "epoch", "step", "num_sampled", "reward"]
+    ].tolist():
+        yield Sampled(
+            task_id=dataset.task_ids[task],
+            epoch=None if epoch < 0 else epoch,
+            step=None if step < 0 else step,
+            num_sampled=num_sampled,
+            reward=None if np.isnan(reward) else reward,
+        )
+
+
+def rollout_files(path: Path) -> list[Path]:
+    """The files of a path: the path itself, also of a dataset's folder, or those of a run or its rollouts folder.
+
+    Raises:
+        InputError: a folder without such files.
+    """
+    if not path.is_dir():
+        return [path]
+    # A run's folder may hold tables that were written from it.
+    for folder in (path / ROLLOUTS_FOLDER, path):
+        if files := sorted(folder.glob("epoch-*.jsonl")):
+            return files
+    if is_dataset_folder(path) or (record_files(path) and not (path / METRICS_FILE).exists()):
+        return [path]
+    raise InputError(
+        f"a run keeps its rollouts in {ROLLOUTS_FOLDER}/epoch-*.jsonl, and {path} has none; run it with run.rollouts = "
+        '"on", or name trajectory files'
+    )
+
+
+def as_json(report: DraftsReport) -> str:
+    """The report as one JSON object; `drafted` sums over the epochs, `later` leaves the first one out."""
+    later = report.epochs[1:]
+
+    def figures(drafted: Drafted) -> dict[str, Any]:
+        counts = asdict(drafted) | {"tokens_per_step": drafted.tokens_per_step, "acceptance": drafted.acceptance}
+        return counts | {"speedup": report.speedup(drafted)}
+
+    names = ("source", "order", "num_rollouts", "num_recorded", "num_prompts", "num_with_history", "verify_cost")
+    record = {name: getattr(report, name) for name in names} | {
+        "num_tokens": report.total("all").num_tokens,
+        "drafted": {look: figures(report.total(look)) for look in LOOKS},
+        "later": {look: figures(report.total(look, later)) for look in LOOKS} if later else None,
+        "epochs": [
+            {
+                "epoch": epoch.epoch,
+                "num_rollouts": epoch.num_rollouts,
+                "drafted": {look: figures(drafted) for look, drafted in epoch.drafted.items()},
+                "run": None if epoch.run is None else asdict(epoch.run),
+            }
+            for epoch in report.epochs
+        ],
+    }
+    return json.dumps(record, indent=2, allow_nan=False)
+
+
+def show(report: DraftsReport, console: Console) -> None:
+    """Prints the tables, and the assumption of the speedup under them."""
+    for line in _head(report):
+        console.print(line, soft_wrap=True, highlight=False)
+    console.print(_source_table(report))
+    if report.order == "epochs" and len(report.epochs) > 1:
+        console.print(_epoch_table(report))
+    for line in _foot(report):
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _head(report: DraftsReport) -> Iterable[str]:
+    earlier = "earlier epochs" if report.order == "epochs" else "the lines before"
+    yield (
+        f"{report.source}: {report.num_rollouts:,} rollouts of {report.num_prompts:,} prompts replayed; "
+        f"{report.num_with_history:,} have history, which is the prompt's rollouts in {earlier}"
+    )
+    if report.num_rollouts < report.num_recorded:
+        yield f"a sample of whole prompts; {report.num_recorded:,} rollouts are recorded (--max-rollouts)"
+
+
+def _source_table(report: DraftsReport) -> Table:
+    columns = ("rollouts", "tokens", "tokens/step", "accepted / drafted", "speedup")
+    table = figures_table("Drafting, replayed", ("drafts from", *columns))
+    for look in LOOKS:
+        table.add_row(NAMES[look], *_cells(report, look, report.epochs))
+        if look == "all" and report.epochs[1:]:
+            later = "  after first epoch" if report.order == "epochs" else "  after first rollout"
+            table.add_row(later, *_cells(report, look, report.epochs[1:]))
+    return table
+
+
+def _cells(report: DraftsReport, look: Look, epochs: Sequence[EpochDrafts]) -> list[str]:
+    drafted = report.total(look, epochs)
+    share = "" if drafted.acceptance is None else f" {drafted.acceptance:.0%}"
+    return [
+        f"{sum(epoch.num_rollouts for epoch in epochs):,}",
+        f"{drafted.num_tokens:,}",
+        f"{drafted.tokens_per_step:.2f}",
+        f"{_short(drafted.num_accepted)} / {_short(drafted.num_drafted)}{share}",
+        f"{report.speedup(drafted):.2f}x",
+    ]
+
+
+def _epoch_table(report: DraftsReport) -> Table:
+    names = ("all", "history", "other prompt", "own", "logged by the run")
+    table = figures_table("By epoch: tokens per step / accepted drafts", ("epoch", *names))
+    for epoch in report.epochs:
+        cells = [_pair(drafted.tokens_per_step, drafted.acceptance) for drafted in epoch.drafted.values()]
+        own = "-" if epoch.run is None else _pair(epoch.run.tokens_per_forward, epoch.run.acceptance)
+        table.add_row(str(epoch.epoch), *cells, own)
+    return table
+
+
+def _foot(report: DraftsReport) -> Iterable[str]:
+    if report.num_with_history == 0:
+        yield (
+            "There is nothing to draft from: no prompt has an earlier rollout. Give files with several rollouts of a "
+            "prompt."
+        )
+    drafted = report.total("all")
+    yield (
+        f"The speedup is of decoding. It assumes that verifying a drafted token costs {report.verify_cost:.3g} of a "
+        "row's decoding step (--verify-cost), and that drafting costs nothing."
+    )
+    if drafted.num_drafted:
+        most = (drafted.num_tokens - drafted.num_steps) / drafted.num_drafted
+        yield f"These drafts pay while that cost is below {most:.2f}."
+
+
+def _short(count: int) -> str:
+    """61,200 as it is, 612,345 as 612k."""
+    return f"{count:,}" if count < 100_000 else f"{count / 1e3:,.0f}k"
+
+
+def _pair(gain: float, acceptance: float | None) -> str:
+    return f"{gain:.2f} / {'-' if acceptance is None else f'{acceptance:.0%}'}"

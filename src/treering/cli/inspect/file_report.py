@@ -1,18 +1,25 @@
-"""What `treering inspect` counts of one file: what trees share, other cuts of the data, branching, and rewards."""
+"""What the trees of a file's trajectories share, which tokens are trained, and what keeps branches apart."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
 from treering.analysis.tower import TowerShape
-from treering.cli.inspect.why import WhyReport, explain_tasks
+from treering.data import RenderedTrajectory
 from treering.data.cache.dataset import TokenDataset
 from treering.data.picture import Picture
-from treering.data.rendering.rendered_trajectory import cut_pictures
+from treering.data.rendering.encoder import open_tokenizer
+from treering.data.trajectory import cut_pictures
+from treering.errors import plural
 from treering.tree.forest import Forest
+from treering.tree.repeats import Fork, explain_losses
 from treering.tree.stats import (
     Branching,
     BranchingCounter,
@@ -24,6 +31,15 @@ from treering.tree.stats import (
     work_bounds,
 )
 from treering.types import ModelShape
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+COLUMNS = ("row", "other", "position", "reads", "other reads", "places", "tokens", "share", "shift")
+_NUM_TOKENS_SHOWN = 6
+_NUM_MERGED = 20
+"""Places that are looked at for each cause that is shown."""
+_MAX_CHARACTERS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,82 +84,6 @@ class PicturesReport:
     flop_bound: float | None
     """As that of the file, with the vision tower, each distinct picture of a task once; None if no config.json says its
     sizes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileReport:
-    """One file with one tree per task; figures are sums over tasks, bounds are best possible speedups."""
-
-    file: str
-    trajectories: int
-    rows: int
-    """Sequences: a chat whose template rewrites history has several."""
-    tasks: int
-    flat_tokens: int
-    unique_tokens: int
-    sharing: float
-    token_bound: float
-    flop_bound: float
-    prompt_only_bound: float
-    """Token bound if only prompts, the tokens before the first trained one, are merged."""
-    whole_set: CutReport
-    """All trajectories in one forest, across tasks."""
-    turns: CutReport
-    """Each assistant turn as a sample: the tokens from the start of its trajectory to the end of the turn."""
-    branching: Branching
-    longest: int
-    """Tokens of the longest sequence."""
-    largest_tree: int
-    """Distinct tokens of the largest task."""
-    largest_id: int
-    """The largest token id."""
-    rewards: RewardsReport | None
-    """None if no trajectory has one."""
-    pictures: PicturesReport | None = None
-    """None if it has none."""
-    why: WhyReport | None = None
-    """Where sharing is lost; None without `--why`."""
-
-
-def measure(
-    dataset: TokenDataset,
-    shape: ModelShape,
-    tokenizer_dir: Path | None = None,
-    num_causes: int = 0,
-    tower: TowerShape | None = None,
-) -> FileReport:
-    """The report of a dataset, one tree at a time; the search for causes alone keeps all trees.
-
-    `tower` is counted for pictures.
-    """
-    counts, forests = _Counts(dataset, tower), list[Forest]()
-    for task in range(dataset.num_tasks):
-        forest = counts.add(dataset.rows_of(task))
-        if num_causes:
-            forests.append(forest)
-    flat, tree = flat_work(dataset.lengths), counts.tree
-    bounds = work_bounds(flat, tree, shape)
-    return FileReport(
-        file=dataset.facts.source,
-        trajectories=dataset.facts.num_trajectories,
-        rows=dataset.num_rows,
-        tasks=dataset.num_tasks,
-        flat_tokens=flat.num_tokens,
-        unique_tokens=tree.num_tokens,
-        sharing=1.0 - tree.num_tokens / flat.num_tokens,
-        token_bound=bounds.token_bound,
-        flop_bound=bounds.flop_bound,
-        prompt_only_bound=flat.num_tokens / counts.num_prompt_shared,
-        whole_set=_cut(dataset.num_rows, flat, merged_work(*dataset.flat_keys, after_part=dataset.release), shape),
-        turns=counts.turns(shape),
-        branching=counts.branching.total(),
-        longest=int(dataset.lengths.max()),
-        largest_tree=counts.largest_tree,
-        largest_id=int(dataset.rows["largest_id"].max()),
-        rewards=_rewards(dataset),
-        pictures=counts.pictures(flat, shape) if dataset.pictures else None,
-        why=explain_tasks(dataset, forests, tokenizer_dir, num_causes) if num_causes else None,
-    )
 
 
 class _Counts:
@@ -212,6 +152,123 @@ class _Counts:
         return _cut(ends.size, flat_work(ends), self._turns_tree, shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """One place where two trajectories diverge; rows count the trajectories of the file from 1."""
+
+    row: int
+    other_row: int
+    same_task: bool
+    position: int
+    """The first one where they differ."""
+    token: int | None
+    """The token there; None if the trajectory has ended."""
+    other_token: int | None
+    text: str | None
+    """The text of this one from there on; None without a tokenizer."""
+    other_text: str | None
+    places: int
+    """Places that read the same, of which this is the costliest."""
+    tokens: int
+    """Tokens after them (between tasks, before them too) that agree again and are computed twice."""
+    shift: int
+    """How many positions later they are in this row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyReport:
+    """Equal tokens that one tree per task does not share, in runs of at least 16."""
+
+    repeated_tokens: int
+    repeated_share: float
+    """Share of the distinct tokens."""
+    places: int
+    causes: tuple[Cause, ...]
+    """The costliest places, most tokens first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReport:
+    """One file with one tree per task; figures are sums over tasks, bounds are best possible speedups."""
+
+    file: str
+    trajectories: int
+    rows: int
+    """Sequences: a chat whose template rewrites history has several."""
+    tasks: int
+    flat_tokens: int
+    trained_tokens: int
+    """Of the flat tokens."""
+    copies: tuple[tuple[int, int], ...]
+    """Rows that hold the same as an earlier one, each with the first of these; rows count from 1."""
+    unique_tokens: int
+    sharing: float
+    token_bound: float
+    flop_bound: float
+    prompt_only_bound: float
+    """Token bound if only prompts, the tokens before the first trained one, are merged."""
+    whole_set: CutReport
+    """All trajectories in one forest, across tasks."""
+    turns: CutReport
+    """Each assistant turn as a sample: the tokens from the start of its trajectory to the end of the turn."""
+    branching: Branching
+    longest: int
+    """Tokens of the longest sequence."""
+    largest_tree: int
+    """Distinct tokens of the largest task."""
+    largest_id: int
+    """The largest token id."""
+    rewards: RewardsReport | None
+    """None if no trajectory has one."""
+    pictures: PicturesReport | None = None
+    """None if it has none."""
+    why: WhyReport | None = None
+    """Where sharing is lost; None without `--why`."""
+
+
+def measure(
+    dataset: TokenDataset,
+    shape: ModelShape,
+    tokenizer_dir: Path | None = None,
+    num_causes: int = 0,
+    tower: TowerShape | None = None,
+) -> FileReport:
+    """The report of a dataset, one tree at a time; the search for causes alone keeps all trees.
+
+    `tower` is counted for pictures.
+    """
+    counts, forests = _Counts(dataset, tower), list[Forest]()
+    for task in range(dataset.num_tasks):
+        forest = counts.add(dataset.rows_of(task))
+        if num_causes:
+            forests.append(forest)
+    flat, tree = flat_work(dataset.lengths), counts.tree
+    bounds = work_bounds(flat, tree, shape)
+    return FileReport(
+        file=dataset.facts.source,
+        trajectories=dataset.facts.num_trajectories,
+        rows=dataset.num_rows,
+        tasks=dataset.num_tasks,
+        flat_tokens=flat.num_tokens,
+        trained_tokens=dataset.num_trained,
+        copies=tuple((row + 1, first + 1) for row, first in dataset.copies()),
+        unique_tokens=tree.num_tokens,
+        sharing=1.0 - tree.num_tokens / flat.num_tokens,
+        token_bound=bounds.token_bound,
+        flop_bound=bounds.flop_bound,
+        prompt_only_bound=flat.num_tokens / counts.num_prompt_shared,
+        whole_set=_cut(dataset.num_rows, flat, merged_work(*dataset.flat_keys, after_part=dataset.release), shape),
+        turns=counts.turns(shape),
+        branching=counts.branching.total(),
+        longest=int(dataset.lengths.max()),
+        largest_tree=counts.largest_tree,
+        largest_id=int(dataset.rows["largest_id"].max()),
+        rewards=_rewards(dataset),
+        pictures=counts.pictures(flat, shape) if dataset.pictures else None,
+        why=explain_tasks(dataset, forests, tokenizer_dir, num_causes) if num_causes else None,
+    )
+
+
 def _cut(num_samples: int, flat: Work, tree: Work, shape: ModelShape) -> CutReport:
     bounds = work_bounds(flat, tree, shape)
     return CutReport(
@@ -243,3 +300,87 @@ def _rewards(dataset: TokenDataset) -> RewardsReport | None:
         groups=int(is_several.sum()),
         equal_groups=int((least == most)[is_several].sum()),
     )
+
+
+def explain_tasks(
+    dataset: TokenDataset, forests: Sequence[Forest], tokenizer_dir: Path | None, num_causes: int
+) -> WhyReport:
+    """The `num_causes` costliest places of a file, those that read the same as one.
+
+    Args:
+        dataset: of the file.
+        forests: one per task.
+        tokenizer_dir: decodes tokens; None shows ids only.
+        num_causes: at least 1.
+
+    Example: rows `[1, 2, *run]` and `[1, 3, *run]` of one task with a run of 20 tokens have one cause, with 20 tokens.
+    """
+    rows = [int(row) for task in range(dataset.num_tasks) for row in dataset.rows_of(task)]
+    tokenizer = None if tokenizer_dir is None else open_tokenizer(tokenizer_dir)
+    losses = explain_losses(forests, _NUM_MERGED * num_causes)
+    alike: dict[tuple[bool, int | None, int | None], list[Fork]] = {}
+    for found in losses.divergences:
+        alike.setdefault((found.forest == found.other_forest, found.token, found.other_token), []).append(found)
+    causes = sorted(alike.values(), key=lambda places: -sum(place.num_tokens for place in places))[:num_causes]
+
+    def cause(places: Sequence[Fork]) -> Cause:
+        found = places[0]
+        ours, theirs = rows[found.branch], rows[found.other_branch]
+        return Cause(
+            row=ours + 1,
+            other_row=theirs + 1,
+            same_task=found.forest == found.other_forest,
+            position=found.position,
+            token=found.token,
+            other_token=found.other_token,
+            text=_text(tokenizer, dataset.row(ours), found.position),
+            other_text=_text(tokenizer, dataset.row(theirs), found.position),
+            places=len(places),
+            tokens=sum(place.num_tokens for place in places),
+            shift=found.shift,
+        )
+
+    return WhyReport(
+        repeated_tokens=losses.num_repeated_tokens,
+        repeated_share=losses.repeated_share,
+        places=losses.num_forks,
+        causes=tuple(map(cause, causes)),
+    )
+
+
+def as_table(file: str, unique_tokens: int, why: WhyReport) -> Table:
+    """The causes of one file for a terminal; `share` is of the file's unique tokens."""
+    title = (
+        f"{file}: {plural(why.repeated_tokens, 'unique token')} ({why.repeated_share:.0%}) repeat another trajectory; "
+        f"the costliest of {plural(why.places, 'place')} where two of them part"
+    )
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if "reads" in name else "right", no_wrap="reads" in name)
+    for cause in why.causes:
+        other = f"{cause.other_row}" if cause.same_task else f"{cause.other_row}, other task"
+        # As `Text`, so that trajectory text is not parsed as markup.
+        reads = [Text(_short(cause.text, cause.token)), Text(_short(cause.other_text, cause.other_token))]
+        share = f"{cause.tokens / unique_tokens:.1%}"
+        table.add_row(
+            *(f"{cause.row}", other, f"{cause.position:,}"),
+            *reads,
+            *(f"{cause.places:,}", f"{cause.tokens:,}", share, f"{cause.shift:+,}"),
+        )
+    return table
+
+
+def _text(tokenizer: "Tokenizer | None", trajectory: RenderedTrajectory, position: int) -> str | None:
+    if tokenizer is None:
+        return None
+    ids = trajectory.tokens[position : position + _NUM_TOKENS_SHOWN].tolist()
+    return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _short(text: str | None, token: int | None) -> str:
+    if token is None:
+        return "(ends)"
+    if text is None:
+        return str(token)
+    quoted = repr(text)
+    return quoted if len(quoted) <= _MAX_CHARACTERS else f"{quoted[: _MAX_CHARACTERS - 1]}…"

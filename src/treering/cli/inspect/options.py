@@ -18,7 +18,7 @@ _ROLLOUTS = "What rollouts of earlier epochs tell"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions:
-    """Which files are read, and which of four reports is made of them."""
+    """Which files are read, and which of three reports is made of them."""
 
     files: Annotated[
         list[Path],
@@ -96,25 +96,12 @@ class InspectOptions:
             rich_help_panel=_ROLLOUTS,
         ),
     ] = None
-    history: Annotated[
-        bool,
-        typer.Option(
-            "--history",
-            help="Measure instead how well an epoch predicts tokens and lengths of the next one, with controls. FILES "
-            "is the folder of a `treering train` run, or files whose lines have an epoch.",
-            rich_help_panel=_ROLLOUTS,
-        ),
-    ] = False
-    groups: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=2, help="history: rank groups of lengths; 8.", rich_help_panel=_ROLLOUTS),
-    ] = None
     max_rollouts: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="drafts, history: a sample of whole prompts with all their rollouts.",
+            help="drafts: a sample of whole prompts with all their rollouts.",
             rich_help_panel=_ROLLOUTS,
         ),
     ] = None
@@ -133,19 +120,17 @@ class InspectOptions:
         Raises:
             ConfigError: names them.
         """
-        if (self.why or self.more) + self.drafts + self.history + self.shows > 1:
+        if (self.why or self.more) + self.drafts + self.shows > 1:
             raise ConfigError(
-                "--why with --more, --show with --task and --html, --drafts, and --history are four reports; ask for "
-                "one of them at a time"
+                "--why with --more, --show with --task and --html, and --drafts are three reports; ask for one of them "
+                "at a time"
             )
-        if (self.drafts or self.history or self.shows) and self.model_shape is not None:
+        if (self.drafts or self.shows) and self.model_shape is not None:
             raise ConfigError("FLOPs are counted for what trees save; leave --model-shape out, or the other report")
-        if self.groups is not None and not self.history:
-            raise ConfigError("--groups says how history is measured; add --history, or leave it out")
         if self.verify_cost is not None and not self.drafts:
             raise ConfigError("--verify-cost says what drafts cost; add --drafts, or leave it out")
-        if self.max_rollouts is not None and not (self.drafts or self.history):
-            raise ConfigError("--max-rollouts limits a replay; add --drafts or --history, or leave it out")
+        if self.max_rollouts is not None and not self.drafts:
+            raise ConfigError("--max-rollouts limits a replay; add --drafts, or leave it out")
 
     @property
     def tokenizer_dir(self) -> Path | None:

@@ -1,18 +1,230 @@
-"""Prints trajectories as they will be trained: on a terminal in colours, elsewhere with marks; or as a page."""
+"""Prints trajectories with the tokens that are trained, or writes them to a page."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 
-from treering.cli.display.progress import WorkProgress
-from treering.cli.inspect.files import open_files
+from treering.cli.display import PlainConsole, WorkProgress
+from treering.cli.inspect.command import open_files
 from treering.cli.inspect.options import InspectOptions
-from treering.cli.inspect.trained import ShownTrajectory, Span, shown_trajectories
+from treering.data import RenderedTrajectory, TaskId
+from treering.data.cache.build_dataset import num_common
+from treering.data.cache.dataset import TokenDataset
+from treering.data.picture import StoredPicture, thumbnail_uri
+from treering.data.rendering.encoder import open_tokenizer
 from treering.errors import InputError
-from treering.report.trained_page import PageSpan, as_html
+from treering.report.page import PageSpan
+from treering.report.page import trained_html as as_html
+from treering.tree.forest import PictureTable
+from treering.types import TokenIds
+
+NUM_SHOWN = 3
+"""Trajectories of a file without `--show`."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How SentencePiece writes a space before a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanPicture:
+    """The picture of a span."""
+
+    number: int
+    """In its trajectory, from 1."""
+    width: int
+    """Pixels of the file, upright."""
+    height: int
+    digest: str
+    """Hexadecimal; equal pictures have equal ones."""
+    thumbnail: str | None
+    """A small copy as a data URI, for a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Successive tokens of one fate."""
+
+    text: str
+    """What they decode to, special tokens too; the ids without a tokenizer; of a picture, what it is in brackets."""
+    num_tokens: int
+    trained: bool
+    """Whether the loss covers them."""
+    shared: bool
+    """Whether another trajectory of the task begins with them too, so that they are computed once for both."""
+    special: bool
+    """Whether they are tokens that no text makes, such as the markers of turns."""
+    picture: SpanPicture | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTrajectory:
+    """One sequence; a chat whose template rewrites history has several."""
+
+    file: str
+    row: int
+    """Of the trajectory in its file, from 1."""
+    task_id: TaskId
+    reward: float | None
+    num_tokens: int
+    num_trained: int
+    num_shared: int
+    """First tokens that another sequence of the task has too."""
+    num_in_task: int
+    """Sequences of its task."""
+    spans: tuple[Span, ...]
+    """In order."""
+
+
+def shown_trajectories(
+    dataset: TokenDataset,
+    tokenizer: Path | None,
+    *,
+    num_shown: int | None = None,
+    task: str | None = None,
+    max_thumbnails: int = 0,
+) -> list[ShownTrajectory]:
+    """The first trajectories of a file, or of one of its tasks, as they will be trained.
+
+    Args:
+        dataset: of the file.
+        tokenizer: decodes them; None shows ids.
+        num_shown: how many trajectories; None is `NUM_SHOWN`, or all of the task.
+        task: its id as text; None is any.
+        max_thumbnails: how many pictures have a small copy, the first ones.
+
+    Raises:
+        InputError: no such task.
+
+    Example: tokens `[5, 6, 7]` with mask `[0, 1, 1]` and the only other one of the task, `[5, 6, 8]`, are the spans
+    "5", shared; "6", shared and trained; "7", trained.
+    """
+    file = dataset.facts.source
+    numbers = [i for i, one in enumerate(dataset.task_ids) if task is None or str(one) == task]
+    if not numbers:
+        raise InputError(f"{file} has no task {task!r}; its first ones are {_first_tasks(dataset.task_ids)}")
+    # Places of trajectories, in file order; one that is several sequences is one.
+    indices = np.unique(np.concatenate([dataset.rows["index"][dataset.rows_of(number)] for number in numbers]))
+    chosen = indices[: num_shown or (NUM_SHOWN if task is None else None)]
+    rows = np.flatnonzero(np.isin(dataset.rows["index"], chosen)).tolist()
+    groups = {number: dataset.task(number) for number in set(dataset.rows["task"][rows].tolist())}
+    texts, thumbnails = _Texts(tokenizer), _Thumbnails(max_thumbnails)
+    shown = []
+    for row in rows:
+        number = int(dataset.rows["task"][row])
+        place = int(np.searchsorted(dataset.rows_of(number), row))
+        one = groups[number][place]
+        shown.append(_shown(one, groups[number], texts, thumbnails, file=file, row=one.index + 1))
+    return shown
+
+
+class _Texts:
+    """Decodes tokens, and says which of them are special."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._tokenizer: Any = None if folder is None else open_tokenizer(folder)
+        added = [] if self._tokenizer is None else list(self._tokenizer.get_added_tokens_decoder())
+        self._added = np.array(sorted(added), np.int64)
+
+    def are_special(self, tokens: TokenIds) -> npt.NDArray[np.bool_]:
+        return np.isin(tokens, self._added)
+
+    def decode(self, tokens: TokenIds, *, is_first: bool) -> str:
+        if self._tokenizer is None:
+            ids = " ".join(map(str, tokens.tolist()))
+            return ids if is_first else f" {ids}"
+        text = str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+        # Such tokenizers drop the space before the first word of what they decode.
+        begins_word = str(self._tokenizer.id_to_token(int(tokens[0])) or "").startswith(_SPACE)
+        return f" {text}" if begins_word and not is_first and not text.startswith(" ") else text
+
+
+class _Thumbnails:
+    """Small copies of the first distinct pictures."""
+
+    def __init__(self, max_count: int) -> None:
+        self._made: dict[bytes, str] = {}
+        self._max_count = max_count
+
+    def of(self, picture: StoredPicture) -> str | None:
+        if picture.digest not in self._made and len(self._made) < self._max_count:
+            self._made[picture.digest] = thumbnail_uri(picture.source)
+        return self._made.get(picture.digest)
+
+
+def _shown(
+    one: RenderedTrajectory,
+    task: Sequence[RenderedTrajectory],
+    texts: _Texts,
+    thumbnails: _Thumbnails,
+    *,
+    file: str,
+    row: int,
+) -> ShownTrajectory:
+    table = PictureTable()
+    keys = table.tokens(one.tokens, one.pictures)
+    others = (table.tokens(other.tokens, other.pictures) for other in task if other is not one)
+    num_shared = max((num_common(keys, other) for other in others), default=0)
+    is_shared = np.arange(one.tokens.size) < num_shared
+    places = _places(one)
+    fates = np.stack([one.loss_mask, is_shared, texts.are_special(one.tokens), places], axis=1)
+    cuts = [0, *(np.flatnonzero((fates[1:] != fates[:-1]).any(axis=1)) + 1).tolist(), one.tokens.size]
+    return ShownTrajectory(
+        file=file,
+        row=row,
+        task_id=one.task_id,
+        reward=one.reward,
+        num_tokens=one.tokens.size,
+        num_trained=int(one.loss_mask.sum()),
+        num_shared=num_shared,
+        num_in_task=len(task),
+        spans=tuple(
+            _picture_span(one, int(places[begin]), thumbnails, shared=bool(fates[begin, 1]))
+            if places[begin]
+            else Span(
+                text=texts.decode(one.tokens[begin:end], is_first=begin == 0),
+                num_tokens=end - begin,
+                trained=bool(fates[begin, 0]),
+                shared=bool(fates[begin, 1]),
+                special=bool(fates[begin, 2]),
+            )
+            for begin, end in pairwise(cuts)
+        ),
+    )
+
+
+def _places(one: RenderedTrajectory) -> npt.NDArray[np.int64]:
+    """The number of the picture at each token, from 1; 0 at text."""
+    places = np.zeros(one.tokens.size, np.int64)
+    for number, placed in enumerate(one.pictures, start=1):
+        places[placed.start : placed.stop] = number
+    return places
+
+
+def _picture_span(one: RenderedTrajectory, number: int, thumbnails: _Thumbnails, *, shared: bool) -> Span:
+    picture = one.pictures[number - 1].picture
+    assert isinstance(picture, StoredPicture), "a file has encoded pictures"
+    (width, height), digest = picture.size, picture.digest.hex()
+    return Span(
+        text=f"[picture {number}: {width}x{height}, {picture.num_tokens} tokens, digest {digest[:8]}…]",
+        num_tokens=picture.num_tokens,
+        trained=False,
+        shared=shared,
+        special=True,
+        picture=SpanPicture(number=number, width=width, height=height, digest=digest, thumbnail=thumbnails.of(picture)),
+    )
+
+
+def _first_tasks(task_ids: Sequence[TaskId]) -> str:
+    names = list(dict.fromkeys(map(str, task_ids)))
+    return ", ".join(map(repr, names[:5])) + (f" of {len(names):,}" if len(names) > 5 else "")
+
 
 MAX_THUMBNAILS = 100
 """Pictures of a file that a page shows; others are named."""
@@ -34,7 +246,7 @@ def run(options: InspectOptions) -> None:
     if page is not None and not page.absolute().parent.is_dir():
         raise InputError(f"--html needs an existing folder, got {page}: create {page.parent} first")
     shown: list[ShownTrajectory] = []
-    with WorkProgress(Console(stderr=True)) as progress:
+    with WorkProgress(PlainConsole(stderr=True)) as progress:
         for dataset in open_files(options, progress):
             shown += shown_trajectories(
                 dataset,
@@ -50,7 +262,7 @@ def run(options: InspectOptions) -> None:
     elif page is not None:
         print(page)
     else:
-        show(shown, Console(highlight=False))
+        show(shown, PlainConsole(highlight=False))
 
 
 def show(shown: Sequence[ShownTrajectory], console: Console) -> None:

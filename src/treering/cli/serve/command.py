@@ -3,27 +3,31 @@
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from treering.cli.display import PlainConsole
 from treering.cli.eval.command import find_weights
 from treering.cli.models import choose_device, load_checkpoint
 from treering.cli.serve.options import ServeOptions
 from treering.engine.host import EngineHost
 from treering.engine.torch_engine import TorchEngine
-from treering.errors import ConfigError
+from treering.errors import ConfigError, UnsupportedError
 from treering.history.draft.drafter import Drafter
 from treering.history.store.reader import HistoryReader
-from treering.model.positions import max_positions
+from treering.model.checks import max_positions
 from treering.rl.environments.chat import ChatTokens
-from treering.rl.tasks.text_tokens import TextTokens
+from treering.rl.model_samplers import EngineOptions
+from treering.rl.tasks.text_tokens import StopToken, TextTokens, find_stop_tokens
 from treering.serving import HostSampler, Server, ServerSettings
+from treering.serving.tinker.routes import TinkerOptions, TinkerRoutes
+from treering.train.loop.adapters import has_adapter
 
 KEY_VARIABLE = "TREERING_API_KEY"
 
@@ -35,7 +39,7 @@ def run(options: ServeOptions) -> None:
         ConfigError, InputError, StateError, UnsupportedError: see the parts that raise them.
     """
     transformers_logging.disable_progress_bar()
-    console = Console(stderr=True, highlight=False)
+    console = PlainConsole(stderr=True, highlight=False)
     with opened(options) as server:
         console.print(f"serving {server.model} at {server.url} (Ctrl-C ends)", soft_wrap=True)
         threading.Event().wait()
@@ -57,6 +61,8 @@ def opened(options: ServeOptions) -> Iterator[Server]:
         decode=None if texts is None else texts.decode,
     )
     engine.refresh_history()
+    chat = None if texts is None else _chat_tokens(weights)
+    stops = () if texts is None else find_stop_tokens(texts, None if chat is None else chat.form, model=weights)
     num_positions = min(max_positions(model) or options.max_tokens, options.max_tokens)
     with (
         EngineHost(engine) as host,
@@ -65,11 +71,49 @@ def opened(options: ServeOptions) -> Iterator[Server]:
             model=options.served_name or options.name,
             num_positions=num_positions,
             texts=texts,
-            chat=None if texts is None else _chat_tokens(weights),
+            chat=chat,
+            stop_tokens=[stop.token_id for stop in stops],
             settings=settings,
+            more=None if not options.train else _training(model, weights, options, num_positions, stops, texts),
         ) as server,
     ):
         yield server
+
+
+def _training(
+    model: nn.Module,
+    weights: Path,
+    options: ServeOptions,
+    num_positions: int,
+    stops: Sequence[StopToken],
+    texts: TextTokens | None,
+) -> TinkerRoutes:
+    """The routes of Tinker's clients.
+
+    Raises:
+        UnsupportedError: a model with adapters.
+    """
+    if not isinstance(model, PreTrainedModel) or has_adapter(model):
+        raise UnsupportedError(f"clients train adapters of their own, and {weights} has some already; merge them first")
+    engine = EngineOptions(
+        max_batch=options.max_batch,
+        max_tokens=options.max_tokens,
+        drafts=options.drafts == "on",
+        decode=None if texts is None else texts.decode,
+    )
+    return TinkerRoutes(
+        model,
+        options.served_name or options.name,
+        TinkerOptions(
+            folder=options.checkpoints,
+            num_positions=num_positions,
+            engine=engine,
+            stop_tokens=tuple(stop.token_id for stop in stops),
+            tokenizer=str(weights.resolve()) if texts is not None else None,
+            shares=options.sharing == "on",
+            log=lambda line: PlainConsole(stderr=True, highlight=False).print(line, soft_wrap=True, emoji=False),
+        ),
+    )
 
 
 def _chat_tokens(folder: Path) -> ChatTokens | None:

@@ -34,3 +34,17 @@ class ServeOptions:
         str, typer.Option(parser=one_of(*DTYPES), metavar="|".join(DTYPES), help="Type of the weights.")
     ] = "float32"
     step: Step = None
+    train: Annotated[bool, typer.Option("--train", help="Clients of Tinker's protocol may train, too.")] = False
+    checkpoints: Annotated[Path, typer.Option(metavar="DIR", help="With --train, where their checkpoints are.")] = Path(
+        "runs/tinker"
+    )
+    sharing: Annotated[
+        str,
+        typer.Option(parser=one_of("on", "off"), metavar="on|off", help="With --train, off trains every datum alone."),
+    ] = "on"
+    drafts: Annotated[
+        str,
+        typer.Option(
+            parser=one_of("on", "off"), metavar="on|off", help="With --train, off drafts nothing for clients."
+        ),
+    ] = "on"

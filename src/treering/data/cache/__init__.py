@@ -1,1 +1,1 @@
-"""Trajectory files as arrays of tokens on disk, made in one pass and kept for the next start."""
+"""Trajectory files as token arrays on disk, built in one pass and cached for the next start."""

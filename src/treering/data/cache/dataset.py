@@ -1,47 +1,224 @@
-"""The rendered trajectories of a file or folder, task by task, out of arrays that are mapped into memory."""
+"""The rendered trajectories of a file or folder as arrays in a folder: written part by part, then mapped into memory.
 
+R rendered trajectories   F their tokens   P distinct images
+"""
+
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.cache.arrays import CONTENTS, FLAT, PICTURES_FILE, ROWS_FILE, TASKS_FILE, MappedArray
-from treering.data.picture import PlacedPicture
-from treering.data.pictures.source import PictureSource
-from treering.data.pictures.stored import OpenPicture, StoredPicture
-from treering.data.rendering.rendered_trajectory import RenderedTrajectory
-from treering.data.trajectory import TaskId
+from treering.data.picture import DIGEST_BYTES, OpenPicture, Picture, PictureSource, PlacedPicture, StoredPicture
+from treering.data.trajectory import RenderedTrajectory, TaskId
 from treering.types import TokenIds
+
+ROWS_FILE, TASKS_FILE = "rows.npy", "tasks.json"
+
+FLAT = MappingProxyType(
+    {
+        "tokens": np.dtype("<i4"),
+        "loss_mask": np.dtype("?"),
+        "turn_ends": np.dtype("<i4"),
+        "logprobs": np.dtype("<f8"),
+        "advantages": np.dtype("<f8"),
+        "picture_starts": np.dtype("<i4"),
+        "picture_numbers": np.dtype("<i4"),
+    }
+)
+"""Flat arrays over all rows, each in a file of its name; rows without log-probs, advantages or images take no space."""
+CONTENTS = "picture_contents"
+"""Name of the file with the encoded bytes of all distinct images, uint8."""
+PICTURES_FILE = "pictures.npy"
+
+ROW = np.dtype(
+    [
+        *((name, "<i8") for name in ("num_tokens", "num_turns", "num_pictures", "task", "index", "epoch", "step")),
+        *((name, "<i8") for name in ("num_prompt_tokens", "num_sampled", "largest_id")),
+        *((name, "<f8") for name in ("reward", "advantage")),
+        *((name, "?") for name in ("has_logprobs", "has_advantages")),
+    ]
+)
+"""Record of a row; -1 and NaN stand for None."""
+PICTURE = np.dtype(
+    [
+        ("size", "<i8", 2),
+        ("grid", "<i8", 3),
+        ("num_tokens", "<i8"),
+        ("num_bytes", "<i8"),
+        ("digest", "u1", DIGEST_BYTES),
+    ]
+)
+"""Record of a distinct image; a grid of -1 stands for None."""
+
+
+class ArrayWriter:
+    """Writer of a dataset's files, which are whole at the end of its `with` statement.
+
+    Example: `with ArrayWriter(folder) as writer: writer.add(renderer.render_batch(trajectories))`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Write to an existing folder."""
+        self._folder = folder
+        self._streams: dict[str, BinaryIO] = {}
+        self._open = ExitStack()
+        self._sizes = dict.fromkeys((*FLAT, CONTENTS), 0)
+        self._rows = bytearray()
+        self._pictures = PictureWriter()
+        self._tasks: dict[TaskId, int] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for name, dtype in {**FLAT, CONTENTS: np.dtype("u1")}.items():
+                self._streams[name] = stack.enter_context(open(self._folder / f"{name}.npy", "wb"))
+                _write_header(self._streams[name], dtype, 0)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._open:
+            if kind is None:
+                self._finish()
+
+    def add(self, rows: Sequence[RenderedTrajectory]) -> None:
+        """Append rows."""
+        for one in rows:
+            numbers = [self._pictures.number_of(placed.picture, self._add_content) for placed in one.pictures]
+            starts = [placed.start for placed in one.pictures]
+            values = {"picture_starts": np.array(starts), "picture_numbers": np.array(numbers)}
+            for name in FLAT:
+                self._add(name, values[name] if name in values else getattr(one, name))
+        self._rows += np.array([self._row(one) for one in rows], ROW).tobytes()
+
+    @property
+    def picture_files(self) -> dict[str, str]:
+        """SHA-256 of each local image file, by its name in the records."""
+        return self._pictures.files
+
+    def _add_content(self, content: bytes) -> None:
+        self._add(CONTENTS, np.frombuffer(content, np.uint8))
+
+    def _add(self, name: str, values: npt.NDArray[Any] | None) -> None:
+        if values is not None:
+            dtype = FLAT.get(name, np.dtype("u1"))
+            self._streams[name].write(np.ascontiguousarray(values, dtype).data)
+            self._sizes[name] += values.size
+
+    def _row(self, one: RenderedTrajectory) -> tuple[Any, ...]:
+        counts, known = (one.epoch, one.step), (one.reward, one.advantage)
+        return (
+            one.tokens.size,
+            one.turn_ends.size,
+            len(one.pictures),
+            self._tasks.setdefault(one.task_id, len(self._tasks)),
+            one.index,
+            *(-1 if count is None else count for count in counts),
+            one.num_prompt_tokens,
+            int(one.loss_mask.sum()),
+            int(one.tokens.max()),
+            *(np.nan if value is None else value for value in known),
+            one.logprobs is not None,
+            one.advantages is not None,
+        )
+
+    def _finish(self) -> None:
+        for name, stream in self._streams.items():
+            stream.seek(0)
+            _write_header(stream, FLAT.get(name, np.dtype("u1")), self._sizes[name])
+        np.save(self._folder / PICTURES_FILE, self._pictures.records)
+        np.save(self._folder / ROWS_FILE, np.frombuffer(self._rows, ROW))
+        (self._folder / TASKS_FILE).write_text(json.dumps(list(self._tasks)), encoding="utf-8")
+
+
+class PictureWriter:
+    """Numbers distinct images and writes each of them once."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._records: list[tuple[Any, ...]] = []
+
+    @property
+    def records(self) -> npt.NDArray[np.void]:
+        """[P] records of `PICTURE`."""
+        return np.array(self._records, PICTURE)
+
+    def number_of(self, picture: Picture, write: Callable[[bytes], None]) -> int:
+        """Return the number of an image; call `write` with the bytes of a new one."""
+        assert isinstance(picture, StoredPicture), "the images of a file are encoded"
+        source = picture.source
+        is_new, is_new_file = picture.digest not in self._numbers, source.file not in (None, *self.files)
+        content = source.read() if is_new or is_new_file else b""
+        if source.file is not None and is_new_file:
+            self.files[source.file] = hashlib.sha256(content).hexdigest()
+        if is_new:
+            self._numbers[picture.digest] = len(self._records)
+            digest = np.frombuffer(picture.digest, np.uint8)
+            grid = picture.grid or (-1, -1, -1)
+            self._records.append((picture.size, grid, picture.num_tokens, len(content), digest))
+            write(content)
+        return self._numbers[picture.digest]
+
+
+class MappedArray:
+    """An array file mapped into memory; `release` frees its pages.
+
+    Example: `MappedArray(folder / "tokens.npy").values[:5]` reads one page of the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        # A private copy is writable, which the signatures of compiled functions require.
+        mapped = np.load(file, mmap_mode="c")
+        self._map = mapped.base
+        self.values: npt.NDArray[Any] = np.asarray(mapped)
+        """The whole array."""
+
+    def release(self) -> None:
+        """Free the pages that were read; a later access reads them again."""
+        if isinstance(self._map, mmap.mmap):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _write_header(stream: BinaryIO, dtype: np.dtype[Any], size: int) -> None:
+    # The header has room for any size, so that it can be overwritten.
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(stream, header)
+
 
 _RELEASE_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
-    """What is known of a whole file or folder."""
+    """Facts about a whole file or folder."""
 
     source: str
-    """Its path, as it was named."""
+    """Path of the file or folder, as the caller named it."""
     num_trajectories: int
     num_rejected: int
     """Rejected sides of preference pairs."""
     warnings: tuple[str, ...]
-    """Said where it is read: sentences that begin with the path."""
+    """Data warnings, each beginning with the path."""
     notes: tuple[str, ...]
-    """Sentences for who trains on it; see `DataNotes`."""
+    """Notes to the user who trains on it; see `DataNotes`."""
     form: str | None
-    """How chats have become text; see `Renderer.form_in_words`."""
+    """How chats became text; see `Renderer.form_in_words`."""
     tokenizer: str | None
-    """Its folder, as it was named."""
+    """Folder of the tokenizer, as the caller named it."""
     picture_files: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of each local file of a picture, by the name that the records give it."""
+    """SHA-256 of each local image file, by its name in the records."""
 
     def named(self, source: str, tokenizer: str | None) -> "DatasetFacts":
-        """The same facts of an equal file that has another name, and of an equal tokenizer."""
+        """Return the facts with the names of an equal file and an equal tokenizer."""
         form = self.form
         if form is not None and self.tokenizer is not None and tokenizer is not None:
             form = form.replace(self.tokenizer, tokenizer)
@@ -51,30 +228,30 @@ class DatasetFacts:
 
 
 class TokenDataset:
-    """R rendered trajectories, the rows, in file order, and the tasks that they belong to.
+    """R rendered trajectories, the rows, in file order, and their tasks.
 
-    What it hands out are views of mapped files: they cost no memory that the system cannot take back.
+    Arrays are views of mapped files, whose memory the system can reclaim.
 
-    Example: of rows of the tasks a, b, a there are two tasks, and `task(0)` is the first and the third row.
+    Example: rows of the tasks a, b, a have two tasks, and `task(0)` returns the first and the third row.
     """
 
     def __init__(self, folder: Path, facts: DatasetFacts, open_picture: OpenPicture | None = None) -> None:
-        """Maps the files of a folder that `ArrayWriter` has written; they may be deleted then.
+        """Map the files that `ArrayWriter` wrote into a folder; afterwards they may be deleted.
 
-        `open_picture` makes the values of pictures, see `StoredPicture`; None where there are none.
+        `open_picture` computes the pixel values of images, see `StoredPicture`; None without images.
         """
         self.facts = facts
-        """What is known of the whole."""
+        """Facts about the whole file."""
         self.rows: npt.NDArray[np.void] = np.load(folder / ROWS_FILE)
-        """[R] records of `arrays.ROW`."""
+        """[R] records of `ROW`."""
         self.task_ids: tuple[TaskId, ...] = tuple(json.loads((folder / TASKS_FILE).read_text(encoding="utf-8")))
-        """In order of first appearance."""
+        """Ids of the tasks, in order of first appearance."""
         self._arrays = {name: MappedArray(folder / f"{name}.npy") for name in FLAT}
         rows = self.rows
         sizes = dict.fromkeys(FLAT, rows["num_tokens"]) | {"turn_ends": rows["num_turns"]}
         sizes |= dict.fromkeys(("picture_starts", "picture_numbers"), rows["num_pictures"])
         self.pictures = _pictures(folder, open_picture)
-        """The distinct pictures of all rows."""
+        """The P distinct images of all rows."""
         for name in ("logprobs", "advantages"):
             sizes[name] = np.where(rows[f"has_{name}"], rows["num_tokens"], 0)
         self._offsets = {name: _offsets(size) for name, size in sizes.items()}
@@ -104,9 +281,9 @@ class TokenDataset:
 
     @property
     def flat_keys(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """As `flat_tokens`, with -(1 + n) for each token of the picture `pictures[n]`: equal keys are equal inputs.
+        """Tokens with -(1 + n) at each token of the image `pictures[n]`, int32 [F], and offsets, int64 [R + 1].
 
-        A copy where there are pictures.
+        Equal keys are equal inputs of the model. With images, the keys are a copy of `flat_tokens`.
         """
         tokens, offsets = self.flat_tokens
         if not self.pictures:
@@ -118,19 +295,19 @@ class TokenDataset:
         return keys, offsets
 
     def rows_of(self, task: int) -> npt.NDArray[np.int64]:
-        """The numbers of a task's rows, ascending."""
+        """Return the numbers of a task's rows, ascending."""
         return self._by_task[self._task_bounds[task] : self._task_bounds[task + 1]]
 
     def task(self, task: int) -> list[RenderedTrajectory]:
-        """The rows of a task, in file order."""
+        """Return the rows of a task, in file order."""
         return [self.row(int(row)) for row in self.rows_of(task)]
 
     def largest_id(self, task: int) -> int:
-        """The largest token id of a task."""
+        """Return the largest token id of a task."""
         return int(self.rows["largest_id"][self.rows_of(task)].max())
 
     def tasks(self) -> Iterator[list[RenderedTrajectory]]:
-        """The rows of each task, in order of first appearance."""
+        """Yield the rows of each task, in order of first appearance."""
         return (self.task(task) for task in range(self.num_tasks))
 
     @property
@@ -143,17 +320,35 @@ class TokenDataset:
         return found
 
     @property
+    def num_trained(self) -> int:
+        """Trained tokens of all rows."""
+        return int(np.count_nonzero(self._arrays["loss_mask"].values))
+
+    def copies(self) -> list[tuple[int, int]]:
+        """Return pairs of a row and the first earlier row with the same tokens, images and mask, ascending."""
+        first: dict[bytes, int] = {}
+        found = []
+        for row in range(self.num_rows):
+            digest = blake2b(self.tokens(row).tobytes(), digest_size=16)
+            digest.update(self._part("loss_mask", row).tobytes())
+            for placed in self.placed(row):
+                digest.update(placed.picture.digest)
+            if (other := first.setdefault(digest.digest(), row)) != row:
+                found.append((row, other))
+        return found
+
+    @property
     def turn_ends(self) -> npt.NDArray[np.int32]:
         """int32 [turns of all rows], one past the last trained token of each."""
         return self._arrays["turn_ends"].values
 
     def tokens(self, row: int) -> TokenIds:
-        """The tokens of a row, int32 [T]; what is counted is given back to the system in time."""
+        """Return the tokens of a row, int32 [T]; their memory is released from time to time."""
         self._count(int(self.rows["num_tokens"][row]))
         return self._part("tokens", row)
 
     def row(self, row: int) -> RenderedTrajectory:
-        """A row by its number."""
+        """Return a row by its number."""
         record = self.rows[row]
         return RenderedTrajectory(
             task_id=self.task_ids[record["task"]],
@@ -171,14 +366,14 @@ class TokenDataset:
         )
 
     def placed(self, row: int) -> tuple[PlacedPicture, ...]:
-        """The pictures of a row, in order."""
+        """Return the images of a row, in order."""
         if not self.rows["num_pictures"][row]:
             return ()
-        places = zip(self._part("picture_starts", row), self._part("picture_numbers", row), strict=True)
-        return tuple(PlacedPicture(start=int(start), picture=self.pictures[number]) for start, number in places)
+        found = zip(self._part("picture_starts", row), self._part("picture_numbers", row), strict=True)
+        return tuple(PlacedPicture(start=int(start), picture=self.pictures[number]) for start, number in found)
 
     def release(self) -> None:
-        """Gives the memory of what was read back to the system; views stay valid and read it again."""
+        """Free the memory of all arrays; views stay valid and read the files again."""
         for array in self._arrays.values():
             array.release()
 
@@ -197,7 +392,7 @@ def _pictures(folder: Path, open_picture: OpenPicture | None) -> tuple[StoredPic
     records = np.load(folder / PICTURES_FILE)
     if not records.size:
         return ()
-    assert open_picture is not None, "messages with pictures have a tokenizer, and its folder the processor"
+    assert open_picture is not None, "messages with images have a tokenizer, and its folder the processor"
     contents, ends = MappedArray(folder / f"{CONTENTS}.npy").values, np.cumsum(records["num_bytes"]).tolist()
     return tuple(
         StoredPicture(
@@ -218,7 +413,7 @@ def _triple(grid: npt.NDArray[np.int64]) -> tuple[int, int, int]:
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """A sentence about `old`, or a file in it, as one about `new`; others are left as they are."""
+    """Replace the path `old`, or a file in it, at the beginning of a sentence."""
     is_of = text.startswith((f"{old}:", f"{old}/"))
     return new + text.removeprefix(old) if is_of else text
 

@@ -1,4 +1,4 @@
-"""The folder of caches: where it is, what stands in it, and how a cache comes into it or goes."""
+"""The folder of caches: its path, its entries, and how a cache is written and removed."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from treering.errors import StateError
-from treering.files.atomic import MANIFEST, read_facts, seal
 from treering.files.lock import FileLock, is_locked
+from treering.files.writing import MANIFEST, read_facts, seal
 
 CACHE_VARIABLE = "TREERING_CACHE"
 """Environment variable that names the folder of caches."""
@@ -22,23 +22,25 @@ _TOKENS = "tokens"
 _DRAFT = ".unfinished-"
 _LOCK = ".lock"
 _YOUNG_S = 60.0
-"""A draft without a lock may be one that takes its lock at this moment, if it is not older."""
+"""Age in seconds up to which a draft without a lock may be about to take it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEntry:
-    """One cache, whole or not."""
+    """A cache, whole or damaged."""
 
     folder: Path
     source: str | None
-    """The path of the file when the cache was made; None if it cannot be read."""
+    """Path of the source file when the cache was built; None if it cannot be read."""
     num_bytes: int
     made: float
-    """Seconds since 1970."""
+    """Time of the build, in seconds since 1970."""
 
 
 def cache_folder() -> Path:
-    """The folder of caches: `TREERING_CACHE`, else `treering` in `XDG_CACHE_HOME` or `~/.cache`; it may be absent.
+    """Return the folder of caches, in `TREERING_CACHE`, else in `treering` of `XDG_CACHE_HOME` or `~/.cache`.
+
+    The folder may not exist.
 
     Example: with TREERING_CACHE=/fast/cache it is `/fast/cache/tokens`.
     """
@@ -49,9 +51,9 @@ def cache_folder() -> Path:
 
 @contextmanager
 def drafted(folder: Path) -> Iterator[Path]:
-    """A new folder in `folder` to fill; it is removed at the end of the block unless `publish` has renamed it.
+    """Create a draft in `folder`, which is removed at the end of the block unless `publish` has renamed it.
 
-    Drafts of killed processes are removed first. Several processes may draft at once.
+    Drafts of killed processes are removed first. Several processes may write drafts at once.
 
     Raises:
         OSError: the folder cannot be written.
@@ -71,9 +73,9 @@ def drafted(folder: Path) -> Iterator[Path]:
 
 
 def publish(draft: Path, target: Path, facts: Mapping[str, Any]) -> None:
-    """Seals a draft with checksums, and makes it `target`, whose readers find it whole or not at all.
+    """Seal a draft with checksums and rename it to `target`, which readers find whole or not at all.
 
-    What else has that name is removed, unless another process has just published the same.
+    Something else with that name is removed, unless another process has just published the same cache.
 
     Raises:
         OSError: the disk is full.
@@ -90,7 +92,7 @@ def publish(draft: Path, target: Path, facts: Mapping[str, Any]) -> None:
 
 
 def remove(target: Path) -> None:
-    """Removes a cache; readers that have mapped its files keep them."""
+    """Remove a cache; readers that have mapped its files are not affected."""
     aside = target.with_name(f"{_DRAFT}{uuid.uuid4().hex}")
     try:
         os.rename(target, aside)
@@ -100,14 +102,14 @@ def remove(target: Path) -> None:
 
 
 def entries(folder: Path) -> list[CacheEntry]:
-    """The caches of a folder, the newest first."""
+    """Return the caches of a folder, newest first."""
     found = [each for each in folder.glob("*") if each.is_dir() and not each.name.startswith(_DRAFT)]
     known = [entry for entry in map(_entry, found) if entry is not None]
     return sorted(known, key=lambda entry: -entry.made)
 
 
 def clear(folder: Path) -> int:
-    """Removes all caches, and the drafts of killed processes; returns how many bytes they took."""
+    """Remove all caches and the drafts of killed processes; return the number of freed bytes."""
     num_bytes = _num_bytes(folder)
     for entry in entries(folder):
         remove(entry.folder)
@@ -124,7 +126,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _entry(folder: Path) -> CacheEntry | None:
-    """The cache in a folder; None if another process removes it at this moment."""
+    """Return the cache in a folder; None if another process has just removed it."""
     try:
         made = folder.stat().st_mtime
     except FileNotFoundError:
@@ -140,7 +142,7 @@ def _source(folder: Path) -> str | None:
 
 
 def _num_bytes(folder: Path) -> int:
-    """Of all files; those that other processes remove or rename at this moment may be left out."""
+    """Return the size of all files, except those that other processes remove meanwhile."""
     num_bytes = 0
     for place, _, names in os.walk(folder):
         for name in names:

@@ -1,25 +1,111 @@
-"""Opens a trajectory file as arrays of tokens: out of the cache, or built and kept there for the next start."""
+"""Open a trajectory file as token arrays, from the cache, or built and cached for the next start.
+
+The key of a cache is a digest of everything that its arrays depend on: contents, settings and code.
+"""
 
 import hashlib
+import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import date as Date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from treering.data.cache.build import OnBuild, ReadOptions, build, check_no_pairs
+import numpy as np
+
+from treering.data.cache.build_dataset import OnBuild, ReadOptions, build, check_no_pairs
 from treering.data.cache.dataset import DatasetFacts, TokenDataset
 from treering.data.cache.folder import drafted, publish, remove
-from treering.data.cache.key import cache_key
+from treering.data.formats.arrow import missing_parts
 from treering.data.formats.containers import source_files
-from treering.data.pictures.source import PictureSource
-from treering.data.pictures.stored import OpenPicture
+from treering.data.picture import OpenPicture, PictureSource
 from treering.data.rendering.renderer import Renderer
 from treering.errors import DataWarning, InputError, StateError
-from treering.files.atomic import read_facts
+from treering.extras import versions_of
+from treering.files.writing import read_facts
+
+CACHE_VERSION = 3
+"""Version of the arrays and their files."""
+
+_TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
+_WRITES_DATE = b"strftime_now"
+_CODE = Path(__file__).parents[1]
+_PACKAGES = ("tokenizers", "jinja2", "pyarrow", "pillow", "transformers")
+
+
+def cache_key(path: Path, renderer: Renderer, options: Mapping[str, Any]) -> str:
+    """Return the key of the arrays of a path: a SHA-256 of its contents, the tokenizer's files and all settings.
+
+    The contents are read, because time stamps can lie. The key also covers the code of `treering.data` and the versions
+    of the packages that render.
+
+    Args:
+        path: the file or folder.
+        renderer: gives tokenizer, template and date.
+        options: how the records are read; JSON values.
+
+    Raises:
+        OSError: a file cannot be read.
+
+    Example: a copy of a file under another name with the same ending has the same key.
+    """
+    facts = {
+        "version": CACHE_VERSION,
+        "code": _code(),
+        "contents": [[_name(each, path), _digest(each)] for each in source_files(path)],
+        # A missing part causes a warning or an error.
+        "missing": missing_parts(path),
+        "template": renderer.template,
+        **_tokenizer(renderer),
+        **options,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _name(file: Path, path: Path) -> str:
+    """Return the part of a file's name that decides how it is read."""
+    return str(file.relative_to(path)) if file != path else "".join(file.suffixes[-2:]).lower()
+
+
+def _tokenizer(renderer: Renderer) -> dict[str, Any]:
+    if renderer.tokenizer is None:
+        return {"tokenizer": None}
+    folder = renderer.tokenizer
+    files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    writes_date = any(_WRITES_DATE in file.read_bytes() for file in files)
+    return {
+        "tokenizer": [[str(file.relative_to(folder)), _digest(file)] for file in files],
+        "date": str(renderer.date or Date.today()) if writes_date else None,
+    }
+
+
+@cache
+def code_digest(folder: Path) -> str:
+    """Return the SHA-256 of the code in a folder, for caches that depend on it."""
+    return _digest_of(sorted(folder.rglob("*.py")))
+
+
+@cache
+def _code() -> list[str]:
+    found = versions_of(_PACKAGES)
+    return [code_digest(_CODE), np.__version__, *(found.get(package, "") for package in _PACKAGES)]
+
+
+def _digest(file: Path) -> str:
+    return _digest_of([file])
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
 
 
 def open_dataset(
@@ -31,27 +117,27 @@ def open_dataset(
     on_progress: OnBuild | None = None,
     num_workers: int = 0,
 ) -> TokenDataset:
-    """The rendered trajectories of a file or folder, in bounded memory.
+    """Return the rendered trajectories of a file or folder, in bounded memory.
 
-    The first time they are read, rendered and written in one pass; then the arrays are mapped as they are, after their
-    checksums. With and without a cache it is the same pass and the same arrays.
+    The first call reads, renders and writes the file in one pass; later calls check the checksums and map the arrays.
+    The arrays are the same without a cache.
 
     Args:
-        path: what `read_trajectories` reads.
+        path: path that `read_trajectories` reads.
         renderer: makes tokens and masks.
         options: how records are read.
-        folder: of caches, see `cache_folder`; None keeps nothing.
-        on_progress: told of a build some times a second.
-        num_workers: processes that render a large file, to the same arrays; see `num_workers_here`. A script that sets
-            it needs `if __name__ == "__main__":`, as it is imported by each.
+        folder: folder of caches, see `cache_folder`; None disables the cache.
+        on_progress: called with the progress of a build several times a second.
+        num_workers: number of processes that render a large file; see `num_workers_here`. A script that sets it needs
+            `if __name__ == "__main__":`, because each process imports it.
 
     Raises:
         InputError: as `read_trajectories` and `Renderer.render`; the file was changed while it was read.
-        StateError: a process that renders was killed; the folder of temporary files cannot be written either.
+        StateError: a rendering process was killed; the folder of temporary files cannot be written either.
         MissingExtraError: a package is missing.
 
     Warns:
-        DataWarning: what they warn of, also out of the cache; a cache that is damaged or cannot be written.
+        DataWarning: their warnings, also from the cache; a cache that is damaged or cannot be written.
 
     Example: `open_dataset("set.jsonl", Renderer(tokenizer=folder), folder=cache_folder()).task(0)[0].tokens`.
     """
@@ -76,19 +162,19 @@ def open_built(
     folder: Path | None,
     may_grow: bool = False,
 ) -> TokenDataset:
-    """As `open_dataset`, of arrays that `make` writes into a folder where they are not kept.
+    """Open the arrays of a file from the cache, or from the folder into which `make` writes them.
 
     Args:
-        file: what they are made of.
-        renderer: whose tokenizer and template they depend on.
-        options: what else they depend on; JSON values.
-        make: writes them by an `ArrayWriter`; it may be called twice.
-        folder: of caches; None keeps nothing.
-        may_grow: the file may change meanwhile, so nothing is kept of it.
+        file: source of the arrays.
+        renderer: gives the tokenizer and template, which are part of the key.
+        options: further values of the key, in JSON.
+        make: writes the arrays with an `ArrayWriter`; it may be called twice.
+        folder: folder of caches; None disables the cache.
+        may_grow: whether the file may change meanwhile, which disables the cache.
 
     Example: `open_built(file, renderer, {"kind": "prompts"}, make, folder=cache_folder()).tokens(0)`.
     """
-    # Before the name is found, so that nothing is kept under the name of other contents.
+    # Taken before the key is computed, so that the cache never has other contents than its key.
     before = _stamps(file)
 
     def checked(draft: Path) -> DatasetFacts:
@@ -101,15 +187,15 @@ def open_built(
     dataset = None if target is None else _kept(target, file, renderer)
     if dataset is None:
         dataset = _in_passing(renderer, checked) if target is None else _built(target, file, renderer, checked)
-    return _said(dataset, file, renderer)
+    return _with_warnings(dataset, file, renderer)
 
 
 @contextmanager
 def unchanged(file: Path) -> Iterator[None]:
-    """Refuses a file or folder of records that is written in the block.
+    """Check at the end of the block that a file or folder of records has not changed.
 
     Raises:
-        InputError: it was changed.
+        InputError: it has changed.
     """
     before = _stamps(file)
     yield
@@ -125,12 +211,12 @@ def _target(folder: Path, file: Path, renderer: Renderer, options: Mapping[str, 
     try:
         return folder / cache_key(file, renderer, options) if file.is_file() or file.is_dir() else None
     except OSError:
-        # Reading says what is wrong with the file.
+        # The reader reports what is wrong with the file.
         return None
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int, int]]:
-    """Of each file: name, number, size and time of the last change."""
+    """Return the name, inode, size and modification time of each file."""
     found = [(str(file), file.stat()) for file in source_files(path) if file.is_file()]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
@@ -151,13 +237,13 @@ def _kept(target: Path, file: Path, renderer: Renderer) -> TokenDataset | None:
 
 
 def _has_pictures(file: Path, digests: Mapping[str, str]) -> bool:
-    """Whether local pictures are those that the arrays were made of; the key knows the data file alone."""
+    """Return whether local images are unchanged; the key covers only the data file."""
     folder = file if file.is_dir() else file.parent
     try:
         sources = {name: PictureSource(folder=folder, file=name) for name in digests}
         return all(hashlib.sha256(sources[name].read()).hexdigest() == digest for name, digest in digests.items())
     except InputError:
-        # Building says what is wrong with it.
+        # The build reports what is wrong with the image.
         return False
 
 
@@ -169,12 +255,12 @@ def _built(target: Path, file: Path, renderer: Renderer, make: Callable[[Path], 
     try:
         with drafted(target.parent) as draft:
             facts = make(draft)
-            # Mapped before others can find it, who may replace or clear it.
+            # Mapped first, because other processes may replace or remove a published cache.
             dataset = TokenDataset(draft, facts, _opener(renderer))
             publish(draft, target, asdict(facts))
             return dataset
     except OSError as error:
-        # What the file itself raises is an InputError.
+        # Errors of the source file are InputErrors.
         reason = error.strerror or error
         warnings.warn(f"{file}: {target.parent} keeps no cache of it ({reason})", DataWarning, stacklevel=3)
         return _in_passing(renderer, make)
@@ -182,7 +268,7 @@ def _built(target: Path, file: Path, renderer: Renderer, make: Callable[[Path], 
 
 def _in_passing(renderer: Renderer, make: Callable[[Path], DatasetFacts]) -> TokenDataset:
     try:
-        # What is mapped stays readable.
+        # Mapped files stay readable after their deletion.
         with tempfile.TemporaryDirectory(prefix="treering-", ignore_cleanup_errors=True) as draft:
             return TokenDataset(Path(draft), make(Path(draft)), _opener(renderer))
     except OSError as error:
@@ -192,8 +278,8 @@ def _in_passing(renderer: Renderer, make: Callable[[Path], DatasetFacts]) -> Tok
         ) from error
 
 
-def _said(dataset: TokenDataset, file: Path, renderer: Renderer) -> TokenDataset:
-    """The dataset with the names of this call in its sentences, after its warnings."""
+def _with_warnings(dataset: TokenDataset, file: Path, renderer: Renderer) -> TokenDataset:
+    """Give the dataset's warnings and return it, with the paths of this call in all sentences."""
     named = dataset.facts.named(str(file), None if renderer.tokenizer is None else str(renderer.tokenizer))
     for warning in named.warnings:
         warnings.warn(warning, DataWarning, stacklevel=4)

@@ -1,4 +1,4 @@
-"""Trajectories to and from JSON values in Treering's own form: chat messages or token ids, rewards and more."""
+"""Conversion of trajectories to and from Treering's own JSON form."""
 
 import hashlib
 import json
@@ -6,19 +6,22 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from treering.data.episode import decode_episode, encode_episode
-from treering.data.formats.fields import filled, integer_field, is_blank, number_field, show, text_field
-from treering.data.formats.messages import decode_messages
-from treering.data.formats.token_arrays import (
+from treering.data.formats.chat_messages import decode_messages, decode_tools
+from treering.data.formats.json_fields import (
     MASK_KEYS,
     check_masks_are_known,
     decode_floats,
     decode_loss_mask,
     decode_tokens,
+    filled,
+    integer_field,
+    is_blank,
+    number_field,
+    show,
+    text_field,
 )
-from treering.data.formats.tool_calls import decode_tools
-from treering.data.pictures.source import MessagePicture
-from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory
+from treering.data.picture import MessagePicture
+from treering.data.trajectory import Message, TaskId, ToolCall, Trajectory, decode_episode, encode_episode
 from treering.errors import InputError
 from treering.types import LossMask, TokenIds
 
@@ -42,13 +45,13 @@ UNREADABLE = MappingProxyType(
         ),
         **dict.fromkeys(
             ("weight", "sample_weight", "loss_weight"),
-            "every trajectory counts alike; repeat or drop trajectories, and remove the key",
+            "all trajectories have the same weight; repeat or drop trajectories, and remove the key",
         ),
         "documents": "templates with documents are not rendered; write them into a message",
         "chat_template_kwargs": "template options are not read; write what they add into messages, and remove the key",
     }
 )
-"""Top-level keys that change what is trained, with what to do; a weight of 1 changes nothing."""
+"""Top-level keys that change what is trained, each with the fix; a weight of 1 is allowed."""
 CONTEXT_KEYS = MappingProxyType(
     {
         **dict.fromkeys(
@@ -61,17 +64,17 @@ CONTEXT_KEYS = MappingProxyType(
         ),
     }
 )
-"""Top-level keys with what the policy saw beside the messages, with what to do where a format does not read them."""
+"""Top-level keys with context of the messages, each with the fix for formats that do not read it."""
 _IDS = ("tokens", "input_ids", "token_ids", "prompt_ids", "prompt_token_ids")
 
 
 def decode(record: object) -> Trajectory:
-    """Parses a trajectory; null fields count as absent, unknown ones are ignored unless they change what is trained.
+    """Decode a trajectory; null fields count as absent, unknown fields are ignored unless they change what is trained.
 
-    Without a task_id, trajectories with equal first prompts form a task: see `first_prompt_id`.
+    Without a task_id, trajectories with equal first prompts form a task, see `first_prompt_id`.
 
     Raises:
-        InputError: a bad field; the message has its name, value and rule.
+        InputError: a field is bad; the message has its name, value and rule.
 
     Example: `decode({"task_id": 3, "tokens": [5, 6], "loss_mask": [0, 1], "source": "x"}).loss_mask` is
     `[False, True]`.
@@ -101,10 +104,10 @@ def decode(record: object) -> Trajectory:
 
 
 def decode_scalars(record: Mapping[str, Any]) -> dict[str, Any]:
-    """trial, reward, advantage, step, epoch and version of a record, by the names of a trajectory's fields.
+    """Decode trial, reward, advantage, step, epoch and version, by name.
 
     Raises:
-        InputError: one of another type.
+        InputError: a value has another type.
     """
     return {
         **{key: integer_field(record, key) for key in ("trial", "step", "epoch", "version")},
@@ -113,18 +116,18 @@ def decode_scalars(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_readable(record: Mapping[str, Any], *, but: Collection[str] = ()) -> None:
-    """Refuses keys that change what is trained, or what the policy saw, and are not read, except those of `but`.
+    """Check that a record has no unread key that changes what is trained or what the policy saw, except `but`.
 
     Raises:
-        InputError: such a key with a value; the message says what to do.
+        InputError: such a key has a value; the message has the fix.
 
-    Example: `{"messages": [...], "images": ["a.png"]}` is refused, and an empty list of images is not.
+    Example: `{"messages": [...], "images": ["a.png"]}` is refused; an empty list of images is not.
     """
     check_masks_are_known(record, but=but)
     has_ids = bool(filled(record, _IDS))
     for key in filled(record, CONTEXT_KEYS):
         value = record[key]
-        # Ids have all that the policy saw; a text that is a message too is read there.
+        # Token ids include everything that the policy saw, and a text that is also a message is read there.
         if key not in but and not has_ids and not _is_message(record, value):
             raise InputError(
                 f"{key} stands beside the messages and is not read, got {show(value)}: {CONTEXT_KEYS[key]}"
@@ -142,10 +145,10 @@ def _is_message(record: Mapping[str, Any], value: object) -> bool:
 
 
 def decode_task_id(record: Mapping[str, Any], key: str = "task_id") -> TaskId | None:
-    """The task of a record; None if it is null or absent.
+    """Return the task id of a record; None if it is null or absent.
 
     Raises:
-        InputError: neither text nor an integer, or empty.
+        InputError: the id is empty, or neither text nor an integer.
     """
     value = record.get(key)
     if value is None:
@@ -156,9 +159,9 @@ def decode_task_id(record: Mapping[str, Any], key: str = "task_id") -> TaskId | 
 
 
 def first_prompt_id(messages: tuple[Message, ...] | None, tokens: TokenIds | None, loss_mask: LossMask | None) -> str:
-    """A task's id from its first prompt: 16 hexadecimal digits, a hash of what stands before the first trained part.
+    """Return a task id, 16 hexadecimal digits, as a hash of everything before the first trained part.
 
-    A trajectory of tokens without a mask, or trained from its first token on, is a task by itself.
+    A trajectory of tokens without a mask, or trained from its first token, is its own task.
 
     Example: two answers to the same question have the same id.
     """
@@ -173,7 +176,7 @@ def first_prompt_id(messages: tuple[Message, ...] | None, tokens: TokenIds | Non
 
 
 def _picture_digest(picture: MessagePicture) -> bytes:
-    """Of its place and its bytes as they are stored, so that equal questions on two pictures are two tasks."""
+    # Equal questions about two images are two tasks.
     content = picture.source.read()
     return picture.at.to_bytes(8, "little") + hashlib.blake2b(content, digest_size=16).digest()
 
@@ -183,10 +186,10 @@ def _digest(content: bytes) -> str:
 
 
 def encode(trajectory: Trajectory) -> dict[str, Any]:
-    """The JSON value of a trajectory, without fields that are None; `decode` reads it back.
+    """Return the JSON value of a trajectory, without fields that are None; `decode` reads it.
 
     Raises:
-        InputError: it has pictures.
+        InputError: the trajectory has images.
 
     Example: a trajectory of task 3 with tokens 5 and 6 becomes `{"task_id": 3, "format": "chat", "tokens": [5, 6]}`.
     """

@@ -1,12 +1,23 @@
-"""The records of a file or folder, whatever holds them: JSON Lines, one JSON document, or a table."""
+"""Records of a file or folder: JSON Lines, one JSON document, or a table."""
 
+import codecs
+import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 
-from treering.data.formats.files import (
+from treering.data.formats.arrow import (
+    check_parts,
+    folder_records,
+    is_dataset_folder,
+    is_table,
+    say_missing_parts,
+    table_records,
+)
+from treering.data.formats.record_files import (
     ReadPosition,
     content_parts,
     first_bytes,
@@ -14,11 +25,125 @@ from treering.data.formats.files import (
     numbered_lines,
     whole_lines,
 )
-from treering.data.formats.json_document import document_records
-from treering.data.formats.parts import check_parts, say_missing_parts
-from treering.data.formats.tables import folder_records, is_dataset_folder, is_table, table_records
-from treering.data.locate import did_you_mean
 from treering.errors import InputError
+
+_BLANK = " \t\n\r"
+_NEAR_END = 16
+"""Characters at the end of a buffer in which a literal, an escape or a number may be incomplete."""
+
+
+def document_records(
+    path: Path, parse_float: Callable[[str], float] | None = None, position: ReadPosition | None = None
+) -> Iterator[tuple[str, object]]:
+    """Yield the records of an array with their places, "FILE: record N", or the one record of another document.
+
+    Raises:
+        InputError: the JSON is broken, as "FILE:LINE: rule, value, fix"; earlier records have been yielded.
+
+    Example: a file with `[{"a": 1}, {"a": 2}]` yields ("FILE: record 1", {"a": 1}) and ("FILE: record 2", {"a": 2}).
+    """
+    try:
+        if next((part.lstrip()[:1] for part in content_parts(path) if part.strip()), b"") != b"[":
+            yield str(path), json.loads(b"".join(content_parts(path, position)), parse_float=parse_float)
+            return
+        text = _Text(content_parts(path, position), json.JSONDecoder(parse_float=parse_float))
+        for number, record in enumerate(_elements(text), start=1):
+            yield f"{path}: record {number}", record
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: {_as_message(error)}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: a JSON document must be UTF-8, got {error}; convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path}: a JSON document holds one record or an array of them ({error}); repair it"
+        ) from error
+
+
+class _Text:
+    """Buffer over the text of a file; errors count lines and columns from the start of the file."""
+
+    def __init__(self, parts: Iterator[bytes], decoder: json.JSONDecoder) -> None:
+        self._parts, self._decoder = parts, decoder
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+        self._text, self._start, self._is_whole = "", 0, False
+        self._num_lines = self._num_columns = 0
+
+    def peek(self) -> str:
+        """Skip blanks and return the next character; "" at the end."""
+        while True:
+            size = len(self._text)
+            while self._start < size and self._text[self._start] in _BLANK:
+                self._start += 1
+            if self._start < size or self._is_whole:
+                return self._text[self._start : self._start + 1]
+            self._read()
+
+    def skip(self) -> None:
+        self._start += 1
+
+    def value(self) -> object:
+        """Read a JSON value."""
+        self.peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._start)
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self._text) - _NEAR_END
+                if self._is_whole or not is_cut:
+                    raise self.error(error.msg, error.pos) from None
+            else:
+                # A number near the end of the buffer may be incomplete.
+                if self._is_whole or end < len(self._text) - _NEAR_END:
+                    self._start = end
+                    return value
+            self._read()
+
+    def error(self, rule: str, place: int | None = None) -> json.JSONDecodeError:
+        """Return an error at an index of the buffer, by default at the next character."""
+        error = json.JSONDecodeError(rule, self._text, self._start if place is None else place)
+        error.colno += self._num_columns if error.lineno == 1 else 0
+        error.lineno += self._num_lines
+        return error
+
+    def _read(self) -> None:
+        """Drop what was parsed and at least double the rest, so that a long record is not parsed often."""
+        passed, left = self._text[: self._start], self._text[self._start :]
+        lines = passed.count("\n")
+        self._num_lines += lines
+        self._num_columns = len(passed) - passed.rfind("\n") - 1 + (0 if lines else self._num_columns)
+        read, num_read = [left], 0
+        while num_read <= len(left) and not self._is_whole:
+            part = next(self._parts, b"")
+            self._is_whole = not part
+            read.append(self._utf8.decode(part, final=self._is_whole))
+            num_read += len(part)
+        self._text, self._start = "".join(read), 0
+
+
+def _elements(text: _Text) -> Iterator[object]:
+    """Yield the elements of the array that is the text."""
+    if text.peek() != "[":
+        raise text.error("Expecting value")
+    text.skip()
+    if text.peek() == "]":
+        text.skip()
+    else:
+        yield text.value()
+        while text.peek() == ",":
+            text.skip()
+            yield text.value()
+        if text.peek() != "]":
+            raise text.error("Expecting ',' delimiter")
+        text.skip()
+    if text.peek():
+        raise text.error("Extra data")
+
+
+def _as_message(error: json.JSONDecodeError) -> str:
+    if error.msg == "Extra data":
+        return "a file is one JSON document or one JSON object per line, got another value here; jq -c . writes lines"
+    return f"a JSON document holds one record or an array of them ({error.msg}, column {error.colno}); repair it"
+
 
 _UNREAD = MappingProxyType(
     {
@@ -30,12 +155,12 @@ _UNREAD = MappingProxyType(
         b"version https://git-lfs": "a pointer of Git LFS and not the file itself; fetch it with git lfs pull",
     }
 )
-"""The first bytes of files that people have and that hold no records as they are, with what to do."""
+"""First bytes of files that cannot be read, each with its kind and the fix."""
 
 _ENDING = re.compile(r"^[^.].*\.(jsonl|ndjson|json)(\.(gz|zst))?$")
-"""The names of files of records in a folder."""
+"""Names of record files in a folder."""
 _HEADER = re.compile(rb'"?[A-Za-z_][\w .]*"?([,;\t]"?[A-Za-z_][\w .]*"?)+')
-"""The first line of a table as text."""
+"""First line of a CSV or TSV file."""
 
 
 def read_records(
@@ -45,23 +170,25 @@ def read_records(
     parse_float: Callable[[str], float] | None = None,
     position: ReadPosition | None = None,
 ) -> Iterator[tuple[str, object]]:
-    """Each record of a path with its place for errors: "FILE:LINE", "FILE: record N", "FILE: row N" or "FILE".
+    """Return an iterator over the records of a path, each with its place for errors.
 
-    Read are JSON Lines and JSON documents (an array of records, or one record), plain or compressed by gzip or
-    zstandard, Parquet and Arrow files, and folders of such files, also as Hugging Face's `save_to_disk` and the Hub
-    write them. The content decides, not the name.
+    A place is "FILE:LINE", "FILE: record N", "FILE: row N" or "FILE".
+
+    The path is a file of JSON Lines, a JSON document (an array of records, or one record), plain or compressed by gzip
+    or zstandard, a Parquet or Arrow file, or a folder of such files, also one that Hugging Face's `save_to_disk` or the
+    Hub writes. The content decides the type, not the name.
 
     Args:
-        path: of a file or folder.
-        may_be_torn: a run wrote the file, and a kill may have cut its last line; see `whole_lines`.
-        parse_float: makes the value of a number with a fraction from its text in JSON; None takes Python's float.
+        path: file or folder.
+        may_be_torn: whether a kill may have cut the last line of the file; see `whole_lines`.
+        parse_float: converts the text of a JSON number with a fraction; None for Python's float.
         position: counts the bytes that are read.
 
     Raises:
-        InputError: a path that cannot be read, or broken JSON, as "FILE:LINE: rule, value, fix".
-        MissingExtraError: a table without pyarrow.
+        InputError: the path cannot be read, or JSON is broken, as "FILE:LINE: rule, value, fix".
+        MissingExtraError: the file is a table, and pyarrow is missing.
 
-    Example: a file with the two lines `{"a": 1}` and `{"a": 2}` gives ("FILE:1", {"a": 1}) and ("FILE:2", {"a": 2}).
+    Example: a file with the two lines `{"a": 1}` and `{"a": 2}` yields ("FILE:1", {"a": 1}) and ("FILE:2", {"a": 2}).
     """
     if not path.exists():
         raise InputError(f"{path}: cannot be read (No such file or directory); {did_you_mean([path])}check the path")
@@ -75,9 +202,9 @@ def read_records(
 
 
 def record_files(folder: Path) -> list[Path]:
-    """The files of records in a folder that holds no table, by name; empty if there is none.
+    """Return the record files in a folder, sorted by name; an empty list for a folder with a table dataset.
 
-    Example: of `b.jsonl.gz`, `a.jsonl` and `README.md` they are the first two, `a.jsonl` first.
+    Example: a folder with `b.jsonl.gz`, `a.jsonl` and `README.md` has `a.jsonl` and `b.jsonl.gz`.
     """
     if is_dataset_folder(folder):
         return []
@@ -85,12 +212,12 @@ def record_files(folder: Path) -> list[Path]:
 
 
 def source_files(path: Path) -> list[Path]:
-    """The files that the records of a path are read from, links followed: itself, or those of a folder.
+    """Return the files from which the records of a path are read: the path itself, or files of the folder.
 
-    Of a dataset they are all files of its folder and of those in it, hidden ones left out; of a folder without records
-    there are none.
+    A dataset has all files of its folder and its subfolders, except hidden files. A folder without records has none.
+    Links are followed.
 
-    Example: of a folder with `data/train-00000-of-00001.parquet` and `README.md` they are these two.
+    Example: a folder with `data/train-00000-of-00001.parquet` and `README.md` has both files.
     """
     if not path.is_dir():
         return [path]
@@ -109,7 +236,7 @@ def _file_records(
     if is_table(head):
         return table_records(path, position=position)
     begin = next((part.lstrip() for part in content_parts(path) if part.strip()), b"")
-    # An array may be one line.
+    # A JSON array may be on one line.
     if begin.startswith(b"["):
         return document_records(path, parse_float, position)
     first = next(numbered_lines(path), None)
@@ -147,11 +274,22 @@ def _line_records(
 
 
 def _is_object(text: bytes, path: Path) -> bool:
-    """Whether a file with this first line is one JSON object, over several lines."""
-    # Only an object that is written over several lines ends its first line so; a cut line of JSON Lines does not.
+    # The first line of an object over several lines; a line of JSON Lines that was cut is longer than "{".
     return text == b"{" or (_name(path).endswith((".json", ".traj")) and not is_json(text))
 
 
 def _name(path: Path) -> str:
-    """The name of a file in lower case, without the ending of its compression."""
+    """Return the name of a file in lower case, without the suffix of its compression."""
     return path.name.lower().removesuffix(".gz").removesuffix(".zst")
+
+
+def did_you_mean(missing: Iterable[Path]) -> str:
+    """Return a question with the existing paths whose names are nearest to the missing ones; "" if there are none.
+
+    Example: for `runs/trace.jsonl` next to `runs/traces.jsonl` it is "did you mean runs/traces.jsonl? ".
+    """
+    found = []
+    for path in missing:
+        names = os.listdir(path.parent) if path.parent.is_dir() else []
+        found += [path.parent / name for name in difflib.get_close_matches(path.name, names, n=2)]
+    return f"did you mean {' or '.join(str(path) for path in found[:3])}? " if found else ""

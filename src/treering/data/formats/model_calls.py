@@ -1,12 +1,33 @@
-"""Branches from the calls of a model: a call that continues the one before makes it longer, another begins a branch."""
+"""Trajectories from the calls of a model. A call that continues the previous one extends it; another starts a branch.
 
-from collections.abc import Iterable, Iterator, Sequence
+Recorded token ids are never rendered again.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from treering.data.trajectory import Message
+from treering.data.formats.json_fields import (
+    MASK_KEYS,
+    PROMPT_IDS,
+    SAMPLED_IDS,
+    are_ids,
+    are_logprobs,
+    array,
+    check_masks_are_known,
+    decode_floats,
+    decode_mask,
+    is_blank,
+    plain_key,
+    token_ids,
+)
+from treering.data.formats.record_format import Note
+from treering.data.trajectory import Message, Trajectory
+from treering.errors import InputError
 from treering.types import LossMask, TokenIds
 
 
@@ -15,9 +36,9 @@ class MessageCall:
     """One call of a model with messages."""
 
     prompt: tuple[Message, ...]
-    """What it was shown."""
+    """Messages before the answer."""
     answer: tuple[Message, ...]
-    """What it wrote."""
+    """Messages that the model wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,44 +46,32 @@ class TokenCall:
     """One call of a model with token ids, of which at least one is sampled."""
 
     prompt: TokenIds
-    """int32 [P]: what it was shown."""
+    """int32 [P], ids before the sampled ones."""
     completion: TokenIds
-    """int32 [C]: what it sampled."""
+    """int32 [C], sampled ids."""
     logprobs: npt.NDArray[np.float64] | None
-    """float64 [C], of the sampled tokens; None if they are not known."""
+    """float64 [C], log-probs of the sampled tokens; None if unknown."""
     mask: LossMask | None = None
-    """bool [C], which of the sampled tokens are trained; None trains all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenBranch:
-    """Calls of which each continues the one before, as one sequence."""
-
-    tokens: TokenIds
-    """int32 [T]."""
-    loss_mask: LossMask
-    """bool [T], True where a call sampled the token and its mask trains it."""
-    logprobs: npt.NDArray[np.float64] | None
-    """float64 [T], 0.0 where no call sampled the token; None if those of a call are not known."""
+    """bool [C], True for trained tokens; None trains all."""
 
 
 def as_context(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """The messages, none of them trained.
+    """Return the messages with `trained` False in the assistant's.
 
-    Example: an assistant's message of a prompt is shown to the policy and not written by it.
+    Example: an assistant's message in a prompt is not trained, because the policy did not write it in this call.
     """
     return tuple(replace(message, trained=False) if message.is_trained else message for message in messages)
 
 
 def message_branches(calls: Iterable[MessageCall]) -> Iterator[tuple[Message, ...]]:
-    """One conversation per run of calls that continue each other; only what a call wrote is trained, once.
+    """Yield one conversation per chain of calls that continue each other; each answer is trained once.
 
     Example: calls with the prompts [u] and [u, a, t], answered by a and b, are one conversation [u, a, t, b]. If the
     second prompt is [u, t] there are two: [u, a] and [u, t, b].
     """
     branch: tuple[Message, ...] = ()
     for call in calls:
-        if branch and _continues(call.prompt, branch):
+        if branch and len(call.prompt) >= len(branch) and all(map(_is_same, call.prompt, branch)):
             branch = (*branch, *as_context(call.prompt[len(branch) :]), *call.answer)
             continue
         if branch:
@@ -72,37 +81,30 @@ def message_branches(calls: Iterable[MessageCall]) -> Iterator[tuple[Message, ..
         yield branch
 
 
-def token_branches(calls: Iterable[TokenCall]) -> Iterator[TokenBranch]:
-    """As `message_branches`, of token ids.
-
-    Example: prompts [1] and [1, 2, 3] with the completions [2] and [4] are one branch [1, 2, 3, 4] that trains 2 and 4.
-    """
-    run: list[TokenCall] = []
-    for call in calls:
-        if run and not _extends(call.prompt, run[-1]):
-            yield _joined(run)
-            run = []
-        run.append(call)
-    if run:
-        yield _joined(run)
-
-
-def _continues(prompt: Sequence[Message], branch: Sequence[Message]) -> bool:
-    return len(prompt) >= len(branch) and all(map(_is_same, prompt, branch))
-
-
 def _is_same(one: Message, other: Message) -> bool:
     return replace(one, trained=True) == replace(other, trained=True)
 
 
-def _extends(prompt: TokenIds, call: TokenCall) -> bool:
-    whole = np.concatenate([call.prompt, call.completion])
-    return np.array_equal(prompt[: whole.size], whole)
+def token_trajectories(calls: Iterable[TokenCall], **known: Any) -> list[Trajectory]:
+    """Return one trajectory of token ids per chain of calls that continue each other, see `message_branches`.
+
+    `known` has further fields of each trajectory. Log-probs are 0.0 at tokens that no call sampled, and None if a call
+    has none.
+
+    Example: prompts [1] and [1, 2, 3] with the completions [2] and [4] are one branch [1, 2, 3, 4] that trains 2 and 4.
+    """
+    runs: list[list[TokenCall]] = []
+    whole = np.zeros(0, np.int32)
+    for call in calls:
+        if not runs or not np.array_equal(call.prompt[: whole.size], whole):
+            runs.append([])
+        runs[-1].append(call)
+        whole = np.concatenate([call.prompt, call.completion])
+    return [Trajectory(**_joined(run), **known) for run in runs]
 
 
-def _joined(run: Sequence[TokenCall]) -> TokenBranch:
-    last = run[-1]
-    tokens = np.concatenate([last.prompt, last.completion])
+def _joined(run: Sequence[TokenCall]) -> dict[str, Any]:
+    tokens = np.concatenate([run[-1].prompt, run[-1].completion])
     mask = np.zeros(tokens.size, np.bool_)
     logprobs = np.zeros(tokens.size)
     for call in run:
@@ -111,4 +113,130 @@ def _joined(run: Sequence[TokenCall]) -> TokenBranch:
         if call.logprobs is not None:
             logprobs[span] = call.logprobs
     is_known = all(call.logprobs is not None for call in run)
-    return TokenBranch(tokens=tokens, loss_mask=mask, logprobs=logprobs if is_known else None)
+    return {"tokens": tokens, "loss_mask": mask, "logprobs": logprobs if is_known else None}
+
+
+IDS_USED = "token ids beside the text are trained as they were sampled, and the text is not rendered"
+"""Note on records of text that also have the ids of their call."""
+
+
+def beside_text(
+    record: Mapping[str, Any], note: Note, decode: Callable[[Mapping[str, Any], Note], list[Trajectory]]
+) -> list[Trajectory]:
+    """Decode a record of text; if it has the ids of its call, train these, because the text may tokenize differently.
+
+    Many names of prompt ids and sampled ids are known, such as prompt_token_ids and response_ids.
+
+    Raises:
+        InputError: the ids of prompt or completion are missing, a name is ambiguous, or the text has several turns of
+            the policy for the ids of one call.
+
+    Example: the prompt "2+2=" and the completion "4" with prompt_token_ids [5, 6] and completion_token_ids [7] train 7.
+    """
+    _check_messages(record)
+    given = [key for key, value in record.items() if are_ids(key, value)]
+    if not given:
+        return decode(record, note)
+    prompt, sampled = (_named(given, pattern) for pattern in (PROMPT_IDS, SAMPLED_IDS))
+    others = [key for key in given if key not in (*prompt, *sampled)]
+    if others or len(prompt) != 1 or len(sampled) != 1:
+        raise InputError(
+            f"token ids beside text are trained in place of it, as prompt_token_ids and completion_token_ids, got "
+            f"{' and '.join(given)}; rename them, or remove the ids or the text"
+        )
+    return _of_ids(record, note, decode, (prompt[0], sampled[0]))
+
+
+def _of_ids(
+    record: Mapping[str, Any],
+    note: Note,
+    decode: Callable[[Mapping[str, Any], Note], list[Trajectory]],
+    keys: tuple[str, str],
+) -> list[Trajectory]:
+    logprobs = [key for key, value in record.items() if are_logprobs(key, value)]
+    if len(logprobs) > 1:
+        raise InputError(f"{' and '.join(logprobs)} are log-probs of the same tokens; keep one of them")
+    call = token_call(record, (*keys, logprobs[0] if logprobs else ""))
+    if call.completion[: call.prompt.size].tolist() == call.prompt.tolist():
+        raise InputError(f"{keys[1]} begin with {keys[0]}, so they are not sampled ids alone; cut the prompt off")
+    about_ids = {*keys, *logprobs, *MASK_KEYS, "prompt_mask", "attention_mask"}
+    found = decode({key: value for key, value in record.items() if key not in about_ids}, note)
+    if not found or found[0].tokens is not None:
+        return found
+    messages = found[0].messages or ()
+    num_turns = sum(message.is_trained for message in messages)
+    if len(found) != 1 or (call.mask is None and (num_turns != 1 or not messages[-1].is_trained)):
+        raise InputError(
+            f"{keys[1]} are of one call, which ends the record, and the text trains {num_turns} turns; give one record "
+            "per call, or a completion_mask with 1 where the policy sampled"
+        )
+    note(IDS_USED)
+    return [replace(found[0], messages=None, tools=(), format="chat", **_joined([call]))]
+
+
+def _check_messages(record: Mapping[str, Any]) -> None:
+    """Refuse ids of single messages, which would be lost."""
+    for name in ("messages", "prompt", "completion", "conversations"):
+        messages = record.get(name)
+        for i, one in enumerate(messages if isinstance(messages, list) else []):
+            ids = [key for key, value in one.items() if are_ids(key, value)] if isinstance(one, dict) else []
+            if ids:
+                raise InputError(
+                    f"{name}[{i}].{ids[0]} would be lost, since messages are rendered; give the ids of the call in the "
+                    "record, as prompt_token_ids and completion_token_ids, or remove them"
+                )
+
+
+def _named(keys: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
+    return [key for key in keys if pattern.fullmatch(plain_key(key))]
+
+
+def token_calls(records: Sequence[object], keys: tuple[str, str, str], where: Callable[[int], str]) -> list[TokenCall]:
+    """Return the calls of records if all have ids; else an empty list, so that all are read as text.
+
+    `where` returns the place of a record for its index.
+
+    Raises:
+        InputError: as `token_call`.
+    """
+    known = [one for one in records if isinstance(one, dict) and not any(is_blank(one.get(key)) for key in keys[:2])]
+    return [token_call(one, keys, where(i)) for i, one in enumerate(known)] if len(known) == len(records) else []
+
+
+def token_call(record: Mapping[str, Any], keys: tuple[str, str, str], where: str = "") -> TokenCall:
+    """Decode a call from the ids of prompt and completion and the log-probs, under the names in `keys`.
+
+    A mask over the completion, under a name in `MASK_KEYS`, excludes sampled tokens from training.
+
+    Raises:
+        InputError: ids are missing, log-probs or a mask have another length, a mask trains the prompt, or a key may be
+            a mask whose meaning is uncertain.
+    """
+    where = f"{where}." if where else ""
+    prompt, completion = (token_ids(record.get(key), f"{where}{key}") for key in keys[:2])
+    logprobs = None if is_blank(record.get(keys[2])) else decode_floats(record, keys[2])
+    if not completion.size:
+        raise InputError(f"{where}{keys[1]} must hold the ids of the call, got []; drop the record")
+    if logprobs is not None and logprobs.size != completion.size:
+        raise InputError(
+            f"{where}{keys[2]} has one entry per sampled token: {completion.size} tokens, {logprobs.size} entries; "
+            "align them"
+        )
+    return TokenCall(
+        prompt=prompt, completion=completion, logprobs=logprobs, mask=_mask(record, completion.size, where)
+    )
+
+
+def _mask(record: Mapping[str, Any], size: int, where: str) -> LossMask | None:
+    if any(array(f"{where}prompt_mask", record.get("prompt_mask") or [])):
+        raise InputError(f"{where}prompt_mask trains what the call was shown; give 0 for each token of the prompt")
+    check_masks_are_known(record, but=(*MASK_KEYS, "prompt_mask"))
+    masks = {key: decode_mask(record[key], f"{where}{key}") for key in MASK_KEYS if not is_blank(record.get(key))}
+    for key, mask in masks.items():
+        if mask.size != size:
+            raise InputError(
+                f"{where}{key} has one entry per sampled token: {size} tokens, {mask.size} entries; align it"
+            )
+    if len({mask.tobytes() for mask in masks.values()}) > 1:
+        raise InputError(f"{where}{' and '.join(masks)} are different masks; keep one of them")
+    return next(iter(masks.values()), None)

@@ -1,22 +1,22 @@
-"""Encodes scripts to token ids and masks: a token is trained if its first character is in a trained span.
+"""Scripts, which are texts with the spans that the policy wrote, and their encoding to token ids and masks.
 
-Uses the small `tokenizers` package, no model library.
+A token is trained if its first character is in a trained span. The module needs only the small `tokenizers` package.
 """
 
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from treering.data.picture import PlacedPicture
-from treering.data.rendering.script import TURN_END, TURN_START, Script, Span, join_scripts
+from treering.data.trajectory import Message, ToolCall
 from treering.errors import ConfigError, InputError
 from treering.extras import require
 from treering.types import LossMask, TokenIds
@@ -25,9 +25,155 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+
+
+class Span(NamedTuple):
+    """Characters `start` to `stop` (exclusive) of a script's text."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """Text with its trained spans, one per assistant turn."""
+
+    text: str
+    """The text to tokenize."""
+    spans: tuple[Span, ...] = ()
+    """Ascending, disjoint and not empty."""
+    markers: tuple[Span, ...] | None = None
+    """Spans of special tokens, whose text is encoded as ordinary text elsewhere. None allows them anywhere, as in the
+    output of a chat template."""
+    cuts: tuple[int, ...] = ()
+    """Characters at which a token must begin, because inference encodes a prompt alone; ascending. Only in text without
+    markers, and not inside a span."""
+
+    def pieces(self) -> "list[Script]":
+        """Split the script at its cuts.
+
+        Example: "ab" with the cut 1 and the span (1, 2) becomes "a", and "b" with the span (0, 1).
+        """
+        if not self.cuts:
+            return [self]
+        bounds = pairwise([0, *self.cuts, len(self.text)])
+        return [self._piece(start, stop) for start, stop in bounds if start < stop]
+
+    def _piece(self, start: int, stop: int) -> "Script":
+        spans = tuple(Span(a - start, b - start) for a, b in self.spans if start <= a < stop)
+        return Script(text=self.text[start:stop], spans=spans, markers=self.markers)
+
+
+def message_script(message: Message) -> Script:
+    r"""Return a message in the plain chat form; an assistant's span includes its text and the end marker.
+
+    The form is `<|im_start|>{role}\n{thought}{content}{tool calls}<|im_end|>\n`, with a thought as
+    `<think>\n{reasoning}\n</think>\n\n`.
+
+    Example: an assistant's "Hi" is the text `<|im_start|>assistant\nHi<|im_end|>\n` with the span (22, 34).
+    """
+    head, thought = f"{message.role}\n", []
+    if message.reasoning:
+        thought = [head, THOUGHT_START, f"\n{message.reasoning.strip()}\n", THOUGHT_END]
+    begin = "\n\n" if thought else head
+    body = f"{begin}{message.content or ''}{tool_calls_text(message.tool_calls)}"
+    parts = [TURN_START, *thought, body, TURN_END, "\n"]
+    trained = Span(len(TURN_START) + len(head), sum(map(len, parts)) - 1)
+    return _marked(parts, (trained,) if message.is_trained else ())
+
+
+def turn_opening() -> Script:
+    """Return the text before an assistant's turn in the plain form."""
+    return _marked([TURN_START, "assistant\n"], ())
+
+
+def tool_calls_text(calls: Iterable[ToolCall]) -> str:
+    """Return tool calls as JSON objects, one per line, with the keys "name" and "arguments", characters unescaped.
+
+    Arguments whose text is a JSON object are unchanged; other text, such as broken JSON, is written as a JSON string.
+    Arguments that are not text are written compactly.
+
+    Example: `{"name":"search","arguments":{"query":"Zürich"}}`.
+    """
+    return "\n".join(_call_text(call) for call in calls)
+
+
+def raw_script(messages: Sequence[Message]) -> Script:
+    """Return the concatenated contents without markers; each assistant message with text is a span.
+
+    Example: user "2+2=" and assistant "4" are the text "2+2=4" with the span (4, 5).
+    """
+    return join_scripts(_raw_message(message) for message in messages)
+
+
+def join_scripts(scripts: Iterable[Script]) -> Script:
+    """Join scripts and shift their spans; special tokens are allowed anywhere if one script allows that.
+
+    Example: "ab" without span and "cd" with the span (0, 2) join to "abcd" with the span (2, 4).
+    """
+    texts: list[str] = []
+    spans: list[Span] = []
+    markers: list[Span] | None = []
+    cuts: list[int] = []
+    offset = 0
+    for script in scripts:
+        texts.append(script.text)
+        spans.extend(_shifted(script.spans, offset))
+        markers = None if markers is None or script.markers is None else [*markers, *_shifted(script.markers, offset)]
+        cuts.extend(cut + offset for cut in script.cuts)
+        offset += len(script.text)
+    return Script(
+        text="".join(texts),
+        spans=tuple(spans),
+        markers=None if markers is None else tuple(markers),
+        cuts=tuple(cuts),
+    )
+
+
+def _marked(parts: Sequence[str], spans: tuple[Span, ...]) -> Script:
+    """Return a script of texts, each after a marker."""
+    ends = accumulate(map(len, parts), initial=0)
+    return Script(text="".join(parts), spans=spans, markers=tuple(starmap(Span, pairwise(ends)))[::2])
+
+
+def _raw_message(message: Message) -> Script:
+    text = message.content or ""
+    return Script(text=text, spans=(Span(0, len(text)),) if message.is_trained and text else ())
+
+
+def _shifted(spans: Iterable[Span], offset: int) -> Iterator[Span]:
+    return (Span(span.start + offset, span.stop + offset) for span in spans)
+
+
+def _call_text(call: ToolCall) -> str:
+    name = json.dumps(call.name, ensure_ascii=False)
+    return f'{{"name":{name},"arguments":{_arguments_text(call)}}}'
+
+
+def _arguments_text(call: ToolCall) -> str:
+    if isinstance(call.given, str) and is_object_text(call.given):
+        return call.given
+    arguments = call.given if isinstance(call.given, str) else dict(call.given)
+    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+
+
+def is_object_text(text: str) -> bool:
+    """Return whether a text is a JSON object for Python, which allows NaN and infinities.
+
+    Example: `{"x": NaN}` is one; `[1]` and `{"x": ` are not.
+    """
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedScript:
-    """Token ids int32 [T], their mask bool [T], int32 [turns], one past each turn's last token, and pictures."""
+    """Token ids, int32 [T], their mask, bool [T], the index after each turn, int32 [turns], and images."""
 
     tokens: TokenIds
     loss_mask: LossMask
@@ -42,7 +188,7 @@ _NO_TURN = np.zeros(0, np.int32)
 
 
 def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
-    """Joins encoded scripts and shifts their turn ends.
+    """Join encoded scripts and shift their turn ends.
 
     Example: 3 tokens without a turn and 2 tokens with turn end 2 join to 5 tokens with turn end 5.
     """
@@ -56,9 +202,9 @@ def join_encoded(parts: Sequence[EncodedScript]) -> EncodedScript:
 
 
 _Piece: TypeAlias = tuple[Script, str | None]
-"""A stretch of text, and the special token before it; see `Encoder._pieces`."""
+"""A piece of text and the special token before it; see `Encoder._pieces`."""
 _BATCH_CHARS = 1 << 22
-"""Characters that are tokenized at one time: an encoding takes a hundred bytes a token."""
+"""Number of characters that are tokenized at once, since an encoding takes about a hundred bytes per token."""
 
 
 class Encoder:
@@ -68,37 +214,43 @@ class Encoder:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens `folder/tokenizer.json`; raises ConfigError if it is missing or broken."""
+        """Open `folder/tokenizer.json`, or raise ConfigError if it is missing or broken."""
         self._tokenizer = open_tokenizer(folder)
-        # A marker may be an added token that is not special; data must not write it either.
+        # A marker may be an added token that is not special, and data must not write it either.
         added = self._tokenizer.get_added_tokens_decoder()
         self._control = {
             token.content: i for i, token in added.items() if token.special or token.content in (TURN_START, TURN_END)
         }
         self._is_control = np.zeros(self._tokenizer.get_vocab_size() + max([0, *added]) + 1, np.bool_)
         self._is_control[list(self._control.values())] = True
+        self._added = frozenset(added)
         isolating = [token for token in self._control if _isolates(self._tokenizer, token)]
         self._isolates_turns = TURN_START in isolating
         markers = "|".join(map(re.escape, isolating)) or r"(?!)"
         self._boundary, self._ends_in_marker = re.compile(markers), re.compile(f"({markers})$")
         self._inside = _without_first_space(self._tokenizer)
-        self.begin = _begin(self._tokenizer)
-        """What the tokenizer writes before a text, such as Llama's token that begins one; often nothing."""
+        self.begin = begin_of(self._tokenizer)
+        """Ids that the tokenizer adds before a text, such as Llama's begin-of-text token; often empty."""
+
+    @property
+    def begin_text(self) -> str:
+        """Text of `begin`."""
+        return "".join(str(self._tokenizer.id_to_token(token)) for token in self.begin.tolist())
 
     @property
     def missing_markers(self) -> list[str]:
-        """The markers of the plain form that are not single tokens."""
+        """Markers of the plain form that are not single tokens."""
         return [marker for marker in (TURN_START, TURN_END) if marker not in self._control]
 
     def encode(self, conversations: Sequence[Sequence[Script]]) -> list[EncodedScript]:
-        """Encodes each list of scripts as the tokenizer encodes their concatenation, without added tokens.
+        """Encode each list of scripts as the tokenizer encodes their concatenation, without added tokens.
 
-        A script's cuts fall between tokens, and what follows one is encoded as inside of the text: tokenizers in the
-        manner of SentencePiece write a space before a text. Text of special tokens outside its markers becomes
-        ordinary tokens. Special tokens split a text anyway, so equal stretches between them are tokenized once.
+        A token begins at each cut of a script, and text after a cut is encoded without the space that tokenizers like
+        SentencePiece add at the start of a text. Text of special tokens outside the markers becomes ordinary tokens.
+        Special tokens split a text, so equal pieces between them are tokenized once.
 
         Raises:
-            InputError: text outside the markers that the tokenizer cannot encode as ordinary tokens.
+            InputError: the tokenizer cannot encode text outside the markers as ordinary tokens.
         """
         joined = conversations if self._isolates_turns else [[join_scripts(scripts)] for scripts in conversations]
         parts = [[piece for script in scripts for piece in self._pieces(script)] for scripts in joined]
@@ -112,9 +264,9 @@ class Encoder:
         return [join_encoded([encoded[piece] for piece in pieces]) for pieces in parts]
 
     def _pieces(self, script: Script) -> "list[_Piece]":
-        """The script cut at its cuts, each piece with the special token before it, "" if it goes on from other text.
+        """Split the script at its cuts; each piece has the special token before it, or "" after other text.
 
-        None stands for the text's begin, and for all pieces where the tokenizer writes no space before a text.
+        None marks the start of the text, and all pieces if the tokenizer does not add a space before a text.
         """
         pieces = self._with_cuts(script).pieces()
         if self._inside is None:
@@ -129,16 +281,16 @@ class Encoder:
     def _of_text(
         self, encoding: "Encoding", script: Script, before: str | None
     ) -> tuple[TokenIds, npt.NDArray[np.int64]]:
-        """The tokens of a piece as they are inside of its text, and their first characters."""
+        """Return the tokens of a piece as inside its text, and their first characters."""
         if self._inside is None and not script.spans:
-            # Nothing asks where its tokens begin, and making a list of that takes longer than the ids.
+            # The starts are not needed, and listing them takes longer than the ids.
             tokens = np.array(encoding.ids, np.int32)
             return tokens, np.zeros(tokens.size, np.int64)
         if before != "" or self._inside is None:
             skipped = 1 if before else 0
             starts = [start - len(before or "") for start, _ in encoding.offsets[skipped:]]
             return np.array(encoding.ids[skipped:], np.int32), np.array(starts, np.int64)
-        # A special token begins the text anew.
+        # After a special token the tokenizer treats the text as a new one.
         marker = self._boundary.search(script.text)
         at = len(script.text) if marker is None else marker.start()
         parts = (self._inside, script.text[:at], 0), (self._tokenizer, script.text[at:], at)
@@ -147,21 +299,35 @@ class Encoder:
         return np.array([i for each, _ in found for i in each.ids], np.int32), np.array(starts, np.int64)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token; None if the tokenizer has no such token."""
+        """Return the id of a token; None if the tokenizer has no such token."""
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
+    def end_of(self, text: str, *, is_special: bool) -> int | None:
+        """Return the last token of a text if it is an added or special token; None for ordinary text."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        known = self._control.values() if is_special else self._added
+        return int(ids[-1]) if ids and ids[-1] in known else None
+
+    def text_of(self, token_id: int) -> str:
+        """Return the text of a token."""
+        return str(self._tokenizer.id_to_token(token_id))
+
+    def special_ids(self, pattern: re.Pattern[str]) -> list[int]:
+        """Return the ids of the special tokens whose text matches a pattern."""
+        return [token_id for text, token_id in self._control.items() if pattern.search(text)]
+
     def has_special_text(self, text: str) -> bool:
-        """Whether a text holds the text of a special token."""
+        """Return whether a text contains the text of a special token."""
         return any(token in text for token in self._control)
 
     def _with_cuts(self, script: Script) -> Script:
-        """The script cut before each special token that splits its text, but not inside a span."""
+        """Add a cut before each special token that splits the text outside a span."""
         if script.markers is not None:
             return script
         edges = [edge for span in script.spans for edge in span]
         found = (marker.start() for marker in self._boundary.finditer(script.text))
-        # An odd number of edges at or before a place, and none at it: the place is inside a span.
+        # A position after an odd number of edges, and not at one, is inside a span.
         free = (at for at in found if bisect_right(edges, at) % 2 == 0 or at in edges)
         return replace(script, cuts=tuple(sorted({*script.cuts, *free})))
 
@@ -171,11 +337,11 @@ class Encoder:
         return _masked(script, tokens, starts)
 
     def _known(self, script: Script) -> list[Span]:
-        """The markers that are one token of this tokenizer."""
+        """Return the markers that are single tokens of this tokenizer."""
         return [span for span in script.markers or () if script.text[span.start : span.stop] in self._control]
 
     def _encode_pieces(self, script: Script) -> tuple[TokenIds, npt.NDArray[np.int64]]:
-        """Tokens and their first characters, each stretch between markers encoded with special tokens off."""
+        """Return tokens and their first characters; text between markers is encoded with special tokens off."""
         tokens: list[int] = []
         starts: list[int] = []
         at = 0
@@ -204,10 +370,10 @@ class Encoder:
 
 
 def open_tokenizer(folder: Path) -> "Tokenizer":
-    """The tokenizer of a Hugging Face folder, without truncation and padding.
+    """Return the tokenizer of a Hugging Face folder, without truncation and padding.
 
     Raises:
-        ConfigError: the folder has no tokenizer.json, or a broken one.
+        ConfigError: tokenizer.json is missing or broken.
 
     Example: `open_tokenizer(Path("qwen3")).token_to_id("<|im_end|>")` is 151645.
     """
@@ -221,24 +387,33 @@ def open_tokenizer(folder: Path) -> "Tokenizer":
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust binding raises bare Exception for every broken file
         raise ConfigError(f"tokenizer.json must be readable, {file} is not ({error}); fetch it again") from error
-    # A stored limit or padding would silently cut or extend trajectories.
+    # Stored truncation or padding would silently change trajectories.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def _begin(tokenizer: "Tokenizer") -> TokenIds:
-    """The special tokens that the tokenizer itself writes before a text, int32 [n]."""
+def begun(tokens: TokenIds, begin: TokenIds) -> TokenIds:
+    """Prepend the begin tokens of a tokenizer unless the tokens begin with them.
+
+    Example: with the begin `[1]`, `[5, 6]` and `[1, 5, 6]` both become `[1, 5, 6]`.
+    """
+    has_begun = not begin.size or np.array_equal(tokens[: begin.size], begin)
+    return tokens if has_begun else np.concatenate([begin, tokens])
+
+
+def begin_of(tokenizer: "Tokenizer") -> TokenIds:
+    """Return the special tokens that the tokenizer adds before a text, int32 [n]."""
     encoding = tokenizer.encode("a", add_special_tokens=True)
     num_special = next((i for i, is_special in enumerate(encoding.special_tokens_mask) if not is_special), 0)
     return np.array(encoding.ids[:num_special], np.int32)
 
 
 def _without_first_space(tokenizer: "Tokenizer") -> "Tokenizer | None":
-    """The tokenizer without the space that it writes before a text; None if it writes none."""
+    """Return the tokenizer without the space that it adds before a text; None if it does not add one."""
     from tokenizers import Tokenizer
 
-    # Most tokenizers write none, and their tables are large.
+    # Most tokenizers do not add a space, and copies of their tables are large.
     steps = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     if not any(step is not None and _without_space(json.loads(step.__getstate__()))[1] for step in steps):
         return None
@@ -249,7 +424,7 @@ def _without_first_space(tokenizer: "Tokenizer") -> "Tokenizer | None":
 
 
 def _without_space(step: dict[str, Any] | None) -> tuple[dict[str, Any] | None, bool]:
-    """The settings of a step of a tokenizer without the space before a text, and whether it wrote one."""
+    """Return a tokenizer step's settings without the space before a text, and whether the step added one."""
     kind = None if step is None else step["type"]
     if step is None or kind is None:
         return step, False
@@ -267,7 +442,7 @@ def _without_space(step: dict[str, Any] | None) -> tuple[dict[str, Any] | None, 
 
 
 def _batches(pieces: "Sequence[_Piece]") -> "Iterator[Sequence[_Piece]]":
-    """The pieces in order, as many together as have `_BATCH_CHARS` characters."""
+    """Yield the pieces in order, in batches of about `_BATCH_CHARS` characters."""
     first = num_chars = 0
     for number, (script, _) in enumerate(pieces):
         num_chars += len(script.text)
@@ -278,11 +453,11 @@ def _batches(pieces: "Sequence[_Piece]") -> "Iterator[Sequence[_Piece]]":
 
 
 def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:
-    """Whether a text may be cut before a marker: both parts give the same tokens as the whole."""
+    """Return whether a text that is split before a marker has the same tokens as the whole."""
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if marker in token.content]
     if [token.content for token in added] != [marker] or added[0].lstrip or added[0].single_word:
         return False
-    # Some tokenizers write a space before a text, so a cut would add one.
+    # Some tokenizers add a space before a text, and so after a split.
     whole, first, second = (
         tokenizer.encode(text, add_special_tokens=False).ids for text in (f"a{marker}a", "a", f"{marker}a")
     )
@@ -292,7 +467,7 @@ def _isolates(tokenizer: "Tokenizer", marker: str) -> bool:
 def _masked(script: Script, tokens: TokenIds, starts: npt.NDArray[np.int64]) -> EncodedScript:
     if not script.spans:
         return EncodedScript(tokens=tokens, loss_mask=np.zeros(tokens.size, np.bool_), turn_ends=_NO_TURN)
-    # Tokens are in the order of their first characters.
+    # Tokens are sorted by their first characters.
     bounds = np.searchsorted(starts, np.array(script.spans))
     mask = np.zeros(tokens.size, np.bool_)
     for first, past in bounds.tolist():

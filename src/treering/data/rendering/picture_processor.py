@@ -1,12 +1,13 @@
-"""The picture half of a model's processor: pixel values, their grid, and the placeholder tokens in the text.
+"""The image half of a model's processor: pixel values, their grid, and the placeholder tokens in a rendered chat.
 
-It is the image processor of the model's folder in its Pillow form, which needs no torchvision and gives the same values
-on every machine. The text half is rendered by the tokenizer's chat template, as for text.
+It uses the Pillow version of the image processor in the model's folder, which does not need torchvision and computes
+the same values on every machine. The tokenizer's chat template renders the text.
 """
 
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -16,43 +17,43 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.data.picture import Picture
-from treering.data.pictures.decode import decoded
-from treering.data.pictures.source import PictureSource
-from treering.data.pictures.stored import StoredPicture
-from treering.data.rendering.template_files import named_tokens, read_settings
-from treering.errors import ConfigError
+from treering.data.picture import Picture, PictureSource, PlacedPicture, StoredPicture, decoded
+from treering.data.rendering.encoder import EncodedScript, Script, Span
+from treering.data.rendering.template import RenderedChat, named_tokens, read_settings
+from treering.data.trajectory import Message
+from treering.errors import ConfigError, InputError
 from treering.extras import require
+from treering.types import TokenIds
 
 _Named: TypeAlias = Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placeholder:
-    """How a picture stands in the text.
+    """The text of an image.
 
-    Example: Gemma 3's template writes `<start_of_image>`, of which its processor makes two line breaks, that token,
+    Example: Gemma 3's template writes `<start_of_image>`, which its processor expands to two line breaks, that token,
     256 times `<image_soft_token>`, `<end_of_image>`, and two line breaks.
     """
 
     written: str
-    """What the chat template writes for a picture."""
+    """Text that the chat template writes for an image."""
     expanded: str
-    """What the processor makes of that, with one `token` in it, which stands for all of a picture."""
+    """Expansion of that text, with one `token` in place of all tokens of the image."""
     token: str
-    """The token whose embeddings the picture replaces."""
+    """Token whose embeddings the image replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureFamily:
-    """What is particular to a processor."""
+    """A family of processors."""
 
     placeholder: Callable[[_Named], Placeholder]
-    """Made of the special tokens that the tokenizer names."""
+    """Makes the placeholder from the tokenizer's named special tokens."""
     tokens_per_crop: int | None = None
-    """Where the processor's settings name no `image_seq_length`; None for a processor of grids."""
+    """Tokens per crop if the settings lack `image_seq_length`; None for a processor with grids."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the processor tells its image processor."""
+    """Options that the processor passes to its image processor."""
 
 
 def _qwen(named: _Named) -> Placeholder:
@@ -85,15 +86,28 @@ PROCESSORS: Mapping[str, PictureFamily] = MappingProxyType(
         ),
     }
 )
-"""By the name of the processor's class."""
+"""Families by the name of the processor's class."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_HELD_BYTES = 1 << 28
-"""Of values that are held, those that were used last; a picture that is larger is made whenever it is needed."""
+"""Size of the cache of pixel values; an image that is larger is processed on each use."""
+
+
+_TOWERS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
+
+
+def takes_pictures(folder: Path) -> bool:
+    """Return whether a folder's model takes images, videos or sound.
+
+    Raises:
+        ConfigError: its config.json is not a JSON object.
+    """
+    has_processor = any((folder / name).is_file() for name in PROCESSOR_FILES)
+    return has_processor or bool(read_settings(folder / "config.json").keys() & set(_TOWERS))
 
 
 class _Facts(NamedTuple):
-    """Of a picture, without its values."""
+    """Metadata of an image."""
 
     size: tuple[int, int]
     grid: tuple[int, int, int] | None
@@ -102,15 +116,15 @@ class _Facts(NamedTuple):
 
 
 class PictureProcessor:
-    """Makes pictures of encoded bytes as the model's own processor does.
+    """Processor of encoded images, equal to the model's own.
 
-    Example: under Qwen2.5-VL's processor a PNG of 640x480 is a picture of 34 x 46 patches and 391 tokens.
+    Example: with Qwen2.5-VL's processor, a PNG of 640x480 is an image of 34 x 46 patches and 391 tokens.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens nothing yet; `folder` is of the model, or of its tokenizer and processor."""
+        """Store the folder of the model, or of its tokenizer and processor, which is opened on first use."""
         self.folder = folder
-        """Of the model."""
+        """Folder of the model."""
         self._held: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
         self._known: dict[bytes, _Facts] = {}
 
@@ -119,7 +133,7 @@ class PictureProcessor:
 
     @cached_property
     def placeholder(self) -> Placeholder:
-        """How a picture stands in the text of this model.
+        """The text of an image for this model.
 
         Raises:
             ConfigError: the folder has no processor, or one of another family.
@@ -127,10 +141,10 @@ class PictureProcessor:
         return self._family.placeholder(named_tokens(self.folder))
 
     def picture(self, source: PictureSource) -> StoredPicture:
-        """What is known of a picture, which is decoded and processed for it, equal bytes once.
+        """Decode and process an image, equal bytes once, and return its metadata.
 
         Raises:
-            InputError: see `decoded`; or the model's processor refuses it, as one that is 200 times as wide as high.
+            InputError: see `decoded`; or the model's processor refuses the image, such as a very wide one.
             ConfigError: see `placeholder`.
             MissingExtraError: Pillow or transformers is missing.
         """
@@ -142,10 +156,10 @@ class PictureProcessor:
         return StoredPicture(source=source, open_picture=self.values, **facts._asdict())
 
     def values(self, picture: StoredPicture) -> NDArray[np.float32]:
-        """The values of a picture, made again unless they are held.
+        """Return the values of an image from the cache, or process it again.
 
         Raises:
-            InputError: other values than those that it was known by.
+            InputError: the values differ from before.
         """
         held = self._held.get(picture.digest)
         if held is not None:
@@ -155,7 +169,7 @@ class PictureProcessor:
         if made.digest != picture.digest:
             raise picture.source.refusal(
                 "a picture stays the same while it is trained on, and this one, or the model's processor, has changed; "
-                "start anew"
+                "start again"
             )
         self._hold(made.digest, made.values)
         return made.values
@@ -205,7 +219,7 @@ class PictureProcessor:
 
     @cached_property
     def _image_processor(self) -> Any:
-        self._settings  # noqa: B018 - says what is missing
+        self._settings  # noqa: B018 - raises if the files are missing
         require("pictures", "PIL")
         require("the processor of a model", "transformers")
         from transformers import AutoImageProcessor
@@ -230,3 +244,89 @@ class PictureProcessor:
                 "of their own; set it to false"
             )
         return processor
+
+
+def check_pictures(chat: RenderedChat, written: str) -> None:
+    """Check that a chat's text has one placeholder per image, in all and before each trained turn.
+
+    Each text has the placeholders of all earlier messages, so the first placeholder belongs to the first image, and so
+    on.
+
+    Args:
+        chat: the chat.
+        written: text that the template writes for an image.
+
+    Raises:
+        InputError: the template drops or repeats images, or a text contains the placeholder.
+    """
+    for index, message in enumerate(chat.messages):
+        if message.is_trained and index:
+            _check_count(chat.opened(index), chat.messages[:index], written)
+    _check_count(chat.whole, chat.messages, written)
+
+
+def num_pictures(messages: Sequence[Message]) -> int:
+    """Return the number of images in all messages."""
+    return sum(len(message.pictures) for message in messages)
+
+
+def expanded_script(script: Script, placeholder: Placeholder | None) -> Script:
+    """Return the script with each placeholder expanded and spans moved; unchanged without placeholders.
+
+    Example: if `<img>` expands to `<img>*`, a span after one placeholder moves by one character.
+    """
+    if placeholder is None or placeholder.written == placeholder.expanded:
+        return script
+    ends = [found.end() for found in re.finditer(re.escape(placeholder.written), script.text)]
+    growth = len(placeholder.expanded) - len(placeholder.written)
+
+    def moved(at: int) -> int:
+        return at + growth * sum(end <= at for end in ends)
+
+    return replace(
+        script,
+        text=script.text.replace(placeholder.written, placeholder.expanded),
+        spans=tuple(Span(moved(start), moved(stop)) for start, stop in script.spans),
+        cuts=tuple(map(moved, script.cuts)),
+    )
+
+
+def with_picture_tokens(encoded: EncodedScript, pictures: Sequence[Picture], token: int) -> EncodedScript:
+    """Return the sequence with each placeholder repeated for every token of its image.
+
+    Args:
+        encoded: sequence with one placeholder per image, for the first images of the chat.
+        pictures: all images of the chat.
+        token: id of the placeholder.
+
+    Raises:
+        InputError: there are more placeholders than images, or a placeholder would be trained.
+
+    Example: `[1, 9, 2]` with the placeholder 9 and an image of 3 tokens becomes `[1, 9, 9, 9, 2]`.
+    """
+    at = np.flatnonzero(encoded.tokens == token)
+    if at.size > len(pictures) or encoded.loss_mask[at].any():
+        raise InputError("a text holds the token of pictures itself, which only a picture may; remove it from the text")
+    shown = pictures[: at.size]
+    times = np.ones(encoded.tokens.size, np.int64)
+    times[at] = [picture.num_tokens for picture in shown]
+    begins = np.concatenate([[0], np.cumsum(times)])
+    tokens: TokenIds = np.repeat(encoded.tokens, times)
+    return EncodedScript(
+        tokens=tokens,
+        loss_mask=np.repeat(encoded.loss_mask, times),
+        turn_ends=begins[encoded.turn_ends].astype(np.int32),
+        pictures=tuple(
+            PlacedPicture(start=int(begins[i]), picture=picture) for i, picture in zip(at, shown, strict=True)
+        ),
+    )
+
+
+def _check_count(text: str, messages: Sequence[Message], written: str) -> None:
+    found, wanted = text.count(written), num_pictures(messages)
+    if found != wanted:
+        raise InputError(
+            f"the chat template writes {written} once for each picture, and the chat up to "
+            f"messages[{len(messages) - 1}] has {wanted} pictures and {found} of them; use a template that keeps all "
+            "pictures, and no text that holds this token"
+        )

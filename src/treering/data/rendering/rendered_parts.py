@@ -1,4 +1,4 @@
-"""Compares a message with the text that a chat template made of it: what is missing, and how calls are spelled."""
+"""Compare a message with its rendered text: find dropped parts, and restore the spelling of calls."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +12,12 @@ _MIN_LENGTH = 16
 
 
 def missing_part(message: Message, text: str) -> str | None:
-    """What of a message does not stand in `text`, in the order text, then calls; None if all does.
+    """Return the first part of a message, text or call, that is missing in `text`; None if nothing is missing.
 
-    The thought of `message.reasoning` is not looked for: templates drop it from earlier turns on purpose. Thoughts
-    inside the content may be respelled: the stretches between their tags are looked for.
+    `message.reasoning` is not checked, because templates drop it from earlier turns on purpose. Reasoning tags inside
+    the content may be respelled, so the pieces between the tags are searched.
 
-    Example: of a message "Looking." that calls track, the text `{"name": "track", "arguments": {}}` lacks "Looking.".
+    Example: for a message "Looking." that calls track, the text `{"name": "track", "arguments": {}}` lacks "Looking.".
     """
     start, at = len(text), 0
     for stretch in (part for text in message.stretches for part in THOUGHT_TAG.split(text)):
@@ -43,16 +43,16 @@ def _missing_call(message: Message, text: str) -> str | None:
 
 
 def says_by_itself(message: Message) -> bool:
-    """Whether a message's text stands in its own calls too, or is so short that a template may write it anywhere."""
+    """Return whether a message's text is also in its calls, or so short that a template may write it anywhere."""
     text = (message.content or "").strip()
-    calls = [part for call in message.tool_calls for part in (call.name, str(call.arguments))]
+    calls = [part for call in message.tool_calls for part in (call.name, str(call.given))]
     return bool(text) and (len(text) < _MIN_LENGTH or any(text in part for part in calls))
 
 
 def restore_arguments(text: str, messages: Sequence[Message]) -> str:
-    """Puts arguments back as the model wrote them where a template parsed and dumped them again.
+    """Restore arguments as the model wrote them, if a template parsed and dumped them.
 
-    Example: for arguments `{"x":1}`, a template that writes `{"x": 1}` gets `{"x":1}` in that place.
+    Example: for arguments `{"x":1}`, the `{"x": 1}` of a template is replaced by `{"x":1}`.
     """
     if not any(message.tool_calls for message in messages):
         return text
@@ -75,7 +75,7 @@ def restore_arguments(text: str, messages: Sequence[Message]) -> str:
 
 
 def _find_text(stretch: str, text: str, at: int) -> slice | None:
-    """Where a text stands, as it is or escaped as in JSON, where some templates put the answers of tools."""
+    """Return the span of a text, plain or escaped as in JSON, in which some templates write tool results."""
     for form in dict.fromkeys(_text_forms(stretch)):
         found = text.find(form, at)
         if found >= 0:
@@ -84,29 +84,29 @@ def _find_text(stretch: str, text: str, at: int) -> slice | None:
 
 
 def _end_of(part: str | None, text: str, at: int) -> int:
-    """Where a part ends at or after `at`; `at` itself if it is not there."""
+    """Return the end of a part's first occurrence at or after `at`; `at` if there is none."""
     wanted = (part or "").strip()
     found = text.find(wanted, at)
     return at if found < 0 else found + len(wanted)
 
 
 def _written(call: ToolCall, spelling: str) -> str:
-    """What stands in the place of a spelling: the model's text, else JSON instead of Python's own form."""
-    if isinstance(call.arguments, str):
-        return call.arguments
-    return json.dumps(dict(call.arguments), ensure_ascii=False) if spelling == str(dict(call.arguments)) else spelling
+    """Return the replacement of a spelling: the model's text, or JSON for a Python literal."""
+    if isinstance(call.given, str):
+        return call.given
+    return json.dumps(dict(call.given), ensure_ascii=False) if spelling == str(dict(call.given)) else spelling
 
 
 def _spellings(call: ToolCall) -> Sequence[str]:
-    """How templates spell the arguments of a call."""
-    if not isinstance(call.arguments, str):
-        return _spellings_of(dict(call.arguments))
-    return _text_spellings(call.arguments)
+    """Return the forms in which templates write the arguments of a call."""
+    if not isinstance(call.given, str):
+        return _spellings_of(dict(call.given))
+    return _text_spellings(call.given)
 
 
 @lru_cache(maxsize=4096)
 def _text_spellings(arguments: str) -> Sequence[str]:
-    # Each prefix of a chat asks for the same calls again.
+    # Each prefix of a chat needs the same calls.
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -128,7 +128,7 @@ def _spellings_of(value: Mapping[str, Any] | str) -> Sequence[str]:
 
 
 def _find_call(call: ToolCall, text: str, at: int, stop: int) -> tuple[int, str] | None:
-    """Where the arguments of a call stand first after its name, and their spelling."""
+    """Return the position of a call's arguments after its name, and their spelling."""
     named = text.find(call.name, at, stop)
     found: tuple[int, str] | None = None
     for spelling in _spellings(call) if named >= 0 else ():
@@ -139,7 +139,7 @@ def _find_call(call: ToolCall, text: str, at: int, stop: int) -> tuple[int, str]
 
 
 def _missing_argument(call: ToolCall, text: str) -> str | None:
-    arguments = call.arguments
+    arguments = call.given
     if isinstance(arguments, str):
         if any(form in text for form in _text_forms(arguments)):
             return None
@@ -173,9 +173,9 @@ def _text_forms(text: str) -> list[str]:
 
 
 def common_length(one: str, other: str) -> int:
-    """Length of the longest common beginning of two texts.
+    """Return the length of the longest common prefix of two texts.
 
-    Example: of "abc" and "abd" it is 2.
+    Example: it is 2 for "abc" and "abd".
     """
     low, high = 0, min(len(one), len(other))
     while low < high:

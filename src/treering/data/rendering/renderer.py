@@ -1,8 +1,10 @@
-"""Renders trajectories to token ids and masks: their own tokens, raw text, the plain chat form or a chat template."""
+"""Render trajectories to token ids and masks, from their tokens, raw text, the plain chat form or a chat template."""
 
+import json
+import re
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date as Date
 from functools import cached_property
 from pathlib import Path
@@ -10,134 +12,174 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from treering.data.rendering.chat_pictures import (
+from treering.data.formats.json_fields import placed
+from treering.data.rendering.chat_turns import (
+    chat_continuation,
+    chat_scripts,
+    check_rendered,
+    plain_continuation,
+    policy_turn,
+)
+from treering.data.rendering.encoder import (
+    TURN_END,
+    EncodedScript,
+    Encoder,
+    Script,
+    begun,
+    join_encoded,
+    message_script,
+    raw_script,
+    turn_opening,
+)
+from treering.data.rendering.picture_processor import (
+    PictureProcessor,
+    Placeholder,
     check_pictures,
     expanded_script,
     num_pictures,
+    takes_pictures,
     with_picture_tokens,
 )
-from treering.data.rendering.encoder import EncodedScript, Encoder, join_encoded
-from treering.data.rendering.picture_processor import PictureProcessor, Placeholder
-from treering.data.rendering.rendered_chat import RenderedChat, Tools
-from treering.data.rendering.rendered_trajectory import RenderedTrajectory, given, rendered
-from treering.data.rendering.script import Script, message_script, raw_script, turn_opening
-from treering.data.rendering.template import ChatTemplate
-from treering.data.rendering.template_files import chat_templates
-from treering.data.rendering.turns import chat_continuation, chat_scripts, check_rendered, plain_continuation
-from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
-from treering.errors import ConfigError, DataWarning, InputError
+from treering.data.rendering.template import (
+    PLAIN_TEMPLATE,
+    ChatTemplate,
+    RenderedChat,
+    Tools,
+    chat_templates,
+    end_of_text,
+)
+from treering.data.trajectory import RAW_FORMAT, Message, RenderedTrajectory, ToolCall, Trajectory
+from treering.errors import ConfigError, DataWarning, InputError, plural
 from treering.types import TokenIds
 
+_ABOUT_PICTURES = re.compile("image|img|picture|pixel|vision|video|audio|sound|speech", re.IGNORECASE)
+_ABOUT_OTHERS = re.compile("video|audio|sound|speech", re.IGNORECASE)
 Template: TypeAlias = Literal["auto", "plain", "hf"]
-"""The chat form: "hf" is the tokenizer's own template, "plain" has markers. "auto" is "hf" where there is a template,
-else "plain" where the tokenizer knows the markers."""
+"""The chat form: "hf" is the tokenizer's template, "plain" is ChatML. "auto" is "hf" if there is a template, else
+"plain" if the tokenizer has its markers."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RenderCounts:
-    """What a renderer has rendered, as far as something is to be said of it."""
+    """Counts of a renderer for its warnings and notes."""
 
     num_chats: int = 0
-    """Chats that have become text."""
+    """Rendered chats."""
     drops_tools: bool = False
-    """Whether the plain form or raw text has left tools out."""
+    """Whether the plain form or raw text has dropped tools."""
     num_special: int = 0
-    """Messages that hold the text of a special token, of which a template or raw text makes it."""
+    """Messages with the text of a special token, which a template or raw text turns into the token."""
     num_contents: int = 0
-    """Messages that were looked at for that."""
+    """Messages that were checked for special tokens."""
+    num_texts: int = 0
+    """Texts to which `eos_token` was added, or would be if the tokenizer had one; see `Trajectory.adds_end`."""
 
     def add(self, other: "RenderCounts") -> None:
-        """Counts what another renderer has rendered too."""
+        """Add the counts of another renderer."""
         self.num_chats += other.num_chats
         self.drops_tools |= other.drops_tools
         self.num_special += other.num_special
         self.num_contents += other.num_contents
+        self.num_texts += other.num_texts
+
+
+_QUESTION = Message(role="user", content="a question")
+_ANSWER = Message(role="assistant", content="an answer")
+_CALL = Message(role="assistant", content=None, tool_calls=(ToolCall(name="ask", arguments={"x": 1}, id="call00000"),))
+_TOOL = {"type": "function", "function": {"name": "ask", "description": "Asks.", "parameters": {"type": "object"}}}
 
 
 class Renderer:
-    """Turns trajectories into tokens with one tokenizer, opened on first use.
+    """Renderer of trajectories to tokens with one tokenizer, which is opened on first use.
 
     Example: `Renderer(tokenizer=None).render([Trajectory(task_id=1, tokens=ids)])[0].tokens` is `ids`.
     """
 
     def __init__(self, *, tokenizer: Path | None, template: Template = "auto", date: Date | None = None) -> None:
-        """Opens nothing yet.
+        """Store the settings.
 
         Args:
-            tokenizer: a Hugging Face tokenizer folder; None will do if every trajectory has tokens.
-            template: the chat form.
-            date: what chat templates that write today's date write; None is today.
+            tokenizer: a Hugging Face tokenizer folder; None if every trajectory has tokens.
+            template: chat form.
+            date: date in chat templates that write today's date; None for today.
 
         Raises:
-            ConfigError: an unknown template.
+            ConfigError: the template is unknown.
         """
         if template not in get_args(Template):
             raise ConfigError(f'template is "auto", "plain" or "hf", got {template!r}; choose one of them')
         self.tokenizer = tokenizer
         """Folder of the tokenizer; None without one."""
         self.template: Template = template
-        """The chat form, as it was asked for."""
+        """Requested chat form."""
         self.date = date
-        """What chat templates write as today's date; None is today."""
+        """Date in chat templates that write today's date; None for today."""
         self.counts = RenderCounts()
-        """Of what it has rendered; `warn` begins those of messages anew."""
+        """Counts since the start; `warn` resets those of messages."""
 
     def render(self, trajectories: Iterable[Trajectory]) -> list[RenderedTrajectory]:
-        """The trajectories as tokens, in order. Equal messages of one call are tokenized once.
+        """Return the trajectories as tokens, in order. Equal messages of one call are tokenized once.
 
-        A chat becomes several sequences where its template rewrites history; see `chat_scripts`.
+        A chat becomes several sequences if its template rewrites history; see `chat_scripts`.
 
         Raises:
-            InputError: messages without a tokenizer, without any text, or that the template drops a part of.
+            InputError: there is no tokenizer for messages, messages have no text, or the template drops a part.
         """
         found = self.render_batch(list(trajectories))
         self.warn()
         return found
 
     def render_batch(self, trajectories: Sequence[Trajectory], first_index: int = 0) -> list[RenderedTrajectory]:
-        """As `render`, for a part of the trajectories whose first one has the index `first_index`; it warns of nothing.
+        """Render a part of the trajectories, the first with the index `first_index`, without warnings.
 
-        `warn` follows the last part.
+        Call `warn` after the last part.
         """
         written = [i for i, trajectory in enumerate(trajectories) if trajectory.messages is not None]
-        sequences = [(i, scripts) for i in written for scripts in self._scripts(trajectories[i])]
+        sequences: list[tuple[int, list[Script]]] = []
+        for i in written:
+            with placed(trajectories[i].where):
+                sequences += [(i, scripts) for scripts in self._scripts(trajectories[i])]
         encoded = self._encoder.encode([scripts for _, scripts in sequences]) if sequences else []
         of_messages: dict[int, list[EncodedScript]] = {}
         for (i, _), sequence in zip(sequences, encoded, strict=True):
             begun = self._begun(sequence) if self._template_of(trajectories[i]) is None else sequence
-            of_messages.setdefault(i, []).append(self._with_pictures(trajectories[i], begun))
+            with placed(trajectories[i].where):
+                of_messages.setdefault(i, []).append(self._with_pictures(trajectories[i], begun))
         self._count_contents([trajectories[i] for i in written])
-        return [
-            rendered(trajectory, sequence, first_index + i)
-            for i, trajectory in enumerate(trajectories)
-            for sequence in of_messages.get(i) or [given(trajectory)]
-        ]
+        found: list[RenderedTrajectory] = []
+        for i, trajectory in enumerate(trajectories):
+            with placed(trajectory.where):
+                for sequence in of_messages.get(i) or [given(trajectory)]:
+                    self._check_placeholders(sequence)
+                    found.append(rendered(trajectory, sequence, first_index + i))
+        return found
 
     def warn(self) -> None:
-        """Says what the trajectories since the last call have lost, or what their data may write.
+        """Give the warnings on the trajectories since the last call.
 
         Warns:
-            DataWarning: tools that the plain form leaves out, and data that a template turns into special tokens.
+            DataWarning: the plain form drops tools, or a template turns text of the data into special tokens.
         """
         counts, self.counts = self.counts, RenderCounts(num_chats=self.counts.num_chats)
         if counts.drops_tools:
             _warn("the plain form and raw text leave tools out; a policy that was shown them needs a chat template")
         if counts.num_special:
             _warn(
-                f"{counts.num_special} of {counts.num_contents} messages hold the text of special tokens, which a chat "
+                f"{counts.num_special} of {plural(counts.num_contents, 'message')} "
+                f"{'holds' if counts.num_special == 1 else 'hold'} the text of special tokens, which a chat "
                 "template or raw text turns into these tokens, so data can write turns; the plain form keeps it as text"
             )
 
     def prompt(self, messages: Sequence[Message], tools: Tools = (), *, is_raw: bool = False) -> TokenIds:
-        r"""The messages up to the first token that the policy writes, int32 [P].
+        r"""Return the tokens before the policy's turn, int32 [P].
 
         Args:
-            messages: the prompt, without the policy's turn.
+            messages: messages of the prompt.
             tools: JSON schemas for the chat template.
-            is_raw: concatenate the contents.
+            is_raw: whether to concatenate the contents.
 
         Raises:
-            InputError: no tokenizer, no text, or something that the template drops.
+            InputError: there is no tokenizer or no text, or the template drops a part.
 
         Example: in the plain form, user "Hi" is `<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n`.
         """
@@ -147,13 +189,15 @@ class Renderer:
         return found
 
     def seen_prompt(self, messages: Sequence[Message], tools: Tools = (), *, is_raw: bool = False) -> EncodedScript:
-        """As `prompt`, with its pictures at their placeholders; it warns of nothing, `warn` follows the last prompt.
+        """Return the prompt as `prompt` does, with images at their placeholders and without warnings.
+
+        Call `warn` after the last prompt.
 
         Raises:
-            InputError: as `prompt`; or a picture that the processor refuses, a template that drops one, or no template.
-            ConfigError: no processor, or one of another family.
+            InputError: as `prompt`; or the processor refuses an image, the template drops one, or there is no template.
+            ConfigError: the processor is missing or of another family.
 
-        Example: a picture of 4 tokens before "Hi" stands 4 times as the model's placeholder before it.
+        Example: an image of 4 tokens before "Hi" becomes 4 placeholders before it.
         """
         trajectory = Trajectory(
             task_id=0, messages=tuple(messages), tools=tuple(tools), format=RAW_FORMAT if is_raw else "chat"
@@ -172,17 +216,19 @@ class Renderer:
             self._check_template(messages)
         self._count_contents([trajectory])
         encoded = self._encoder.encode([scripts])[0]
-        return self._with_pictures(trajectory, self._begun(encoded) if template is None else encoded)
+        found = self._with_pictures(trajectory, self._begun(encoded) if template is None else encoded)
+        self._check_placeholders(found)
+        return found
 
     def continuation(self, messages: Sequence[Message], num_seen: int, tools: Tools = ()) -> TokenIds | None:
-        r"""What follows the policy's turn `messages[num_seen - 1]` up to its next turn, from the end of the turn on.
+        r"""Return the tokens from the end of the policy's turn `messages[num_seen - 1]` to the start of its next turn.
 
-        The first token is the one that ends a turn, which the policy has sampled unless it was cut off. A chat that
-        goes on with these tokens keeps all earlier ones as they were sampled and read. None where the chat has to be
-        rendered anew: the template rewrites what stands before, or no single token ends a turn.
+        The first token ends a turn; the policy has sampled it unless it was truncated. A chat that continues with these
+        tokens keeps all earlier tokens as they were sampled. The result is None if the chat must be rendered again,
+        because the template rewrites earlier text or no single token ends a turn.
 
         Raises:
-            InputError: no tokenizer, or the template refuses the messages.
+            InputError: there is no tokenizer, or the template refuses the messages.
 
         Example: in the plain form, after an answer and before its result "4",
         `<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n`.
@@ -201,15 +247,18 @@ class Renderer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The tokenizer's own template; None for the plain form.
+        """The tokenizer's template; None for the plain form.
 
         Raises:
-            ConfigError: "hf" without a chat template, or "auto" where the tokenizer has neither template nor markers.
+            ConfigError: "hf" without a chat template, or "auto" with neither template nor markers.
         """
         folder = self._checked_folder
         if self.template == "plain":
             return None
-        if self.template == "hf" or chat_templates(folder):
+        found = chat_templates(folder)
+        if self.template == "auto" and found.get("default", "").endswith(PLAIN_TEMPLATE):
+            return None
+        if self.template == "hf" or found:
             return ChatTemplate(folder, date=self.date)
         if missing := self._encoder.missing_markers:
             raise ConfigError(
@@ -219,8 +268,31 @@ class Renderer:
         return None
 
     @property
+    def plain_template(self) -> str | None:
+        """The plain form as a chat template for this tokenizer; None if its own template is used."""
+        if self.chat_template is not None:
+            return None
+        begin = self._encoder.begin_text
+        return ("{{- " + json.dumps(begin, ensure_ascii=False) + " }}" if begin else "") + PLAIN_TEMPLATE
+
+    @cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Tokens that end a trained turn, an answer or a call; empty if ordinary text ends it.
+
+        Example: <|eot_id|> for Llama 3; <|return|> and <|call|> for gpt-oss.
+        """
+        found = [self._turn_end(_ANSWER), self._turn_end(_CALL, (_TOOL,))]
+        return tuple(dict.fromkeys(token for token in found if token is not None))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end a turn: <|im_end|> in the plain form if it is not a token, else empty."""
+        is_text = self.chat_template is None and TURN_END in self._encoder.missing_markers
+        return (TURN_END,) if is_text else ()
+
+    @property
     def form_in_words(self) -> str | None:
-        """One sentence on how chats have become text; None before the first chat.
+        """A sentence on how chats became text; None before the first chat.
 
         Example: "chats are rendered by the chat template of models/qwen3".
         """
@@ -229,15 +301,26 @@ class Renderer:
         if self.chat_template is not None:
             return f"chats are rendered by the chat template of {self.tokenizer}"
         missing = " and ".join(self._encoder.missing_markers)
-        why = f": {self.tokenizer} has no chat template" if self.template == "auto" else ""
+        has_none = self.template == "auto" and not chat_templates(self._checked_folder)
+        why = f": {self.tokenizer} has no chat template" if has_none else ""
         return f"chats are rendered in the plain form{f', {missing} as ordinary tokens' if missing else why}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """At most one sentence, on ends that were added to texts."""
+        if not self.counts.num_texts:
+            return ()
+        what = f"the {self.counts.num_texts:,} texts of TRL's rows (prompt and completion, or chosen and rejected)"
+        if self._end_of_text is None:
+            return (f"{what} train no end, as {self.tokenizer} names no eos_token; name one in tokenizer_config.json",)
+        return (f"{what} end with {self._end_of_text}, which is trained, as TRL adds it",)
 
     @cached_property
     def processor(self) -> PictureProcessor:
-        """The picture half of the model's processor, in the folder of the tokenizer.
+        """Image processor of the model, in the folder of the tokenizer.
 
         Raises:
-            InputError: no tokenizer.
+            InputError: there is no tokenizer.
         """
         return PictureProcessor(self._checked_folder)
 
@@ -250,33 +333,57 @@ class Renderer:
         return self.tokenizer
 
     @cached_property
+    def _end_of_text(self) -> str | None:
+        return end_of_text(self._checked_folder)
+
+    def _turn_end(self, message: Message, tools: Tools = ()) -> int | None:
+        if self.chat_template is None:
+            return self._encoder.end_of(message_script(message).text.rstrip(), is_special=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DataWarning)
+                turn = policy_turn(RenderedChat(self.chat_template, (_QUESTION, message), tools), 1)
+        except InputError:
+            # The template cannot train such a turn either.
+            return None
+        # A call may end with its own added token, such as </tool_call>.
+        return self._encoder.end_of(turn.text[: turn.span.stop], is_special=bool(message.tool_calls))
+
+    @cached_property
     def _encoder(self) -> Encoder:
         return Encoder(self._checked_folder)
 
     def _template_of(self, trajectory: Trajectory) -> ChatTemplate | None:
-        """The template that renders a trajectory; None for the plain form and for raw text."""
+        """Return the template that renders a trajectory; None for the plain form and for raw text."""
         return None if trajectory.format == RAW_FORMAT else self.chat_template
 
     def _scripts(self, trajectory: Trajectory) -> list[list[Script]]:
-        """The sequences of a trajectory, each as its scripts."""
+        """Return the sequences of a trajectory, each as its scripts."""
         assert trajectory.messages is not None, "only messages have a template"
         self.counts.num_chats += trajectory.format != RAW_FORMAT
         template = self._template_of(trajectory)
         if template is None:
             self._check_template(trajectory.messages)
             is_raw = trajectory.format == RAW_FORMAT
-            return [[raw_script(trajectory.messages)] if is_raw else list(map(message_script, trajectory.messages))]
+            messages = self._ended(trajectory) if trajectory.adds_end else trajectory.messages
+            return [[raw_script(messages)] if is_raw else list(map(message_script, messages))]
         chat = RenderedChat(template, trajectory.messages, trajectory.tools)
         placeholder = self._placeholder(chat)
         return [[expanded_script(script, placeholder)] for script in chat_scripts(chat)]
 
+    def _ended(self, trajectory: Trajectory) -> Sequence[Message]:
+        """Return the messages of a text with its end, which is not added twice."""
+        *before, last = trajectory.messages or ()
+        self.counts.num_texts += 1
+        end, text = self._end_of_text or "", last.content or ""
+        return [*before, last if text.endswith(end) else replace(last, content=text + end)]
+
     def _opened(self, chat: RenderedChat) -> Script:
-        """The chat with a turn opened after it."""
         placeholder = self._placeholder(chat)
         return expanded_script(Script(text=chat.opened(len(chat.messages))), placeholder)
 
     def _placeholder(self, chat: RenderedChat) -> Placeholder | None:
-        """How pictures stand in a chat's text, which is checked; None without pictures."""
+        """Check the images of a chat and return their placeholder; None without images."""
         if not num_pictures(chat.messages):
             return None
         placeholder = self.processor.placeholder
@@ -291,7 +398,7 @@ class Renderer:
             )
 
     def _with_pictures(self, trajectory: Trajectory, encoded: EncodedScript) -> EncodedScript:
-        """The sequence with the tokens of its pictures."""
+        """Return the sequence with the tokens of its images."""
         sources = [one.source for message in trajectory.messages or () for one in message.pictures]
         if not sources:
             return encoded
@@ -303,10 +410,36 @@ class Renderer:
             )
         return with_picture_tokens(encoded, [self.processor.picture(source) for source in sources], token)
 
+    @cached_property
+    def _placeholders(self) -> tuple[TokenIds, TokenIds]:
+        """Ids of all special tokens for images, videos and sound, and of those for videos and sound.
+
+        Both are empty for a text model, for which these tokens have no meaning.
+        """
+        if self.tokenizer is None or not takes_pictures(self.tokenizer):
+            return np.zeros(0, np.int32), np.zeros(0, np.int32)
+        ids = (self._encoder.special_ids(pattern) for pattern in (_ABOUT_PICTURES, _ABOUT_OTHERS))
+        every, others = (np.array(found, np.int32) for found in ids)
+        return every, others
+
+    def _check_placeholders(self, encoded: EncodedScript) -> None:
+        """Refuse placeholder tokens of an image, video or sound that is not there."""
+        every, others = self._placeholders
+        if not every.size:
+            return
+        # The template writes tokens around each image.
+        found = encoded.tokens[np.isin(encoded.tokens, others if encoded.pictures else every)]
+        if found.size:
+            text = self._encoder.text_of(int(found[0]))
+            raise InputError(
+                f"{text} stands for an image, video or sound of this model, and none is given there; remove it from "
+                'the text, or give the image as a part {"type": "image", ...}'
+            )
+
     def _begun(self, encoded: EncodedScript) -> EncodedScript:
-        """The sequence after what the tokenizer writes before a text; a chat template writes that itself."""
+        """Prepend the tokenizer's begin tokens, which chat templates write themselves."""
         begin = self._encoder.begin
-        if not begin.size or not encoded.tokens.size or np.array_equal(encoded.tokens[: begin.size], begin):
+        if not encoded.tokens.size or begun(encoded.tokens, begin) is encoded.tokens:
             return encoded
         no_turn = np.zeros(0, np.int32)
         return join_encoded(
@@ -325,11 +458,51 @@ class Renderer:
 def render(
     trajectories: Iterable[Trajectory], tokenizer: Path | None = None, template: Template = "auto"
 ) -> list[RenderedTrajectory]:
-    """Renders trajectories with a new `Renderer`.
+    """Render trajectories with a new `Renderer`.
 
     Example: user "2+2=" and assistant "4" of format "raw" become the tokens of "2+2=4", of which only "4" is trained.
     """
     return Renderer(tokenizer=tokenizer, template=template).render(trajectories)
+
+
+def given(trajectory: Trajectory) -> EncodedScript:
+    """Return the tokens of a trajectory of tokens; without a mask all are trained.
+
+    Example: tokens with the mask `[0, 1, 1, 0, 1]` have the turn ends `[3, 5]`.
+    """
+    tokens, mask = trajectory.tokens, trajectory.loss_mask
+    assert tokens is not None, "a trajectory has messages or tokens"
+    if mask is None:
+        mask = np.ones(tokens.size, dtype=np.bool_)
+    # Without messages, a turn is a maximal run of trained tokens.
+    ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
+    return EncodedScript(tokens=tokens, loss_mask=mask, turn_ends=ends.astype(np.int32), pictures=trajectory.pictures)
+
+
+def rendered(trajectory: Trajectory, encoded: EncodedScript, index: int) -> RenderedTrajectory:
+    """Return the encoded tokens with the trajectory's metadata.
+
+    Raises:
+        InputError: there are no tokens.
+
+    Example: `rendered(trajectory, given(trajectory), 0).reward` is `trajectory.reward`.
+    """
+    if encoded.tokens.size == 0:
+        raise InputError(f"a trajectory needs text, got only empty messages in task {trajectory.task_id!r}; drop it")
+    return RenderedTrajectory(
+        task_id=trajectory.task_id,
+        tokens=encoded.tokens,
+        loss_mask=encoded.loss_mask,
+        turn_ends=encoded.turn_ends,
+        index=index,
+        reward=trajectory.reward,
+        advantage=trajectory.advantage,
+        epoch=trajectory.epoch,
+        step=trajectory.step,
+        advantages=trajectory.advantages,
+        logprobs=trajectory.logprobs,
+        pictures=encoded.pictures,
+    )
 
 
 def _check_text_alone(messages: Sequence[Message]) -> None:

@@ -1,7 +1,7 @@
-"""Chat templates as Jinja in a sandbox, with the names that Transformers gives them: templates are written for these.
+"""A Jinja sandbox for chat templates, with the functions and filters of Transformers, for which they are written.
 
-Templates are code of strangers, so they see plain values only and cannot reach the interpreter. This file is imported
-on first use, because it needs jinja2.
+Templates are untrusted code, so they get only plain values and cannot reach the interpreter. This module is imported on
+first use, because it needs jinja2.
 """
 
 import json
@@ -22,15 +22,15 @@ from jinja2.utils import Namespace
 from treering.errors import ConfigError
 
 _SAFE = (3, 1, 6)
-"""The first Jinja whose sandbox has no known way out."""
+"""First version of Jinja whose sandbox has no known escape."""
 
 REFUSALS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError)
-"""What a template raises that cannot render some messages."""
+"""Errors of a template that cannot render some messages."""
 
 
 @lru_cache(maxsize=16)
 def compiled(text: str, date: Date) -> Callable[..., str]:
-    """The function that renders a checked template with given variables; `strftime_now` in it writes the date.
+    """Compile a checked template to a function of its variables; `strftime_now` formats `date`.
 
     Example: `compiled("{{ messages | length }}", today)(messages=[1, 2])` is "2".
     """
@@ -40,12 +40,12 @@ def compiled(text: str, date: Date) -> Callable[..., str]:
 
 
 def variables(text: str) -> frozenset[str]:
-    """The names that a template takes from outside.
+    """Return the names of a template's variables.
 
     Raises:
-        ConfigError: the text is no template, or the installed Jinja has no safe sandbox.
+        ConfigError: the text is not a template, or the installed Jinja has no safe sandbox.
 
-    Example: of `{{ bos_token }}{% for m in messages %}{{ m }}{% endfor %}` they are bos_token and messages.
+    Example: `{{ bos_token }}{% for m in messages %}{{ m }}{% endfor %}` has bos_token and messages.
     """
     _check_version()
     try:
@@ -55,7 +55,7 @@ def variables(text: str) -> frozenset[str]:
 
 
 def plain(value: Any) -> Any:
-    """A value as dicts, lists and scalars, which have no methods that a template could misuse.
+    """Convert a value to dicts, lists and scalars, whose methods a template cannot misuse.
 
     Example: `plain(MappingProxyType({"a": (1,)}))` is `{"a": [1]}`.
     """
@@ -74,7 +74,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, around what the policy writes: it renders its content."""
+    """The tag `{% generation %}`, which marks the policy's text; it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja reads a set here
 
@@ -94,7 +94,7 @@ class _Dict:
 
 
 class _Names(Namespace):
-    """`namespace` whose names cannot begin with an underscore, as those of Python's internals do."""
+    """`namespace` that refuses names with a leading underscore, such as Python's internals."""
 
     def __init__(*args: Any, **names: Any) -> None:
         self, *rest = args
@@ -111,7 +111,7 @@ class _Names(Namespace):
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own filter escapes characters of HTML.
+    # Jinja's own filter escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,37 +1,235 @@
-"""A tokenizer's own chat template: renders messages to text as inference does, or refuses them by name.
+"""A tokenizer's chat template, which renders messages to text as inference does.
 
-Needs jinja2 on first use, and no transformers.
+The sections are: the files of a tokenizer folder, the end of a turn, the template, and a chat under it. The module
+imports jinja2 on first use, and does not need transformers.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date as Date
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from treering.data.rendering.rendered_parts import restore_arguments
-from treering.data.rendering.script import is_object_text
-from treering.data.rendering.template_files import (
-    CONFIG_FILE,
-    chat_templates,
-    named_tokens,
-    read_settings,
-    special_tokens,
-)
-from treering.data.rendering.turn_end import TurnEnd, find_turn_end
+from treering.data.rendering.encoder import is_object_text
+from treering.data.rendering.rendered_parts import common_length, restore_arguments
 from treering.data.trajectory import Message, ToolCall
 from treering.errors import ConfigError, InputError
 from treering.extras import require
+from treering.files.writing import read_object
+
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+TEMPLATE_FILE = "chat_template.jinja"
+_FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"
+TEMPLATE_FILES = (TEMPLATE_FILE, "chat_template.json", _FURTHER_TEMPLATES)
+"""Patterns of template files; older processors have the second."""
+PLAIN_TEMPLATE = (
+    "{#- The plain form of Treering -#}\n"
+    "{%- for message in messages %}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' }}\n"
+    "{%- set thought = message.reasoning_content or message.reasoning %}\n"
+    "{%- if thought %}{{- '<think>\\n' + thought.strip() + '\\n</think>\\n\\n' }}{%- endif %}\n"
+    "{%- if message.content is string %}{{- message.content }}\n"
+    "{%- else %}{%- for part in message.content or [] %}{{- part.text }}{%- endfor %}{%- endif %}\n"
+    "{%- for item in message.tool_calls or [] %}\n"
+    "{%- set call = item.function or item %}{%- set given = call.arguments %}\n"
+    "{{- ('' if loop.first else '\\n') + '{\"name\":' + call.name | tojson + ',\"arguments\":' }}\n"
+    "{%- if given is string and given.strip().startswith('{') %}{{- given }}\n"
+    "{%- else %}{{- given | tojson(separators=(',', ':')) }}{%- endif %}{{- '}' }}\n"
+    "{%- endfor %}\n"
+    "{{- '<|im_end|>\\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}\n"
+)
+"""The plain form as a chat template, for checkpoints that were trained in it; `bos_token` is prepended."""
+
+
+def chat_templates(folder: Path) -> Mapping[str, str]:
+    """Return the chat templates of a folder by name; empty if it has none.
+
+    A single template is called "default"; a template for chats with tools may be called "tool_use". Separate files take
+    precedence over tokenizer_config.json.
+
+    Raises:
+        ConfigError: a file cannot be read.
+
+    Example: a folder with only `chat_template.jinja` has `{"default": ...}`.
+    """
+    files = {path.stem: path for path in sorted(folder.glob(_FURTHER_TEMPLATES))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files["default"] = folder / TEMPLATE_FILE
+    if files:
+        return MappingProxyType({name: _text(path) for name, path in files.items()})
+    given = read_settings(folder / CONFIG_FILE).get("chat_template") or {}
+    if isinstance(given, list):
+        given = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
+    templates = {"default": given} if isinstance(given, str) else given
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for pair in templates.items() for text in pair):
+        raise ConfigError(
+            f"chat_template is a text, or a list of names and templates, {folder / CONFIG_FILE} has another value; "
+            "fetch it again"
+        )
+    return MappingProxyType(templates)
+
+
+def named_tokens(folder: Path) -> Mapping[str, str | None]:
+    """Return the named special tokens of a folder, such as bos_token; None for names that are set to null.
+
+    Raises:
+        ConfigError: a file is not a JSON object.
+
+    Example: Qwen2 has `{"bos_token": None, "eos_token": "<|endoftext|>", ...}`.
+    """
+    settings = read_settings(folder / CONFIG_FILE)
+    if "added_tokens_decoder" not in settings:
+        # Older folders have them in a separate file.
+        settings |= read_settings(folder / SPECIAL_TOKENS_FILE)
+    extra = settings.get("extra_special_tokens")
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    texts = {name: token_text(value) for name, value in named.items()}
+    return MappingProxyType({name: texts[name] for name in named if texts[name] or named[name] is None})
+
+
+def end_of_text(folder: Path) -> str | None:
+    """Return the `eos_token`, which ends a text; None if the folder does not name it.
+
+    Raises:
+        ConfigError: a file is not a JSON object.
+    """
+    files = (read_settings(folder / name) for name in (CONFIG_FILE, SPECIAL_TOKENS_FILE))
+    return next((text for text in (token_text(settings.get("eos_token")) for settings in files) if text), None)
+
+
+def special_tokens(folder: Path) -> tuple[str, ...]:
+    """Return the texts of all special tokens, each once.
+
+    Raises:
+        ConfigError: a file is not a JSON object.
+    """
+    settings = read_settings(folder / CONFIG_FILE)
+    added = [
+        *read_settings(folder / "tokenizer.json").get("added_tokens", ()),
+        *settings.get("added_tokens_decoder", {}).values(),
+    ]
+    lists = [settings.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
+    listed = [token for tokens in lists if isinstance(tokens, list) for token in tokens]
+    found = [*(token for token in added if token.get("special")), *listed, *named_tokens(folder).values()]
+    return tuple(dict.fromkeys(text for text in map(token_text, found) if text))
+
+
+def token_text(value: Any) -> str | None:
+    """Return the text of a token that is stored as text or as an object with settings; None for other values.
+
+    Example: it is "</s>" for `{"content": "</s>", "lstrip": false}`.
+    """
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a tokenizer folder; {} if the file is missing.
+
+    Raises:
+        ConfigError: the file is not a JSON object.
+    """
+    return read_object(file, ConfigError) if file.is_file() else {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a file of a tokenizer can be read, {file} cannot ({error}); fetch it again") from error
+
+
+_QUESTION, _ANSWER, _NEXT = "mark-1-kram", "mark-2-kram", "mark-3-kram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """The difference between a chat's last turn and the same turn in history."""
+
+    missing: str = ""
+    """Token that ends a turn but is written only after turns in history, such as GLM's next role."""
+    added: str = ""
+    """Token that the template writes after the end of the last turn, such as Phi-3's end of text."""
+
+    def length(self, written: str) -> int:
+        """Return the length of the policy's part of a last turn, without a last line break and an added token."""
+        return len(written.rstrip("\n").removesuffix(self.added).rstrip("\n"))
+
+
+def find_turn_end(
+    prompt: Callable[[Sequence[Message]], str], text: Callable[[Sequence[Message]], str], special_tokens: Sequence[str]
+) -> TurnEnd:
+    r"""Compare an answer at the end of a chat with the same answer before a further question.
+
+    Args:
+        prompt: renders messages with a turn opened after them.
+        text: renders messages alone.
+        special_tokens: texts of the tokenizer's special tokens.
+
+    Raises:
+        InputError: the template opens a turn after an answer although the caller did not ask for one.
+
+    Example: Phi-3's template writes `<|end|>\n<|endoftext|>` after a last answer and `<|end|>\n<|user|>` before a
+    question, so `added` is `<|endoftext|>`.
+    """
+    asked, answered = Message(role="user", content=_QUESTION), Message(role="assistant", content=_ANSWER)
+    try:
+        opened, alone, once = prompt([asked]), text([asked]), text([asked, answered])
+        again = text([asked, answered, Message(role="user", content=_NEXT)])
+    except InputError:
+        return TurnEnd()
+    last = once.partition(_ANSWER)[2]
+    opening = opened.partition(_QUESTION)[2]
+    if opened == alone and opening.strip() and last.endswith(opening):
+        raise InputError(
+            f"a chat template must open a turn only where add_generation_prompt is set, and it always does, with "
+            f'{opening!r:.80}; use template="plain", or another template of this model'
+        )
+    between = again.partition(_ANSWER)[2].partition(_NEXT)[0]
+    if not last.strip():
+        return TurnEnd(missing=leading_token(between, special_tokens))
+    return TurnEnd(added=_added(last, between, special_tokens))
+
+
+def leading_token(text: str, special_tokens: Sequence[str]) -> str:
+    r"""Return the special token with which a text begins; "" if there is none.
+
+    Example: it is `<|user|>` for `<|user|>\nHi`.
+    """
+    found = _any_of(special_tokens).match(text)
+    return found.group() if found else ""
+
+
+def _added(last: str, between: str, special_tokens: Sequence[str]) -> str:
+    shared = common_length(last, between)
+    ends = [found.end() for found in _any_of(special_tokens).finditer(last) if found.end() <= shared]
+    rest = last[ends[-1] :].strip() if ends else ""
+    return rest if rest in special_tokens else ""
+
+
+def _any_of(special_tokens: Sequence[str]) -> re.Pattern[str]:
+    # Longest first, since a token may be a prefix of another. Without tokens, the pattern matches nothing.
+    return re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or r"(?!)")
+
 
 _Form: TypeAlias = Callable[[ToolCall], Mapping[str, Any] | str]
-"""How a template gets the arguments of a call."""
+"""Form in which a template gets the arguments of a call."""
 
 _MARK = "mark-kram"
+_ODD_KEY = "odd-kram"
+"""A key that no template reads, so it appears only if a value is printed as it is stored."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-# Other classes of Transformers may have tokens of their own.
+# Other classes of Transformers may have further tokens.
 _CLASSES_WITHOUT_TOKENS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -43,14 +241,14 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path, *, date: Date | None = None) -> None:
-        """Opens the folder.
+        """Open the folder.
 
         Args:
-            folder: the tokenizer's.
-            date: what templates that write today's date write; None is today.
+            folder: folder of the tokenizer.
+            date: date in templates that write today's date; None for today.
 
         Raises:
-            ConfigError: the folder has no chat template, or one that needs more than its files.
+            ConfigError: the folder has no chat template, or the template needs more than its files.
             MissingExtraError: jinja2 is not installed.
         """
         require("a chat template", "jinja2")
@@ -66,7 +264,7 @@ class ChatTemplate:
         self._check()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text before the policy's turn: the messages and whatever the template opens a turn with.
+        """Return the text before the policy's turn: the messages and the opening of the turn.
 
         Raises:
             InputError: the template refuses the messages.
@@ -74,7 +272,7 @@ class ChatTemplate:
         return self._render(messages, tools, opens_turn=True)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The messages rendered, without an opened turn.
+        """Return the rendered messages without an open turn.
 
         Raises:
             InputError: the template refuses the messages.
@@ -88,39 +286,40 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> TurnEnd:
-        """How it ends an assistant's turn.
+        """The end of an assistant's turn.
 
         Raises:
-            InputError: the template opens a turn where the caller asked for none.
+            InputError: the template opens a turn although the caller did not ask for one.
         """
         return find_turn_end(self.prompt, self.text, self.special_tokens)
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether a content must be a list of parts, as some templates of models that see want it."""
-        return not self._shows({"content": _MARK}) and self._shows({"content": _parts(_MARK)})
+        """Whether a content must be a list of parts, as in some templates of vision models."""
+        parts = [part | {_ODD_KEY: ""} for part in _parts(_MARK)]
+        return not self._shows({"content": _MARK}) and self._shows({"content": parts})
 
     @cached_property
     def _takes_thinking_parts(self) -> bool:
         """Whether a thought must be a part of the content, as in Mistral's templates."""
         thought = {"content": "4"} | dict.fromkeys(_REASONING_KEYS, _MARK)
-        parts = {"content": [{"type": "thinking", "thinking": _MARK}, *_parts("4")]}
+        parts = {"content": [{"type": "thinking", "thinking": _MARK, _ODD_KEY: ""}, *_parts("4")]}
         return not self._shows(thought, role="assistant") and self._shows(parts, role="assistant")
 
     def _shows(self, fields: Mapping[str, Any], role: str = "user") -> bool:
-        """Whether a mark in a message comes out again."""
+        """Return whether the template renders a mark in a message."""
         question = {"role": "user", "content": _parts("2+2?") if role != "user" and self._takes_parts else "2+2?"}
         messages = [*([question] if role != "user" else []), {"role": role, **fields}]
         try:
             text = self._apply(messages, None, opens_turn=False)
-            # A list that is printed as Python has it is not read as parts.
-            return _MARK in text and "{'type'" not in text
+            # Parts that are printed as Python or JSON are not read.
+            return _MARK in text and _ODD_KEY not in text
         except _refusals():
             return False
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, opens_turn: bool) -> str:
         shown = [dict(tool) for tool in tools] or None
-        # Some templates join the arguments of a call as text, most write an object as JSON.
+        # Some templates concatenate the arguments of a call as text; most dump an object as JSON.
         for form in (_as_object, attrgetter("arguments_text")):
             try:
                 records = [self._record(message, form) for message in messages]
@@ -157,10 +356,10 @@ class ChatTemplate:
         )
 
     def _check(self) -> None:
-        """Refuses templates that cannot be read, and those that need code of the folder or what no file says.
+        """Check that the template is valid and needs neither code of the folder nor unknown tokens.
 
         Raises:
-            ConfigError: names what is wrong.
+            ConfigError: it is not; the message has the reason.
         """
         from treering.data.rendering.sandbox import variables
 
@@ -199,28 +398,28 @@ def _parts_with_pictures(message: Message) -> list[dict[str, str]]:
 
 
 def _advice(messages: Sequence[Message]) -> str:
-    """A further way out where a call has arguments that most templates cannot take apart."""
+    """Return further advice if a call has arguments that most templates cannot parse."""
     for index, message in enumerate(messages):
         for call in message.tool_calls:
-            if isinstance(call.arguments, str) and not is_object_text(call.arguments):
+            if isinstance(call.given, str) and not is_object_text(call.given):
                 return f", or repair the call of {call.name!r} in messages[{index}], whose arguments are no JSON object"
     return ""
 
 
 def _as_object(call: ToolCall) -> Mapping[str, Any] | str:
-    return _parsed(call.arguments) if isinstance(call.arguments, str) else dict(call.arguments)
+    return _parsed(call.given) if isinstance(call.given, str) else dict(call.given)
 
 
 @lru_cache(maxsize=4096)
 def _parsed(arguments: str) -> Mapping[str, Any] | str:
-    # Each prefix of a chat asks for the same calls again.
+    # Each prefix of a chat needs the same calls.
     return json.loads(arguments) if is_object_text(arguments) else arguments
 
 
 def _record(message: Message, arguments: _Form) -> dict[str, Any]:
     record: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.reasoning is not None:
-        # Model families read the thought under different names.
+        # Model families read reasoning under different names.
         record |= dict.fromkeys(_REASONING_KEYS, message.reasoning)
     if message.name is not None:
         record["name"] = message.name
@@ -233,3 +432,67 @@ def _record(message: Message, arguments: _Form) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return record
+
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""JSON schemas of tools."""
+
+
+class RenderedChat:
+    """The rendered prefixes of a chat.
+
+    Example: under ChatML, with one user message "Hi", `closed(1)` ends with the end marker, and `opened(1)` is the
+    prompt of the first answer.
+    """
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message], tools: Tools = ()) -> None:
+        """Store the messages, which are rendered on demand."""
+        self.template = template
+        self.messages = tuple(messages)
+        self.tools = tools
+        self._opened: dict[int, str] = {}
+        self._closed: dict[int, str] = {}
+
+    def opened(self, count: int) -> str:
+        """Return the first `count` messages and the opening of a turn, as at inference.
+
+        Raises:
+            InputError: the template refuses the messages.
+        """
+        if count not in self._opened:
+            self._opened[count] = self.template.prompt(self.messages[:count], self.tools)
+        return self._opened[count]
+
+    def closed(self, count: int) -> str:
+        """Return the first `count` messages without an open turn.
+
+        Raises:
+            InputError: the template refuses the messages.
+        """
+        if count not in self._closed:
+            self._closed[count] = self.template.text(self.messages[:count], self.tools)
+        return self._closed[count]
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return other messages under the same template and tools.
+
+        Raises:
+            InputError: the template refuses the messages.
+        """
+        return self.template.text(messages, self.tools)
+
+    @cached_property
+    def whole(self) -> str:
+        """All messages, without an open turn."""
+        return self.closed(len(self.messages))
+
+    @cached_property
+    def num_seen(self) -> int:
+        """Number of messages before the last turn of the policy; all if it has none."""
+        trained = [i for i, message in enumerate(self.messages) if message.is_trained and i]
+        return trained[-1] if trained else len(self.messages)
+
+    @property
+    def seen(self) -> str:
+        """The last and longest prompt of the policy."""
+        return self.opened(self.num_seen)

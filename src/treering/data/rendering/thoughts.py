@@ -1,40 +1,60 @@
-"""Thoughts in rendered text: the tags of the model families, and prompts that open or close a thought."""
+"""Reasoning in rendered text: the tags of the model families, and prompts that open or close a thought."""
 
 import re
 from dataclasses import dataclass
 
 from treering.data.trajectory import Message
 
-_OPEN = r"<[\w:]*think[\w:]*>|\[THINK\]|<\|START_THINKING\|>|<\|channel>thought\n"
-_CLOSE = r"</[\w:]*think[\w:]*>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>"
+_WORD = r"(?i:[\w:]*think[\w:]*|thoughts?|reason(?:ing)?)"
+_OPEN = (
+    rf"<{_WORD}>|\[THINK\]|<\|START_THINKING\|>|<\|channel>thought\n|<\|begin_of_thought\|>|<\|inner_prefix\|>|◁think▷"
+    r"|<unused94>thought\n"
+)
+_CLOSE = (
+    rf"</{_WORD}>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>|<\|end_of_thought\|>|<\|inner_suffix\|>|◁/think▷|<unused95>"
+)
+# Messages of the model to itself, which end like other messages.
+_OWN = r"<\|channel\|>analysis(?: [^<]*)?<\|message\|>|to=self<\|message\|>"
+_OWN_END = r"<\|end\|>|<\|eom\|>"
+_HEADER = re.compile(r"(?:<\|start\|>)?(?:assistant)?(?: to=[^\s<]+)?(?:<\|channel\|>[^<]*)?<\|message\|>")
 
 THOUGHT_TAG = re.compile(f"{_OPEN}|{_CLOSE}")
-"""Opens or closes a thought, in the spellings of the model families."""
+"""Tag that opens or closes a thought, in the spellings of the model families."""
 
 _OPENING = re.compile(rf"\s*(?:{_OPEN})\s*")
 _CLOSING = re.compile(rf"\s*(?:{_CLOSE})\s*")
 _EMPTY = re.compile(rf"\s*(?:(?:{_OPEN})\s*)?(?:{_CLOSE})\s*")
 _ENDING = re.compile(rf"(?:(?P<open>{_OPEN})\s*)?(?:(?P<close>{_CLOSE})\s*)?\Z")
 _MAX_ENDING = 200
-_CLOSED_BY = {"[THINK]": "[/THINK]", "<|START_THINKING|>": "<|END_THINKING|>", "<|channel>thought\n": "<channel|>"}
+_ANY = re.compile(f"(?P<open>{_OPEN}|{_OWN})|(?P<close>{_CLOSE})|{_OWN_END}")
+_CLOSED_BY = {
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought\n": "<channel|>",
+    "<unused94>thought\n": "<unused95>",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "◁think▷": "◁/think▷",
+    "to=self<|message|>": "<|eom|>",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptThought:
-    """What a prompt says about thoughts at its end."""
+    """The state of a thought at the end of a prompt."""
 
     start: int
-    """Where the tags begin; the prompt's length if there are none."""
+    """Index of the tags; the length of the prompt if there are none."""
     is_open: bool = False
-    """A thought is opened: the policy writes the thought and its end."""
+    """Whether a thought is open, so that the policy writes the thought and its end."""
     is_closed: bool = False
-    """The thought is closed: the policy writes the answer alone."""
+    """Whether the thought is closed, so that the policy writes only the answer."""
     end: str = ""
-    """What closes an opened thought, with its line breaks."""
+    """Tag that closes an open thought, with its line breaks."""
 
 
 def prompt_thought(prompt: str) -> PromptThought:
-    r"""The thought at the end of a prompt.
+    r"""Return the thought at the end of a prompt.
 
     Example: `<|im_start|>assistant\n<think>\n` has an open one, which starts at 22 and ends with `\n</think>\n\n`.
     """
@@ -44,23 +64,73 @@ def prompt_thought(prompt: str) -> PromptThought:
     opened, is_closed = found["open"], found["close"] is not None
     if opened is None or is_closed:
         return PromptThought(start=found.start(), is_closed=is_closed)
-    closing = _CLOSED_BY.get(opened) or f"</{opened[1:]}"
+    closing = _closing(opened)
     spaced = prompt.endswith("\n") and not opened.endswith("\n")
     return PromptThought(start=found.start(), is_open=True, end=f"\n{closing}\n\n" if spaced else closing)
 
 
+def answer_start(text: str, prompt: str = "") -> int | None:
+    """Return the index at which the answer of a response begins, after its last thought; None if the thought is open.
+
+    Args:
+        text: the response, with special tokens.
+        prompt: text before the response, which may open a thought.
+
+    Example: it is 17 for "<think>hm</think>4", 0 for "4", and None for "<think>so 4".
+    """
+    thought = prompt_thought(prompt)
+    start, end = 0, thought.end.strip()
+    for tag in _ANY.finditer(text):
+        if end and tag.group() == end:
+            start, end = tag.end(), ""
+        elif not end and tag["open"]:
+            end = _closing(tag.group())
+        elif not end and tag["close"]:
+            # The prompt opened it.
+            start = tag.end()
+    return None if end else start
+
+
+def answer_part(text: str) -> str:
+    """Return the response after its thought, which is all that built-in rewards read; "" if the thought has no end.
+
+    Example: `answer_part("<think>hm</think>4")` is "4".
+    """
+    start = answer_start(text)
+    return "" if start is None else without_headers(text[start:])
+
+
+def has_tags(text: str) -> bool:
+    """Return whether a text has a tag that opens or closes a thought."""
+    return any(tag["open"] or tag["close"] for tag in _ANY.finditer(text))
+
+
+def without_headers(text: str) -> str:
+    """Remove the headers of an answer's messages, which gpt-oss writes.
+
+    Example: `<|start|>assistant<|channel|>final<|message|>4` is "4".
+    """
+    return _HEADER.sub("", text)
+
+
+def _closing(opened: str) -> str:
+    if opened.startswith("<|channel|>"):
+        return "<|end|>"
+    return _CLOSED_BY.get(opened) or f"</{opened[1:]}"
+
+
 def split_opening(text: str) -> tuple[str, str]:
-    """A tag at the beginning that opens a thought, with the space around it, and the rest."""
+    """Split off a leading tag that opens a thought, with the space around it."""
     return _split(_OPENING, text)
 
 
 def split_closing(text: str) -> tuple[str, str]:
-    """A tag at the beginning that closes a thought, with the space around it, and the rest."""
+    """Split off a leading tag that closes a thought, with the space around it."""
     return _split(_CLOSING, text)
 
 
 def split_empty(text: str) -> tuple[str, str]:
-    r"""An empty thought at the beginning, or the mere end of one, and the rest.
+    r"""Split off a leading empty thought, or the end of one.
 
     Example: `<think>\n\n</think>\n\n4` is `<think>\n\n</think>\n\n` and `4`.
     """
@@ -68,7 +138,7 @@ def split_empty(text: str) -> tuple[str, str]:
 
 
 def inline_thought(message: Message) -> tuple[str, str] | None:
-    """The thought that stands in a message's content, without tags, and the answer after it; None without a thought.
+    """Return the thought in a message's content, without tags, and the answer after it; None without a thought.
 
     Example: "<think>hm</think>4" is ("hm", "4").
     """

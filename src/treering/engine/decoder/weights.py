@@ -1,21 +1,210 @@
-"""A snapshot of a model's weights for the decoders, with projections that share an input fused into one matrix.
+"""A snapshot of a model's weights for the decoders, of models that these compute exactly.
 
-The snapshot is the policy of one version: training updates the model, and the snapshot changes only with `read`.
+Projections that share an input are fused into one matrix. Modules may be wrapped by a PEFT adapter: LoRA is merged
+while the snapshot is filled, and the trained model is only read. The snapshot is the policy of one version: training
+updates the model, and the snapshot changes only with `read`.
 
-    L layers   C hidden size   H query heads   G key-value heads   D head size   F MLP size   V vocabulary   P positions
+    L layers   C hidden size   H query heads   G key-value heads   D head size   F MLP size   V vocabulary
+    P positions
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from treering.engine.decoder.adapters import WeightSource, bias_of, source_of
-from treering.engine.decoder.support import check_runnable
-from treering.model.families import ModelParts
+from treering.errors import UnsupportedError
+from treering.families import FAMILIES
+from treering.model.checks import check_whole
+from treering.model.tree_model import TreeModel
 from treering.types import ModelShape
+
+
+class WeightSource(NamedTuple):
+    """A weight as the model has it, and the LoRA layer whose active adapters add to it."""
+
+    weight: Tensor
+    lora: Any = None
+
+    def fill(self, target: Tensor) -> None:
+        """Copies the weight, adapters added, into a tensor of its shape.
+
+        Adds in float32 or wider, and rounds to the target's dtype once.
+        """
+        if self.lora is None or not (names := active_adapters(self.lora)):
+            target.copy_(self.weight)
+            return
+        wide = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32), copy=True)
+        for name in names:
+            wide += self.lora.get_delta_weight(name)
+        target.copy_(wide)
+
+
+def source_of(module: nn.Module) -> WeightSource:
+    """Where the weight of a linear layer, an embedding or a norm comes from.
+
+    Example: a LoRA layer around a projection is the source (projection.weight, layer).
+    """
+    own = _trained(module)
+    return WeightSource(own.base_layer.weight, own) if is_lora(own) else WeightSource(own.weight)
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """The bias of a linear layer, wrapped or not."""
+    own: Any = plain_of(module)
+    bias: Tensor | None = own.bias
+    return bias
+
+
+def plain_of(module: nn.Module) -> nn.Module:
+    """The module that holds the weight: inside a LoRA layer, or the copy that PEFT trains in full.
+
+    Example: `plain_of(nn.Linear(2, 2))` is that layer itself.
+    """
+    own = _trained(module)
+    plain: nn.Module = own.base_layer if is_lora(own) else own
+    return plain
+
+
+def check_adapter(module: nn.Module, name: str) -> None:
+    """Checks that the adapters of a module are plain LoRA.
+
+    Raises:
+        UnsupportedError: a variant such as DoRA, a bias of an adapter, or an adapter merged in place and disabled.
+    """
+    own = _trained(module)
+    if not is_lora(own):
+        return
+    for adapter in active_adapters(own):
+        variant = getattr(own, "lora_variant", {}).get(adapter)
+        if variant is not None:
+            raise UnsupportedError(
+                f"{name}: adapter {adapter!r} is a {getattr(variant, '__name__', type(variant).__name__)}, and the "
+                "engine adds plain LoRA; train with use_dora=False, or merge the adapter"
+            )
+        if getattr(own, "lora_bias", {}).get(adapter):
+            raise UnsupportedError(
+                f"{name}: adapter {adapter!r} has a bias of its own, which the engine does not read; set "
+                "lora_bias=False, or merge the adapter"
+            )
+    if own.merged and own.disable_adapters:
+        raise UnsupportedError(f"{name}: its adapter is merged and disabled; call unmerge_adapter() first")
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether a module is a LoRA layer of PEFT."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A") and hasattr(module, "get_delta_weight")
+
+
+def active_adapters(lora: Any) -> list[str]:
+    """Adapters that add to the base weight in the present forward: none where disabled, or merged into it already."""
+    if lora.disable_adapters or lora.merged:
+        return []
+    return [name for name in lora.active_adapters if name in lora.lora_A or name in lora.lora_embedding_A]
+
+
+def _trained(module: Any) -> Any:
+    """The copy that PEFT trains in full (`modules_to_save`), or the module itself."""
+    copies = getattr(module, "modules_to_save", None)
+    if copies is None:
+        return module
+    names = [] if module.disable_adapters else list(module.active_adapters)
+    return copies[names[0]] if names and names[0] in copies else module.original_module
+
+
+def check_runnable(parts: TreeModel) -> None:
+    """Rejects a model that a fused pass over its weights would not reproduce.
+
+    Raises:
+        UnsupportedError: names the unsupported family, window, projection, activation or head.
+    """
+    check_whole(parts, "the engine")
+    _check_family(parts)
+    _check_modules(parts)
+    _check_head(parts)
+
+
+def _check_family(parts: TreeModel) -> None:
+    _check_recurrence(parts)
+    fitting = ("always",) if parts.vision is None else ("always", "with images")
+    families = [family.model_type for family in FAMILIES.values() if family.engine in fitting]
+    if parts.family.model_type not in families:
+        raise UnsupportedError(
+            f"the engine runs {', '.join(families)}, and this model is {parts.config.model_type!r}; use vLLM for its "
+            "rollouts"
+        )
+    for index, layer in enumerate(parts.layers):
+        window = _window(layer, parts.config)
+        if window is not None:
+            raise UnsupportedError(
+                f"layer {index} sees a window of {window} positions, and the engine runs full attention; use vLLM for "
+                "this model's rollouts"
+            )
+
+
+def _check_recurrence(parts: TreeModel) -> None:
+    for index, layer in enumerate(parts.layers):
+        for mixer in parts.mixers:
+            if any(module is mixer for module in layer.modules()):
+                raise UnsupportedError(
+                    f"layer {index} is recurrent, a {type(mixer).__name__}: its state cannot un-see a rejected draft, "
+                    f"and the engine keeps keys and values alone; use vLLM for the rollouts of this "
+                    f"{parts.config.model_type!r} model"
+                )
+
+
+def _window(layer: Any, config: Any) -> int | None:
+    """The layer's window: Mistral's is in the configuration; Qwen's configuration may name one that no layer uses."""
+    window: int | None = (
+        config.sliding_window if config.model_type == "mistral" else getattr(layer.self_attn, "sliding_window", None)
+    )
+    return window
+
+
+def _check_modules(parts: TreeModel) -> None:
+    activation = parts.config.hidden_act
+    if activation != "silu":
+        raise UnsupportedError(
+            f"the engine computes MLPs with silu, and this model has {activation!r}; use vLLM for it"
+        )
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for index, layer in enumerate(parts.layers):
+        for name, module in layer.named_modules():
+            if name.rpartition(".")[2] not in projections:
+                continue
+            if type(plain_of(module)) is not nn.Linear:
+                raise UnsupportedError(
+                    f"layer {index}: {name} is a {type(module).__name__}, and the engine reads linear layers, plain or "
+                    "with LoRA; merge other adapters and undo quantisation first"
+                )
+            check_adapter(module, f"layer {index}: {name}")
+
+
+def _check_head(parts: TreeModel) -> None:
+    if type(plain_of(parts.head)) is not nn.Linear:
+        raise UnsupportedError(
+            f"the head is a {type(parts.head).__name__}, and the engine reads a linear layer, plain or with LoRA; "
+            "merge other adapters first"
+        )
+    if type(plain_of(parts.embedding)) is not nn.Embedding:
+        raise UnsupportedError(
+            f"the embedding is a {type(parts.embedding).__name__}, and the engine reads a plain table, or one with "
+            "LoRA; merge other adapters first"
+        )
+    for name, module in (("the head", parts.head), ("the embedding", parts.embedding)):
+        check_adapter(module, name)
+    num_rows, num_embedded = _num_rows(parts.head), _num_rows(parts.embedding)
+    if num_rows > num_embedded:
+        raise UnsupportedError(
+            f"every sampled token is embedded next, and the head has {num_rows} rows where the embedding has "
+            f"{num_embedded}; resize the embedding to the head"
+        )
+
+
+def _num_rows(module: Any) -> int:
+    weight: Any = plain_of(module).weight
+    return int(weight.shape[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +279,7 @@ class DecoderWeights:
         """The device of the snapshot: the model's."""
         return self.embedding.device
 
-    def read(self, parts: ModelParts) -> None:
+    def read(self, parts: TreeModel) -> None:
         """Copies the model's current weights into the snapshot, LoRA added."""
         # Tensors of an engine created in inference mode can be written only in inference mode.
         with torch.inference_mode():
@@ -98,7 +287,7 @@ class DecoderWeights:
                 for part, source in zip(_split(target, sources), sources, strict=True):
                     source.fill(part)
 
-    def is_current(self, parts: ModelParts) -> bool:
+    def is_current(self, parts: TreeModel) -> bool:
         """Whether `read` would change nothing; takes the memory of one matrix."""
         with torch.inference_mode():
             for target, sources in zip(_flat(self), _sources(parts), strict=True):
@@ -110,11 +299,11 @@ class DecoderWeights:
         return True
 
 
-def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
+def read_weights(parts: TreeModel, *, num_positions: int) -> DecoderWeights:
     """Makes a snapshot of a model of the supported families.
 
     Args:
-        parts: from `find_parts`.
+        parts: from `TreeModel.of`.
         num_positions: P, longest sequence to run.
 
     Raises:
@@ -127,12 +316,17 @@ def read_weights(parts: ModelParts, *, num_positions: int) -> DecoderWeights:
         axes = _axes(parts)
     tensors = iter(flat)
     embedding = next(tensors)
-    layers = tuple(_take_layer(layer, tensors) for layer in parts.layers)
+    layers = []
+    for layer in parts.layers:
+        fields: dict[str, Any] = {
+            name: None if source is None else next(tensors) for name, source in _layer_sources(layer).items()
+        }
+        layers.append(LayerWeights(**fields))
     norm, head = next(tensors), next(tensors)
     return DecoderWeights(
         sizes=_sizes(parts, num_positions),
         embedding=embedding,
-        layers=layers,
+        layers=tuple(layers),
         norm=norm,
         head=head,
         head_bias=next(tensors, None),
@@ -177,13 +371,7 @@ def _layer_sources(layer: Any) -> dict[str, tuple[WeightSource, ...] | None]:
     }
 
 
-def _take_layer(layer: nn.Module, tensors: Iterator[Tensor]) -> LayerWeights:
-    sources = _layer_sources(layer)
-    fields: dict[str, Any] = {name: None if source is None else next(tensors) for name, source in sources.items()}
-    return LayerWeights(**fields)
-
-
-def _sources(parts: ModelParts) -> list[tuple[WeightSource, ...]]:
+def _sources(parts: TreeModel) -> list[tuple[WeightSource, ...]]:
     """The model's weights in the snapshot's order; each tuple is fused into one matrix."""
     decoder: Any = parts.decoder
     layers = [sources for layer in parts.layers for sources in _layer_sources(layer).values() if sources is not None]
@@ -208,7 +396,7 @@ def _norm_of(attention: nn.Module, name: str) -> tuple[WeightSource, ...] | None
     return None if norm is None else (source_of(norm),)
 
 
-def _rotations(parts: ModelParts, num_positions: int) -> tuple[Tensor, Tensor]:
+def _rotations(parts: TreeModel, num_positions: int) -> tuple[Tensor, Tensor]:
     """RoPE cosines and sines from the model's own module, so that any scaling is supported."""
     table = source_of(parts.embedding).weight
     decoder: Any = parts.decoder
@@ -217,7 +405,7 @@ def _rotations(parts: ModelParts, num_positions: int) -> tuple[Tensor, Tensor]:
     return cos[0].contiguous(), sin[0].contiguous()
 
 
-def _axes(parts: ModelParts) -> Tensor:
+def _axes(parts: TreeModel) -> Tensor:
     """The axis of each entry of a head, from what the model's own module makes of a step along each; 0 without axes."""
     table = source_of(parts.embedding).weight
     layer: Any = parts.layers[0]
@@ -229,7 +417,7 @@ def _axes(parts: ModelParts) -> Tensor:
     return torch.stack(sines).abs().argmax(0)
 
 
-def _sizes(parts: ModelParts, num_positions: int) -> Sizes:
+def _sizes(parts: TreeModel, num_positions: int) -> Sizes:
     layer: Any = parts.layers[0]
     head_size = int(layer.self_attn.head_dim)
     table = source_of(parts.embedding).weight

@@ -1,1 +1,1 @@
-"""The drafter: candidates, acceptance estimates and draft trees."""
+"""Drafter: candidates, acceptance estimates and draft trees."""

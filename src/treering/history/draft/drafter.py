@@ -1,30 +1,110 @@
 """The drafter: proposes next tokens for a batch of rows, from history, running siblings and each row's own context.
 
-It never sees the sampling noise, and a wrong draft costs time only.
+It never sees the sampling noise, and a wrong draft costs only time.
+
+    B rows   D drafted tokens   A for each row, the tokens of the draft that it was verified with
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.arrays import Int64Array
+from treering.arrays import Float64Array, Int64Array
 from treering.errors import ConfigError, InputError, StateError
-from treering.history.budget.controller import DraftController
-from treering.history.budget.costs import VerifyCosts
-from treering.history.draft.acceptance import Acceptance, ReliabilityBin, as_bins, learn
-from treering.history.draft.duplicate_rows import read_leaders, repeat
-from treering.history.draft.feedback import as_counts, check_fault, check_latest, mark
-from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, propose
-from treering.history.draft.output import Output
-from treering.history.draft.settings import MIN_ACCEPTANCE, Shape, check_settings
-from treering.history.draft.tree import Model
+from treering.history.budget import DraftController, VerifyCosts
+from treering.history.draft.acceptance import (
+    Acceptance,
+    ReliabilityBin,
+    as_bins,
+    as_counts,
+    check_fault,
+    check_latest,
+    learn,
+    mark,
+)
+from treering.history.draft.kernel import NUM_SCRATCH_BYTES, Budget, Output, propose
+from treering.history.draft.tree import MAX_NODES, Model
 from treering.history.features import NUM_KINDS, NUM_VOTES, SOURCES, Source, sources_of
 from treering.history.match.sources import Rows, SearchState, SourceGate
-from treering.history.store.snapshot import SnapshotSource
+from treering.history.store.reader import SnapshotSource
 from treering.history.store.store import HistoryStore
 from treering.history.types import DraftRows, Drafts, contradiction, no_drafts
+from treering.types import is_count
+
+MIN_ACCEPTANCE = 0.018
+"""Default of `min_acceptance` in a `Drafter` and in a run's configuration."""
+
+Shape = Literal["tree", "chain"]
+
+
+def check_settings(
+    *,
+    max_draft: int,
+    min_acceptance: float,
+    shape: Shape,
+    sources: tuple[Source, ...],
+    max_live_tokens: int,
+    max_other_tokens: int,
+) -> None:
+    """Check the settings of a `Drafter`, described there.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    _check_integer("max_draft", max_draft, 1, MAX_NODES)
+    _check_integer("max_live_tokens", max_live_tokens, 16, 1 << 24)
+    _check_integer("max_other_tokens", max_other_tokens, 0, 1 << 28)
+    if not isinstance(min_acceptance, int | float | np.number) or not 0 < min_acceptance <= 1:
+        raise ConfigError(
+            f"min_acceptance must be a probability in (0, 1], got {min_acceptance!r}; {MIN_ACCEPTANCE} is usual"
+        )
+    if shape not in get_args(Shape):
+        raise ConfigError(f"shape must be one of {', '.join(get_args(Shape))}, got {shape!r}; choose one")
+    if not sources or not set(sources) <= set(SOURCES):
+        raise ConfigError(f"sources must be at least one of {SOURCES}, got {sources!r}; correct them")
+
+
+def _check_integer(name: str, value: object, least: int, most: int) -> None:
+    if not is_count(value, least=least) or value > most:
+        raise ConfigError(
+            f"{name} of a drafter must be an integer from {least} to {most}, got {value!r}; correct it, or turn "
+            "drafting off"
+        )
+
+
+def read_leaders(rows: DraftRows) -> tuple[Int64Array, Float64Array, int]:
+    """Return the leader of each row, and its worth: how many rows are verified with its draft.
+
+    Returns:
+        int64 [B], read in place; float64 [B], 0 for duplicate rows; and how many rows are their own leaders.
+
+    Example: with leaders [0, 0, 2] the worth is [2, 0, 1] and two rows are their own leaders.
+    """
+    num_rows = len(rows.prompt_ids)
+    if rows.leaders is None:
+        return np.arange(num_rows), np.ones(num_rows), num_rows
+    # The compiled draft call reports a leader out of range.
+    worth = np.bincount(rows.leaders % max(num_rows, 1), minlength=num_rows).astype(np.float64)
+    return rows.leaders, worth, int(np.count_nonzero(worth))
+
+
+def repeat(drafts: Drafts, leaders: Int64Array) -> tuple[Drafts, Int64Array]:
+    """Return every row with the draft that it was verified with, and the index of each token in `drafts`, int64 [A].
+
+    Example: drafts of 2, 0 and 1 tokens with leaders [0, 0, 2] become drafts of 2, 2 and 1, from 0, 1, 0, 1 and 2.
+    """
+    sizes = (drafts.offsets[1:] - drafts.offsets[:-1])[leaders]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    origins = np.arange(offsets[-1]) + np.repeat(drafts.offsets[leaders] - offsets[:-1], sizes)
+    repeated = Drafts(
+        tokens=drafts.tokens[origins],
+        offsets=offsets,
+        parents=drafts.parents[origins],
+        acceptance=drafts.acceptance[origins],
+    )
+    return repeated, origins
 
 
 class Drafter:
@@ -32,25 +112,25 @@ class Drafter:
 
     For each row it finds matches, positions where the row's context occurs: in the prompt's history, in the running
     rollouts of its group, in the row itself, and in history and running rollouts of other prompts. Matches vote for
-    their next tokens. Of the tree of continuations, the tokens are drafted that are most likely to be reached and
+    their next tokens. The drafter keeps the tokens of this tree of continuations that are most likely to be reached and
     accepted, by estimates that `observe` keeps calibrated.
 
     A drafter belongs to one engine and so to one thread; a store can serve many drafters.
 
     Args:
-        store: its newest snapshot is read at each `propose`; of other prompts, where all rows are new, and else once in
-            a step for every 64 tokens of them.
-        max_draft: tokens per row at most, 1 to 64.
+        store: its newest snapshot is read at each `propose`. History of other prompts is read where all rows are new,
+            else once per as many steps as it has blocks of 64 tokens.
+        max_draft: most tokens per row, 1 to 64.
         min_acceptance: in (0, 1]: least probability that a row's first drafted token is accepted, while the cost of
             passes is unknown. Later tokens must be likelier to be reached and accepted: by 0.036 after 8 others, by
-            0.23 after 32. With `use_costs`, the tokens are drafted that pay.
-        shape: "tree", or "chain" for engines that verify no trees.
-        sources: which ones are searched, at least one.
+            0.23 after 32. With `use_costs`, the tokens that pay are drafted instead.
+        shape: "tree", or "chain" for engines that cannot verify trees.
+        sources: sources that are searched, at least one.
         max_live_tokens: newest tokens of a running rollout or prompt that are searched, >= 16.
         max_other_tokens: tokens of other prompts' history that are searched, >= 0.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value is out of range.
 
     Example:
         >>> import numpy as np
@@ -86,7 +166,7 @@ class Drafter:
             max_live_tokens=max_live_tokens, max_other_tokens=max_other_tokens,
         )  # fmt: skip
         if not isinstance(getattr(store, "snapshot", None), Mapping):
-            raise ConfigError(f"a drafter reads a treering.HistoryStore, got {store!r}; make one, empty if need be")
+            raise ConfigError(f"a drafter needs a treering.HistoryStore, got {store!r}; make one, which may be empty")
         self._store = store
         self._max_draft = max_draft
         self.shape = shape
@@ -106,7 +186,7 @@ class Drafter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held besides the store: indexes of running prompts, running rows, other prompts, weights."""
+        """Bytes held outside the store: indexes of running prompts, running rows, other prompts, weights."""
         return self._search_state.num_bytes + self._acceptance.num_bytes
 
     @property
@@ -115,17 +195,17 @@ class Drafter:
         return self._controller.costs
 
     def use_costs(self, costs: VerifyCosts | None) -> None:
-        """Sets the costs of passes and drafting, so that tokens are drafted that pay; None for `min_acceptance`.
+        """Set the costs of passes and drafting, so that the tokens that pay are drafted; None to use `min_acceptance`.
 
         Raises:
-            ConfigError: something else.
+            ConfigError: `costs` is neither a `VerifyCosts` nor None.
         """
         if not isinstance(costs, VerifyCosts | None):
-            raise ConfigError(f"costs of a drafter are a VerifyCosts, or None where not known, got {costs!r}; make one")
+            raise ConfigError(f"costs of a drafter must be a VerifyCosts, or None if unknown, got {costs!r}; make one")
         self._controller.use_costs(costs)
 
     def is_backing_off(self) -> bool:
-        """Whether this step makes no drafts, whatever its rows; the step is counted, and needs no `propose`."""
+        """Return whether this step drafts nothing, whatever its rows; it is then counted and needs no `propose`."""
         newest = self._store.snapshot
         if newest is not self._newest:
             self._newest = newest
@@ -133,13 +213,13 @@ class Drafter:
         return not self._controller.is_due()
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """Drafts for each row, of at most `max_draft` and `rows.max_drafts[b]` tokens, possibly empty.
+        """Draft for each row at most `max_draft` and `rows.max_drafts[b]` tokens; a draft may be empty.
 
         Raises:
-            InputError: no `DraftRows`, or a row's counts contradict each other.
+            InputError: `rows` is not a `DraftRows`, or counts of a row contradict each other.
         """
         if not isinstance(rows, DraftRows):
-            raise InputError(f"a drafter drafts for a DraftRows record, got {rows!r}; make one of the step's rows")
+            raise InputError(f"propose needs a DraftRows, got {rows!r}; make one of the step's rows")
         num_rows = len(rows.prompt_ids)
         # If this call fails, the state of the rows no longer belongs to the previous call.
         self._latest = None
@@ -184,22 +264,22 @@ class Drafter:
         ended: NDArray[np.bool_] | None = None,
         leaves: NDArray[np.integer[Any]] | None = None,
     ) -> None:
-        """Learns from the outcome of the latest drafts; at most once per `propose`. Empty drafts teach nothing.
+        """Learn from the outcome of the latest drafts; at most once per `propose`. Empty drafts teach nothing.
 
         Args:
-            rows: those of the latest `propose`, the very same object.
+            rows: the object that the latest `propose` got.
             accepted: integers [B], drafted tokens of each row that were accepted; of its leader's draft if it has a
                 leader.
             ended: bool [B], rows that were cut off after their accepted tokens by something that tokens do not show,
-                such as a limit: later drafted tokens teach nothing then. Not for stop tokens: that nothing comes after
-                one should be learnt.
-            leaves: integers [B], number within the row's draft of the last accepted token, -1 for none. Without it,
-                a row teaches nothing from the first accepted token on that `accepted` leaves open: where its draft
+                such as a limit; their later drafted tokens teach nothing. Not for stop tokens, because the drafter
+                should learn that nothing follows them.
+            leaves: integers [B], index within the row's draft of the last accepted token, -1 for none. Without it, a
+                row teaches nothing from the first token on whose acceptance `accepted` leaves open, where its draft
                 branches. Pass it for trees.
 
         Raises:
-            StateError: other rows, or a second time.
-            InputError: a wrong shape or type, or numbers that do not belong to the drafts; nothing is learnt then.
+            StateError: `rows` is another object, or was observed before.
+            InputError: a shape or dtype is wrong, or numbers do not belong to the drafts; nothing is learnt then.
         """
         drafts = check_latest(self._latest, rows)
         num_drafted, shares, features = drafts.tokens.size, self._shares, self._features
@@ -221,15 +301,15 @@ class Drafter:
             table.weights, table.squares, table.reliability,
         )  # fmt: skip
         self._sources.note(drafts.offsets, features, was_accepted, self._controller.token_s(self._num_searched))
-        # Accepted tokens per leader, its duplicates included.
+        # Accepted tokens per leader, including its duplicates.
         num_gained = float(counts.sum()) * self._num_searched / counts.size
         self._controller.note_accepted(self._num_searched, num_drafted, num_gained)
 
     def warm_up(self) -> None:
-        """Compiles what `propose` and `observe` call, or loads it from numba's cache, on made-up rows.
+        """Compile what `propose` and `observe` call, or load it from numba's cache, on made-up rows.
 
         Then no engine step waits for it: compiling takes ten seconds of a processor, loading a few tenths of a second.
-        Nothing that this drafter holds changes.
+        The drafter itself does not change.
         """
         context = np.arange(16, dtype=np.int32)
         with HistoryStore() as store:
@@ -249,40 +329,41 @@ class Drafter:
             twin.use_costs(VerifyCosts(num_tokens=np.array([1, 8]), seconds=np.array([1e-3, 2e-3])))
 
     def sources_of_latest(self) -> Int64Array:
-        """int64 [D]: the place in `SOURCES` of the strongest match of each token of the latest drafts.
+        """Return the index in `SOURCES` of the strongest match of each token of the latest drafts, int64 [D].
 
         Call it between `propose` and `observe`.
 
         Raises:
-            StateError: there are no drafts that `observe` has not seen.
+            StateError: there are no drafts, or `observe` was called.
         """
         if self._latest is None:
-            raise StateError("the sources are those of drafts that were not observed yet, and there are none; propose")
+            raise StateError("there are no drafts whose sources are known; call propose first, and this before observe")
         num_drafted = self._latest[1].tokens.size
         return sources_of(self._features[:num_drafted])
 
     def reliability(self) -> tuple[ReliabilityBin, ...]:
-        """How often estimates came true, by their size, likeliest last."""
+        """Return how often estimates came true, by their size, likeliest last."""
         return as_bins(self._acceptance.reliability)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """What was learnt, for a checkpoint: copies. The store is saved separately (`HistoryStore.save`)."""
+        """Return copies of what was learnt, for a checkpoint. The store is saved separately (`HistoryStore.save`)."""
         return self._acceptance.state()
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Continues as a new drafter with this state; running rows and unobserved drafts are forgotten.
+        """Continue as a new drafter with this state; forget running rows and unobserved drafts.
 
         Raises:
-            InputError: other names, shapes or values; nothing is taken then.
+            InputError: names, shapes or values are wrong; nothing changes then.
         """
         self._acceptance.load_state(state)
-        # Texts of rows that have left are not part of a state.
+        # A state does not include texts of rows that have left.
+
         self._search_state.forget()
         self._latest = None
         self.use_costs(self.costs)
 
     def _prepare(self, rows: DraftRows) -> None:
-        """Brings the search state and the budget up to the rows of this step."""
+        """Bring the search state and the budget up to the rows of this step."""
         searched, num_rows = self._search_state, len(rows.prompt_ids)
         is_same = rows is searched.rows
         searched.take(rows, self._store.snapshot)

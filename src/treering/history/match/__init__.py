@@ -1,1 +1,1 @@
-"""Where a row's context occurs in history, in running rollouts and in other prompts."""
+"""Searches for a row's context in history, in running rollouts and in other prompts."""

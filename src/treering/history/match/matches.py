@@ -1,7 +1,7 @@
 """Matches of a row's context, how long they are, and the features that weigh the token after each.
 
-A match is a position in an earlier text. Either the tokens before it equal the end of the context, or they do after one
-edit: a token replaced, added or left out.
+A match is a position in an earlier text. The tokens before it equal the end of the context, exactly or after one edit:
+a token replaced, added or dropped.
 
     M matches
 """
@@ -23,9 +23,9 @@ LONG_ENOUGH = 16
 """Matches of this length are not extended past an edit."""
 MAX_EDIT = 16
 _WHOLE = 8
-"""Added to the length of a match that reaches back to the beginning of the rollout: it is the whole context."""
+"""Added to the length of a match that reaches back to the beginning of the rollout, because it is the whole context."""
 IN_HISTORY, IN_RUNNING, IN_OTHERS = range(3)
-"""The texts that matches are in: history of the row's prompt, running rollouts, history of other prompts."""
+"""Text that a match is in: history of the row's prompt, running rollouts, history of other prompts."""
 
 
 MATCH = np.dtype(
@@ -36,19 +36,19 @@ MATCH = np.dtype(
         ("length", np.int32),
         ("edit", np.int32),  # bucket
         ("shift", np.int32),  # bucket
-        ("weight", np.float64),  # of its vote, apart from its length
+        ("weight", np.float64),  # of its vote, without its length
     ],
     align=True,
 )
-"""A match. Its fields lie side by side, so that one address leads to all of them."""
+"""A match. Its fields are adjacent in memory, so that one address leads to all of them."""
 
 Matches = NDArray[Any]
-"""The matches of one row, `MATCH` [M], or of several, [B, M]."""
+"""Matches of one row, `MATCH` [M], or of several, [B, M]."""
 
 
 @lean
 def is_known(matches: Matches, num: int, text: int, at: int) -> bool:
-    """Whether the matches include a position of a text."""
+    """Return whether the matches include a position of a text."""
     found = False
     for i in range(num):
         if matches[i].at == at and matches[i].text == text:
@@ -59,7 +59,7 @@ def is_known(matches: Matches, num: int, text: int, at: int) -> bool:
 
 @lean
 def put(matches: Matches, num: int, source: int, text: int, at: int, length: int, edit: int, shift: int) -> int:
-    """Adds a match unless there are `MAX_MATCHES`; returns the new number of matches."""
+    """Add a match unless there are `MAX_MATCHES`; return the new number of matches."""
     if num == MAX_MATCHES:
         return num
     match = matches[np.uintp(num)]
@@ -70,7 +70,7 @@ def put(matches: Matches, num: int, source: int, text: int, at: int, length: int
 
 @lean
 def longest_of(matches: Matches, num: int) -> int:
-    """The length of the longest match."""
+    """Return the length of the longest match."""
     longest = 0
     for i in range(num):
         longest = max(longest, matches[i].length)
@@ -79,16 +79,16 @@ def longest_of(matches: Matches, num: int) -> int:
 
 @lean
 def vote_bucket(length: int) -> int:
-    """The bucket of a length, as combined with an edit."""
+    """Return the bucket of a length, as combined with an edit."""
     return int(min(length_bucket(length), NUM_LENGTH_CLASSES - 1))
 
 
 @lean
 def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int, most: int) -> int:
-    """How many entries up to text[at] equal the context's up to `last`; before `begin` the context has a marker."""
+    """Count equal entries up to text[at] and up to context[last]; before `begin` the context has a marker."""
     if at < 0 or (last >= begin and text[np.uintp(at)] != context[np.uintp(last)]):
         return 0
-    # A text begins with a marker, which equals no token; the last bound is for contexts with invalid token ids.
+    # A text begins with a marker, which equals no token; `at + 1` is for contexts with invalid token ids.
     limit = min(most, last - begin + 1, at + 1)
     count = 0
     while count < limit and text[np.uintp(at - count)] == context[np.uintp(last - count)]:
@@ -100,7 +100,7 @@ def agree(text: Int32Array, at: int, context: Int32Array, last: int, begin: int,
 
 @lean(inline=False)
 def agree_after_edit(text: Int32Array, at: int, context: Int32Array, last: int, begin: int) -> int:
-    """The most entries that agree after skipping one token of the text, of the context, or of both."""
+    """Return the most entries that agree after skipping one token of the text, of the context, or of both."""
     best = agree(text, at, context, last - 1, begin, MAX_EDIT)
     # A marker is not skipped: the text before it belongs to another rollout.
     if at >= 0 and text[at] >= 0:
@@ -111,7 +111,7 @@ def agree_after_edit(text: Int32Array, at: int, context: Int32Array, last: int, 
 
 @lean
 def measure(text: Int32Array, at: int, context: Int32Array, begin: int) -> tuple[int, int]:
-    """(length, edit) of the match that ends at text[at]."""
+    """Return length and edit of the match that ends at text[at]."""
     num_equal = agree(text, at, context, context.size - 1, begin, MAX_LENGTH)
     length, edit = with_edit(text, at, context, begin, num_equal)
     return length, edit
@@ -119,7 +119,7 @@ def measure(text: Int32Array, at: int, context: Int32Array, begin: int) -> tuple
 
 @lean
 def with_edit(text: Int32Array, at: int, context: Int32Array, begin: int, length: int) -> tuple[int, int]:
-    """`measure` for a known number of equal entries."""
+    """Return length and edit like `measure`, for a known number of equal entries."""
     last = context.size - 1
     if length < MAX_LENGTH and last - length == begin - 2:
         return length + _WHOLE, 0

@@ -1,7 +1,7 @@
 """Slots for running rollouts and their groups' prompts, whose texts can be searched as they grow.
 
-Each step reads only the tokens appended since the last one. A row that leaves frees its slot. If no row of a step was
-in the step before, everything is cleared, so that matches do not depend on earlier rows.
+Each step reads only the tokens appended since the last one. A row that leaves frees its slot. If all rows of a step are
+new, everything is cleared, so that matches do not depend on earlier rows.
 
     B rows   S slots
 """
@@ -16,22 +16,21 @@ import numpy as np
 from treering.arrays import Int64Array
 from treering.compiling.lean import lean
 from treering.history.features import NOT_TRIED
-from treering.history.match.hash_chains import make_hash_chains
-from treering.history.match.running import UNIT, Running
+from treering.history.match.running import UNIT, Running, make_hash_chains
 from treering.history.types import DraftRows, check_counts
 
 
 class RowStates(NamedTuple):
-    """The latest step of the row in each slot, all [S]."""
+    """State of the row in each slot after its latest step, all [S]."""
 
     state: Int64Array  # see `features.NUM_STATES`
-    num_tokens: Int64Array  # of the context then
+    num_tokens: Int64Array  # of the context in that step
     num_expected: Int64Array  # of the context now if only sampled tokens were added; -1 for a new row
 
 
 @lean
 def update_state(states: RowStates, slot: int, num_tokens: int) -> None:
-    """Stores the length of a row's context; if unsampled tokens were added, the latest draft's outcome is reset."""
+    """Store the length of a row's context; reset the latest draft's outcome if unsampled tokens were added."""
     if states.num_expected[slot] != num_tokens:
         states.state[slot] = NOT_TRIED
     states.num_tokens[slot] = num_tokens
@@ -39,7 +38,7 @@ def update_state(states: RowStates, slot: int, num_tokens: int) -> None:
 
 @lean
 def copy_state(states: RowStates, slot: int, source: int) -> None:
-    """Gives a slot the state of another one, whose row has the same tokens."""
+    """Copy the state of another slot, whose row has the same tokens."""
     states.state[slot] = states.state[source]
     states.num_tokens[slot], states.num_expected[slot] = states.num_tokens[source], states.num_expected[source]
 
@@ -49,12 +48,12 @@ _Prompt = tuple[int, int]
 
 _NO_LIMIT = 1 << 40
 _NOWHERE = 1 << 40
-"""The begin of a slot without room: after every entry."""
+"""Begin of a slot without room: after every entry."""
 _NEW_SLOT = np.array([0, 0, 0, _NOWHERE, 0, NOT_TRIED, -1, -1])[:, None]
-"""Of a slot: noted tokens, the first of them, scope, begin and size of its room; and the state of its row."""
+"""Columns of a new slot: tokens written, first of them, scope, begin and size of its room, and the state of its row."""
 
 Turnover = Literal["none", "some", "all"]
-"""How the rows of a step differ from those of the one before. none: they are the same. all: none of them was there."""
+"""How the rows of a step differ from those of the step before. none: they are the same. all: all of them are new."""
 
 
 class _RowSlots(NamedTuple):
@@ -66,12 +65,12 @@ class _RowSlots(NamedTuple):
 
 
 class RunningRows:
-    """A slot for each running rollout and for each prompt of a group, with room for its text.
+    """Slots for running rollouts and for the prompts of their groups, with room for their texts.
 
     A text is a marker, tokens and a marker. A prompt has room for its text. All rollouts have room for the longest one
     plus a quarter, so that few steps move any, and new rows take the room of removed ones. If a text exceeds the
     maximum size, its newest tokens are kept. Texts of removed rows are matched until their slots are reused, or until
-    there is no room left and all texts are laid out anew.
+    no room is left and all texts are laid out again.
 
     Attributes:
         chains: all texts, linked within groups.
@@ -83,11 +82,11 @@ class RunningRows:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """Keeps at most `max_tokens` tokens of a rollout or prompt."""
+        """Keep at most `max_tokens` tokens of a rollout or prompt."""
         self._max_size = max_tokens + 2
         self._rows: DraftRows | None = None
         self._identity: tuple[object, ...] = ()
-        # `_full` is the most tokens of a row, its prompt included, that its room holds.
+        # `_full` is the number of tokens of each row, prompt included, that fit into its room.
         self._slots, self._prompt_slots, self.row_scopes, self._full = np.zeros((4, 0), np.int64)
         self._empty()
 
@@ -98,20 +97,20 @@ class RunningRows:
 
     @property
     def running(self) -> Running:
-        """The arrays for compiled calls, for the rows of the latest call of `slots`."""
+        """Arrays for compiled calls, with the rows of the latest call of `slots`."""
         return Running(
             self.chains, self._num_noted, self._first, self._scopes, self._begins, self._sizes, self._owners,
             self._slots, self._prompt_slots,
         )  # fmt: skip
 
     def slots(self, rows: DraftRows) -> tuple[Int64Array, Turnover]:
-        """The slots of the rows' rollouts, int64 [B], with room for their texts, and the turnover.
+        """Return the slots of the rows' rollouts, int64 [B], with room for their texts, and the turnover.
 
         `note_rows` appends the new tokens, within the compiled call.
         """
         turnover: Turnover = "none" if self.has(rows) else "some"
         if turnover == "some" or (rows.num_tokens > self._full).any():
-            # If this fails, no rows are known.
+            # If this fails, the rows are unknown.
             self._rows, self._identity = None, ()
             if self._assign(rows):
                 turnover = "all"
@@ -120,17 +119,16 @@ class RunningRows:
         return self._slots, turnover
 
     def has(self, rows: DraftRows) -> bool:
-        """Whether these are the rows of the previous step, as the same object or an equal one."""
+        """Return whether these are the rows of the previous step, as the same object or an equal one."""
         return rows is self._rows or _identity_of(rows) == self._identity
 
     def _empty(self) -> None:
-        """Starts without rows and slots."""
         self._row_slots = dict[object, _RowSlots]()
         # The slot and the scope of each.
         self._prompts = dict[_Prompt, tuple[int, int]]()
         self._scope_of = dict[int, int]()
         self._num_scopes = 0
-        # Apart, as the room of a rollout would seldom be large enough for a prompt.
+        # Prompts have separate free slots, because the room of a rollout is seldom large enough for a prompt.
         self._free, self._free_prompts = deque[int](), deque[int]()
         # `_width` is the room of a rollout, in entries.
         self._num_slots = self._num_units = self._width = 0
@@ -140,14 +138,16 @@ class RunningRows:
         self.chains = make_hash_chains(0)
 
     def _assign(self, rows: DraftRows) -> bool:
-        """Assigns slots to every row, with room for its text; returns whether all rows are new."""
+        """Assign slots to every row, with room for its text; return whether all rows are new."""
         check_counts(rows)
         keys = _keys_of(rows)
         is_fresh = self._row_slots.keys().isdisjoint(keys)
         if is_fresh:
             # Matches must not depend on earlier rows.
             self._empty()
-        self._remove_rows(set(keys))
+        stays = set(keys)
+        for key in [key for key in self._row_slots if key not in stays]:
+            self._free.append(self._row_slots.pop(key).slot)
         self._add_rows(rows, keys)
         self._add_slots()
         table = np.array([self._row_slots[key] for key in keys], np.int64).reshape(-1, len(_RowSlots._fields))
@@ -156,13 +156,7 @@ class RunningRows:
         self._full = rows.num_prompt_tokens + (self._width - 2 if self._width < self._max_size else _NO_LIMIT)
         return is_fresh
 
-    def _remove_rows(self, stays: set[object]) -> None:
-        """Frees the slots of all rows except those that stay."""
-        for key in [key for key in self._row_slots if key not in stays]:
-            self._free.append(self._row_slots.pop(key).slot)
-
     def _add_rows(self, rows: DraftRows, keys: Sequence[object]) -> None:
-        """Assigns slots to new rows."""
         for b, key in enumerate(keys):
             if key in self._row_slots:
                 continue
@@ -172,7 +166,7 @@ class RunningRows:
             self._row_slots[key] = _RowSlots(self._take_slot(self._free), *self._prompts[prompt])
 
     def _take_slot(self, free: deque[int]) -> int:
-        """The slot that has been free longest, since free slots are still matched; a new one if none is free."""
+        """Return the slot that has been free longest, since free slots are still matched; a new one if none is free."""
         if not free:
             self._num_slots += 1
             return self._num_slots - 1
@@ -183,14 +177,14 @@ class RunningRows:
         return slot
 
     def _scope(self, group: int) -> int:
-        """The number of a group. Heads are chosen by it, so it must not depend on how an engine numbers groups."""
+        """Return the number of a group. Heads depend on it, so it must not depend on an engine's numbers."""
         if group not in self._scope_of:
             self._num_scopes += 1
             self._scope_of[group] = self._num_scopes
         return self._scope_of[group]
 
     def _add_prompt(self, prompt: _Prompt, groups: set[int]) -> None:
-        """Assigns a slot to a new prompt, after freeing those of prompts without rows, kept in case a row had them."""
+        """Assign a slot to a new prompt, after freeing those of prompts that no row has any more."""
         held = {row_slots.prompt_slot for row_slots in self._row_slots.values()}
         for other in [other for other, (slot, _) in self._prompts.items() if slot not in held]:
             self._free_prompts.append(self._prompts.pop(other)[0])
@@ -199,7 +193,7 @@ class RunningRows:
         self._prompts[prompt] = self._take_slot(self._free_prompts), self._scope(prompt[0])
 
     def _add_slots(self) -> None:
-        """Adds the slots that were assigned, a quarter more at least."""
+        """Add the slots that were assigned, and at least a quarter more."""
         size = self._num_noted.size
         if self._num_slots <= size:
             return
@@ -212,7 +206,7 @@ class RunningRows:
         self.states = RowStates(*states)
 
     def _make_room(self, num_prompt: Int64Array, longest: int) -> None:
-        """Gives room to slots that lack it, after all others or, where none is left, in a new layout of all texts.
+        """Give room to slots that lack it, after all others, or where nothing is left by laying out all texts again.
 
         Args:
             num_prompt: int64 [B], tokens of the rows' prompts.
@@ -232,7 +226,7 @@ class RunningRows:
             self._begins[:], self._sizes[:], self._num_units = _NOWHERE, 0, 0
             num_spare = 0 if is_wider else int(num_units.sum()) // 8
             self._owners = np.zeros(int(num_units.sum()) + num_spare, np.int32)
-            # Links too, since searches would follow those that lead to old positions.
+            # Links are cleared too, because searches would follow them to old positions.
             self.chains = make_hash_chains(0)
         if lacking.size:
             ends = self._num_units + num_units.cumsum()
@@ -241,19 +235,19 @@ class RunningRows:
             np.minimum(self._sizes, self._max_size, out=self._sizes)
             self._num_noted[lacking] = self._first[lacking] = 0
             self._num_units = int(ends[-1])
-        # Also if the previous call failed here.
+        # This also runs if the previous call failed here.
         if self._owners.size * UNIT > self.chains.tokens.size:
             self.chains = make_hash_chains(self._owners.size * UNIT)
             self._num_noted[:] = self._first[:] = 0
 
 
 def _prompt_of(rows: DraftRows, b: int) -> _Prompt:
-    """Distinguishes prompts of a group; on a collision each would be rewritten in every step."""
+    """Identify a prompt of a group; prompts whose checksums collide would be rewritten in every step."""
     return int(rows.groups[b]), crc32(rows.tokens[b, : rows.num_prompt_tokens[b]].tobytes())
 
 
 def _identity_of(rows: DraftRows) -> tuple[object, ...]:
-    """Equal for equal rows. Copies, because the rows' arrays are views of the engine's."""
+    """Return a key of the rows, equal for equal rows. It copies arrays, which are views of the engine's."""
     row_ids = None if rows.row_ids is None else rows.row_ids.tobytes()
     return row_ids, rows.groups.tobytes(), rows.num_prompt_tokens.tobytes(), tuple(rows.prompt_ids)
 

@@ -1,4 +1,4 @@
-"""What a step searches: which sources, what they hold, and one after another until a row's matches are long enough.
+"""What a step searches: which sources, their arrays, and one after another until a row's matches are long enough.
 
 B rows   L columns   D drafted tokens
 """
@@ -15,38 +15,40 @@ from treering.history.features import HISTORY, OTHERS, OWN, SIBLINGS, sources_of
 from treering.history.match.matches import Matches, longest_of
 from treering.history.match.published import (
     Arena,
+    BatchedSearch,
     Histories,
     Others,
     Recent,
     add_history_query,
+    add_query,
     find_in_history,
     find_in_others,
+    run_queries,
 )
 from treering.history.match.running import Running, find_in_group, find_in_other_groups
 from treering.history.match.running_rows import RowStates, RunningRows, Turnover, update_state
-from treering.history.match.suffix_search import BatchedSearch, add_query, run_queries
 from treering.history.store.prompt_index import PromptIndex
 from treering.history.types import DraftRows
 from treering.types import PromptId
 
 _QUERY_S = 1.5e-6
 """Seconds that searching other prompts costs per row, whether the row needs it or not: 1.2 to 1.9 us on an EPYC (Zen 4)
-where 3 in 4 rows search."""
+if 3 of 4 rows search."""
 _MIN_ROWS = 512
 _NUM_SKIPPED = 15
 
 
 class GainGate:
-    """Lets every step do what costs time for each row while that pays, and else one step in 16, until it does.
+    """Lets every step do costly work while the work pays, and else one step in 16, until it pays again.
 
-    It pays if the tokens that it gained over recent rows save more than it cost.
+    The work pays if the tokens gained over recent rows save more time than it took.
 
     Args:
-        counts: float64 [3], changed in place: rows of steps that did it, tokens gained, and steps still to be skipped.
-        price_s: seconds that it costs a row.
+        counts: float64 [3], changed in place: rows of steps that did the work, tokens gained, and steps still to skip.
+        price_s: seconds of work per row.
 
-    Example: at 75 us a token and 1.5 us a row, it pays from one token in 50 rows on. If nothing is gained and a step
-    has 64 rows, 8 steps do it, then 15 do not, one does, 15 do not, and so on.
+    Example: at 75 us a token and 1.5 us a row, the work pays from one token in 50 rows on. If nothing is gained and a
+    step has 64 rows, 8 steps do it, then 15 do not, one does, 15 do not, and so on.
     """
 
     def __init__(self, counts: Float64Array, price_s: float) -> None:
@@ -54,14 +56,14 @@ class GainGate:
         self._is_due = False
 
     def is_due(self) -> bool:
-        """Whether this step does it; counts the step."""
+        """Return whether this step does the work; call it once per step."""
         num_left = self._counts[2]
         self._is_due = bool(num_left == 0)
         self._counts[2] = max(num_left - 1, 0)
         return self._is_due
 
     def note(self, num_rows: int, num_gained: int, token_s: float) -> None:
-        """Takes the outcome of the latest step: its rows, tokens gained, and the seconds that a token saves."""
+        """Count the outcome of the latest step: its rows, tokens gained, and the seconds that a token saves."""
         if not self._is_due:
             return
         rows, gained = self._counts[0] + num_rows, self._counts[1] + num_gained
@@ -74,29 +76,29 @@ class GainGate:
 class SourceGate:
     """Decides which sources each step of a drafter searches: all that are enabled, other prompts only while they pay.
 
-    An accepted token saves what a token takes without drafts, a row's share of a pass.
+    An accepted token saves what a token takes without drafts: a row's share of a pass.
 
     Args:
-        is_enabled: bool [sources], which may be searched at all.
-        counts: float64 [3], of the `GainGate` of other prompts.
+        is_enabled: bool [sources], sources that may be searched.
+        counts: float64 [3], `counts` of the `GainGate` for other prompts.
 
-    Example: with history alone, other prompts are never searched.
+    Example: with history as the only source, other prompts are never searched.
     """
 
     def __init__(self, is_enabled: BoolArray, counts: Float64Array) -> None:
         self._is_enabled, self._others = is_enabled, GainGate(counts, _QUERY_S)
 
     def due(self) -> BoolArray:
-        """The sources that this step searches, bool [sources]; counts the step."""
+        """Return the sources that this step searches, bool [sources]; call it once per step."""
         due, is_paying = self._is_enabled.copy(), self._others.is_due()
         due[OTHERS] &= is_paying
         return due
 
     def note(self, offsets: Int64Array, features: Int32Array, was_accepted: NDArray[np.int8], token_s: float) -> None:
-        """Takes the outcome of the latest step's drafts.
+        """Count the outcome of the latest step's drafts.
 
         Args:
-            offsets: int64 [B + 1], of the rows' drafts.
+            offsets: int64 [B + 1], offsets of the rows' drafts.
             features: int32 [D or more, kinds], see `features`.
             was_accepted: int8 [D]: 1, 0, or -1 if unknown.
             token_s: seconds that a token takes without drafts.
@@ -108,17 +110,17 @@ class SourceGate:
 
 
 def count_known(offsets: Int64Array, was_accepted: NDArray[np.int8]) -> int:
-    """How many rows have a known outcome; of one without a draft there is nothing to know."""
+    """Return how many rows have a known outcome; a row without a draft always has one."""
     num_known = np.concatenate([[0], np.cumsum(was_accepted >= 0)])[offsets]
     return int(np.count_nonzero((np.diff(num_known) > 0) | (np.diff(offsets) == 0)))
 
 
 _ENOUGH = 10
-"""Length of a match from which on no further source is searched."""
+"""Matches of this length end the search in further sources."""
 
 
 class Rows(NamedTuple):
-    """Contexts; see `DraftRows`."""
+    """Contexts of a step; see `DraftRows`."""
 
     tokens: Int32Array  # [B, L]
     num_tokens: Int64Array  # [B]
@@ -133,7 +135,7 @@ class Rows(NamedTuple):
 
 @lean
 def is_due(rows: Rows, b: int) -> bool:
-    """Whether a row may get a draft."""
+    """Return whether a row may get a draft."""
     return bool(rows.max_drafts[b] > 0 and rows.num_tokens[b] > 0 and rows.leaders[b] == b)
 
 
@@ -142,7 +144,7 @@ def find_matches(
     rows: Rows, first: int, end: int, history: Histories, running: Running, others: Others, states: RowStates,
     enabled: BoolArray, matches: Matches, num_matches: Int64Array, queries: BatchedSearch,
 ) -> None:  # fmt: skip
-    """Writes the matches of the rows from `first` to before `end`, and their numbers."""
+    """Write the matches of rows `first` to `end` (exclusive), and their numbers."""
     num_matches[:] = 0
     if enabled[HISTORY]:
         _search_history(rows, first, end, history, matches, num_matches, queries)
@@ -165,7 +167,7 @@ def _search_history(
     num_matches: Int64Array,
     queries: BatchedSearch,
 ) -> None:
-    """Adds matches in the histories of the rows' prompts."""
+    """Add matches in the histories of the rows' prompts."""
     num = 0
     for b in range(first, end):
         if is_due(rows, b) and history.spans[rows.prompts[b], 1] > 0:
@@ -184,7 +186,7 @@ def _search_history(
 
 @lean
 def _find_running(rows: Rows, b: int, running: Running, enabled: BoolArray, matches: Matches, num: int) -> int:
-    """Adds matches in the running rollouts of the row's group; returns the new number of matches."""
+    """Add matches in the running rollouts of the row's group; return the new number of matches."""
     if not (enabled[SIBLINGS] or enabled[OWN]) or longest_of(matches, num) >= _ENOUGH:
         return num
     context = rows.tokens[b, : rows.num_tokens[b]]
@@ -200,7 +202,7 @@ def _search_others(
     rows: Rows, first: int, end: int, running: Running, others: Others, matches: Matches, num_matches: Int64Array,
     queries: BatchedSearch,
 ) -> None:  # fmt: skip
-    """Adds matches in other groups' running rollouts and in other prompts' histories."""
+    """Add matches in other groups' running rollouts and in other prompts' histories."""
     num = 0
     for b in range(first, end):
         if is_due(rows, b) and longest_of(matches[b - first], num_matches[b - first]) < _ENOUGH:
@@ -215,7 +217,7 @@ def _search_others(
 
 
 _ENTRIES_PER_STEP = 64
-"""Reading other prompts' history takes 30 ms for 262,144 entries; once in as many steps it takes each step 7 us."""
+"""Reading other prompts' history takes 30 ms for 262,144 entries; once in as many steps, that is 7 us per step."""
 
 
 class SearchState:
@@ -224,13 +226,13 @@ class SearchState:
     Attributes:
         live: the running rollouts.
         live_slots: int64 [B], the slot of each row's rollout in `live`.
-        rows: of the latest step; None before the first one, and after `take` has failed.
+        rows: rows of the latest step; None before the first one, and after `take` has failed.
 
-    Example: while rows and snapshot stay the same, a step reads only the tokens that the rows have appended.
+    Example: while rows and snapshot stay the same, a step reads only the tokens appended since the last one.
     """
 
     def __init__(self, *, max_live_tokens: int, max_other_tokens: int) -> None:
-        """Limits the tokens kept of each running rollout or prompt, and of other prompts' history."""
+        """Limit the tokens kept of each running rollout or prompt, and of other prompts' history."""
         self._arena = Arena()
         self._recent = Recent(max_other_tokens)
         self._max_live_tokens = max_live_tokens
@@ -264,20 +266,20 @@ class SearchState:
         return self._recent.arrays
 
     def forget(self) -> None:
-        """Clears the state, so that later matches do not depend on earlier rows."""
+        """Clear the state, so that later matches do not depend on earlier rows."""
         self.live = RunningRows(self._max_live_tokens)
         self.live_slots = np.zeros(0, np.int64)
         self.rows: DraftRows | None = None
         self._snapshot: Mapping[PromptId, PromptIndex] | None = None
 
     def take(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex]) -> None:
-        """Sets the rows of the step; cheap if they are those of the previous step.
+        """Set the rows of the step; cheap if they are the same as in the previous step.
 
         Raises:
-            InputError: a row's counts contradict each other, or a text exceeds `MAX_ENTRIES`.
+            InputError: counts of a row contradict each other, or a text exceeds `MAX_ENTRIES`.
         """
         is_read = self.rows is not None and snapshot is self._snapshot
-        # If the rest fails, no rows are known.
+        # If the rest fails, the rows are unknown.
         self.rows = None
         self._num_steps += 1
         self.live_slots, turnover = self.live.slots(rows)
@@ -288,7 +290,7 @@ class SearchState:
     def _read(self, rows: DraftRows, snapshot: Mapping[PromptId, PromptIndex], turnover: Turnover) -> None:
         if turnover == "all":
             self._arena.forget()
-        # In a batch that never empties some rows always stay.
+        # In a batch that never empties, some rows always stay.
         if turnover == "all" or self._num_steps * _ENTRIES_PER_STEP >= self._recent.text.size:
             self._recent.take(snapshot)
             self._num_steps = 0

@@ -1,6 +1,6 @@
-"""The index of one prompt: its rollouts as one text, newest version first, and its positions sorted by context.
+"""Index of one prompt: its rollouts as one text, newest version first, and its positions sorted by context.
 
-A rollout is a marker and its tokens. The marker stands for the whole prompt, since every rollout of a prompt begins
+A rollout is a marker and its tokens. The marker stands for the whole prompt, because every rollout of a prompt begins
 after the same tokens.
 
     N entries of the text, markers included   E versions (epochs)
@@ -24,11 +24,11 @@ SORT_DEPTH = 64
 
 
 MAX_ENTRIES = 2**31 - 1
-"""Of one text, as its positions are int32."""
+"""Most entries of one text, whose positions are int32."""
 
 
 def check_entries(num_entries: int, text: str, fix: str) -> None:
-    """Checks that the positions of a text fit into int32.
+    """Check that the positions of a text fit into int32.
 
     Raises:
         InputError: more than `MAX_ENTRIES`.
@@ -36,17 +36,17 @@ def check_entries(num_entries: int, text: str, fix: str) -> None:
     Example: `check_entries(2**31, "a prompt's history", "keep fewer versions of it")` raises.
     """
     if num_entries > MAX_ENTRIES:
-        raise InputError(f"{text} has at most {MAX_ENTRIES} entries, got {num_entries}; {fix}")
+        raise InputError(f"{text} can have at most {MAX_ENTRIES} entries, got {num_entries}; {fix}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptIndex:
-    """The rollouts of one prompt; arrays are read-only, 8 bytes a token.
+    """Rollouts of one prompt; arrays are read-only and take 8 bytes per token.
 
     Attributes:
         text: int32 [N], for each rollout a marker and its tokens.
         order: int32 [N], positions of the text sorted by the entries from there back to the beginning of their rollout
-            (at most 64), so that positions with similar contexts are adjacent; equal ones by position, so newest first.
+            (at most 64), so that positions with similar contexts are adjacent; equal ones ascending, so newest first.
         versions: int64 [E], descending.
         starts: int64 [E + 1], where each version begins in the text, and N.
 
@@ -72,7 +72,7 @@ class PromptIndex:
 
     @classmethod
     def build(cls, texts: Mapping[int, Int32Array]) -> "PromptIndex":
-        """The index of at least one version.
+        """Build the index of at least one version.
 
         Args:
             texts: version -> int32, see `as_text`.
@@ -97,13 +97,13 @@ class PromptIndex:
         )
 
     def without_oldest(self) -> "PromptIndex | None":
-        """The index without its oldest version; None if nothing is left."""
+        """Return the index without its oldest version; None if nothing is left."""
         if self.versions.size <= 1:
             return None
         size = int(self.starts[-2])
-        # The oldest rollouts come last, and no context reads beyond its own rollout, so the rest keeps its order.
+        # The oldest rollouts come last, and no context reads beyond its rollout, so the rest keeps its order.
         kept = self.order[self.order < size]
-        # Copies, as views would keep the dropped part in memory.
+        # Views would keep the dropped part in memory.
         return PromptIndex(
             text=self.text[:size].copy(),
             order=kept,
@@ -111,8 +111,12 @@ class PromptIndex:
             starts=self.starts[:-1].copy(),
         )
 
+    def copy(self) -> "PromptIndex":
+        """Return the index with copies of the arrays."""
+        return PromptIndex(**{field.name: getattr(self, field.name).copy() for field in fields(self)})
+
     def texts(self) -> dict[int, Int32Array]:
-        """Version -> its rollouts in the text, newest first; views."""
+        """Return the part of the text of each version, newest first, as views."""
         bounds = zip(self.starts[:-1], self.starts[1:], strict=True)
         return {int(version): self.text[a:b] for version, (a, b) in zip(self.versions, bounds, strict=True)}
 
@@ -128,7 +132,7 @@ class PromptIndex:
 
 
 def as_text(rollouts: Iterable[TokenIds]) -> Int32Array:
-    """Rollouts one after another, each after a marker.
+    """Concatenate rollouts, each after a marker.
 
     Example: [5, 6] and [7] give [-1, 5, 6, -1, 7].
     """
@@ -138,11 +142,11 @@ def as_text(rollouts: Iterable[TokenIds]) -> Int32Array:
 
 
 def sort_contexts(text: Int32Array, order: Int64Array) -> Int32Array:
-    """Positions sorted by the entries from there back to the marker, by prefix doubling; equal ones ascending.
+    """Return positions sorted by the entries from there back to the marker, by prefix doubling; equal ones ascending.
 
     Args:
         text: int32 [N].
-        order: int64 [N], positions sorted stably by their own entry; overwritten.
+        order: int64 [N], positions sorted stably by their entry; overwritten.
     """
     starts, rank, new_rank, by_second = np.empty((4, text.size), np.int64)
     _sort(text, order, np.zeros(text.size + 1, np.int64), starts, rank, new_rank, by_second)
@@ -154,7 +158,7 @@ def _sort(
     text: Int32Array, order: Int64Array, first: Int64Array, starts: Int64Array, rank: Int64Array, new_rank: Int64Array,
     by_second: Int64Array,
 ) -> None:  # fmt: skip
-    """Sorts `order`; `first` [N + 1] holds where the positions of each rank begin in it, and the rest is scratch."""
+    """Sort `order`; `first` [N + 1] holds where the positions of each rank begin in it, and the rest is scratch."""
     size, num_ranks, start = text.size, 0, 0
     for i in range(size):
         if text[i] == MARKER:
@@ -197,7 +201,7 @@ def _sort(
 
 @lean
 def _same(rank: Int64Array, starts: Int64Array, width: int, a: int, b: int) -> bool:
-    """Whether two positions agree in twice the width by which they are ranked."""
+    """Return whether two positions agree in twice the width by which they are ranked."""
     if rank[a] != rank[b]:
         return False
     second_a = rank[a - width] if a - width >= starts[a] else -1
@@ -206,11 +210,11 @@ def _same(rank: Int64Array, starts: Int64Array, width: int, a: int, b: int) -> b
 
 
 def with_rollouts(index: PromptIndex | None, new: Mapping[int, Int32Array], max_epochs: int) -> PromptIndex:
-    """The index with new rollouts, appended to existing ones of the same version.
+    """Return the index with new rollouts, appended to existing ones of the same version.
 
     Args:
-        index: the present one, None for a prompt without history.
-        new: at least one version -> int32, see `as_text`.
+        index: the present index, None for a prompt without history.
+        new: int32 text by version, at least one; see `as_text`.
         max_epochs: number of newest versions to keep.
 
     Example: adding rollouts of versions 5 and 4 to versions 4 and 3, with two versions kept, gives 5 and a longer 4.
@@ -222,7 +226,7 @@ def with_rollouts(index: PromptIndex | None, new: Mapping[int, Int32Array], max_
 
 
 def with_newest(index: PromptIndex, max_epochs: int) -> PromptIndex | None:
-    """The index with so many of its newest versions, None if it has no rollouts."""
+    """Return the index with at most `max_epochs` of its newest versions, None if it has no rollouts."""
     while index.versions.size > max_epochs:
         rest = index.without_oldest()
         assert rest is not None

@@ -2,26 +2,244 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 from transformers import TrainerCallback
 
-from treering.compiling.cached import is_compiled
-from treering.engine.request import Request
-from treering.engine.rollout import Rollout
-from treering.engine.speculation.observed_costs import COMPILE_S, LOAD_S, ObservedCosts
-from treering.errors import ConfigError, StateError
+from treering.arrays import Int32Array
+from treering.compiling.once import is_compiled
+from treering.engine.protocol import Request, Rollout, Sampling
+from treering.engine.speculation import COMPILE_S, LOAD_S, ObservedCosts
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import ConfigError, InputError, StateError, UnsupportedError
+from treering.history.draft.drafter import Drafter
 from treering.history.draft.kernel import propose
-from treering.integrations.trl.draft_history import DraftHistory
-from treering.integrations.trl.prompt_ids import PromptIds
-from treering.integrations.trl.rollout_files import has_state, load_state, save_state
-from treering.integrations.trl.rollout_settings import check_single_turn, check_text, check_trainer, sampling_of
-from treering.integrations.trl.trainer_engine import TrainerEngine
-from treering.integrations.trl.turns import OpenTurns
+from treering.integrations.trl.rollout_state import DraftHistory, PromptIds, has_state, load_state, save_state
 from treering.metrics import TOKENS_PER_FORWARD
+
+_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters, by the names that TRL, Hugging Face and the engine share."""
+_IGNORED = frozenset({"use_cache", "pad_token_id", "bos_token_id", "disable_compile", "cache_implementation"})
+"""Arguments of `generate` that change no distribution."""
+_READ = ("rollout_func", "tools", "environment_factories", "_generate_single_turn", "_tokenize_prompts", "_metrics")
+"""What is read or replaced of a trainer; only GRPOTrainer has all."""
+
+
+def sampling_of(trainer: Any) -> Sampling:
+    """The sampling parameters of a trainer, `generation_kwargs` included.
+
+    Raises:
+        ConfigError: an argument of `generate` that the engine has not.
+
+    Example: `GRPOConfig(temperature=0.9, top_k=0, max_completion_length=64)` is temperature 0.9, all tokens, 64 tokens.
+    """
+    values = {name: getattr(trainer, name) for name in _OWN}
+    limit, stops = trainer.max_completion_length, tuple(trainer.eos_token_ids)
+    for name, value in (trainer.args.generation_kwargs or {}).items():
+        if name in _OWN:
+            values[name] = value
+        elif name in ("max_new_tokens", "eos_token_id"):
+            given = value if isinstance(value, list | tuple) else (value,)
+            limit, stops = (value, stops) if name == "max_new_tokens" else (limit, tuple(given))
+        elif name not in _IGNORED and not (name == "do_sample" and value):
+            raise ConfigError(
+                f"HistoryRollouts samples with {', '.join(_OWN)}, got generation_kwargs[{name!r}]={value!r}; remove it"
+            )
+    if values["min_p"] is None:
+        values["min_p"] = 0.0
+    return Sampling(max_tokens=limit, stop_tokens=stops, **values)
+
+
+def check_rollout_trainer(trainer: Any) -> None:
+    """Refuses a trainer whose rollouts the engine in its process cannot sample, or not rightly.
+
+    Raises:
+        UnsupportedError: another trainer, images, sharded weights, or another engine; names it.
+    """
+    missing = next((name for name in _READ if not hasattr(trainer, name)), None)
+    if missing is not None:
+        raise UnsupportedError(
+            f"HistoryRollouts samples for GRPOTrainer as in TRL 1.16, and this {type(trainer).__name__} has no "
+            f"{missing}; take that one, or leave HistoryRollouts out"
+        )
+    if trainer._is_vlm:
+        raise UnsupportedError(
+            "HistoryRollouts samples from text alone, and this model takes images; use vLLM for its rollouts"
+        )
+    if trainer.use_vllm:
+        raise UnsupportedError(
+            "HistoryRollouts samples from the model in the trainer's process, and use_vllm=True starts another engine; "
+            "set use_vllm=False, or leave HistoryRollouts out and make the trainer inside vllm_drafts"
+        )
+    kind = trainer.accelerator.distributed_type.value
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise UnsupportedError(
+            f"HistoryRollouts reads whole weights in every process, and {kind} shards them; use DDP, or vLLM for the "
+            "rollouts"
+        )
+
+
+def check_text(images: Any, fields: Any) -> None:
+    """Refuses prompts with images.
+
+    Raises:
+        UnsupportedError: images, or other fields of a multimodal model.
+    """
+    if images is not None or fields:
+        raise UnsupportedError("HistoryRollouts samples from text alone, and a prompt holds images; leave them out")
+
+
+def check_single_turn(trainer: Any) -> None:
+    """Refuses a trainer whose rollouts have turns that `rollout_func` does not see.
+
+    Raises:
+        UnsupportedError: tools or environments.
+    """
+    if trainer.tools or getattr(trainer, "environment_factories", None):
+        raise UnsupportedError(
+            "TRL calls rollout_func for the first turn only, and model.generate after each tool call; leave "
+            "rollout_func out and call HistoryRollouts().attach(trainer)"
+        )
+
+
+_SPARE, _SPARE_FOR_TURNS = 1.25, 3.0
+"""Slots of a new engine, over those that the present requests need; later turns find in spare ones what earlier turns
+computed."""
+
+
+class TrainerEngine:
+    """Makes an engine when there are requests, and another one when they need more slots."""
+
+    def __init__(self, costs: ObservedCosts, *, max_batch: int, num_threads: int | None) -> None:
+        """See `HistoryRollouts`."""
+        self._costs, self._max_batch, self._num_threads = costs, max_batch, num_threads
+        self._engine: TorchEngine | None = None
+        self._drafter: Drafter | None = None
+        self._num_slots = 0
+        self.has_turns = False
+        """Whether rollouts are continued, so that the keys and values of finished ones are worth their slots."""
+        self.version = 0
+        """Policy version of the latest weights; 0 before the first."""
+
+    def ready_for(self, requests: Sequence[Request], trainer: Any, drafter: Drafter | None) -> TorchEngine:
+        """The engine with the trainer's present weights, slots for the requests, and the drafter.
+
+        Example: the first call makes version 1; after an optimizer step the next one is version 2.
+        """
+        num_slots = _num_slots(requests, self._max_batch)
+        if self._engine is None or num_slots > self._num_slots:
+            self._num_slots = int((_SPARE_FOR_TURNS if self.has_turns else _SPARE) * num_slots) + 1
+            self._engine, self._drafter = self._make(trainer), None
+        else:
+            _update(self._engine)
+        if drafter is not self._drafter:
+            self._engine.use_drafter(drafter)
+            self._drafter = drafter
+        self.version = self._engine.version
+        return self._engine
+
+    def resume(self, version: int) -> None:
+        """Counts versions on from a checkpoint's."""
+        self.version = max(self.version, version)
+        self._engine = None
+
+    def _make(self, trainer: Any) -> TorchEngine:
+        with _own_forward(trainer.model):
+            engine = TorchEngine(
+                trainer.model,
+                max_batch=self._max_batch,
+                max_tokens=self._num_slots,
+                seed=trainer.args.seed,
+                version=self.version + 1,
+                num_threads=self._num_threads,
+                costs=self._costs,
+            )
+        if self.has_turns:
+            engine.keep_rollouts()
+        return engine
+
+
+def _num_slots(requests: Sequence[Request], max_batch: int) -> int:
+    """Slots for the prompts of a call and for as many rollouts as run at once."""
+    prompts = {request.prompt.tobytes(): request.prompt.size for request in requests}
+    longest = max(request.sampling.max_tokens for request in requests)
+    return sum(prompts.values()) + longest * min(max_batch, len(requests))
+
+
+def _update(engine: TorchEngine) -> None:
+    """Reads the weights again if they have changed: the trainer stepped, or loaded others."""
+    try:
+        engine.update_weights(engine.version)
+    except InputError:
+        engine.update_weights(engine.version + 1)
+
+
+@contextmanager
+def _own_forward(model: Any) -> Iterator[None]:
+    """Runs a model without Accelerate's autocast: the engine compares its logits with the weights' own."""
+    wrapped = model.__dict__.get("forward")
+    if wrapped is None or not hasattr(model, "_original_forward"):
+        yield
+        return
+    model.forward = model._original_forward
+    try:
+        yield
+    finally:
+        model.forward = wrapped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """A rollout with the tokens that its environment wrote after it."""
+
+    first: Request
+    """The request of its last turn."""
+    so_far: Rollout
+
+    def request(self, max_new: int) -> Request:
+        """The request that continues it by at most `max_new` tokens."""
+        limit = self.so_far.num_tokens + max_new
+        return replace(self.first, sampling=self.first.sampling.changed(max_tokens=limit), so_far=self.so_far)
+
+
+class OpenTurns:
+    """The rollouts of the embedded engine's latest calls that a context may continue.
+
+    Example: after the rollout 7 8 of the prompt 5 6, the context 5 6 7 8 9 is that rollout with the observed token 9.
+    """
+
+    def __init__(self) -> None:
+        """Starts without rollouts."""
+        self._open: list[tuple[Int32Array, Request, Rollout]] = []
+
+    def take(self, contexts: Sequence[Sequence[int]]) -> list[Turn | None]:
+        """The rollout that each context continues, each at most once; None for a context that begins a rollout."""
+        return [self._take_one(np.asarray(context, np.int32)) for context in contexts]
+
+    def put(self, requests: Sequence[Request], rollouts: Sequence[Rollout]) -> None:
+        """Takes the rollouts of a call; if all of them are first turns, they replace all earlier ones."""
+        if all(request.so_far is None for request in requests):
+            self._open.clear()
+        for request, rollout in zip(requests, rollouts, strict=True):
+            self._open.append((np.concatenate([request.prompt, rollout.tokens]), request, rollout))
+
+    def _take_one(self, context: Int32Array) -> Turn | None:
+        fitting = [
+            at
+            for at, (tokens, _, _) in enumerate(self._open)
+            if tokens.size < context.size and np.array_equal(context[: tokens.size], tokens)
+        ]
+        if not fitting:
+            return None
+        # The longest is the newest turn of its rollout.
+        tokens, request, rollout = self._open.pop(max(fitting, key=lambda at: self._open[at][0].size))
+        return Turn(first=request, so_far=rollout.observe(context[tokens.size :]))
+
 
 Drafts = Literal["auto", "off"]
 """auto: where real steps show that drafts pay. off: none."""
@@ -30,7 +248,8 @@ Turns = tuple[list[list[int]], list[list[float]]]
 
 _NOT_COMPILED = (
     "history drafts are not compiled yet, which takes some ten seconds of a processor once after installation; a run "
-    "that is too short to pay for it makes none. To compile them first: treering compile"
+    "that is too short to pay for it makes none. To compile them first: python -c 'import treering; "
+    "treering.Drafter(treering.HistoryStore()).warm_up()'"
 )
 
 
@@ -47,7 +266,7 @@ class HistoryRollouts:
         drafts: see `Drafts`.
         max_loss: share of the sampling time that drafts may cost without paying back.
         max_batch: rollouts that run at once.
-        num_threads: torch threads while sampling; None leaves them as they are. A small model needs one.
+        num_threads: torch threads while sampling; None: as for `TorchEngine`.
 
     Raises:
         ConfigError: unknown `drafts`, or another share.
@@ -112,7 +331,7 @@ class HistoryRollouts:
 
         Example: `HistoryRollouts().attach(trainer)` before `trainer.train()`, for a trainer with `tools`.
         """
-        check_trainer(trainer)
+        check_rollout_trainer(trainer)
         if trainer.rollout_func is not None:
             raise StateError("a trainer with a rollout_func samples with that; leave it out, or do not attach another")
         if self._id_column is not None:
@@ -144,7 +363,7 @@ class HistoryRollouts:
             return
         if self._trainer is not None:
             raise StateError("HistoryRollouts samples for one trainer, and another one called it; make one for each")
-        check_trainer(trainer)
+        check_rollout_trainer(trainer)
         self._ids = PromptIds(trainer.train_dataset, self._id_column)
         self._trainer, self._first_step = trainer, trainer.state.global_step
         if self._drafts == "auto" and not self._is_compiled:

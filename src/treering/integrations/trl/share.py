@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treering.integrations.trl.batches import Batching, keep_together
-from treering.integrations.trl.overrides import Overrides
-from treering.integrations.trl.requirements import (
+from treering.integrations.trl.grouping import Batching, keep_together
+from treering.integrations.trl.trl_trainers import (
+    Overrides,
     check_comparable,
     check_no_dropout,
     check_trainer,
@@ -28,7 +28,7 @@ _MARK = "_treering_shared_prefixes"
 class SharedPrefixes:
     """A trainer that shares prefixes; `undo` restores it."""
 
-    def __init__(self, trainer: Any, *, backend: str, group_batches: bool, verify_first: bool) -> None:
+    def __init__(self, trainer: Any, *, backend: str, group_batches: bool | None, verify_first: bool) -> None:
         """Patches; see `share_prefixes`."""
         kind = kind_of(trainer)
         check_trainer(trainer)
@@ -108,7 +108,7 @@ class SharedPrefixes:
 
 
 def share_prefixes(
-    trainer: Any, *, backend: str = "auto", group_batches: bool = True, verify_first: bool = True
+    trainer: Any, *, backend: str = "auto", group_batches: bool | None = None, verify_first: bool = True
 ) -> SharedPrefixes:
     """Makes a TRL trainer compute each shared prefix once, forward and backward, in its policy and its reference.
 
@@ -120,8 +120,9 @@ def share_prefixes(
         trainer: a GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or DistillationTrainer of TRL.
         backend: see `treering.tree_attention`.
         group_batches: rollouts of a prompt (GRPO, RLOO) and rows of a task (SFT, DPO, KTO without KL) stand together in
-            micro-batches. A loss with a mean over its micro-batch (bnpo, an entropy bonus) gets another mean by that,
-            and in SFT, DPO and KTO an optimizer step sees fewer tasks.
+            micro-batches. None does so unless gradients of rollouts would change (bnpo, an entropy quantile or bonus,
+            losses of routers, generations of several steps). The printed line names what changes: logged means of
+            micro-batches, and in SFT, DPO and KTO the rows of an optimizer step.
         verify_first: compares the first micro-batch's gradients with the stock path's: three more passes, once.
 
     Returns:

@@ -13,7 +13,12 @@ class _Sharing:
     shared_prefixes: SharedPrefixes
 
     def __init__(
-        self, *args: Any, backend: str = "auto", group_batches: bool = True, verify_first: bool = True, **kwargs: Any
+        self,
+        *args: Any,
+        backend: str = "auto",
+        group_batches: bool | None = None,
+        verify_first: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Takes what the trainer of TRL takes, and the options of `share_prefixes`."""
         super().__init__(*args, **kwargs)

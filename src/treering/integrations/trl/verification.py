@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from treering.errors import StateError
+from treering.integrations.trl.trl_trainers import steps_in_backward
+from treering.model.context import working_dtype
 from treering.model.patch import TreePatch
-from treering.model.wrappers import unwrap
-from treering.ranks.agreement import check_pictures_together
+from treering.model.tree_model import unwrap
+from treering.ranks.group import check_pictures_together
 from treering.ranks.units import reducing, units_of
 
 TIMES_YARDSTICK = 16.0
@@ -28,7 +30,12 @@ TIMES_EPSILON = 16.0
 """The bound is the larger of 16 yardsticks and 16 units in the last place; a wrong tree is at 1e-1 and beyond."""
 MAX_BOUND = 0.2
 """In low precision rounding alone may reach the size of an error; shifted labels, the classic one, cost 0.32."""
+MAX_YARDSTICK_EPSILONS = 1024.0
+MAX_YARDSTICK = 0.1
+"""A yardstick beyond the smaller of the two is not rounding: a token depends on its batch, or on noise."""
 _EXTRA_COLUMNS = 8
+_OF_BACKWARD: dict[str, Any] = {"grad": None, "_backward_hooks": None, "_post_accumulate_grad_hooks": {}}
+"""What backward writes to or calls, of each weight, and the value without any: torch keeps hooks that None replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +71,19 @@ class FirstMicroBatch:
             num_items: `num_items_in_batch` of the optimizer batch.
 
         Raises:
-            StateError: they differ by more than rounding; with the figures.
+            StateError: they differ by more than rounding, or rounding is too large to tell; with the figures. A weight
+                has changed.
         """
         if self.difference is not None:
             return
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        epsilon = torch.finfo(_dtype_of(model, self._trainer.accelerator.mixed_precision)).eps
+        epsilon = _epsilon(model, self._trainer)
+        is_left_alone = getattr(self._trainer, "is_deepspeed_enabled", False) or steps_in_backward(model)
 
         def gradients() -> dict[str, Tensor]:
             loss: Any = compute_loss(model, dict(inputs), num_items_in_batch=num_items)
             with torch.autocast(loss.device.type, enabled=False):
-                return _gradients(loss, model, is_left_alone=getattr(self._trainer, "is_deepspeed_enabled", False))
+                return _gradients(loss, model, is_left_alone=is_left_alone)
 
         units = units_of(model)
         if units and getattr(self._trainer, "_is_vlm", False):
@@ -99,11 +108,18 @@ class FirstMicroBatch:
         squares = torch.tensor([[norm, tree, yardstick]], dtype=torch.float32, device=accelerator.device)
         squares = accelerator.reduce(squares, reduction="sum") if is_sharded else accelerator.gather(squares)
         norm = float(squares[:, 0].max())
-        if norm == 0:
+        if norm == 0 or not math.isfinite(norm):
             return
         # A rank whose own gradients are all 0 has no norm to measure by, and must have none on trees.
-        relative = (squares[:, 1:] / squares[:, :1]).nan_to_num(nan=0.0, posinf=math.inf).sqrt()
+        relative = (squares[:, 1:] / squares[:, :1]).where(squares[:, 1:] != 0, 0.0).sqrt()
         tree, yardstick = relative.amax(0).tolist()
+        limit = min(MAX_YARDSTICK_EPSILONS * epsilon, MAX_YARDSTICK)
+        if not yardstick <= limit:
+            raise StateError(
+                f"other rounding of the stock path moves the first micro-batch's gradients by {yardstick:.1e} of their "
+                f"norm, beyond {limit:.1e}, so trees cannot be compared: a layer averages over its batch or draws "
+                "noise, or the dtype is too coarse; compare in float32, then set verify_first=False if that is exact"
+            )
         bound = min(max(TIMES_YARDSTICK * yardstick, TIMES_EPSILON * epsilon), MAX_BOUND)
         self.difference = Difference(tree=tree, yardstick=yardstick, bound=bound)
         if not tree <= bound:
@@ -155,27 +171,43 @@ def _own_part(gradient: Any) -> Tensor:
     return own
 
 
-def _dtype_of(model: nn.Module, mixed_precision: str) -> torch.dtype:
-    """In which the model computes; Accelerate turns autocast on inside its forward."""
+def _epsilon(model: nn.Module, trainer: Any) -> float:
+    """The unit in the last place of the coarsest numbers that the model computes with.
+
+    It is never finer than that of float32, in which layers take norms and a router's softmax whatever the weights are.
+    Accelerate turns autocast on inside the model's forward.
+    """
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return dtypes.get(mixed_precision, next(model.parameters()).dtype)
+    own = dtypes.get(trainer.accelerator.mixed_precision, torch.float32)
+    tf32 = 2.0**-10 if trainer.args.tf32 else 0.0
+    return max(tf32, *(torch.finfo(dtype).eps for dtype in (torch.float32, own, working_dtype(model))))
 
 
 @contextmanager
 def _untouched(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Restores gradients, random states, metrics and the trainer's other attributes on exit."""
+    """Restores gradients, random states, metrics and the trainer's other attributes on exit.
+
+    Hooks on weights do not run inside: optimizers that step within backward (LOMO, layerwise GaLore) would train.
+
+    Raises:
+        StateError: a weight has changed, by a hook that cannot be left out.
+    """
     before = dict(trainer.__dict__)
     metrics = deepcopy(trainer._metrics)
-    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    kept = {name: {key: getattr(weight, key) for key in _OF_BACKWARD} for name, weight in trained.items()}
+    sums = _sums(trained)
     states = random.getstate(), np.random.get_state()
-    for weight in model.parameters():
-        weight.grad = None
+    for weight in trained.values():
+        for key, empty in _OF_BACKWARD.items():
+            setattr(weight, key, empty)
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        for name, weight in model.named_parameters():
-            weight.grad = grads[name]
+        for name, weight in trained.items():
+            for key, value in kept[name].items():
+                setattr(weight, key, value)
         random.setstate(states[0])
         np.random.set_state(states[1])
         trainer.__dict__.clear()
@@ -183,6 +215,24 @@ def _untouched(trainer: Any, model: nn.Module) -> Iterator[None]:
         for mode, lists in metrics.items():
             trainer._metrics[mode].clear()
             trainer._metrics[mode].update(lists)
+    changed = [name for name, now in _sums(trained).items() if now != sums[name]]
+    if changed:
+        raise StateError(
+            f"comparing the first micro-batch's gradients changed the weight {changed[0]!r}: an optimizer steps within "
+            "backward, by a hook that the comparison cannot leave out; start again with verify_first=False"
+        )
+
+
+def _sums(weights: dict[str, nn.Parameter]) -> dict[str, float]:
+    """The sum of each weight: `_version` would not count what a hook writes to `weight.data`.
+
+    ZeRO-3 gathers a weight when it likes, and keeps the rank's part as `ds_tensor`.
+    """
+    if not weights:
+        return {}
+    parts = (_own_part(getattr(weight, "ds_tensor", weight).detach()) for weight in weights.values())
+    sums = [part.sum(dtype=torch.float64) for part in parts]
+    return dict(zip(weights, torch.stack([one.cpu() for one in sums]).tolist(), strict=True))
 
 
 @contextmanager

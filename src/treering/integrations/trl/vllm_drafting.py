@@ -1,21 +1,259 @@
-"""`vllm_drafts`: the vLLM of a TRL trainer drafts from the run's earlier rollouts.
+"""`vllm_drafts`: the vLLM of a TRL trainer, in its process or a server, drafts from the run's earlier rollouts.
 
-TRL makes its vLLM inside the trainer and has no argument for drafts, so they are set up around the making.
+TRL makes its vLLM inside the trainer and has no argument for drafts, so they are set up around the making. Both vLLMs
+draft by `HistoryProposer`. Around each batch, history is read before and a record is kept after.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import transformers
+from accelerate.utils import gather_object
 from trl.generation import vllm_generation
 
-from treering.errors import StateError
+from treering.arrays import Int32Array
+from treering.engine.protocol import EngineStats
+from treering.errors import ConfigError, StateError, UnsupportedError
 from treering.extras import require
-from treering.integrations.trl.overrides import Overrides
-from treering.integrations.trl.vllm_batches import VLLMBatches
-from treering.integrations.trl.vllm_hosts import Colocated, Served, VLLMHost, check_sampling, colocated_settings
+from treering.history.store.reader import newest_first
+from treering.history.store.store import HistoryStore
+from treering.integrations.trl.trl_trainers import ROLLOUT_TRAINERS, Overrides, kind_of
+from treering.integrations.vllm.draft_session import PromptTable
+from treering.integrations.vllm.llm import EXTENSION, set_verification
+from treering.integrations.vllm.vllm_settings import HISTORY_VARIABLE, PROPOSER, environment_with, speculative_config
+from treering.metrics import ACCEPTANCE, TOKENS_PER_FORWARD
+from treering.types import PromptId
+
+NamedRollout = tuple[PromptId, Int32Array]
+"""A rollout's tokens int32 [R], and the id of its prompt."""
+
+
+class JoinedTurns:
+    """Joins the turns of a trainer's vLLM to rollouts.
+
+    Prompts have the ids by which the drafter inside vLLM knows them: hashes of their tokens.
+
+    Example: after `add([[5, 6]], [[7]])` and `add([[5, 6, 7, 8]], [[9]])`, `take()` is one rollout of the prompt 5 6,
+    with the tokens 7 8 9.
+    """
+
+    def __init__(self) -> None:
+        """Knows no prompts."""
+        self._prompts = PromptTable()
+        self._rollouts: dict[PromptId, list[Int32Array]] = {}
+
+    def add(self, contexts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+        """Takes the completion of each context; a context that continues a rollout of the batch is its next turn."""
+        for context, completion in zip(contexts, completions, strict=True):
+            tokens = np.asarray(context, np.int32)
+            prompt_id, size = self._prompts.find(tokens, ())
+            rollouts, so_far = self._rollouts.setdefault(prompt_id, []), tokens[size:]
+            at = next((at for at, rollout in enumerate(rollouts) if _continues(so_far, rollout)), None)
+            if at is not None:
+                rollouts.pop(at)
+            rollouts.append(np.concatenate([so_far, np.asarray(completion, np.int32)]))
+
+    def take(self) -> list[NamedRollout]:
+        """The rollouts since the last call."""
+        taken = [(prompt_id, rollout) for prompt_id, rollouts in self._rollouts.items() for rollout in rollouts]
+        self._rollouts = {}
+        return taken
+
+
+def _continues(so_far: Int32Array, rollout: Int32Array) -> bool:
+    return rollout.size < so_far.size and np.array_equal(so_far[: rollout.size], rollout)
+
+
+class VLLMHost(Protocol):
+    """The drafter of a trainer's vLLM, as this process sees it."""
+
+    def refresh(self) -> None:
+        """Lets the drafter read the newest history."""
+
+    def counts(self) -> EngineStats:
+        """What it has counted of rows and drafts, and nothing else; another process's counts are 0 here."""
+
+
+def check_sampling(trainer: Any, generation: Any) -> None:
+    """Refuses trainers and settings that drafts do not go with.
+
+    Args:
+        trainer: of TRL.
+        generation: its `VLLMGeneration`, before vLLM has started.
+
+    Raises:
+        UnsupportedError: names what is set, and what works.
+    """
+    kind = kind_of(trainer)
+    if kind not in ROLLOUT_TRAINERS:
+        raise UnsupportedError(f"vllm_drafts is for {' and '.join(ROLLOUT_TRAINERS)}, got {kind}; make it outside")
+    if generation.mode == "colocate" and generation.tensor_parallel_size > 1:
+        raise UnsupportedError(
+            "the ranks of a tensor-parallel vLLM would draft each for itself, got vllm_tensor_parallel_size="
+            f"{generation.tensor_parallel_size}; set it to 1, or make the trainer outside vllm_drafts"
+        )
+    if generation.min_p:
+        raise UnsupportedError(
+            f"vLLM verifies no drafts under min_p, got min_p={generation.min_p}; leave it out, or make the trainer "
+            "outside vllm_drafts"
+        )
+
+
+@contextmanager
+def colocated_settings(folder: Path, max_draft: int) -> Iterator[dict[str, Any]]:
+    """Inside, an `LLM` that is made with these arguments drafts from the history of a folder."""
+    with environment_with({HISTORY_VARIABLE: str(folder)}):
+        yield {"speculative_config": speculative_config(max_draft), "worker_extension_cls": EXTENSION}
+
+
+class Colocated:
+    """The LLM in the trainer's process."""
+
+    def __init__(self, llm: Any) -> None:
+        """Checks how it verifies.
+
+        Raises:
+            UnsupportedError: drafts would change what it samples.
+        """
+        set_verification(llm, "rejection")
+        self._llm = llm
+
+    def refresh(self) -> None:
+        """See `VLLMHost`."""
+        self._llm.collective_rpc("treering_refresh")
+
+    def counts(self) -> EngineStats:
+        """See `VLLMHost`."""
+        return _counts_of(self._llm.collective_rpc("treering_stats")[0])
+
+
+class Served:
+    """A server, which the main process of a run calls."""
+
+    def __init__(self, client: Any, folder: Path) -> None:
+        """Checks that the server drafts from the folder's history.
+
+        Args:
+            client: TRL's `VLLMClient`; None in other processes than the main one.
+            folder: of the history, absolute.
+
+        Raises:
+            ConfigError: it does not draft, or from another history; has the command that works.
+            UnsupportedError: drafts would change what it samples.
+        """
+        self._client = client
+        if client is None:
+            return
+        info = client.get_server_info()
+        speculative, workers = info["speculative_config"] or {}, info["parallel_config"]["worker_extension_cls"]
+        if speculative.get("model") != PROPOSER or workers != EXTENSION:
+            flags = f"--worker-extension-cls {EXTENSION} --speculative-config '{json.dumps(speculative_config(16))}'"
+            raise ConfigError(
+                f"the vLLM server at {client.base_url} does not draft from history; start it with "
+                f"{HISTORY_VARIABLE}={folder} in its environment and with {flags}"
+            )
+        found = self._call("treering_stats")["history"]
+        if found != str(folder):
+            raise ConfigError(
+                f"the vLLM server at {client.base_url} drafts from the history {found}, and this run records to "
+                f"{folder}; start it with {HISTORY_VARIABLE}={folder}"
+            )
+        problem = self._call("treering_verify", "rejection")
+        if problem is not None:
+            raise UnsupportedError(f"drafts would change what the vLLM server samples: {problem}; start it without")
+
+    def refresh(self) -> None:
+        """See `VLLMHost`."""
+        if self._client is not None:
+            self._call("treering_refresh")
+
+    def counts(self) -> EngineStats:
+        """See `VLLMHost`."""
+        if self._client is None:
+            return EngineStats()
+        return _counts_of(self._call("treering_stats"))
+
+    def _call(self, method: str, *args: str) -> Any:
+        """What the server's first worker answers."""
+        url = f"{self._client.base_url}/collective_rpc"
+        answer = self._client.session.post(url, json={"method": method, "args": args})
+        answer.raise_for_status()
+        return answer.json()["results"][0]
+
+
+def _counts_of(stats: dict[str, Any]) -> EngineStats:
+    return EngineStats(**{name: stats[name] for name in ("num_rows", "num_drafted", "num_accepted")})
+
+
+class VLLMBatches:
+    """Records what a trainer's vLLM samples.
+
+    Processes of a run call their vLLM as often as their tools ask, each by itself, and end a batch together: there the
+    main process takes the rollouts of all.
+    """
+
+    def __init__(self, trainer: Any, generation: Any, host: VLLMHost, folder: Path) -> None:
+        """Stands around each batch from now on.
+
+        Args:
+            trainer: of TRL, which logs the metrics.
+            generation: its `VLLMGeneration`.
+            host: its vLLM, as this process sees it.
+            folder: of the history.
+
+        Raises:
+            StateError: another process writes the history.
+        """
+        self._trainer, self._host = trainer, host
+        self._turns, self._num_tokens = JoinedTurns(), 0
+        self._store = HistoryStore(folder) if trainer.accelerator.is_main_process else None
+        self._version = 0 if self._store is None else _next_version(self._store)
+        Overrides(generation).replace("generate", self._generate)
+        Overrides(trainer).replace("_generate_and_score_completions", self._sample)
+
+    def _generate(self, original: Callable[..., Any], prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        found = original(prompts, *args, **kwargs)
+        completions = found[1]
+        self._turns.add(prompts, completions)
+        self._num_tokens += sum(map(len, completions))
+        return found
+
+    def _sample(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._host.refresh()
+        before = self._host.counts()
+        self._num_tokens = 0
+        batch = original(*args, **kwargs)
+        counted = self._host.counts().since(before)
+        mine = (self._num_tokens, counted.num_rows, counted.num_drafted, counted.num_accepted)
+        gathered = gather_object([(mine, self._turns.take())])
+        self._log(*map(sum, zip(*(counts for counts, _ in gathered), strict=True)))
+        self._record([rollout for _, rollouts in gathered for rollout in rollouts])
+        return batch
+
+    def _log(self, num_tokens: int, num_rows: int, num_drafted: int, num_accepted: int) -> None:
+        metrics = self._trainer._metrics["train" if self._trainer.model.training else "eval"]
+        if num_rows:
+            metrics[TOKENS_PER_FORWARD].append(num_tokens / num_rows)
+        if num_drafted:
+            metrics[ACCEPTANCE].append(num_accepted / num_drafted)
+
+    def _record(self, rollouts: list[NamedRollout]) -> None:
+        if self._store is None:
+            return
+        for prompt_id, tokens in rollouts:
+            self._store.add(prompt_id, [tokens], self._version)
+        self._store.publish()
+        self._version += 1
+
+
+def _next_version(store: HistoryStore) -> int:
+    """Above those of the rollouts that are there: a resumed run's are newer."""
+    newest = newest_first(store.snapshot)[:1]
+    return 1 + max((int(store.snapshot[prompt_id].versions[0]) for prompt_id in newest), default=-1)
 
 
 @contextmanager
@@ -27,7 +265,7 @@ def vllm_drafts(history: Path | str, *, max_draft: int = 16) -> Iterator[None]:
     row and step, 1.0 without drafts) and `rollout/acceptance` (the share of drafted tokens that was accepted).
 
     With `vllm_mode="colocate"` the drafter is set up here. With `vllm_mode="server"` the server is started with it, on
-    the same history: `docs/trl_rollouts.md` has the command.
+    the same history: `docs/trl.md` has the command.
 
     Args:
         history: folder of a `HistoryStore`, missing or not, that one run at a time writes. All processes of the run,

@@ -1,8 +1,10 @@
 """Environments of verifiers v1 as an environment of the loop.
 
-trainer: engine <- session <- token server (loopback)
-^ calls, with the episode's identity in cache_salt
-worker:  verifiers, its harnesses and tools -> traces, with structure, agents and rewards
+    trainer: engine <- session <- token server (loopback)
+                                       ^ calls, with the episode's identity in cache_salt
+    worker:  verifiers, its harnesses and tools -> traces, with structure, agents and rewards
+
+What is trained is the log of an episode's calls, and its traces have to agree with it.
 """
 
 import asyncio
@@ -10,21 +12,151 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from treering.data.formats.traces import decode_trace
-from treering.data.trace import Trace
+import numpy as np
+
+from treering.data.agent_trace import Trace
+from treering.data.formats.adapters.verifiers import decode_trace
+from treering.engine.protocol import Rollout, Sampling
 from treering.errors import InputError, StateError
 from treering.extras import require
-from treering.integrations.verifiers.cross_check import check_calls, ids_of, untrained_ids
 from treering.integrations.verifiers.process import WorkerProcess, worker_command
-from treering.integrations.verifiers.sampler import EpisodeSampler
-from treering.rl.environments.calls import Call
 from treering.rl.environments.environment import Environment, EnvTask, Outcome
-from treering.rl.environments.policy import Policy, Session
-from treering.serving.server import Server, ServerSettings
+from treering.rl.environments.policy import Call, Policy, Session
+from treering.serving.bodies import Asked
+from treering.serving.server import Caller, Server, ServerSettings
+from treering.types import TokenIds
+
+Ids = tuple[bytes, bytes]
+"""The ids of a call: its context, and what was sampled."""
+
+
+def ids_of(call: Call) -> Ids:
+    """The ids of a call of the log."""
+    return call.context.tobytes(), call.rollout.tokens.astype(np.int32).tobytes()
+
+
+def check_calls(trace: Trace, calls: Sequence[Call], name: str) -> None:
+    """Compares the messages that a trace says were sampled with the calls that it made.
+
+    Args:
+        trace: of a trained agent.
+        calls: of the log, those that came with the trace's id.
+        name: of the agent, for errors.
+
+    Raises:
+        InputError: a sampled message without such a call, or a call without a message.
+    """
+    said, logged = Counter(sampled_ids(trace)), Counter(map(ids_of, calls))
+    strange, lost = (said - logged).total(), (logged - said).total()
+    if strange or lost:
+        raise InputError(
+            f"the trace of agent {name!r} does not match the calls that were answered: {strange} of its "
+            f"{said.total()} sampled messages are no call, and {lost} of {logged.total()} calls are no message; ask "
+            "the policy by the endpoint alone, and keep its answers as they are"
+        )
+
+
+def sampled_ids(trace: Trace, nodes: Iterable[int] | None = None) -> list[Ids]:
+    """What the sampled messages of a trace, or those of the given nodes, were sampled after, and their ids.
+
+    Raises:
+        InputError: a sampled message whose ids are not known, or not in one piece.
+
+    Example: nodes with the ids [5, 6] and, sampled, [7, 8] with the mask [False, True] are one call: [5, 6, 7] -> [8].
+    """
+    paths: dict[int, TokenIds] = {}
+    found = []
+    wanted = None if nodes is None else set(nodes)
+    for i, node in enumerate(trace.nodes):
+        before = np.zeros(0, np.int32) if node.parent is None else paths[node.parent]
+        paths[i] = np.concatenate([before, node.token_ids]).astype(np.int32)
+        if not (node.sampled or node.mask.any()) or (wanted is not None and i not in wanted):
+            continue
+        own = np.flatnonzero(node.mask)
+        if own.size == 0 or own[-1] - own[0] + 1 != own.size:
+            raise InputError(f"nodes[{i}] was sampled, and its ids are not known; ask the policy by the endpoint alone")
+        start = before.size + int(own[0])
+        found.append((paths[i][:start].tobytes(), paths[i][start : start + own.size].tobytes()))
+    return found
+
+
+def untrained_ids(trace: Trace) -> set[Ids]:
+    """The calls on no trained path of a trace, such as compactions that were not accepted."""
+    kept = {i for path in trace.paths() for i in path}
+    return set(sampled_ids(trace, set(range(len(trace.nodes))) - kept))
+
+
+_SHARED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class EpisodeSampler:
+    """A `Sampler` whose callers are episodes by their identity, and traces by their session.
+
+    What a trace asks is logged in the session of its episode under the trace's id. Noise does not depend on that id,
+    which is another one in each run.
+
+    Example: the calls of the identity "q1|0|3" are answered by what `add("q1|0|3", session, loop)` has added.
+    """
+
+    def __init__(self) -> None:
+        """Knows no episode."""
+        self._episodes: dict[str, tuple[Session, asyncio.AbstractEventLoop]] = {}
+
+    def add(self, identity: str, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+        """Answers an episode's calls from now on, in the event loop of the session."""
+        self._episodes[identity] = session, loop
+
+    def remove(self, identity: str) -> None:
+        """Refuses an episode's calls from now on."""
+        self._episodes.pop(identity, None)
+
+    async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
+        """See `Sampler.sample`.
+
+        Raises:
+            StateError: no such episode runs.
+            InputError: other sampling parameters than those of the run.
+            ContextFullError: the context is too long.
+        """
+        found = self._episodes.get(caller.identity or "")
+        if found is None:
+            raise StateError(f"no episode {caller.identity!r} runs here; it has ended, or its calls lost cache_salt")
+        session, loop = found
+        sampling = _sampling(session, context, asked)
+        return [await self._ask(session, loop, caller, context, sampling) for _ in range(asked.num_samples)]
+
+    async def _ask(
+        self,
+        session: Session,
+        loop: asyncio.AbstractEventLoop,
+        caller: Caller,
+        context: TokenIds,
+        sampling: Sampling,
+    ) -> Rollout:
+        asking = session.ask(caller.session or "", context, sampling, noise="")
+        call = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, loop))
+        return call.rollout
+
+
+def _sampling(session: Session, context: TokenIds, asked: Asked) -> Sampling:
+    own = session.sampling
+    other = [name for name in _SHARED if getattr(asked.sampling, name) != getattr(own, name)]
+    if other:
+        raise InputError(
+            f"the policy samples with the run's {other[0]} = {getattr(own, other[0])!r}, and an agent asked for "
+            f"{getattr(asked.sampling, other[0])!r}; remove it from the agent's sampling, or set sampling.{other[0]}"
+        )
+    return own.changed(
+        max_tokens=session.limits.turn_tokens(context.size, asked.sampling.max_tokens),
+        stop_tokens=tuple(dict.fromkeys([*own.stop_tokens, *asked.sampling.stop_tokens])),
+        stop_strings=asked.sampling.stop_strings or own.stop_strings,
+    )
+
 
 MODEL = "policy"
 """The name of the policy, which agents ask for."""
@@ -123,6 +255,8 @@ class VerifiersEnvironment(Environment):
                 return await asyncio.shield(asyncio.wrap_future(running))
             except asyncio.CancelledError:
                 worker.cancel(identity)
+                with suppress(StateError):
+                    await asyncio.wrap_future(running)
                 raise
             except StateError:
                 if is_last or session.num_asked or worker.is_alive:

@@ -16,7 +16,9 @@ from typing import IO, Any
 
 from treering.errors import ConfigError, StateError
 
-_END_S = 5.0
+_CLEAN_UP_S = 25.0
+"""How long a cancelled episode has to clean up; below `CLEAN_UP_S` of the loop, which awaits the answer."""
+_END_S = _CLEAN_UP_S + 5.0
 """How long a process may take to end by itself."""
 _MARK = "TREERING_VERIFIERS"
 _LAST_LINES = 20
@@ -111,7 +113,7 @@ class WorkerProcess:
             return
         with suppress(StateError):
             self.send({"type": "cancel", "episode": episode})
-        patience = threading.Timer(_END_S, self._kill_unless_answered, [episode])
+        patience = threading.Timer(_CLEAN_UP_S, self._kill_unless_answered, [episode])
         patience.daemon = True
         patience.start()
 

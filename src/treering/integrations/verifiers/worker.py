@@ -24,7 +24,7 @@ from typing import Any
 
 VERSIONS = ((0, 4),)
 """Minor versions that it was written for."""
-_PATIENCE_S = 5.0
+_PATIENCE_S = 25.0
 _MAX_TEXT = 2000
 
 Record = Mapping[str, Any]
@@ -261,7 +261,7 @@ def main() -> None:
             loop.call_soon_threadsafe(inbox.put_nowait, json.loads(line))
         loop.call_soon_threadsafe(inbox.put_nowait, None)
         # An environment that blocks the loop does not keep it.
-        threading.Timer(2 * _PATIENCE_S, end, [1]).start()
+        threading.Timer(_PATIENCE_S + 2.0, end, [1]).start()
 
     threading.Thread(target=read, daemon=True).start()
     serving = loop.create_task(Worker(send).serve(inbox))

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from treering.integrations.lazy import names_from
 
 if TYPE_CHECKING:
-    from treering.integrations.verl.engine import TreeEngine as TreeEngine
-    from treering.integrations.verl.rollout_settings import prompt_key as prompt_key
-    from treering.integrations.verl.rollout_settings import record_batch as record_batch
-    from treering.integrations.verl.rollout_settings import with_history_drafts as with_history_drafts
+    from treering.integrations.verl.verl_engine import TreeEngine as TreeEngine
+    from treering.integrations.verl.verl_settings import prompt_key as prompt_key
+    from treering.integrations.verl.verl_settings import record_batch as record_batch
+    from treering.integrations.verl.verl_settings import with_history_drafts as with_history_drafts
 else:
     _HOMES = {
-        "TreeEngine": "engine",
-        "prompt_key": "rollout_settings",
-        "record_batch": "rollout_settings",
-        "with_history_drafts": "rollout_settings",
+        "TreeEngine": "verl_engine",
+        "prompt_key": "verl_settings",
+        "record_batch": "verl_settings",
+        "with_history_drafts": "verl_settings",
     }
     __all__ = [*_HOMES]
     __getattr__ = names_from(__name__, _HOMES)

@@ -13,8 +13,8 @@ from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
 from treering.errors import UnsupportedError
-from treering.integrations.verl.exchange import RowExchange, prompts_of
-from treering.integrations.verl.rank_shares import order_rows
+from treering.integrations.verl.row_groups import order_rows
+from treering.integrations.verl.verl_engine import RowExchange, prompts_of
 
 
 class GroupedWorker(TrainingWorker):  # type: ignore[misc]

@@ -39,15 +39,17 @@ def register() -> None:
     """
     try:
         registry = import_module("verl.workers.engine").EngineRegistry
-        engine = import_module("treering.integrations.verl.engine").TreeEngine
+        engine = import_module("treering.integrations.verl.verl_engine").TreeEngine
         # Another value is for the engine to refuse, because verl would not show what is raised here.
         if os.environ.get("TREERING_VERL_GROUPS") == "whole_mini_batches":
             worker = import_module("treering.integrations.verl.mini_batches").GroupedWorker
             import_module("verl.workers.engine_workers").ActorRolloutRefWorker.actor_worker_cls = worker
     except Exception as error:
+        from treering.extras import install_hint
+
         raise SystemExit(
-            f"{VARIABLE}={VENDOR} asks for Treering's engine, and it cannot be imported ({error!r}): install "
-            "'treering[verl]' on every node, or unset the variable"
+            f"{VARIABLE}={VENDOR} asks for Treering's engine, and it cannot be imported ({error!r}): "
+            f"{install_hint('verl')} on every node, or unset the variable"
         ) from error
     registry.register(model_type="language_model", backend=list(BACKENDS), device=list(DEVICES), vendor=VENDOR)(engine)
 

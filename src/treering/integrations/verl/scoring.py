@@ -19,9 +19,9 @@ from treering.arrays import Int64Array
 from treering.model.checks import check_no_hooks
 from treering.model.context import tree_attention
 from treering.model.edges import EdgeScores, EdgeTable, edge_table, score_edges, scored_on_head
-from treering.model.families import ModelParts, find_parts
 from treering.model.forward import check_forest, check_temperature, hidden_states
 from treering.model.logits import EntropyOf
+from treering.model.tree_model import TreeModel
 from treering.tree.forest import Forest
 
 
@@ -74,24 +74,22 @@ def score_rows_once(
 
     Example: rows [1, 2, 3] and [1, 2, 4] compute 4 tokens; at temperatures 1 and 2 the edge from 1 to 2 has two values.
     """
-    parts = find_parts(model)
-    check_no_hooks(model)
+    parts = TreeModel.of(model)
+    check_no_hooks(parts)
     check_forest(forest, parts)
     plan = _plan(forest, temperatures)
-    with tree_attention(model):
+    with tree_attention(parts):
         hidden = hidden_states(parts, forest)
-    scores = scored_on_head(parts, lambda head, rows: _scored(rows, head, forest, plan, parts, entropy_of), hidden)
+    scores = scored_on_head(parts, lambda head, rows: _scored(rows, head, plan, parts, entropy_of), hidden)
     at = torch.from_numpy(plan.places).to(hidden.device)
     logprobs, entropy = (torch.cat([x, x.new_zeros(1)])[at] for x in (scores.logprobs, scores.entropy))
     return RowScores(logprobs=logprobs, entropy=entropy)
 
 
-def _scored(
-    hidden: Tensor, head: nn.Module, forest: Forest, plan: _Plan, parts: ModelParts, entropy_of: EntropyOf
-) -> EdgeScores:
+def _scored(hidden: Tensor, head: nn.Module, plan: _Plan, parts: TreeModel, entropy_of: EntropyOf) -> EdgeScores:
     """The scores of all tables, one after another, from one call of a sharded head."""
     scores = [
-        score_edges(parts, hidden, head, forest, temperature=temperature, table=table, entropy_of=entropy_of)
+        score_edges(parts, hidden, head, temperature=temperature, table=table, entropy_of=entropy_of)
         for temperature, table in zip(plan.temperatures, plan.tables, strict=True)
     ]
     return EdgeScores(

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING
 
 from treering.integrations.lazy import names_from
 
-# Not lazily: the file has the function's name, and an import of the file would take its place here.
-from treering.integrations.vllm.request_args import request_args as request_args
-
 if TYPE_CHECKING:
-    from treering.integrations.vllm.engine.vllm_engine import VLLMEngine as VLLMEngine
+    from treering.integrations.vllm.draft_session import record as record
+    from treering.integrations.vllm.plugin import HistoryProposer as HistoryProposer
+    from treering.integrations.vllm.plugin import WorkerExtension as WorkerExtension
     from treering.integrations.vllm.plugin import register as register
-    from treering.integrations.vllm.proposer import HistoryProposer as HistoryProposer
-    from treering.integrations.vllm.recording import record as record
-    from treering.integrations.vllm.worker_extension import WorkerExtension as WorkerExtension
+    from treering.integrations.vllm.vllm_engine import VLLMEngine as VLLMEngine
+    from treering.integrations.vllm.vllm_settings import request_args as request_args
 else:
     _HOMES = {
-        "HistoryProposer": "proposer",
-        "VLLMEngine": "engine.vllm_engine",
-        "WorkerExtension": "worker_extension",
-        "record": "recording",
+        "HistoryProposer": "plugin",
+        "VLLMEngine": "vllm_engine",
+        "WorkerExtension": "plugin",
+        "record": "draft_session",
         "register": "plugin",
+        "request_args": "vllm_settings",
     }
-    __all__ = [*_HOMES, "request_args"]
+    __all__ = [*_HOMES]
     __getattr__ = names_from(__name__, _HOMES)

@@ -1,12 +1,229 @@
-"""The `vllm.general_plugins` entry point: gives the drafter what vLLM's documented contract leaves out."""
+"""What runs inside vLLM's processes: the drafter's class, the calls that a loop makes, and the plugin that joins them.
 
-import inspect
+Nothing here imports numba before `load_model`, which runs after the worker has started.
+"""
+
+import copy
+import io
 import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.integrations.vllm.vllm_settings import check_config, read_settings
+
+if TYPE_CHECKING:
+    from treering.integrations.vllm.draft_session import DraftSession
+import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
-from treering.integrations.vllm.proposer import HistoryProposer
+from treering.errors import StateError
+from treering.integrations.vllm.exact_sampling import install
+
+
+def packed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Named arrays as an .npz file."""
+    file, named = io.BytesIO(), dict[str, Any](arrays)
+    np.savez(file, **named)
+    return file.getvalue()
+
+
+def unpacked(content: bytes) -> dict[str, NDArray[Any]]:
+    """The arrays of `packed`.
+
+    Raises:
+        ValueError: other bytes.
+
+    Example: `unpacked(packed({"x": np.arange(3)}))["x"]` is [0, 1, 2].
+    """
+    return dict(np.load(io.BytesIO(content), allow_pickle=False))
+
+
+class HistoryProposer:
+    """Drafts from history for vLLM: a `custom_class` proposer.
+
+    Works by vLLM's documented contract alone. Then a request's prompt is found by its tokens, and its rows by what they
+    hold. Where `register` has run, requests are known by their ids and `request_args`.
+
+    A failing drafter drafts nothing and warns once; it never fails a step.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+
+    Raises:
+        UnsupportedError: see `requirements.check_config`.
+        ConfigError: a setting is unknown or of a wrong kind.
+
+    Example: `LLM(model, speculative_config={"method": "custom_class", "model":
+    "treering.integrations.vllm.HistoryProposer", "num_speculative_tokens": 16})`.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        check_config(vllm_config)
+        self._settings = read_settings()
+        speculative = vllm_config.speculative_config
+        self._max_draft = int(speculative.num_speculative_tokens)
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
+        self._vocab_size = int(vllm_config.model_config.get_vocab_size())
+        speculative.draft_model_config = _widened(speculative.draft_model_config, self._max_draft)
+        self._session: DraftSession | None = None
+        self._step: tuple[Any, Any] | None = None
+        self.num_failures = 0
+        """Steps that got no drafts because of an error."""
+        self.has_identity = False
+        """Whether the latest step's requests were known by their ids."""
+
+    def load_model(self, target_model: Any = None) -> None:
+        """Opens the history and compiles the drafter, so that no step waits for it; vLLM calls it after the weights.
+
+        Raises:
+            ConfigError: a setting out of range.
+            StateError: `TREERING_HISTORY` is a file.
+        """
+        from treering.integrations.vllm.draft_session import DraftSession
+
+        self._session = DraftSession(
+            self._settings,
+            max_draft=self._max_draft,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+        )
+
+    @property
+    def session(self) -> "DraftSession":
+        """The drafter and its history; made on first use if `load_model` was not called."""
+        if self._session is None:
+            self.load_model()
+        assert self._session is not None
+        return self._session
+
+    def begin_step(self, runner: Any, scheduler_output: Any) -> None:
+        """Tells which runner asks for the next drafts, and for which step."""
+        self._step = runner, scheduler_output
+
+    def propose(
+        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:  # fmt: skip
+        """Drafts for each row; vLLM's contract.
+
+        Args:
+            sampled_token_ids: B lists of the tokens that the step sampled, [] for rows in prefill.
+            num_tokens_no_spec: int32 [>= B], tokens of each row.
+            token_ids_cpu: int32 [>= B, max_model_len], prompt and output of each row.
+            slot_mappings: not read.
+
+        Returns:
+            B lists of at most `num_speculative_tokens` token ids.
+        """
+        step, self._step = self._step, None
+        try:
+            lists = self.session.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, step)
+        except Exception as error:
+            self._note_failure(error)
+            return [[] for _ in sampled_token_ids]
+        self.has_identity = step is not None
+        return lists
+
+    def _note_failure(self, error: Exception) -> None:
+        self.num_failures += 1
+        if self.num_failures == 1:
+            warnings.warn(
+                f"drafting failed, and steps in which it does get no drafts: {type(error).__name__}: {error}",
+                stacklevel=3,
+            )
+        if self._session is not None:
+            self._session.start_anew()
+
+
+def _widened(config: Any, max_draft: int) -> Any:
+    """A copy of the draft model's configuration in which drafts fit after any row.
+
+    By `max_model_len` of this configuration vLLM judges whether drafts fit after its longest row. If not, it skips
+    `propose` and verifies zeros for all rows. `DraftSession` cuts drafts to what fits, row by row.
+    """
+    if config is None:
+        return None
+    widened = copy.copy(config)
+    widened.max_model_len = config.max_model_len + max_draft
+    return widened
+
+
+class WorkerExtension:
+    """Methods for vLLM's `worker_extension_cls`; results are such that vLLM can send them between processes.
+
+    Example: `LLM(model, worker_extension_cls="treering.integrations.vllm.WorkerExtension", ...)`, and after a publish
+    `llm.collective_rpc("treering_refresh")`.
+    """
+
+    model_runner: Any
+
+    def treering_refresh(self) -> bool:
+        """Reads the newest publish of the history now; returns whether there was a newer one.
+
+        Raises:
+            StateError: another drafter runs here.
+        """
+        history = self._treering_proposer().session.history
+        return False if history is None else history.refresh()
+
+    def treering_state(self) -> bytes:
+        """What the drafter has learnt, for a checkpoint: arrays as the bytes of an .npz file.
+
+        Raises:
+            StateError: another drafter runs here.
+        """
+        return packed(self._treering_proposer().session.requests.drafter.state())
+
+    def treering_load_state(self, state: bytes) -> None:
+        """Continues from a `treering_state`; running rows are forgotten.
+
+        Raises:
+            StateError: another drafter runs here.
+            InputError: a state of another kind.
+        """
+        session = self._treering_proposer().session
+        session.requests.drafter.load_state(unpacked(state))
+        session.requests.forget()
+
+    def treering_stats(self) -> dict[str, Any]:
+        """Counts so far: steps, rows, seconds of drafting, tokens drafted and accepted, prompts, failed steps.
+
+        "history" is the folder of the history, None without one.
+
+        Raises:
+            StateError: another drafter runs here.
+        """
+        proposer = self._treering_proposer()
+        session = proposer.session
+        return {
+            "num_steps": session.num_steps,
+            "num_rows": session.num_rows,
+            "propose_s": session.propose_s,
+            "num_drafted": session.requests.num_drafted,
+            "num_accepted": session.requests.num_accepted,
+            "num_prompts": session.num_prompts,
+            "num_failures": proposer.num_failures,
+            "has_identity": proposer.has_identity,
+            "history": None if session.folder is None else str(session.folder),
+        }
+
+    def treering_verify(self, verification: str) -> str | None:
+        """Sets how drafts are verified, see `Verification`; returns why it cannot, or None."""
+        return install(self.model_runner, verification)
+
+    def _treering_proposer(self) -> HistoryProposer:
+        drafter = getattr(self.model_runner, "drafter", None)
+        if not isinstance(drafter, HistoryProposer):
+            raise StateError(
+                f"this worker drafts with {type(drafter).__name__}; set speculative_config's model to "
+                "treering.integrations.vllm.HistoryProposer"
+            )
+        return drafter
+
 
 _DRAFT = (
     "self",

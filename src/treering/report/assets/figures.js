@@ -7,7 +7,11 @@ const isCompared = content.compared;
 
 // A run's place among the styles: in a demo ours is the first one.
 const styled = (run) => ({ style: styleOf(isCompared ? runs.indexOf(run) : runs.length - 1 - runs.indexOf(run)) });
-const bySteps = (name) => runs.map((run) => ({ name: runs.length > 1 ? run.name : name, ...styled(run), points: run.rows.filter((row) => name in row).map((row) => [row.step, row[name]]) }));
+// A metric in words: "train/clip_low" is "clip low", "eval/pass_at_4" is "pass@4".
+const wordsOf = (name) => name.replace(/^(train|eval|time)\//, "").replace(/pass_at_(\d+)/, "pass@$1").replaceAll(/[/_]/g, " ");
+// A line of one of several metrics: the run's colour, and the dashes of the metric.
+const lineOf = (each, i, words) => (runs.length > 1 ? { ...each, name: `${each.name}, ${words}`, style: { ...each.style, dash: styleOf(i).dash, mark: styleOf(i).mark } } : { ...each, name: words, style: styleOf(i) });
+const bySteps = (name) => runs.map((run) => ({ name: runs.length > 1 ? run.name : wordsOf(name), ...styled(run), points: run.rows.filter((row) => name in row).map((row) => [row.step, row[name]]) }));
 const byEpochs = (name, label) => runs.map((run) => ({ name: runs.length > 1 ? run.name : label, ...styled(run), points: run.epochs.filter((row) => row[name] !== null).map((row) => [row.epoch, row[name]]) }));
 
 const passNames = [...new Set(runs.flatMap((run) => run.names))].filter((name) => name.startsWith("eval/pass_at_")).sort((a, b) => a.length - b.length || (a < b ? -1 : 1));
@@ -25,7 +29,7 @@ function optional() {
     { id: "reward-spread", title: "Spread of rewards", help: "The standard deviation over a step's rollouts; 0 teaches nothing.", names: ["reward/std"], from: 0 },
   ];
   return figures
-    .map((figure) => ({ x: "step", ...figure, series: isCompared ? bySteps(figure.names.at(-1)) : figure.names.flatMap((name) => bySteps(name).map((each, i) => (figure.names.length > 1 ? { ...each, name: runs.length > 1 ? `${each.name} ${name}` : name, style: undefined } : each))) }))
+    .map((figure) => ({ x: "step", ...figure, series: isCompared ? bySteps(figure.names.at(-1)) : figure.names.flatMap((name, i) => bySteps(name).map((each) => (figure.names.length > 1 ? lineOf(each, i, wordsOf(name)) : each))) }))
     .filter((figure) => figure.series.some((each) => each.points.length));
 }
 

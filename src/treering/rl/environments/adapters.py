@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from treering.data.trajectory import ToolCall
-from treering.errors import InputError
+from treering.errors import ContextFullError, InputError
 from treering.rl.environments.environment import Environment, EnvTask, Outcome
-from treering.rl.environments.policy import ContextFullError, Policy
+from treering.rl.environments.policy import Policy
 
 _JSON_TYPES: Mapping[Any, str] = types.MappingProxyType(
     {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -233,7 +233,7 @@ async def _answer(thing: object, call: ToolCall, tools: Sequence[Mapping[str, An
     """The message of a call's result; what the tool raises is its answer, so that the policy sees it."""
     message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
     try:
-        arguments = json.loads(call.arguments) if isinstance(call.arguments, str) else dict(call.arguments)
+        arguments = json.loads(call.given) if isinstance(call.given, str) else dict(call.given)
         if call.name not in {tool["function"]["name"] for tool in tools}:
             raise InputError(f"there is no tool {call.name!r}")
         method = getattr(thing, call.name)

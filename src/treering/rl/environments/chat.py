@@ -5,21 +5,24 @@ the messages after it. Any other chat, such as one that summarises its history, 
 """
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date as Date
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from treering.data.formats.messages import decode_messages
-from treering.data.formats.tool_calls import decode_call, decode_tools
+from treering.data.formats.chat_messages import decode_messages, decode_tools
+from treering.data.rendering.call_forms import CallForm, PlainForm, find_call_form
 from treering.data.rendering.renderer import Renderer, Template
+from treering.data.rendering.template import CONFIG_FILE, Tools, read_settings
+from treering.data.rendering.thoughts import answer_start, has_tags, without_headers
 from treering.data.trajectory import Message, ToolCall
-from treering.errors import InputError
-from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
+from treering.engine.stop_strings import Decode
+from treering.rl.tasks.text_tokens import TextTokens
 from treering.types import TokenIds
 
 Messages = Sequence[Message | Mapping[str, Any]]
@@ -51,14 +54,10 @@ class ChatTokens:
             ConfigError: the folder has no tokenizer, or no chat form.
         """
         self.text = TextTokens(tokenizer)
-        self._renderer = Renderer(tokenizer=tokenizer, template=template, date=date)
-        self._shows_tools = self._renderer.chat_template is not None
-
-    @property
-    def end_of_turn(self) -> str | None:
-        """What the chat template writes after a turn; None for the plain form, whose marker the tokenizer knows."""
-        template = self._renderer.chat_template
-        return None if template is None else end_of_turn(template)
+        self._folder = tokenizer
+        self.form = Renderer(tokenizer=tokenizer, template=template, date=date)
+        """How chats become text."""
+        self._shows_tools = self.form.chat_template is not None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
         """The ids of a new chat, int32 [N].
@@ -66,17 +65,79 @@ class ChatTokens:
         Raises:
             InputError: the template refuses or drops something.
         """
-        return self._renderer.prompt(messages, self._shown(tools))
+        return self.form.prompt(messages, self._shown(tools))
 
     def continuation(
         self, messages: Sequence[Message], num_seen: int, tools: Sequence[Mapping[str, Any]]
     ) -> TokenIds | None:
         """See `Renderer.continuation`."""
-        return self._renderer.continuation(messages, num_seen, self._shown(tools))
+        return self.form.continuation(messages, num_seen, self._shown(tools))
+
+    def read(self, context: TokenIds, decode: Callable[[Decode], str], tools: Sequence[Mapping[str, Any]]) -> "Turn":
+        """What the policy has written after a context.
+
+        Args:
+            context: int32 [N], which may open a thought.
+            decode: the turn's text by a decoder of ids.
+            tools: those of the chat; with any, calls are read.
+
+        Raises:
+            UnsupportedError: tools, under a template whose calls cannot be read.
+        """
+        written, text = decode(self.text.decode_all), decode(self.text.decode)
+        form = self.call_form if tools else None
+        start = answer_start(written, self.text.end_of(context))
+        rest = "" if start is None else written[start:]
+        rest, calls = (rest, ()) if form is None else form.split(rest, tools)
+        answer = self.text.without_special(rest)
+        answer = answer.strip() if calls or start else answer
+        thought = self.text.without_special(written[:start])
+        if has_tags(written[:start]) and not has_tags(thought):
+            # The tags are special tokens, which the text of a message does not have.
+            return Turn(text=answer, content=answer, calls=calls, thought=thought.strip())
+        if not calls and without_headers(written) == written:
+            return Turn(text=text if start == 0 else answer, content=text, calls=())
+        return Turn(text=answer, content=(thought + answer).strip(), calls=calls)
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The form of tool calls under the chat template, or that of the plain form.
+
+        Raises:
+            UnsupportedError: a template whose calls cannot be read.
+        """
+        template = self.form.chat_template
+        if template is None:
+            return PlainForm()
+        return find_call_form(template, read_settings(self._folder / CONFIG_FILE))
 
     def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
         """The plain form has no place for tools: there a message of the user's says what they are."""
         return tuple(tools) if self._shows_tools else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A turn of the policy as text, without special tokens."""
+
+    text: str
+    """What follows the thought, without the calls; "" if the thought has no end."""
+    content: str
+    """The text of its message, without the calls: with the thought, where that has tags that are not special tokens."""
+    calls: tuple[ToolCall, ...]
+    """After the thought, in order."""
+    thought: str | None = None
+    """Apart, where its tags are special tokens."""
+
+    def with_ids(self, *parts: object) -> "Turn":
+        """The turn with an id for each call that has none, from what `parts` name."""
+        calls = [replace(each, id=each.id or short_id(*parts, i)) for i, each in enumerate(self.calls)]
+        return replace(self, calls=tuple(calls))
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn in OpenAI's spelling."""
+        return turn_message(self.content, self.calls, self.thought)
 
 
 class ChatMemory:
@@ -100,6 +161,7 @@ class ChatMemory:
 
         Raises:
             InputError: the template refuses or drops something.
+            UnsupportedError: tools, under a template whose calls cannot be read.
         """
         known = self._longest(messages, tools)
         if known is not None:
@@ -107,7 +169,11 @@ class ChatMemory:
             if tail is not None:
                 is_ended = known.tokens[-1] == tail[0]
                 return np.concatenate([known.tokens, tail[1:] if is_ended else tail])
-        return self._chat.prompt(messages, tools)
+        context = self._chat.prompt(messages, tools)
+        if tools:
+            # A form that nobody can read is refused before anything is sampled.
+            self._chat.call_form  # noqa: B018
+        return context
 
     def note(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tokens: TokenIds) -> None:
         """Notes a chat that ends with the policy's turn, and its ids, those that it sampled too."""
@@ -118,8 +184,8 @@ class ChatMemory:
         found: _Known | None = None
         for known in self._known:
             size = len(known.messages)
-            is_longer = found is None or size >= len(found.messages)
-            if is_longer and tuple(messages[:size]) == known.messages and tuple(tools) == known.tools:
+            is_longer = size <= len(messages) and (found is None or size >= len(found.messages))
+            if is_longer and tuple(tools) == known.tools and _same(known.messages, messages[:size]):
                 found = known
         return found
 
@@ -143,28 +209,29 @@ def as_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...
     return decode_tools({"tools": [dict(tool) for tool in tools]}) if tools else ()
 
 
-_CALL_END = "</tool_call>"
-_TAGGED = re.compile(rf"<tool_call>(.*?){_CALL_END}", re.DOTALL)
-
-
-def split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+def split_calls(text: str, form: CallForm | None = None, tools: Tools = ()) -> tuple[str, tuple[ToolCall, ...]]:
     """The text of a turn without its tool calls, and the calls in order.
 
-    A call is a JSON object with "name" and "arguments", between <tool_call> and </tool_call> or on a line of its own.
-    What is no such object stays text.
+    Calls stand after the thought, and what is not a whole call stays text.
+
+    Args:
+        text: of the turn.
+        form: of the calls; None: a JSON object with "name" and "arguments", between <tool_call> and </tool_call> or on
+            a line of its own.
+        tools: schemas, which say what type an argument has where the form does not.
 
     Example:
         >>> split_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
         ('Let me see.', (ToolCall(name='add', arguments={'a': 1}, id=None),))
     """
-    # Nothing is searched after the last end: a turn may begin thousands of calls and end none.
-    head, end, _ = text.rpartition(_CALL_END)
-    tagged = [(found.group(), _call(found.group(1))) for found in _TAGGED.finditer(head + end)]
-    spans = tagged or [(line, _call(line)) for line in text.splitlines()]
-    return _without(text, [span for span, call in spans if call]), tuple(call for _, call in spans if call)
+    start = answer_start(text)
+    if start is None:
+        return text, ()
+    rest, calls = (form or PlainForm()).split(text[start:], tools)
+    return ((text[:start] + rest).strip(), calls) if calls else (text, ())
 
 
-def turn_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def turn_message(text: str, calls: Sequence[ToolCall], thought: str | None = None) -> dict[str, Any]:
     """A turn of the policy in OpenAI's spelling, whose arguments are JSON text.
 
     Example:
@@ -172,6 +239,8 @@ def turn_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         {'name': 'add', 'arguments': '{"a": 1}'}
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought:
+        message["reasoning_content"] = thought
     if calls:
         message["tool_calls"] = [
             {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": each.arguments_text}}
@@ -180,19 +249,36 @@ def turn_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     return message
 
 
-def _without(text: str, spans: Sequence[str]) -> str:
-    if not spans:
-        return text
-    for span in spans:
-        text = text.replace(span, "", 1)
-    return text.strip()
+def short_id(*parts: object) -> str:
+    """An id of nine letters and digits, as Mistral's templates want it of a call.
+
+    Example: `short_id("chat", 0)` is the same each time, and another than `short_id("chat", 1)`.
+    """
+    return blake2b(repr(parts).encode(), digest_size=5).hexdigest()[:9]
 
 
-def _call(text: str) -> ToolCall | None:
+def _same(known: Sequence[Message], sent: Sequence[Message]) -> bool:
+    """Whether messages that are sent back are known ones.
+
+    Clients write no text as null, dump arguments anew, and drop thoughts that stand apart.
+    """
+    pairs = zip(known, sent, strict=True)
+    return all(_key(one) == _key(replace(other, reasoning=other.reasoning or one.reasoning)) for one, other in pairs)
+
+
+def _key(message: Message) -> Message:
+    calls = tuple(replace(call, arguments=_canonical(call)) for call in message.tool_calls)
+    return replace(message, content=message.content or "", tool_calls=calls)
+
+
+def _canonical(call: ToolCall) -> str:
+    """The arguments as JSON in one spelling; text that is no JSON as it is."""
     try:
-        record = json.loads(text)
-        if not isinstance(record, dict) or not {"name", "arguments"} <= record.keys():
-            return None
-        return decode_call(record, "a tool call")
-    except (ValueError, RecursionError, InputError):
-        return None
+        return json.dumps(json.loads(call.arguments_text, parse_float=_number), sort_keys=True)
+    except (ValueError, RecursionError):
+        return call.arguments_text
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() else value

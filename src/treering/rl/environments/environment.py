@@ -1,4 +1,4 @@
-"""What a user writes: an environment with tasks and a coroutine that runs an episode of one; and how it is found."""
+"""What a user writes, an environment with tasks and a coroutine that runs an episode; and its place in the loop."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treering.errors import ConfigError, InputError
+import numpy as np
+
+from treering.config.rl_task import EpisodeOptions as EpisodeOptions
+from treering.engine.protocol import Rollout
+from treering.errors import ConfigError, InputError, UnsupportedError
+from treering.rl.environments.chat import ChatTokens
 from treering.rl.environments.policy import Policy
-from treering.rl.tasks.score import checked_reward
+from treering.rl.tasks.task import Prompt, RewardValue, Task, checked_reward
+from treering.rl.tasks.text_tokens import find_stop_tokens
 from treering.rl.user_code import contained, in_words, load_own
 from treering.types import PromptId
 
@@ -122,3 +128,83 @@ def find_environment(name: str, folders: Sequence[Path] = (Path(),)) -> Environm
             "StepEnvironment"
         )
     return found  # type: ignore[no-any-return]
+
+
+class TaskPrompt(Prompt):
+    """An environment's task as a prompt; it has no tokens, because each call brings its own context."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        if type(self.prompt_id) not in (str, int) or self.prompt_id == "":
+            raise InputError(f"a task's id is text with a character or an integer, got {self.prompt_id!r}; name it")
+
+
+class EnvironmentTask(Task):
+    """An environment with what it takes to run its episodes.
+
+    Example: `EnvironmentTask(Sums(), ChatTokens(folder), EpisodeOptions(max_rows=8)).prompts[0].prompt_id` is "2+2".
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        chat: ChatTokens,
+        options: EpisodeOptions,
+        *,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Reads the tasks.
+
+        Args:
+            environment: has the tasks, and runs episodes of them.
+            chat: tokens of its chats.
+            options: how episodes run.
+            stop_tokens: what ends a turn; None is what the tokenizer and the chat's form say.
+
+        Raises:
+            InputError: no task, or one that is no `EnvTask`.
+        """
+        self.environment, self.chat, self.options = environment, chat, options
+        own = [stop.token_id for stop in find_stop_tokens(chat.text, chat.form)] if stop_tokens is None else stop_tokens
+        self._stop_tokens = tuple(own)
+        tasks = _checked_tasks(environment)
+        self.tasks = {task.id: task for task in tasks}
+        self._prompts = tuple(
+            TaskPrompt(prompt_id=task.id, tokens=np.zeros(0, np.int32), columns={"data": task.data}) for task in tasks
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """That of the tokenizer."""
+        return self.chat.text.vocab_size
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+        return self._stop_tokens
+
+    @property
+    def reward_name(self) -> str:
+        """The coroutine in errors."""
+        return f"{type(self.environment).__qualname__}.run"
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> RewardValue:
+        """Episodes give their rewards themselves.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("the episodes of an environment give their rewards; collect them with collect_episodes")
+
+
+def _checked_tasks(environment: Environment) -> list[EnvTask]:
+    tasks = list(getattr(environment, "tasks", ()))
+    if not tasks:
+        raise InputError(f"an environment has tasks, and {type(environment).__qualname__}.tasks is empty; add some")
+    wrong = next((task for task in tasks if not isinstance(task, EnvTask)), None)
+    if wrong is not None:
+        raise InputError(
+            f"the tasks of an environment are EnvTask records, got {wrong!r:.60}; write EnvTask(id=..., data=...)"
+        )
+    return tasks

@@ -1,32 +1,377 @@
-"""Runs episodes of an environment at the same time, with one engine.
-
-What an episode does depends on its task and key alone, never on which ends first.
-"""
+"""Episodes run at the same time in one event loop beside the engine's thread, and each one's run when it has ended."""
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+import selectors
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treering.closing import Closing
+from treering.data.trajectory import Turn
 from treering.engine.host import EngineHost
-from treering.engine.protocol import Engine
-from treering.engine.request import Sampling
-from treering.engine.rollout import Rollout, RolloutKey
+from treering.engine.protocol import Engine, Rollout, RolloutKey, Sampling
 from treering.errors import StateError
-from treering.rl.environments.environment import Outcome, as_outcome
-from treering.rl.environments.episode_loop import EpisodeLoop
-from treering.rl.environments.policy import CallLimits, Policy, Session
-from treering.rl.environments.run import Run, finished_run, unknown_names
-from treering.rl.environments.task import EnvironmentTask
-from treering.rl.environments.waiting import TurnClock
-from treering.rl.reward_results import whose
+from treering.rl.collect import whose
+from treering.rl.environments.environment import EnvironmentTask, Outcome, as_outcome
+from treering.rl.environments.policy import Branch, CallLimits, Policy, Session, SharedTurns, TurnClock, branches_of
 from treering.rl.user_code import in_words, place_of_frame
 from treering.types import PromptId, TokenIds
+
+CLEAN_UP_S = 30.0
+"""How long cancelled episodes have to clean up, for example to close a sandbox."""
+
+_PATIENCE_S = 1.0
+"""How long a blocked loop has to answer, and the tasks that are cancelled last have to end."""
+
+_CALLS: ContextVar["set[Future[Any]] | None"] = ContextVar("calls that a task and its children run in threads")
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """An executor that runs each call in a daemon thread of its own.
+
+    Example:
+        >>> DaemonThreads().submit(pow, 2, 5).result()
+        32
+    """
+
+    def __init__(self) -> None:
+        """Starts no thread."""
+        super().__init__()
+        self.running: set[Future[Any]] = set()
+        """Calls that have not ended."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """See `Executor.submit`."""
+        found: Future[Any] = Future()
+        for calls in (self.running, _CALLS.get(None)):
+            if calls is not None:
+                calls.add(found)
+                found.add_done_callback(calls.discard)
+
+        def run() -> None:
+            if not found.set_running_or_notify_cancel():
+                return
+            try:
+                found.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=run, name="treering-tool", daemon=True).start()
+        return found
+
+
+class _Selector(selectors.DefaultSelector):
+    """Tells when its loop is about to wait, with nothing left to run, and when it goes on."""
+
+    def __init__(self, on_idle: Callable[[], None], on_busy: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_idle, self._on_busy = on_idle, on_busy
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        self._on_idle()
+        try:
+            return super().select(timeout)
+        finally:
+            self._on_busy()
+
+
+class EpisodeLoop(Closing):
+    """An event loop in a daemon thread: what blocks it can be seen and left from outside.
+
+    `SystemExit` in a task stays in the task.
+
+    Example:
+        >>> async def double(number):
+        ...     return 2 * number
+        >>> with EpisodeLoop() as loop:
+        ...     loop.start(double(4)).result()
+        8
+    """
+
+    def __init__(self) -> None:
+        """Starts the thread."""
+        self._state = threading.Condition()
+        self._is_marked = self._is_idle = self._is_closing = False
+        self._busy_since: float | None = time.monotonic()
+        self._num_pauses = 0
+        self._loop = asyncio.SelectorEventLoop(_Selector(self._note_idle, self._note_busy))
+        self._loop.set_exception_handler(_ignore)
+        self._threads = DaemonThreads()
+        self._loop.set_default_executor(self._threads)
+        self._calls: dict[asyncio.Task[Any], set[Future[Any]]] = {}
+        self._left: set[asyncio.Task[Any] | Future[Any]] = set()
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="treering-episodes", daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Runs a coroutine in the loop, from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def task(self, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Starts a task whose clean-up is awaited when it is cancelled; called in a task of the loop."""
+        calls: set[Future[Any]] = set()
+        token = _CALLS.set(calls)
+        task = asyncio.ensure_future(coroutine)
+        _CALLS.reset(token)
+        self._calls[task] = calls
+        task.add_done_callback(self._calls.pop)
+        return task
+
+    async def cancel(self, task: "asyncio.Task[Any]") -> bool:
+        """Cancels a running one of `task`; returns whether it and its calls in threads end within `CLEAN_UP_S`."""
+        works = {task, *self._calls.get(task, ())}
+        task.cancel()
+        return await self._wait(works, CLEAN_UP_S)
+
+    @property
+    def is_cleaning_up(self) -> bool:
+        """Whether a task of `task` was cancelled and has not ended."""
+        return any(task.cancelling() for task in list(self._calls))
+
+    @property
+    def num_left(self) -> int:
+        """How many cancelled tasks and calls in threads were given up and have not ended since."""
+        return sum(not work.done() for work in self._left)
+
+    def settle(self) -> None:
+        """Returns once the loop has nothing to run but what waits for a time, a file or another thread.
+
+        What other threads have handed to the loop before is among what has run. Returns at once while the loop ends.
+        """
+        with self._state:
+            if self._is_closing:
+                return
+            self._is_marked = False
+            self._is_idle = False
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._mark)
+        with self._state:
+            self._state.wait_for(lambda: self._is_idle or self._is_closing)
+
+    def num_pauses(self) -> int:
+        """How often the loop has had nothing to run so far."""
+        return self._num_pauses
+
+    def busy_s(self) -> float:
+        """Seconds for which the loop has been running without a pause; 0.0 while it waits."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def frame(self) -> FrameType | None:
+        """What the loop's thread runs now."""
+        return sys._current_frames().get(self._thread.ident or -1)
+
+    def close(self, *, patience_s: float = CLEAN_UP_S) -> None:
+        """Cancels all tasks, waits up to `CLEAN_UP_S` for their clean-up, and ends the thread.
+
+        A task that blocks the loop for longer than `patience_s` is left to run.
+        """
+        with self._state:
+            self._is_closing = True
+            self._state.notify_all()
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._is_ending.wait(patience_s):
+            self._thread.join(CLEAN_UP_S + 3 * _PATIENCE_S)
+
+    def _mark(self) -> None:
+        with self._state:
+            self._is_marked = True
+
+    def _note_idle(self) -> None:
+        self._busy_since = None
+        self._num_pauses += 1
+        with self._state:
+            if self._is_marked:
+                self._is_idle = True
+                self._state.notify_all()
+
+    def _note_busy(self) -> None:
+        self._busy_since = time.monotonic()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while not self._is_closing:
+            # A task that raises SystemExit has it as its result, and asyncio ends the loop besides.
+            with suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+        self._is_ending.set()
+        ending = self._loop.create_task(self._end())
+        while not ending.done():
+            with suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_until_complete(ending)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        """Cancels the episodes and waits for them, then for whatever else runs.
+
+        What an episode starts to clean up is no task of `task`, so that it is not cancelled before its episode ends.
+        """
+        end_s = time.monotonic() + CLEAN_UP_S
+        episodes = set(self._calls) - self._left
+        calls = {call for task in episodes for call in self._calls[task]}
+        await self._wait(_cancelled(episodes) | calls, CLEAN_UP_S)
+        # Gives generators that nobody holds any more the turn in which asyncio begins to close them.
+        await asyncio.sleep(0)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await self._wait(_cancelled(others), max(end_s - time.monotonic(), _PATIENCE_S))
+        await self._wait(self._threads.running - self._left, max(end_s - time.monotonic(), 0.0))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._loop.shutdown_asyncgens(), max(end_s - time.monotonic(), _PATIENCE_S))
+
+    async def _wait(self, works: "Iterable[asyncio.Task[Any] | Future[Any]]", timeout_s: float) -> bool:
+        """Returns whether all end in time; the others are left."""
+        futures = {asyncio.wrap_future(work) if isinstance(work, Future) else work: work for work in works}
+        left = (await asyncio.wait(futures, timeout=timeout_s))[1] if futures else set()
+        self._left |= {futures[future] for future in left}
+        return not left
+
+
+def _cancelled(tasks: "set[asyncio.Task[Any]]") -> "set[asyncio.Task[Any]]":
+    """Cancels those that are not cancelled yet: a second time would end their clean-up, as would one of `aclose`."""
+    for task in tasks:
+        if not task.cancelling() and type(task.get_coro()).__name__ != "async_generator_athrow":
+            task.cancel()
+    return tasks
+
+
+def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Errors that nobody awaits belong to episodes that have ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Seat:
+    """What one agent of a run is trained on.
+
+    Example: of a run with two branches, `rollouts` has two entries, both with the reward of the run.
+    """
+
+    agent: str
+    rollouts: tuple[Rollout, ...]
+    """Its branches, whole contexts included."""
+    turns: tuple[NDArray[np.int32], ...]
+    """See `Runs.turns`."""
+    turn_rewards: tuple[float, ...]
+    """See `Runs.turn_rewards`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """A finished episode: the seats that it trains, or why it failed.
+
+    Example: a run that raised has no seats and an `error`.
+    """
+
+    key: RolloutKey
+    seats: tuple[Seat, ...] = ()
+    num_calls: int = 0
+    num_cut: int = 0
+    """Calls that reached their longest turn."""
+    num_sampled: int = 0
+    """Tokens of all calls."""
+    turns: tuple[Turn, ...] = ()
+    """What all agents sampled, and the waiting between."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The branches of all seats."""
+        return [rollout for seat in self.seats for rollout in seat.rollouts]
+
+
+def finished_run(session: Session, outcome: Outcome, shared: SharedTurns) -> Run:
+    """The run of an episode that has ended.
+
+    Args:
+        session: its calls.
+        outcome: what its coroutine returned, of agents and calls that it has (`unknown_names`).
+        shared: see `SharedTurns`.
+
+    Example: a run of three calls in one chat has one seat with one branch.
+    """
+    calls = [session.calls[number] for number in sorted(session.calls)]
+    agents = dict.fromkeys(call.agent for call in calls if session.trainable[call.agent])
+    seats = [_seat(session, agent, outcome, shared) for agent in agents]
+    turns = session.clock.turns()
+    wait_s = sum(turn.wait_s for turn in turns)
+    numbers = {
+        "calls": float(len(calls)),
+        "branches": float(sum(len(seat.rollouts) for seat in seats)),
+        **({"wait_s": wait_s} if wait_s else {}),
+        **{name: float(value) for name, value in outcome.numbers.items()},
+    }
+    return Run(
+        key=(session.prompt_id, session.draw, session.sample),
+        seats=tuple(seats),
+        num_calls=len(calls),
+        num_cut=sum(call.rollout.finish_reason == "length" for call in calls),
+        num_sampled=sum(call.rollout.num_tokens for call in calls),
+        turns=turns,
+        numbers=numbers,
+    )
+
+
+def unknown_names(session: Session, outcome: Outcome) -> str | None:
+    """What an outcome rewards and the run does not have, as an error in words; None if there is nothing.
+
+    Example: `turn_rewards={7: 1.0}` after two calls gives a text that names call 7.
+    """
+    agents = [name for name in outcome.rewards if name not in session.trainable]
+    calls = [number for number in outcome.turn_rewards if number not in session.calls]
+    if agents:
+        return f"InputError: rewards are of agents of the run, which has no {agents[0]!r}; ask policy.agent for it"
+    if calls:
+        return f"InputError: turn_rewards are of calls of the run, which has no call {calls[0]!r}; take Reply.call"
+    return None
+
+
+def _seat(session: Session, agent: str, outcome: Outcome, shared: SharedTurns) -> Seat:
+    calls = [session.calls[number] for number in sorted(session.calls) if session.calls[number].agent == agent]
+    branches = branches_of(calls, shared)
+    reward = float(outcome.rewards.get(agent, outcome.reward))
+    worth = tuple(float(outcome.turn_rewards.get(call.number, 0.0)) for call in calls)
+    return Seat(
+        agent=agent,
+        rollouts=tuple(_rollout(session, branch, reward) for branch in branches),
+        turns=tuple(branch.turns for branch in branches),
+        turn_rewards=worth if any(worth) else (),
+    )
+
+
+def _rollout(session: Session, branch: Branch, reward: float) -> Rollout:
+    return Rollout(
+        prompt_id=session.prompt_id,
+        draw=session.draw,
+        sample=session.sample,
+        tokens=branch.tokens,
+        logprobs=branch.logprobs,
+        policy_logprobs=branch.policy_logprobs,
+        loss_mask=branch.loss_mask,
+        versions=branch.versions,
+        finish_reason="stop",
+        reward=reward,
+    )
+
+
+_BLOCKED_S = 2.0
+"""How long a loop that an episode has blocked for its whole time limit has to answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +429,7 @@ class Episodes(Closing):
         max_rows = task.options.max_rows if self._is_ordered else None
         self._host = EngineHost(engine, settle=self._loop.settle, max_rows=max_rows)
         self._num_started = 0
-        self._slots = asyncio.Semaphore(task.options.limit)
+        self._slots = asyncio.Semaphore(task.options.num_in_flight)
 
     @property
     def busy_s(self) -> float:
@@ -120,9 +465,16 @@ class Episodes(Closing):
 
     def close(self) -> None:
         """Cancels what runs, and leaves the engine idle."""
+        is_blocked = self._loop.busy_s() > self._max_busy_s
         # Before the engine's, so that open calls leave it.
-        self._loop.close()
+        self._loop.close(patience_s=_BLOCKED_S if is_blocked else CLEAN_UP_S)
         self._host.close()
+        if self._loop.num_left:
+            warnings.warn(
+                f"{self._loop.num_left} cancelled episodes, or tasks and calls in threads that they began, did not end "
+                f"within {CLEAN_UP_S:g} s and were left: what they hold, as a sandbox, may stay open",
+                stacklevel=2,
+            )
 
     def _next(self, timeout_s: float) -> list[Run]:
         try:
@@ -130,12 +482,18 @@ class Episodes(Closing):
         except Empty:
             return []
 
+    @property
+    def _max_busy_s(self) -> float:
+        """How long an episode may block the loop: as long as it may take, or clean up."""
+        limit = self._task.options.episode_timeout
+        return max(limit, CLEAN_UP_S) if self._loop.is_cleaning_up else limit
+
     def _check_running(self) -> None:
         """Raises what ended the episodes, or that one blocks the others."""
         for started in self._started:
             if started.done() and self._ended.empty():
                 started.result()
-        limit = self._task.options.episode_timeout_s
+        limit = self._max_busy_s
         if self._loop.busy_s() > limit:
             frame = self._loop.frame()
             place = None if frame is None else place_of_frame(frame)
@@ -168,12 +526,13 @@ class Episodes(Closing):
             clock=TurnClock(self._loop.num_pauses),
             rank=rank if self._is_ordered else 0,
         )
-        running = asyncio.ensure_future(self._outcome(session))
-        done, _ = await asyncio.wait({running}, timeout=options.episode_timeout_s)
+        running = self._loop.task(self._outcome(session))
+        done, _ = await asyncio.wait({running}, timeout=options.episode_timeout)
         session.close()
         if not done:
-            running.cancel()
-            limit = f"no end within {options.episode_timeout_s:g} s (task.episode_timeout)"
+            limit = f"no end within {options.episode_timeout:g} s (task.episode_timeout)"
+            if not await self._loop.cancel(running):
+                limit += f", and its clean-up did not end within {CLEAN_UP_S:g} s"
             return Run(key=episode.key, error=f"{whose(episode.key)}{limit}")
         found = running.result()
         error = found if isinstance(found, str) else unknown_names(session, found)

@@ -1,35 +1,311 @@
-"""Prompts from a file of records, as text or chat messages, with a reward on the text of the response."""
+"""A task from a file of prompts: its lines, prompts kept as arrays, and rewards of their columns."""
 
-from collections.abc import Sequence
+import math
+import mmap
+import pickle
+import tempfile
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date as Date
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args, overload
 
 import numpy as np
 
-from treering.data.cache.arrays import ArrayWriter
-from treering.data.cache.build import kept_warnings
-from treering.data.cache.dataset import DatasetFacts
-from treering.data.cache.key import code_digest
-from treering.data.cache.open import open_built, unchanged
-from treering.data.formats.fields import placed
-from treering.data.formats.pictures import BEFORE_TEXT
-from treering.data.rendering.rendered_trajectory import RenderedTrajectory
+from treering.closing import Closing
+from treering.data.cache.build_dataset import kept_warnings
+from treering.data.cache.dataset import ArrayWriter, DatasetFacts, TokenDataset
+from treering.data.cache.open import code_digest, open_built, unchanged
+from treering.data.formats.codec import CONTEXT_KEYS, decode
+from treering.data.formats.containers import read_records
+from treering.data.formats.json_fields import is_blank, placed
+from treering.data.formats.record_pictures import BEFORE_TEXT, with_pictures
 from treering.data.rendering.renderer import Renderer
-from treering.data.rendering.script import TURN_END
-from treering.engine.rollout import Rollout
-from treering.errors import ConfigError, InputError
-from treering.rl.tasks.prompt_lines import PromptLine, prompt_lines
-from treering.rl.tasks.rewards.judge import Judge
-from treering.rl.tasks.rewards.weighted import TextReward, WeightedReward
-from treering.rl.tasks.score import Score
-from treering.rl.tasks.stop_tokens import find_stop_tokens
-from treering.rl.tasks.stored_prompts import PromptWriter, prompt_of
-from treering.rl.tasks.task import Prompt, Task, prompt_id_of
-from treering.rl.tasks.text_tokens import TextTokens, end_of_turn
-from treering.types import PromptId
+from treering.data.trajectory import Message, RenderedTrajectory, Trajectory, valid_text
+from treering.engine.protocol import Rollout
+from treering.errors import ConfigError, InputError, StateError, plural
+from treering.rl.tasks.judge import Judge
+from treering.rl.tasks.task import Prompt, Score, Task, prompt_id_of
+from treering.rl.tasks.text_reward import TextReward, WeightedReward
+from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
+from treering.types import PromptId, TokenIds
+
+_PROMPT_KEYS = (*CONTEXT_KEYS, "images", "image", "videos", "video", "audio", "documents", "chat_template_kwargs")
+"""Keys beside the prompt that change it; the trajectory decoder reads or refuses them."""
+_LIKELY_PROMPTS = ("messages", "problem", "query", "instruction", "input", "text")
+_LIKELY_ANSWERS = ("solution", "label", "target", "final_answer", "expected_answer", "gold", "output", "response")
+_ID_KEYS = ("prompt_id", "task_id", "id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLine:
+    """A line without its chat, which `chat` reads.
+
+    Example: `{"question": "2+2?", "answer": 4, "unit": "kg"}` has the answer "4", no id, and all three columns.
+    """
+
+    where: str
+    """Its place, such as FILE:LINE."""
+    record: Mapping[str, Any]
+    """As it stands in the file."""
+    answer: str | None
+    """The reference answer; None without one."""
+    prompt_id: PromptId | None
+    """None if it has no id."""
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Its record, with the answer as `answer`."""
+        is_elsewhere = self.answer is not None and self.record.get("answer") is None
+        return {**self.record, "answer": self.answer} if is_elsewhere else self.record
+
+    @property
+    def likely_answer(self) -> str | None:
+        """A key that may hold the answer under another name."""
+        return next((name for name in _LIKELY_ANSWERS if not is_blank(self.record.get(name))), None)
+
+    def chat(self, folder: Path) -> tuple[Trajectory, bool]:
+        """Its messages and tools, and whether its pictures have no part among the messages.
+
+        Args:
+            folder: of local pictures.
+
+        Raises:
+            InputError: a bad field.
+        """
+        key = "question" if self.record.get("prompt") is None else "prompt"
+        value = self.record[key]
+        if key == "question" and not isinstance(value, str):
+            raise InputError(f"a question is text, got {value!r}; quote it, or give messages as prompt")
+        messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
+        fields = {name: self.record.get(name) for name in _PROMPT_KEYS}
+        notes: list[str] = []
+        chat = with_pictures({**fields, "messages": messages}, folder, self.where, notes.append)
+        trajectory = decode({**chat, "task_id": 0})
+        _check(trajectory.messages or (), value)
+        return trajectory, BEFORE_TEXT in notes
+
+
+def prompt_lines(path: Path) -> Iterator[PromptLine]:
+    """The lines of a file or folder, in order.
+
+    Raises:
+        InputError: a bad line, as "FILE:LINE: rule, value, fix".
+
+    Example: of a file with the line `{"prompt": "a", "id": 3}` it is one, with the id 3.
+    """
+    for where, record in read_records(path, parse_float=_ExactFloat):
+        with placed(where):
+            line = _line(record, where)
+        yield line
+
+
+class _ExactFloat(float):
+    """A number of a JSON text with the digits that it was written with."""
+
+    def __new__(cls, text: str) -> Self:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    text: str
+
+
+def _line(record: object, where: str) -> PromptLine:
+    if not isinstance(record, dict):
+        raise InputError(f"a line is a JSON object, got {type(record).__name__}; write one object per line")
+    if record.get("prompt") is None and record.get("question") is None:
+        likely = next((name for name in _LIKELY_PROMPTS if record.get(name) is not None), None)
+        fix = "add one" if likely is None else f"rename {likely}, if that is the prompt"
+        raise InputError(f"a line needs prompt or question, got the keys {', '.join(record) or 'none'}; {fix}")
+    return PromptLine(where=where, record=record, answer=_answer(_given_answer(record)), prompt_id=_prompt_id(record))
+
+
+def _check(messages: tuple[Message, ...], value: object) -> None:
+    if messages[-1].is_trained:
+        raise InputError("a prompt ends before the policy's turn, got an assistant message at its end; drop that one")
+    if not any(message.content or message.pictures for message in messages):
+        raise InputError(f"a prompt holds text, got {value!r}; drop the line")
+
+
+def _given_answer(record: Mapping[str, Any]) -> object:
+    """The answer under `answer`, or as verl has it, under `ground_truth`, also inside of `reward_model`."""
+    inner = record.get("reward_model")
+    places = {
+        "answer": record.get("answer"),
+        "ground_truth": record.get("ground_truth"),
+        "reward_model.ground_truth": inner.get("ground_truth") if isinstance(inner, dict) else None,
+    }
+    given = {key: value for key, value in places.items() if value is not None}
+    if len(given) > 1 and len(set(map(repr, given.values()))) > 1:
+        raise InputError(f"{' and '.join(given)} hold different answers; keep one of them")
+    return next(iter(given.values()), None)
+
+
+def _answer(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return valid_text(value, "answer")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"an answer is text or a number, got {value!r}; write it as text")
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        # JSON has no such numbers, and a number that is too large for Python's floats reads as one.
+        raise InputError(f"an answer that is a number is finite, got {value!r}; write it as text")
+    return value.text if isinstance(value, _ExactFloat) else str(value)
+
+
+def _prompt_id(record: Mapping[str, Any]) -> PromptId | None:
+    key = next((key for key in _ID_KEYS if record.get(key) is not None), None)
+    value = None if key is None else record[key]
+    if value is None or (isinstance(value, str | int) and not isinstance(value, bool) and value != ""):
+        return valid_text(value, str(key)) if isinstance(value, str) else value
+    raise InputError(f"{key} is text or an integer, got {value!r}; correct it or drop it")
+
+
+_RELEASE_BYTES = 1 << 26
+
+
+def prompt_of(
+    tokens: TokenDataset,
+    row: int,
+    prompt_id: PromptId | None,
+    answer: str | None,
+    columns: Mapping[str, Any],
+    where: str = "",
+) -> Prompt:
+    """The prompt of a row of tokens and pictures; without an id it is named by what it shows."""
+    ids, pictures = tokens.tokens(row), tokens.placed(row)
+    return Prompt(
+        prompt_id=prompt_id_of(ids, pictures) if prompt_id is None else prompt_id,
+        tokens=ids,
+        pictures=pictures,
+        answer=answer,
+        columns=columns,
+        where=where,
+    )
+
+
+class PromptWriter(Closing):
+    """Writes what prompts have beside their tokens, in a `with` statement; what `prompts` gives may be read after it.
+
+    Example: after `writer.add(2, prompt)`, `writer.prompts()[0]` has the tokens of row 2 and the prompt's columns.
+    """
+
+    def __init__(self, tokens: TokenDataset) -> None:
+        """Opens a file without a name, which is gone with the last process that reads it.
+
+        `tokens`: the tokens and pictures of prompts.
+        """
+        self._tokens = tokens
+        self._ends, self._rows = array("q", [0]), array("q")
+        try:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        except OSError as error:
+            raise _cannot_write(error) from error
+
+    def close(self) -> None:
+        """Closes the file; what is mapped stays readable."""
+        # What a full disk has refused is refused again.
+        with suppress(OSError):
+            self._file.close()
+
+    def add(self, row: int, prompt: Prompt) -> None:
+        """Adds the prompt of a row.
+
+        Raises:
+            StateError: the disk is full.
+        """
+        content = pickle.dumps((prompt.prompt_id, prompt.answer, prompt.columns, prompt.where), pickle.HIGHEST_PROTOCOL)
+        try:
+            self._file.write(content)
+        except OSError as error:
+            raise _cannot_write(error) from error
+        self._ends.append(self._ends[-1] + len(content))
+        self._rows.append(row)
+
+    def prompts(self) -> Sequence[Prompt]:
+        """All prompts, of which there is at least one; nothing can be added any more.
+
+        Raises:
+            StateError: the disk is full.
+        """
+        try:
+            self._file.flush()
+            content = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise _cannot_write(error) from error
+        return _StoredPrompts(self._tokens, self._rows, content, self._ends)
+
+
+class ChosenPrompts(Sequence[Prompt]):
+    """Some of a sequence of prompts, each read when it is asked for.
+
+    Example: `ChosenPrompts(prompts, range(0, len(prompts), 2))` is every second one.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> None:
+        """`numbers`: places in `prompts`, in the order wanted."""
+        self._prompts, self._numbers = prompts, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
+        """A prompt, or those of a slice."""
+        if isinstance(place, slice):
+            return ChosenPrompts(self._prompts, self._numbers[place])
+        return self._prompts[self._numbers[place]]
+
+
+class _StoredPrompts(Sequence[Prompt]):
+    def __init__(self, tokens: TokenDataset, rows: "array[int]", content: mmap.mmap, ends: "array[int]") -> None:
+        self._tokens, self._rows = tokens, rows
+        self._content, self._ends, self._num_read = content, ends, 0
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self.__getitem__, range(len(self)))
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
+        """A prompt, made anew, or those of a slice."""
+        numbers = range(len(self))[place]
+        if isinstance(numbers, range):
+            return ChosenPrompts(self, numbers)
+        content = self._content[self._ends[numbers] : self._ends[numbers + 1]]
+        self._count(len(content))
+        # The process has written it itself, into a file that no other can name.
+        return prompt_of(self._tokens, self._rows[numbers], *pickle.loads(content))
+
+    def _count(self, num_bytes: int) -> None:
+        """Gives pages that were read back to the system now and then."""
+        self._num_read += num_bytes
+        if self._num_read > _RELEASE_BYTES:
+            self._num_read = 0
+            self._content.madvise(mmap.MADV_DONTNEED)
+
+
+def _cannot_write(error: OSError) -> StateError:
+    return StateError(
+        f"prompts are kept in the folder of temporary files while a run trains, and it cannot be written "
+        f"({error.strerror or error}); free some space, or name another folder by TMPDIR"
+    )
+
 
 PromptTemplate = Literal["auto", "plain", "hf", "raw"]
 """raw: the text unchanged, for base models. The others are those of `Renderer`."""
@@ -101,9 +377,9 @@ class PromptsFile(Task):
         self._is_raw = template == "raw"
         self._tokens = TextTokens(tokenizer)
         self._renderer = Renderer(tokenizer=tokenizer, template="plain" if template == "raw" else template, date=date)
-        chat = self._renderer.chat_template
-        turn = None if chat is None else end_of_turn(chat)
-        self.stops = find_stop_tokens(self._tokens, end_of_turn=turn, model=model, named=stop_tokens)
+        self.form = None if self._is_raw else self._renderer
+        """How chats become text; None for raw text."""
+        self.stops = find_stop_tokens(self._tokens, self.form, model=model, named=stop_tokens)
         """The tokens that end a turn, with their origin."""
         self._cache = cache
         self._folder = path if path.is_dir() else path.parent
@@ -134,8 +410,7 @@ class PromptsFile(Task):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """<|im_end|> for the plain form if the tokenizer has no single token for it, else nothing."""
-        is_plain = not self._is_raw and self._renderer.chat_template is None
-        return (TURN_END,) if is_plain and not self._tokens.has_turn_end else ()
+        return () if self.form is None else self.form.stop_strings
 
     @property
     def num_overlong(self) -> int:
@@ -166,11 +441,15 @@ class PromptsFile(Task):
 
     def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Score | Exception]:
         """As `reward`, of the rollouts of a group; coroutines run at the same time."""
-        return self.text_reward.scores(prompt, [self._text(rollout) for rollout in rollouts])
+        tokens = [self._without_stop(rollout.tokens) for rollout in rollouts]
+        texts = [self._without_stop_strings(self._tokens.decode(each)) for each in tokens]
+        answers = [self._without_stop_strings(self._tokens.answer(each, prompt.tokens)) for each in tokens]
+        return self.text_reward.scores(prompt, texts, answers)
 
-    def _text(self, rollout: Rollout) -> str:
-        ends = rollout.tokens[-1:].tolist()
-        text = self._tokens.decode(rollout.tokens[:-1] if set(ends) & set(self.stop_tokens) else rollout.tokens)
+    def _without_stop(self, tokens: TokenIds) -> TokenIds:
+        return tokens[:-1] if set(tokens[-1:].tolist()) & set(self.stop_tokens) else tokens
+
+    def _without_stop_strings(self, text: str) -> str:
         for stop in self.stop_strings:
             text = text.removesuffix(stop)
         return text
@@ -186,7 +465,7 @@ class PromptsFile(Task):
                 for row, line in zip(range(tokens.num_rows), prompt_lines(path), strict=False):
                     with placed(line.where):
                         self._check_answer(line)
-                        prompt = prompt_of(tokens, row, line.prompt_id, line.answer, line.columns)
+                        prompt = prompt_of(tokens, row, line.prompt_id, line.answer, line.columns, line.where)
                         is_kept = self._kept.takes(prompt, has_id=line.prompt_id is not None)
                     if is_kept:
                         writer.add(row, prompt)
@@ -215,7 +494,7 @@ class PromptsFile(Task):
             num_trajectories=num_lines,
             num_rejected=0,
             warnings=tuple(said),
-            notes=(f"{BEFORE_TEXT} ({num_unplaced} prompts)",) if num_unplaced else (),
+            notes=(f"{BEFORE_TEXT} ({plural(num_unplaced, 'prompt')})",) if num_unplaced else (),
             form=self._renderer.form_in_words,
             tokenizer=str(self._renderer.tokenizer),
             picture_files=writer.picture_files,

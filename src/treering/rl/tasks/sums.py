@@ -15,7 +15,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Rollout
 from treering.errors import ConfigError, InputError
 from treering.rl.tasks.task import Prompt, Task
 from treering.train.loop.batches import TrainingTask
@@ -152,6 +152,11 @@ class SumTask(Task):
     def stop_tokens(self) -> tuple[int, ...]:
         """The ids of `stop_symbols`."""
         return tuple(self.encode(self.stop_symbols).tolist())
+
+    @property
+    def num_others(self) -> int:
+        """Number of prompts of the same kind that `held_out` can draw."""
+        return self._spec.num_possible - self._spec.num_skipped - self._spec.num_prompts
 
     def held_out(self, num_prompts: int) -> Self:
         """A task with other prompts of the same kind, disjoint from this task's.

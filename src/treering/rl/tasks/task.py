@@ -1,18 +1,87 @@
-"""The task protocol: prompts and rewards."""
+"""What the loop trains on: prompts, rewards of rollouts, and what a reward may return."""
 
 import copy
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from decimal import Decimal
+from numbers import Real
+from typing import Any, Self, TypeAlias
 
 from treering.data.picture import PlacedPicture
-from treering.engine.request import check_pictures, check_prompt
-from treering.engine.rollout import Rollout
+from treering.engine.protocol import Rollout, check_pictures, check_prompt
 from treering.errors import InputError
-from treering.rl.tasks.score import RewardValue
 from treering.types import PromptId, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward with the numbers that are logged beside it."""
+
+    reward: float | None
+    """Finite; None abstains: its rollout is left out of its group."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """By name; the run logs their means as "rewards/NAME"."""
+
+
+RewardValue: TypeAlias = float | Mapping[str, Any] | Score | None
+"""What a reward may return; see `as_score`."""
+
+
+def as_score(value: object) -> Score:
+    """Validates what a reward returned.
+
+    A mapping has the reward under "reward", which may be None, and numbers under other names, of which None is none.
+
+    Raises:
+        InputError: a number that is not one finite number, or a name that is no text.
+
+    Example: `as_score({"reward": 1, "length": 7, "tools": None})` is `Score(reward=1.0, numbers={"length": 7.0})`.
+    """
+    if isinstance(value, Score):
+        return value
+    if not isinstance(value, Mapping) or "reward" not in value:
+        return Score(reward=None if value is None else checked_reward(value))
+    if not all(isinstance(name, str) and name for name in value):
+        raise InputError(f"the numbers beside a reward have names, got {list(value)!r:.60}; use text as keys")
+    numbers = {name: checked_reward(number) for name, number in value.items() if number is not None}
+    return Score(reward=numbers.pop("reward", None), numbers=numbers)
+
+
+def checked_reward(reward: object) -> float:
+    """Validates a reward and returns it as float: a number of any type, or an array or tensor of one element.
+
+    Raises:
+        InputError: not one finite number.
+
+    Example: 1, True, Decimal("0.5"), np.float32(0.5) and torch.tensor([0.5]) are numbers; "1", None, [1.0], NaN and
+    a tensor of two are refused.
+    """
+    number = _item(reward)
+    try:
+        value = float(number) if isinstance(number, Real | Decimal) else math.nan
+    except (OverflowError, ValueError):
+        # An integer or a fraction that is too large, or a signalling NaN.
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(
+            f"a reward is one finite number, an array or tensor that holds one, or None, got {reward!r:.60} "
+            f"({type(reward).__name__}); return a float"
+        )
+    return value
+
+
+def _item(reward: object) -> object:
+    """The one element of an array or tensor of any library; other objects as they are."""
+    item = getattr(reward, "item", None)
+    if not callable(item):
+        return reward
+    try:
+        return item()
+    except (ValueError, RuntimeError, TypeError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,12 +101,22 @@ class Prompt:
     """The reference answer for the reward; None if it needs none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """What else the reward may read, by name: every field of the prompt in its file, as it stands there."""
+    where: str = ""
+    """Its place, such as FILE:LINE; "" where it is from no file."""
 
     def __post_init__(self) -> None:
         if self.prompt_id == "":
             raise InputError('a prompt_id is an integer or text with a character, got ""; name the prompt')
         check_prompt(self.prompt_id, self.tokens)
         check_pictures(self.prompt_id, self.pictures, self.tokens)
+
+    @property
+    def name(self) -> str:
+        """What errors call it: its id, and its place, as the id may be a hash.
+
+        Example: "'4f1a' (prompts.jsonl:3)".
+        """
+        return f"{self.prompt_id!r} ({self.where})" if self.where else repr(self.prompt_id)
 
     @property
     def content(self) -> bytes:

@@ -6,7 +6,6 @@ The model stays what it is: PEFT replaces its linear modules, and the base weigh
 import copy
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from treering.config.lora import LoraOptions
 from treering.errors import ConfigError, UnsupportedError
 from treering.extras import require
 
@@ -24,28 +24,18 @@ _NAME = "default"
 _STORED_PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraOptions:
-    """Adapters without dropout or bias.
+def add_lora(
+    model: PreTrainedModel, options: LoraOptions, *, base: str, revision: str | None = None, with_head: bool = False
+) -> None:
+    """Add new adapters without dropout or bias to a model and freeze its weights; draws from torch's random state.
 
-    Attributes:
-        rank: of both matrices of an adapter.
-        alpha: their product counts alpha / rank times.
-        target_modules: last parts of the names of linear modules; None takes all but the output head, and of a model
-            that takes pictures those of its language model.
+    Args:
+        model: of a family with linear modules.
+        options: with a rank; without target modules, all linear modules but the output head get adapters, and of a
+            model that takes pictures those of its language model.
         base: folder or hub id of the base model, for whoever loads the adapters.
         revision: commit of a hub id.
-    """
-
-    rank: int
-    alpha: int
-    base: str
-    target_modules: tuple[str, ...] | None = None
-    revision: str | None = None
-
-
-def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
-    """Adds new adapters to a model and freezes its weights; draws from torch's random state.
+        with_head: whether the output head gets adapters too.
 
     Raises:
         MissingExtraError: without PEFT.
@@ -54,13 +44,14 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
 
     Example: rank 8 on "q_proj" adds `lora_A` [8, in] and `lora_B` [out, 8] to each layer; `lora_B` begins with zeros.
     """
+    assert options.rank is not None, "adapters have a rank"
     require("[lora]", "peft")
     from peft import LoraConfig
 
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,
-        target_modules=_targets(model, options.target_modules),
+        lora_alpha=2 * options.rank if options.alpha is None else options.alpha,
+        target_modules=[*_targets(model, options.target_modules), *(["lm_head"] if with_head else [])],
         task_type="CAUSAL_LM",
     )
     try:
@@ -70,7 +61,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
             f"transformers {version('transformers')} adds no adapters of PEFT {version('peft')} ({error}); install "
             "releases that go together: transformers 5.23 with PEFT 0.21, or transformers 5.24 with PEFT 0.22"
         ) from error
-    config.base_model_name_or_path, config.revision = options.base, options.revision
+    config.base_model_name_or_path, config.revision = base, revision
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Which trees train in which step: tasks, their order in every epoch, and their forests in either layout.
+"""Which trees train in which step: tasks, their order in every epoch, and their forests in each layout.
 
 Everything here is a pure function of the data, a seed and a step number, so a run has no sampler state to save.
 """
@@ -11,15 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treering.data.picture import PlacedPicture
-from treering.data.rendering.rendered_trajectory import RenderedTrajectory, by_task
-from treering.data.trajectory import TaskId
+from treering.data.trajectory import RenderedTrajectory, TaskId, by_task
 from treering.errors import ConfigError, InputError
-from treering.train.loss_weights import Normalizer, Shared
 from treering.tree.forest import Forest
-from treering.types import LossMask, TokenIds
-
-Layout = Literal["tree", "packed"]
-"""tree: the sequences of a task form one forest. packed: each is a separate chain, and nothing is shared."""
+from treering.types import Layout, LossMask, TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,12 +26,14 @@ class TrainingTask:
         sequences: K token sequences, int32 [T] each.
         loss_masks: K masks, bool [T] each, True where a token is trained.
         pictures: of each sequence; empty for text.
+        source: the name of its file; "" without one.
     """
 
     task_id: TaskId
     sequences: tuple[TokenIds, ...]
     loss_masks: tuple[LossMask, ...]
     pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
+    source: str = ""
 
     def __post_init__(self) -> None:
         shapes = [sequence.shape for sequence in self.sequences], [mask.shape for mask in self.loss_masks]
@@ -66,8 +63,8 @@ class StepBatch:
     loss_masks: list[LossMask]
 
 
-def group_by_task(trajectories: Iterable[RenderedTrajectory]) -> list[TrainingTask]:
-    """Groups trajectories by `task_id` into tasks, in order of first appearance.
+def group_by_task(trajectories: Iterable[RenderedTrajectory], source: str = "") -> list[TrainingTask]:
+    """Groups trajectories by `task_id` into tasks of the file `source`, in order of first appearance.
 
     Example: trajectories of the tasks a, b, a give two tasks: a with two sequences, b with one.
     """
@@ -77,6 +74,7 @@ def group_by_task(trajectories: Iterable[RenderedTrajectory]) -> list[TrainingTa
             sequences=tuple(member.tokens for member in group),
             loss_masks=tuple(member.loss_mask for member in group),
             pictures=tuple(member.pictures for member in group) if any(member.pictures for member in group) else (),
+            source=source,
         )
         for group in by_task(trajectories)
     ]
@@ -133,15 +131,19 @@ class StepPlan:
 
 
 def make_batch(tasks: Sequence[TrainingTask], layout: Layout) -> StepBatch:
-    """The forests of some tasks; both layouts have the same branches in the same order, hence the same gradients.
+    """The forests of some tasks; all layouts have the same branches in the same order, hence the same gradients.
 
-    Example: a task with [5, 6, 7] and [5, 6, 8] is one forest of 4 tokens as "tree", and two of 3 as "packed".
+    Example: tasks with [5, 6, 7] and [5, 6, 8], and with [5, 9], are forests of 4 and 2 tokens as "tree", one of 5 as
+    "joined", and three of 3, 3 and 2 as "packed".
     """
     groups = [(task.sequences, task.pictures or None) for task in tasks]
     if layout == "packed":
         groups = [
             ((sequence,), pictures and (pictures[i],)) for group, pictures in groups for i, sequence in enumerate(group)
         ]
+    elif layout == "joined" and tasks:
+        placed = tuple(each for task in tasks for each in task.pictures or [()] * len(task.sequences))
+        groups = [(tuple(sequence for task in tasks for sequence in task.sequences), placed if any(placed) else None)]
     return StepBatch(
         num_tasks=len(tasks),
         forests=[Forest.from_sequences(group, pictures=pictures) for group, pictures in groups],
@@ -149,16 +151,30 @@ def make_batch(tasks: Sequence[TrainingTask], layout: Layout) -> StepBatch:
     )
 
 
-def check_layout(layout: Layout, *, normalizer: Normalizer, shared: Shared) -> None:
-    """Refuses options that need trees with layout "packed".
+_TREES_PER_STEP = 8
+_STEPS_PER_EPOCH = 16
+
+
+def step_size(trees_per_step: int | Literal["auto"], num_tasks: int, num_ranks: int) -> int:
+    """Return the tasks per step; "auto" takes few enough for a training, and one for each rank.
+
+    Example: 30 tasks on one rank have 1 tree per step, 64 have 4, and 128 or more have 8.
+    """
+    if trees_per_step != "auto":
+        return trees_per_step
+    return min(_TREES_PER_STEP, max(num_ranks, num_tasks // _STEPS_PER_EPOCH, 1))
+
+
+def check_ranks(layout: Layout, num_ranks: int) -> None:
+    """Refuse "joined" on several ranks, which share the trees of a step.
 
     Raises:
-        ConfigError: "packed" with shared="once" or normalizer="tree_mean".
+        ConfigError: several ranks.
     """
-    if layout == "packed" and (shared == "once" or normalizer == "tree_mean"):
+    if layout == "joined" and num_ranks > 1:
         raise ConfigError(
-            f'layout "packed" has no trees to share or to average over, got shared={shared!r} and '
-            f'normalizer={normalizer!r}; use shared="sum" and another normalizer, or layout="tree"'
+            f'layout "joined" makes one tree of a step, and {num_ranks} ranks share the trees of a step; use '
+            'layout="tree", or one rank'
         )
 
 

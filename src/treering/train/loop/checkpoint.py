@@ -1,33 +1,215 @@
 """Checkpoints: folders that Hugging Face loads as a model, plus the state that makes a resumed run exact.
 
 A checkpoint holds weights, optimizer state and torch's random state; `CheckpointStore` finds the newest complete one.
-`treering.files.atomic` makes a folder appear whole or not at all. Reading one runs no code from it: weights are
+`treering.files.writing` makes a folder appear whole or not at all. Reading one runs no code from it: weights are
 safetensors, and torch unpickles the state with `weights_only=True`, which knows tensors and plain values alone.
 """
 
+import copy
+import pickle
 import re
 import shutil
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
-from transformers import PreTrainedModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
 
+from treering import metrics
+from treering.config.problems import holds_still
+from treering.data.rendering.template import TEMPLATE_FILE, TEMPLATE_FILES
 from treering.errors import StateError, UnsupportedError
-from treering.files.atomic import clear_unfinished, draft_path, read_facts, remove, write_folder
-from treering.files.writing import allocate, writing
-from treering.ranks.group import RankGroup
-from treering.ranks.state import split_state, whole_state_dict, write_shards
-from treering.ranks.together import write_together
+from treering.files.writing import allocate, clear_unfinished, draft_path, read_facts, remove, write_folder, writing
+from treering.ranks.group import RankGroup, write_together
+from treering.ranks.sharded_state import (
+    first_sharded,
+    join_state,
+    own_part,
+    shard_like,
+    split_state,
+    whole_state_dict,
+    write_shards,
+)
 from treering.train.loop.adapters import adapter_tensors, has_adapter, save_adapter
-from treering.train.loop.restore import SHARDS_FOLDER, STATE_FILE, random_state, restore
-from treering.train.loop.resumable import ReportT, Resumable
+from treering.train.loop.update import Update
+from treering.train.progress import OnProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """The report of one step.
+
+    Attributes:
+        step: its number, from 1.
+        epoch: completed passes over the tasks.
+        seconds: wall time of the step.
+        update: the optimizer update.
+    """
+
+    step: int
+    epoch: int
+    seconds: float
+    update: Update
+
+    def values(self) -> dict[str, float]:
+        """Values under the names of `treering.metrics`."""
+        return self.update.values() | {
+            metrics.EPOCH: self.epoch,
+            metrics.STEP_S: self.seconds,
+            metrics.TOKENS_PER_S: self.update.num_branch_tokens / self.seconds,
+        }
+
+
+@runtime_checkable
+class Report(Protocol):
+    """The report of one step: its number, from 1, and values under the names of `treering.metrics`."""
+
+    @property
+    def step(self) -> int:
+        """Its number, from 1."""
+
+    def values(self) -> dict[str, float]:
+        """Values by metric name."""
+
+
+ReportT = TypeVar("ReportT", bound=Report)
+
+
+class Resumable(ABC, Generic[ReportT]):
+    """A loop that can be stopped after any step and continued by another process.
+
+    Weights, `state` and torch's random state determine all later steps, bitwise. Hints only affect speed: a run resumes
+    without them too.
+    """
+
+    model: nn.Module
+    """The trained model."""
+
+    on_progress: OnProgress | None = None
+    """Hears how far the running step is, but for what other processes train; the caller may set it at any time."""
+
+    @property
+    @abstractmethod
+    def num_steps_done(self) -> int:
+        """Steps since the start of the run, resumed ones included."""
+
+    @abstractmethod
+    def step(self) -> ReportT:
+        """Does the next step."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs in addition to the weights: dicts, lists, numbers, strings and tensors."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state`; the weights are already those of its step."""
+
+    def save_hints(self, file: Path) -> None:
+        """Writes the loop's hints to a new file; a loop without hints writes none."""
+
+    def load_hints(self, file: Path) -> None:
+        """Loads the hints of the step that `load_state` restored; a missing or damaged file at most warns."""
+
+
+STATE_FILE = "training_state.pt"
+SHARDS_FOLDER = "sharded_state"
+"""The parts of the state that ranks wrote by themselves; absent in a checkpoint of one rank."""
+
+
+def restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
+    """Loads a complete checkpoint into a loop, bitwise; all ranks of a sharded model call it.
+
+    Raises:
+        StateError: it is of another model, or holds what cannot be read.
+    """
+    # Its checksums are right, so whoever wrote the manifest wrote what cannot be read.
+    try:
+        state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+        state = join_state(state, checkpoint / SHARDS_FOLDER, first_sharded(loop.model))
+        load_weights(loop.model, checkpoint)
+        parts = state["loop"], state["random"]
+    except (OSError, pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, LookupError, TypeError) as error:
+        if isinstance(error, StateError):
+            raise
+        raise StateError(
+            f"a checkpoint holds tensors and plain values, and {checkpoint} holds something else "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); nothing of it was run; remove it, "
+            "and start again"
+        ) from error
+    loop.load_state(parts[0])
+    set_random_state(parts[1])
+
+
+def load_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Copies a checkpoint's tensors into the model's, in the same dtypes; tied tensors are stored once.
+
+    Raises:
+        StateError: they are not those of the model.
+    """
+    own = model.state_dict()
+    if has_adapter(model):
+        own = adapter_tensors(model, own)
+    by_name = _by_stored_name(model, own)
+    loaded: set[int] = set()
+    for name, tensor in _stored_tensors(checkpoint):
+        target = by_name.get(name)
+        if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
+            expected = "nothing" if target is None else f"{target.dtype} {tuple(target.shape)}"
+            raise StateError(
+                f"{checkpoint} holds {name!r} as {tensor.dtype} {tuple(tensor.shape)}, and the model has {expected} "
+                "there; resume with the model that was saved"
+            )
+        target.copy_(shard_like(tensor, target))
+        loaded.add(_place(target))
+    missing = [name for name, target in own.items() if _place(target) not in loaded]
+    if missing:
+        raise StateError(
+            f"{checkpoint} has no {missing[0]!r}, which the model has; resume with the model that was saved"
+        )
+
+
+def _by_stored_name(model: Any, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors by the names under which transformers stores them, which differ where it takes pictures."""
+    if has_adapter(model) or getattr(getattr(model, "config", None), "vision_config", None) is None:
+        return own
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # The same tensors under other names; where a conversion made new ones, those of the model would not be loaded.
+    stored: dict[str, Tensor] = revert_weight_conversion(model, own)
+    return stored
+
+
+def _place(tensor: Tensor) -> int:
+    """What tied tensors share; of a sharded one its own part counts."""
+    return own_part(tensor).data_ptr()
+
+
+def _stored_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        yield from load_file(file).items()
+
+
+def random_state() -> dict[str, Any]:
+    """Torch's random state on every device, as tensors."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restores a `random_state`; from a machine with more or fewer CUDA devices, those that both have."""
+    torch.set_rng_state(state["cpu"])
+    for device, of_device in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(of_device, device)
+
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,18 +219,23 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
+    *TEMPLATE_FILES,
 )
-"""Of a tokenizer, and of the processor of pictures beside it."""
+"""Of a tokenizer, and of the processor of images next to it, as patterns."""
 _PREFIX = "step-"
+BEST = "best"
+"""The link to the checkpoint of the best evaluation."""
 # Anything else in the folder belongs to the user, such as a copy named step-000123-best.
 CHECKPOINT_NAME = re.compile(rf"{_PREFIX}\d{{6,}}")
 
 Identity = Mapping[str, str | int | float | bool | None]
 """The settings that identify a run: name to value, in JSON types."""
+NAME = ".name"
+"""Ends the key of a file's name, which may change; its digest is under the key before."""
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Gathered(NamedTuple):
@@ -70,6 +257,10 @@ class CheckpointStore:
         hints: folder with one file of hints (`Resumable`) per checkpoint, separate from the checkpoints so that damage
             to it does not affect them; None keeps no hints.
         group: the ranks of a sharded model, which save and restore together in a folder that all of them see.
+        stop_tokens: ids that end the turns that are trained: they join the eos ids in generation_config.json, which
+            adapters have too.
+        template: the chat template that takes the place of the tokenizer's; None keeps those.
+        best: gives the best step up to another one, whose checkpoint is kept and linked as `best`; None: none.
         card: gives the text of README.md, the model card, for the step of a checkpoint; None writes none.
 
     Example: with keep=2, saving at steps 10, 20 and 30 leaves `step-000020` and `step-000030`.
@@ -81,7 +272,14 @@ class CheckpointStore:
     tokenizer: Path | None = None
     hints: Path | None = None
     group: RankGroup = field(default_factory=RankGroup)
+    stop_tokens: tuple[int, ...] = ()
+    template: str | None = None
+    best: Callable[[int], int | None] | None = None
     card: Callable[[int], str] | None = None
+
+    def is_best(self, step: int) -> bool:
+        """Whether a step is the best one so far, for all ranks as the first one sees it."""
+        return self.best is not None and bool(self.group.gather(self.best(step) == step)[0])
 
     def save(self, loop: Resumable[ReportT]) -> Path:
         """Writes a checkpoint of the loop and removes those beyond `keep`; returns the checkpoint's folder.
@@ -100,6 +298,36 @@ class CheckpointStore:
             return self._save_together(loop, model)
         self._write(loop, model, {"loop": loop.state(), "random": random_state()}, None)
         return checkpoint_path(self.folder, loop.num_steps_done)
+
+    def check_space(self, model: PreTrainedModel) -> str | None:
+        """Checks that the disk has room for a checkpoint; a line of warning where it has none for as many as are kept.
+
+        A checkpoint has at least the weights (only the adapters' with LoRA), two moments of each trained one, and the
+        tokenizer.
+
+        Raises:
+            StateError: there is no room for one.
+        """
+        trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+        weights = trained if has_adapter(model) else sum(weight.nbytes for weight in model.parameters())
+        size = weights + 2 * trained + sum(file.stat().st_size for file in _tokenizer_files(self.tokenizer))
+        there = next(folder for folder in (self.folder, *self.folder.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(there).free
+        # A new one is written before the oldest is removed.
+        num_left = max(self.keep - len(self._newest_first()), 0) + 1
+        what = (
+            f"a checkpoint takes {size / 1e9:.2f} GB (weights {weights / 1e9:.2f}, optimizer {2 * trained / 1e9:.2f})"
+        )
+        if free < size:
+            raise StateError(
+                f"{what}, and {free / 1e9:.2f} GB are free in {there}; free space, or set run.dir elsewhere"
+            )
+        if free >= num_left * size:
+            return None
+        return (
+            f"warning: {what}, up to {num_left} more are written (run.keep = {self.keep}), and {free / 1e9:.2f} GB are "
+            f"free in {there}: free space, lower run.keep, or set run.dir elsewhere"
+        )
 
     def _save_together(self, loop: Resumable[ReportT], model: PreTrainedModel) -> Path:
         """Rank 0 writes what one rank would, from gathered weights; each rank writes its part of the sharded state."""
@@ -132,7 +360,8 @@ class CheckpointStore:
                 else:
                     model.save_pretrained(draft, state_dict=None if gathered is None else gathered.weights)
                 torch.save(state, draft / STATE_FILE)
-            _copy_tokenizer(self.tokenizer, draft)
+            _save_ends(model, self.stop_tokens, draft)
+            _copy_tokenizer(self.tokenizer, self.template, draft)
             if self.card is not None:
                 (draft / "README.md").write_text(self.card(loop.num_steps_done), encoding="utf-8")
 
@@ -201,7 +430,10 @@ class CheckpointStore:
         """Removes unfinished drafts, checkpoints up to `step` beyond `keep`, and hints without a checkpoint."""
         clear_unfinished(self.folder)
         kept = [path for path in self._newest_first() if _step_of(path) <= step]
-        self._remove(kept[self.keep :])
+        best = None if self.best is None else self.best(step)
+        self._remove(path for path in kept[self.keep :] if _step_of(path) != best)
+        if best is not None and checkpoint_path(self.folder, best).is_dir():
+            _link(self.folder / BEST, checkpoint_path(self.folder, best).name)
         if self.hints is None:
             return
         left = {path.name for path in self._newest_first()}
@@ -226,11 +458,11 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
     Raises:
         StateError: names every setting that differs, with both values.
     """
-    missing = "nothing"
+    keys = sorted(key for key in {*found, *expected} if not key.endswith(NAME))
     differing = [
-        f"{key} is {found.get(key, missing)!r} there and {expected.get(key, missing)!r} here"
-        for key in sorted({*found, *expected})
-        if found.get(key, missing) != expected.get(key, missing)
+        _difference(key, found, expected)
+        for key in keys
+        if found.get(key) != expected.get(key) and not (key not in expected and holds_still(key, found[key]))
     ]
     if any(one.startswith("lora.target_modules ") for one in differing):
         # Which weights are frozen, and so their checksum, follows from it.
@@ -241,6 +473,24 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
             f"{'; '.join(differing)}; set these back, or begin anew: in another folder with run.dir=..., "
             f"or here after `rm -r {where}`"
         )
+
+
+def _difference(key: str, found: Identity, expected: Identity) -> str:
+    """What is other in a setting; of data, which a digest stands for, the name of its file."""
+    values = found.get(key, "nothing"), expected.get(key, "nothing")
+    if not all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in values if value != "nothing"):
+        return f"{key} is {values[0]!r} there and {values[1]!r} here"
+    name = expected.get(f"{key}{NAME}", found.get(f"{key}{NAME}"))
+    what = "is there alone" if values[1] == "nothing" else "is here alone" if values[0] == "nothing" else "has changed"
+    return f"{key} {what}" if name is None else f"{key} ({name}) {what}"
+
+
+def _link(link: Path, target: str) -> None:
+    """Lets a link lead to a checkpoint next to it, at any moment to a whole one."""
+    draft = link.with_name(f".{link.name}.unfinished")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(target, target_is_directory=True)
+    draft.replace(link)
 
 
 def _named(folder: Path) -> list[Path]:
@@ -287,8 +537,31 @@ def num_tensor_bytes(state: object) -> int:
     return sum(map(num_tensor_bytes, state)) if isinstance(state, list | tuple) else 0
 
 
-def _copy_tokenizer(tokenizer: Path | None, draft: Path) -> None:
-    for name in TOKENIZER_FILES if tokenizer is not None else ():
-        source = Path(tokenizer or "", name)
-        if source.is_file():
-            shutil.copyfile(source, draft / name)
+def _save_ends(model: PreTrainedModel, stop_tokens: Iterable[int], draft: Path) -> None:
+    """Adds stop tokens to the eos ids of the generation settings in a checkpoint."""
+    saved = copy.deepcopy(model.generation_config) or GenerationConfig()
+    old = saved.eos_token_id
+    known = old if isinstance(old, list) else [] if old is None else [old]
+    ids = list(dict.fromkeys([*known, *stop_tokens]))
+    if len(ids) > len(known):
+        saved.eos_token_id = ids
+        # Not `save_pretrained`, which refuses settings that many published models have.
+        saved.to_json_file(draft / "generation_config.json")
+
+
+def _tokenizer_files(tokenizer: Path | None, patterns: Iterable[str] = TOKENIZER_FILES) -> list[Path]:
+    if tokenizer is None:
+        return []
+    return [file for pattern in patterns for file in tokenizer.glob(pattern) if file.is_file()]
+
+
+def _copy_tokenizer(tokenizer: Path | None, template: str | None, draft: Path) -> None:
+    if tokenizer is None:
+        return
+    kept = TOKENIZER_FILES if template is None else [name for name in TOKENIZER_FILES if name not in TEMPLATE_FILES]
+    for source in _tokenizer_files(tokenizer, kept):
+        target = draft / source.relative_to(tokenizer)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, target)
+    if template is not None:
+        (draft / TEMPLATE_FILE).write_text(template, encoding="utf-8")

@@ -1,64 +1,37 @@
-"""How a step computes: precision, memory options, threads."""
+"""How a loop computes its steps: precision, memory, threads, and its share of them on several ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from treering.errors import ConfigError, UnsupportedError
-from treering.model.layers import Layers, set_layers
-from treering.train.gradient.activations import ParentsOption
-from treering.train.gradient.auto_tokens import DEFAULT_TOKENS, MaxTokens
-from treering.tree.plan.costs import CostModel
-from treering.types import is_count
-
-GradientCheckpointing = Literal["none", "reentrant", "non_reentrant"]
-Autocast = Literal["none", "bfloat16"]
-LayersOption = Layers | Literal["auto"]
+from treering.config.steps import Autocast, ComputeOptions
+from treering.model.layers import choose_layers, enable_gradient_checkpointing, layers_of, set_layers
+from treering.model.tree_model import TreeModel
+from treering.ranks.group import RankGroup
+from treering.ranks.setup import prepare
+from treering.train.loop.batches import StepBatch
+from treering.train.memory import DEFAULT_TOKENS
+from treering.tree.plan import share_among_ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeOptions:
-    """How a loop computes its steps: memory, speed and precision.
-
-    Attributes:
-        max_tokens: distinct tokens per micro-batch and per partition; "auto" goes by free memory on CUDA, None computes
-            a step at once.
-        parents: for trees over `max_tokens`, see `backward`.
-        costs: skips sharing where it would be slower, see `backward`.
-        autocast: "bfloat16" computes in bfloat16 where torch's autocast does; weights keep their dtype.
-        gradient_checkpointing: whether and in which of torch's two ways the backward recomputes activations.
-        backend: of the attention.
-        layers: how the model's layers run, see `set_layers`; "auto" measures it on CUDA in the first step.
-        num_steps: of the whole run, which "auto" counts compile time against; None keeps "auto" at stock layers.
-
-    Example: `ComputeOptions(max_tokens=16_384)` keeps the activations of at most 16,384 tokens at once.
-    """
-
-    max_tokens: MaxTokens = None
-    parents: ParentsOption = "auto"
-    costs: CostModel | None = None
-    autocast: Autocast = "none"
-    gradient_checkpointing: GradientCheckpointing = "none"
-    backend: str = "auto"
-    layers: LayersOption = "stock"
-    num_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_tokens not in (None, "auto") and not is_count(self.max_tokens, least=1):
-            raise ConfigError(f'max_tokens is at least 1 or "auto", got {self.max_tokens!r}; None sets no limit')
-
-    @property
-    def max_tokens_on_ranks(self) -> int | None:
-        """The limit where several ranks plan alike: free memory, which differs, does not count."""
-        return DEFAULT_TOKENS if self.max_tokens == "auto" else self.max_tokens
+def tokens_on_ranks(options: ComputeOptions) -> int:
+    """Return the limit of tokens where several ranks plan alike: free memory, which differs, does not count."""
+    return DEFAULT_TOKENS if options.max_batch_tokens == "auto" else options.max_batch_tokens
 
 
-def prepare_model(model: nn.Module, options: ComputeOptions) -> None:
-    """Sets training mode, gradient checkpointing and layers as the options say; "auto" leaves layers as they are.
+def prepare_model(
+    model: nn.Module, options: ComputeOptions, *, num_steps: int | None = None, num_ranks: int = 1
+) -> tuple[str, ...]:
+    """Sets training mode, gradient checkpointing and layers as the options say, for the ranks that train the model.
+
+    `num_steps` are those of the whole run: "auto" compiles for long ones.
+
+    Returns a sentence where "auto" has chosen the layers on CUDA.
 
     Raises:
         MissingExtraError: layers by Liger without liger-kernel.
@@ -68,6 +41,12 @@ def prepare_model(model: nn.Module, options: ComputeOptions) -> None:
     enable_gradient_checkpointing(model, options.gradient_checkpointing)
     if options.layers != "auto":
         set_layers(model, options.layers)
+        return ()
+    device = next(model.parameters()).device
+    layers, reason = choose_layers(model, num_steps, num_ranks=num_ranks, device=device)
+    if layers != layers_of(model):
+        set_layers(model, layers)
+    return (f"layers: {layers} (auto: {reason})",) if device.type == "cuda" else ()
 
 
 def precision(model: nn.Module, autocast: Autocast) -> AbstractContextManager[object]:
@@ -77,9 +56,29 @@ def precision(model: nn.Module, autocast: Autocast) -> AbstractContextManager[ob
     return torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16)
 
 
+SMALL = 10_000_000
+"""Parameters below which a model computes on one thread, unless a setting says otherwise."""
+
+
+def fitting_threads(model: nn.Module) -> int | None:
+    """Torch threads that fit a model: one for a small model on the CPU; None, torch's number, for others.
+
+    The threads of a small product wait for each other longer than they compute, and where other processes hold the
+    cores they take ten times as long as one thread. Size alone decides, because sums round differently on another
+    number of threads, and a resumed run must not.
+
+    Example: a model of 0.6 M parameters gets 1, and one of 500 M parameters None.
+    """
+    weights = list(model.parameters())
+    is_small = sum(weight.numel() for weight in weights) < SMALL
+    return 1 if is_small and all(weight.device.type == "cpu" for weight in weights) else None
+
+
 @contextmanager
-def num_threads(count: int | None) -> Iterator[None]:
-    """Context manager in which torch uses `count` threads; None changes nothing."""
+def num_threads(count: int | None, model: nn.Module | None = None) -> Iterator[None]:
+    """Context manager in which torch uses `count` threads; None: those that fit the model, without one unchanged."""
+    if count is None and model is not None:
+        count = fitting_threads(model)
     if count is None:
         yield
         return
@@ -91,29 +90,78 @@ def num_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def enable_gradient_checkpointing(model: nn.Module, mode: GradientCheckpointing) -> None:
-    """Enables gradient checkpointing by whichever method transformers has; "none" changes nothing.
-
-    Raises:
-        UnsupportedError: the model has no such method.
-    """
-    if mode == "none":
-        return
-    arguments = {"use_reentrant": mode == "reentrant"}
-    # transformers 5.23 deprecates the older name; 5.17 has only that one.
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable(activation_checkpointing_kwargs=arguments)
-        return
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no gradient checkpointing to enable; set gradient_checkpointing to none"
-        )
-    enable(gradient_checkpointing_kwargs=arguments)
-
-
 def peak_memory_bytes(model: nn.Module) -> int | None:
     """Peak memory that torch has allocated on the model's CUDA device so far; None on CPU."""
     device = next(model.parameters()).device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def shard_model(model: nn.Module, autocast: Autocast = "none") -> RankGroup:
+    """Shard a model over all processes: a unit for each layer, and one around the rest; sum its gradients.
+
+    Under autocast to bfloat16 weights are gathered in bfloat16; gradients of 16 bits are summed in float32.
+
+    Raises:
+        UnsupportedError: a model that would not be exact.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    is_cast = autocast != "none"
+    has_16_bits = is_cast or any(weight.dtype.itemsize == 2 for weight in model.parameters())
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if is_cast else None, reduce_dtype=torch.float32 if has_16_bits else None
+    )
+    for layer in TreeModel.of(model).layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return prepare(model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Share:
+    """This rank's part of a step.
+
+    Attributes:
+        batch: its forests and their masks; `num_tasks` is that of the whole step.
+        branches: int64, the numbers of its branches in the whole step.
+    """
+
+    batch: StepBatch
+    branches: NDArray[np.int64]
+
+
+def share_batch(batch: StepBatch, group: RankGroup) -> Share:
+    """This rank's share of a step by cost; every rank computes all shares by itself.
+
+    Example: of forests with 5, 4, 3 and 3 tokens, the first of two ranks trains those of 5 and 3.
+    """
+    if group.size == 1:
+        return Share(batch=batch, branches=np.arange(len(batch.loss_masks)))
+    own = share_among_ranks(batch.forests, group.size)[group.rank].forests
+    first = np.cumsum([0, *(forest.num_branches for forest in batch.forests)])
+    branches = np.concatenate([np.zeros(0, np.int64), *(np.arange(first[i], first[i + 1]) for i in own)])
+    return Share(
+        batch=replace(
+            batch,
+            forests=[batch.forests[i] for i in own],
+            loss_masks=[batch.loss_masks[branch] for branch in branches],
+        ),
+        branches=branches,
+    )
+
+
+def sum_over_ranks(values: Mapping[str, float], group: RankGroup) -> dict[str, float]:
+    """The sum of each value over the ranks, in the order of the names."""
+    names = list(values)
+    totals = group.sum(np.array([float(values[name]) for name in names]))
+    return dict(zip(names, totals.tolist(), strict=True))
+
+
+def mean_over_ranks(averages: Mapping[str, float], weight: float, group: RankGroup) -> dict[str, float]:
+    """The averages over the ranks' entries, of which this one has `weight`; a rank without any may know no names."""
+    if group.size == 1:
+        return dict(averages)
+    facts = group.gather((weight, dict(averages)))
+    total = max(sum(own for own, _ in facts), 1e-300)
+    names = sorted({name for _, known in facts for name in known})
+    return {name: sum(own * known.get(name, 0.0) for own, known in facts) / total for name in names}

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
 from treering import metrics
+from treering.config.steps import ComputeOptions, Layout
+from treering.files.step_lines import read_rows
 from treering.ranks.group import RankGroup
-from treering.train.gradient.branch_logprobs import mean_loss
-from treering.train.loop.batches import Layout, TrainingTask, make_batch
-from treering.train.loop.compute import ComputeOptions, precision
-from treering.train.loop.ranks import share_batch
-from treering.train.loop.restore import random_state, set_random_state
+from treering.train.branch_logprobs import mean_loss
+from treering.train.loop.batches import TrainingTask, make_batch
+from treering.train.loop.checkpoint import random_state, set_random_state
+from treering.train.loop.compute import num_threads, precision, share_batch, tokens_on_ranks
 from treering.train.progress import OnProgress
 
 Measure = Callable[[OnProgress | None], Mapping[str, float]]
@@ -28,6 +30,7 @@ class Evaluation:
         every: steps between measurements; None: none between the first and the last.
         knows_first: whether an earlier start of the run has measured its first weights.
         on_measured: hears of each measurement, with its step; the caller may set it at any time.
+        measured: what was measured since the start, each with its "step".
 
     Example: with every=4, a run of 10 steps is measured at the steps 0, 4, 8 and 10.
     """
@@ -36,6 +39,7 @@ class Evaluation:
     every: int | None = None
     knows_first: bool = False
     on_measured: Callable[[int, Mapping[str, float]], None] | None = None
+    measured: list[Mapping[str, float]] = field(default_factory=list)
 
     def at(self, step: int, num_steps: int, on_progress: OnProgress | None) -> dict[str, float]:
         """The metrics of the weights after `step` of `num_steps`; empty if none are due."""
@@ -48,9 +52,22 @@ class Evaluation:
             values = dict(self.measure(on_progress))
         finally:
             set_random_state(before)
+        self.measured.append({"step": step, **values})
         if self.on_measured is not None:
             self.on_measured(step, values)
         return values
+
+
+def best_step(file: Path, last: int) -> int | None:
+    """The first step up to `last` with the highest eval/reward, or the lowest eval/loss, in a file; None without any.
+
+    The weights before the first step do not count: they are in no checkpoint.
+    """
+    rows = [row for row in read_rows(file) if 0 < row["step"] <= last]
+    scores = {row["step"]: row[metrics.EVAL_REWARD] for row in rows if metrics.EVAL_REWARD in row}
+    losses = {row["step"]: -row[metrics.EVAL_LOSS] for row in rows if metrics.EVAL_LOSS in row}
+    found = scores or losses
+    return max(found, key=found.__getitem__, default=None)
 
 
 class HeldOutLoss:
@@ -75,12 +92,12 @@ class HeldOutLoss:
         """Several ranks (`group`, of a prepared model) share the tasks."""
         self._model, self._compute = model, compute
         self._group = RankGroup() if group is None else group
-        self._max_tokens = compute.max_tokens_on_ranks
-        self._own = share_batch(make_batch(tasks, layout), self._group, compute.costs).batch
+        self._max_tokens = tokens_on_ranks(compute)
+        self._own = share_batch(make_batch(tasks, layout), self._group).batch
 
     def __call__(self, on_progress: OnProgress | None = None) -> dict[str, float]:
         """Measures the present weights, by the names of `treering.metrics`."""
-        with _evaluating(self._model), precision(self._model, self._compute.autocast):
+        with num_threads(None, self._model), _evaluating(self._model), precision(self._model, self._compute.autocast):
             loss, num_tokens = mean_loss(
                 self._model,
                 self._own.forests,

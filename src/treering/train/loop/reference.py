@@ -1,18 +1,66 @@
-"""The policy that a loop began with, which a KL penalty compares with: a frozen model, or adapters switched off."""
+"""The other models of a loop: its teacher, and the policy that it began with, which a KL compares with."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from treering.arrays import Float64Array
+from treering.config.steps import ComputeOptions, StepsOptions
+from treering.config.teacher import DistillOptions
+from treering.errors import ConfigError
 from treering.model.checks import check_whole
-from treering.model.families import find_parts
-from treering.train.gradient.branch_logprobs import branch_logprobs
+from treering.model.tree_model import TreeModel
+from treering.train.branch_logprobs import branch_logprobs
 from treering.train.loop.adapters import has_adapter
 from treering.train.loop.batches import StepBatch
-from treering.train.loop.compute import ComputeOptions, precision
+from treering.train.loop.compute import precision, tokens_on_ranks
+from treering.train.objective import Objective
+from treering.train.objectives.distill import distill
+from treering.train.objectives.sft import sft
+from treering.train.teacher import teacher_parts
+
+
+def distill_objective(options: DistillOptions, teacher: nn.Module, plain: Objective) -> Objective:
+    """Return a loop's own loss with the divergence, or the divergence only, with the same masks and weighting."""
+    divergence = partial(
+        distill, teacher, options.divergence, beta=options.beta, top_k=options.top_k, temperature=options.temperature
+    )
+    if options.weight is not None:
+        return divergence(added_to=plain, weight=options.weight)
+    weighting = plain.weighting
+    return divergence(
+        loss_masks=plain.loss_masks,
+        normalizer=weighting.normalizer,
+        shared=weighting.shared,
+        divisor=weighting.divisor,
+    )
+
+
+def check_teacher(student: nn.Module, teacher: nn.Module | None, steps: StepsOptions, objective: str) -> None:
+    """Checks a loop's teacher before its first step.
+
+    Raises:
+        ConfigError: a teacher without options, options without a teacher, or options that contradict each other.
+        InputError: a teacher of another vocabulary.
+        UnsupportedError: a teacher that would not be exact.
+    """
+    options = steps.distill
+    if (teacher is None) != (options is None):
+        raise ConfigError(
+            "a loop distills with a teacher and options.distill, and one of them is None: give both, or neither"
+        )
+    if (objective == "distill") != (options is not None and options.weight is None):
+        raise ConfigError(
+            'objective = "distill" trains the divergence only, and needs distill=DistillOptions(...) without a weight; '
+            f'got "{objective}" with distill={options}'
+        )
+    if teacher is not None and options is not None:
+        distillation = distill_objective(options, teacher, sft()).distillation
+        teacher_parts(distillation, student=TreeModel.of(student), forests=())
+
 
 MakeReference = Callable[[], nn.Module]
 """Makes a whole model with the weights that the run began with, also after a resume."""
@@ -49,7 +97,7 @@ class Reference:
                 model,
                 batch.forests,
                 batch.loss_masks,
-                max_tokens=self._compute.max_tokens_on_ranks,
+                max_tokens=tokens_on_ranks(self._compute),
                 temperature=temperature,
                 backend=self._compute.backend,
             )
@@ -62,7 +110,7 @@ class Reference:
             return
         if self._frozen is None:
             self._frozen = self._make().eval().requires_grad_(False)
-            check_whole(find_parts(self._frozen), "a reference")
+            check_whole(TreeModel.of(self._frozen), "a reference")
         yield self._frozen
 
 

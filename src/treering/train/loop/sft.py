@@ -2,66 +2,31 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from treering.config.optim import OptimOptions
+from treering.config.sft import SftOptions
 from treering.errors import InputError
-from treering.model.positions import check_positions, max_positions
+from treering.model.checks import check_positions, max_positions
 from treering.ranks.group import RankGroup
-from treering.ranks.setup import RanksMode
-from treering.train.gradient.router_losses import RouterLosses, check_routers
-from treering.train.loop.batches import Layout, StepPlan, TrainingTask, check_layout, make_batch
-from treering.train.loop.compute import ComputeOptions
-from treering.train.loop.distill import DistillOptions, check_teacher
-from treering.train.loop.optim import OptimOptions
-from treering.train.loop.ranks import share_batch
-from treering.train.loop.resumable import Resumable, StepReport
+from treering.train.loop.batches import StepPlan, TrainingTask, check_ranks, make_batch, step_size
+from treering.train.loop.checkpoint import Resumable, StepReport
+from treering.train.loop.compute import num_threads, share_batch
+from treering.train.loop.reference import check_teacher, distill_objective
 from treering.train.loop.update import Updater
-from treering.train.loss_weights import Normalizer, Shared, Weighting
-from treering.train.objectives import Objective, sft
+from treering.train.objective import Objective
+from treering.train.objectives.sft import sft
+from treering.train.router_losses import check_routers
 from treering.types import LossMask
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopOptions:
-    """Options of the SFT loop.
-
-    Attributes:
-        trees_per_step: tasks per optimizer step.
-        compute: memory, speed and precision.
-        layout: "tree", or "packed" to train every sequence separately (the off-switch).
-        normalizer: of the loss, see `treering.train.loss_weights.Weighting`.
-        shared: the sharing convention, see `Weighting`.
-        divisor: for normalizer="constant".
-        router_losses: for a mixture of experts; None adds none.
-        distill: of a loop with a teacher; None trains sft alone.
-        seed: of the order of the tasks.
-        ranks: how several ranks keep step, see `backward`; None for one rank, or its default.
-    """
-
-    trees_per_step: int
-    compute: ComputeOptions = field(default_factory=ComputeOptions)
-    layout: Layout = "tree"
-    normalizer: Normalizer = "token_mean"
-    shared: Shared = "sum"
-    divisor: float | None = None
-    router_losses: RouterLosses | None = None
-    distill: DistillOptions | None = None
-    seed: int = 0
-    ranks: RanksMode | None = None
-
-    def __post_init__(self) -> None:
-        Weighting(normalizer=self.normalizer, shared=self.shared, divisor=self.divisor)
-        check_layout(self.layout, normalizer=self.normalizer, shared=self.shared)
 
 
 class SftLoop(Resumable[StepReport]):
     """Supervised fine-tuning of a model on tasks, or distillation of a teacher on them.
 
     Example:
-        >>> options = LoopOptions(trees_per_step=8, compute=ComputeOptions(max_tokens=16384))
+        >>> options = SftOptions(trees_per_step=8, max_batch_tokens=16384)
         >>> loop = SftLoop(model, tasks, optim=OptimOptions(learning_rate=1e-4), options=options)  # doctest: +SKIP
         >>> [loop.step().update.loss for _ in range(3)]                                            # doctest: +SKIP
         [6.24, 6.11, 5.97]
@@ -73,7 +38,7 @@ class SftLoop(Resumable[StepReport]):
         tasks: Sequence[TrainingTask],
         *,
         optim: OptimOptions,
-        options: LoopOptions,
+        options: SftOptions,
         teacher: nn.Module | None = None,
         group: RankGroup | None = None,
     ) -> None:
@@ -88,19 +53,21 @@ class SftLoop(Resumable[StepReport]):
             UnsupportedError: router losses for a model without routers.
         """
         self.model = model
-        self.plan = StepPlan(num_tasks=len(tasks), trees_per_step=options.trees_per_step, seed=options.seed)
+        self._group = RankGroup() if group is None else group
+        num_trees = step_size(options.trees_per_step, len(tasks), self._group.size)
+        self.plan = StepPlan(num_tasks=len(tasks), trees_per_step=num_trees, seed=options.seed)
         self._tasks = tuple(tasks)
         self._options = options
         self._num_steps_done = 0
         if not any(task.num_trained_tokens for task in tasks):
             raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
-        check_teacher(model, teacher, options.distill)
+        check_teacher(model, teacher, options, options.objective)
         self._teacher = teacher
         for one in (model, teacher):
             _check_lengths(one, tasks)
         check_routers(model, options.router_losses)
-        self._group = RankGroup() if group is None else group
-        self._updater = Updater(model, optim, options.compute, group=self._group, ranks=options.ranks)
+        check_ranks(options.layout, self._group.size)
+        self._updater = Updater(model, optim, options, group=self._group)
 
     @property
     def num_steps_done(self) -> int:
@@ -116,11 +83,12 @@ class SftLoop(Resumable[StepReport]):
         started = time.perf_counter()
         step, options = self._num_steps_done + 1, self._options
         whole = make_batch([self._tasks[i] for i in self.plan.tasks_of(step)], options.layout)
-        batch = share_batch(whole, self._group, options.compute.costs).batch
+        batch = share_batch(whole, self._group).batch
         objective = self._objective(batch.loss_masks)
-        update = self._updater.update(
-            step, batch, objective, router_losses=options.router_losses, on_progress=self.on_progress
-        )
+        with num_threads(None, self.model):
+            update = self._updater.update(
+                step, batch, objective, router_losses=options.router_losses, on_progress=self.on_progress
+            )
         self._num_steps_done = step
         return StepReport(
             step=step, epoch=self.plan.epoch_of(step), seconds=time.perf_counter() - started, update=update
@@ -131,7 +99,7 @@ class SftLoop(Resumable[StepReport]):
         plain = sft(loss_masks, options.normalizer, options.shared, divisor=options.divisor)
         if options.distill is None or self._teacher is None:
             return plain
-        return options.distill.objective(self._teacher, plain)
+        return distill_objective(options.distill, self._teacher, plain)
 
     def state(self) -> dict[str, Any]:
         """Step number and optimiser state."""
@@ -156,6 +124,6 @@ def _check_lengths(model: nn.Module | None, tasks: Sequence[TrainingTask]) -> No
             length,
             limit,
             what=f"a sequence of task {task_id!r} with {length} tokens",
-            fix=f"leave such sequences out or cut them ({num_long} of {len(lengths)} are too long), or take a model "
-            "that reads more",
+            fix=f"{num_long} of {len(lengths)} are too long: set data.max_length = {limit} and data.overlong = "
+            '"cut" or "drop", or take a model that reads more',
         )

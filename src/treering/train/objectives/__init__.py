@@ -1,17 +1,24 @@
-"""Objectives: losses written for flat sequences, evaluated on branch views of a forest. One file per loss.
+"""The objectives by name: one file per loss, named after it, and those that users register.
 
-Denominators are in `treering.train.loss_weights`.
+A loss is written for flat sequences and is evaluated on branch views of a forest; its denominators are in
+`treering.train.objective`.
 """
 
-from treering.train.objective import Entries as Entries
-from treering.train.objective import Objective as Objective
-from treering.train.objectives.distill import distill as distill
-from treering.train.objectives.dpo import dpo as dpo
-from treering.train.objectives.grpo import cispo as cispo
-from treering.train.objectives.grpo import dapo as dapo
-from treering.train.objectives.grpo import dr_grpo as dr_grpo
-from treering.train.objectives.grpo import grpo as grpo
-from treering.train.objectives.ppo import ppo as ppo
-from treering.train.objectives.sequence_ratio import gspo as gspo
-from treering.train.objectives.sequence_ratio import rloo as rloo
-from treering.train.objectives.sft import sft as sft
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from treering.config.objective_names import check_name, registered
+
+
+def find_objective(name: str) -> Callable[..., Any]:
+    """The function of an objective that can train rollouts.
+
+    Raises:
+        ConfigError: see `check_name`.
+
+    Example: `find_objective("grpo")` is `treering.objectives.grpo`.
+    """
+    if check_name(name) in registered:
+        return registered[name]
+    return getattr(import_module(f"{__name__}.{name}"), name)  # type: ignore[no-any-return]

@@ -7,11 +7,19 @@ from typing import Any, get_args
 from torch import nn
 
 from treering.errors import ConfigError, InputError
-from treering.model.distillation.divergence import DivergenceKind
+from treering.model.divergence import DivergenceKind
 from treering.model.forward import check_temperature
-from treering.train.branch_values import BranchValues
-from treering.train.loss_weights import Normalizer, Shared, Weighting
-from treering.train.objective import Distillation, Entries, Objective, Terms, as_given_scores
+from treering.train.objective import (
+    BranchValues,
+    Distillation,
+    Entries,
+    Normalizer,
+    Objective,
+    Shared,
+    Terms,
+    Weighting,
+    as_given_scores,
+)
 from treering.types import is_count
 
 

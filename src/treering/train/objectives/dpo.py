@@ -11,9 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treering.errors import ConfigError, InputError
-from treering.train.branch_values import BranchValues, split_totals
-from treering.train.loss_weights import Shared, Weighting
-from treering.train.objective import Entries, Objective, Terms, branch_sizes, branch_sums
+from treering.train.entries import split_totals
+from treering.train.objective import (
+    BranchValues,
+    Entries,
+    Objective,
+    Shared,
+    Terms,
+    Weighting,
+    branch_sizes,
+    branch_sums,
+)
 
 Pairs = Sequence[tuple[int, int]] | Sequence[Sequence[int]] | NDArray[np.integer] | Tensor
 """(chosen, rejected) numbers of branches: forests in order, then sequences."""

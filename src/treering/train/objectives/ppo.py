@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from treering.errors import ConfigError
-from treering.train.branch_values import BranchValues
-from treering.train.loss_weights import Normalizer, Shared, Weighting
-from treering.train.objective import Entries, Objective, Terms
-from treering.train.objectives.options import PolicyOptions
-from treering.train.objectives.policy import Clip, clipped, policy_objective
+from treering.train.objective import BranchValues, Entries, Normalizer, Objective, Shared, Terms, Weighting
+from treering.train.policy_loss import Clip, PolicyOptions, clipped, policy_objective
 
 DEFAULT_COEFFICIENT = 0.5
 

@@ -1,8 +1,6 @@
 """Supervised fine-tuning: the negative log-probability of each trained token."""
 
-from treering.train.branch_values import BranchValues
-from treering.train.loss_weights import Normalizer, Shared, Weighting
-from treering.train.objective import Entries, Objective, Terms
+from treering.train.objective import BranchValues, Entries, Normalizer, Objective, Shared, Terms, Weighting
 
 
 def sft(

@@ -1,4 +1,4 @@
-"""Three questions of a user; a renderer that drops earlier thoughts renders each turn anew."""
+"""Three questions of a user; a renderer that drops earlier thoughts renders each turn again."""
 
 import verifiers.v1 as vf
 from in_process import InProcess

@@ -6,13 +6,11 @@ Source: the models of the package atif 1.8.0.
 from collections.abc import Mapping
 from typing import Any
 
-from treering.data.formats.adapters.token_calls import token_calls, token_trajectories
+from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import array, show, text_field
-from treering.data.formats.messages import decode_messages
-from treering.data.formats.model_calls import TokenCall
-from treering.data.formats.tasks import TASK_KEYS, Note, task_of
-from treering.data.formats.tool_calls import nested_tools
+from treering.data.formats.json_fields import array, show, text_field
+from treering.data.formats.model_calls import TokenCall, token_calls, token_trajectories
+from treering.data.formats.record_format import TASK_KEYS, Note, RecordFormat, task_of
 from treering.data.trajectory import Message, TaskId, Trajectory
 from treering.errors import InputError
 
@@ -22,13 +20,10 @@ _IDS = ("prompt_token_ids", "completion_token_ids", "logprobs")
 
 
 def decode_atif(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """The trajectory of a document and those of its sub-agents, all of one task.
+    """Decode a document and its sub-agents' trajectories, all of one task.
 
-    Token ids are read where each sampled step has them. Steps that were copied from another trajectory, and steps that
+    Token ids are read if every sampled step has them. Steps that were copied from another trajectory, and steps that
     no model wrote, are context.
-
-    Raises:
-        InputError: a bad step, with its place.
 
     Example: the steps user "Hi" and agent "Hello" train "Hello".
     """
@@ -83,7 +78,7 @@ def _messages(step: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     calls = [_call(call, where) for call in array(f"{where}.tool_calls", step.get("tool_calls") or [])]
     message: dict[str, Any] = {"role": _ROLES[step["source"]], "content": step.get("message")}
     if message["role"] == "assistant":
-        # With a call, no text is no content; without one it would be an empty turn, which is refused.
+        # Without text, the content is null with a call, and "" without one, an empty turn that is refused.
         message["content"] = message["content"] or (None if calls else "")
         message.update(tool_calls=calls, reasoning_content=step.get("reasoning_content"))
         message["weight"] = int(_is_sampled(step))
@@ -102,7 +97,7 @@ def _result(result: object, calls: list[Mapping[str, Any]], where: str) -> Mappi
     if not isinstance(result, dict):
         raise InputError(f"{where}.observation.results holds objects, got {show(result)}; repair it")
     call_id = text_field(result, "source_call_id", f"{where}.observation.source_call_id")
-    # A result of no call, such as of an action in plain text, reaches the policy as a user's message.
+    # The result of an action in plain text, without a call, reaches the policy as a user's message.
     role = "tool" if call_id is not None or calls else "user"
     return {"role": role, "tool_call_id": call_id, "content": result.get("content") or ""}
 
@@ -111,3 +106,15 @@ def _token_calls(steps: list[Mapping[str, Any]], where: str) -> list[TokenCall]:
     sampled = [i for i, step in enumerate(steps) if _is_sampled(step)]
     metrics = [steps[i].get("metrics") for i in sampled]
     return token_calls(metrics, _IDS, lambda number: f"{where}steps[{sampled[number]}].metrics")
+
+
+FORMATS = (
+    RecordFormat(
+        name="atif",
+        decode=decode_atif,
+        keys=(("schema_version", "agent", "steps"), ("steps",)),
+        signs=(
+            (10, lambda record, filled: str(record.get("schema_version")).startswith("ATIF") and "steps" in filled),
+        ),
+    ),
+)

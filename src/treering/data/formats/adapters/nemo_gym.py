@@ -6,13 +6,11 @@ Source: the `example_rollouts.jsonl` of NVIDIA-NeMo/Gym.
 from collections.abc import Mapping
 from typing import Any
 
-from treering.data.formats.adapters.token_calls import token_call, token_trajectories
+from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import array, integer_field, is_blank, number_field, show, text_field
-from treering.data.formats.messages import decode_messages
-from treering.data.formats.model_calls import TokenCall, as_context
-from treering.data.formats.tasks import NO_ANSWER, TASK_KEYS, Note, task_of
-from treering.data.formats.tool_calls import nested_tools
+from treering.data.formats.json_fields import array, integer_field, is_blank, number_field, show, text_field
+from treering.data.formats.model_calls import TokenCall, as_context, token_call, token_trajectories
+from treering.data.formats.record_format import NO_ANSWER, TASK_KEYS, Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
 
@@ -21,10 +19,7 @@ _SAMPLED = ("message", "function_call", "reasoning")
 
 
 def decode_nemo_gym(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """The rollout of a row, of token ids where each answer has them; one without an output is left out.
-
-    Raises:
-        InputError: a bad field, by its name.
+    """Decode the rollout of a row, as token ids if each answer has them; skip a row without an output.
 
     Example: the input "Hi" of a user and an output message "Hello" train "Hello".
     """
@@ -67,7 +62,7 @@ def _input(asked: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _without_empty_end(output: list[Any]) -> list[Any]:
-    """The output without messages at its end in which the policy said nothing, such as when the context was full."""
+    # The policy wrote nothing, for example because the context was full.
     while output and isinstance(output[-1], dict) and _is_empty(output[-1]):
         output = output[:-1]
     return output
@@ -81,7 +76,7 @@ def _is_empty(item: Mapping[str, Any]) -> bool:
 
 
 def _token_calls(output: list[Any]) -> list[TokenCall]:
-    """The model's calls if each has its token ids: the last item of each call carries them."""
+    """Return the calls of the model if each has token ids, which are in its last item; else an empty list."""
     calls, is_open = [], False
     for i, item in enumerate(output):
         if not isinstance(item, dict) or not _is_sampled(item):
@@ -96,3 +91,18 @@ def _token_calls(output: list[Any]) -> list[TokenCall]:
 
 def _is_sampled(item: Mapping[str, Any]) -> bool:
     return item.get("type", "message") in _SAMPLED and item.get("role", "assistant") == "assistant"
+
+
+FORMATS = (
+    RecordFormat(
+        name="nemo_gym",
+        decode=decode_nemo_gym,
+        keys=(("responses_create_params", "response"),),
+        signs=(
+            (
+                30,
+                lambda record, filled: "responses_create_params" in filled and isinstance(record.get("response"), dict),
+            ),
+        ),
+    ),
+)

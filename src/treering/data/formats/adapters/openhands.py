@@ -3,17 +3,17 @@
 Source: evaluation/utils/shared.py of OpenHands, its events, and those of its software agent SDK.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
-from treering.data.formats.adapters.chat import decode_chat
+from treering.data.formats.adapters.chat_records import decode_chat
+from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import array, is_blank, number_field, show, text_field
-from treering.data.formats.messages import decode_messages
-from treering.data.formats.model_calls import as_context
-from treering.data.formats.tasks import NO_ANSWER, Note, task_of
-from treering.data.formats.tool_calls import nested_tools
+from treering.data.formats.json_fields import array, is_blank, number_field, show, text_field
+from treering.data.formats.model_calls import as_context, beside_text
+from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
 
@@ -33,29 +33,26 @@ _OWN_ARGS = frozenset(
         *("return_browser_output", "translated_ipython_code"),
     }
 )
-"""Arguments of an action that OpenHands adds to those of the call."""
+"""Arguments that OpenHands adds to those of the call."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """What was read of a run: chat messages by the ids of their events, and what stood before a condensation."""
+    """State of a run while its events are read."""
 
     note: Note
     messages: list[tuple[_Id, dict[str, Any]]] = field(default_factory=list)
     before: list[list[dict[str, Any]]] = field(default_factory=list)
     tools: object = None
     answers: dict[_Id, dict[str, Any]] = field(default_factory=dict)
-    """Answers of the model by the ids of its responses, one for all calls of a response."""
+    """Messages of the model by response id; a message holds all calls of a response."""
 
     def add(self, event: Mapping[str, Any], message: dict[str, Any]) -> None:
         self.messages.append((_id_of(event, "id"), message))
 
 
 def decode_openhands(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """The conversation of a run, and one more after each condensation of its history; a run without events is left out.
-
-    Raises:
-        InputError: a bad event, with its place.
+    """Decode the conversation of a run, and one more after each condensation; skip a run without events.
 
     Example: the event of a user's message "Fix a.py" and an agent's call of `ls` train the call.
     """
@@ -83,7 +80,7 @@ def _with_instruction(messages: tuple[Message, ...], instruction: str) -> tuple[
 
 
 def _logged_call(record: Mapping[str, Any], note: Note) -> Trajectory:
-    """The call that a file of `llm_completions` holds: only its answer is trained."""
+    """Decode a call from a file of `llm_completions`; only its answer is trained."""
     choices = record["response"].get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise InputError(f"response.choices holds one answer, got {show(choices)}; keep one of them")
@@ -98,7 +95,7 @@ def _logged_call(record: Mapping[str, Any], note: Note) -> Trajectory:
 
 
 def _reward(record: Mapping[str, Any]) -> float | None:
-    """1.0 for a resolved instance and 0.0 for another, where the run was evaluated."""
+    """Return 1.0 if the instance was resolved and 0.0 if not; without an evaluation, the record's reward."""
     result = record.get("test_result")
     places = (record, record.get("report"), result, result.get("report") if isinstance(result, dict) else None)
     for place in places:
@@ -110,14 +107,14 @@ def _reward(record: Mapping[str, Any]) -> float | None:
 def _conversations(
     events: Iterable[object], name: str, note: Note
 ) -> tuple[list[tuple[Message, ...]], tuple[Mapping[str, Any], ...]]:
-    """The conversation of the events, or one per stretch between condensations, and the tools.
+    """Return the tools, and one conversation per part of the run between condensations.
 
     After a condensation the kept messages are context. Only the agent's messages are trained.
 
     Raises:
-        InputError: an event that is no object, or events without any message.
+        InputError: an event is not an object, or no event has a message.
 
-    Example: a `MessageEvent` of the user and an `ActionEvent` are a user's message and an assistant's call.
+    Example: a `MessageEvent` of the user and an `ActionEvent` become a user's message and an assistant's call.
     """
     run = _Run(note=note)
     for i, event in enumerate(events):
@@ -163,7 +160,7 @@ def _read_action(event: Mapping[str, Any], run: _Run, where: str) -> None:
 
 
 def _add_answer(event: Mapping[str, Any], run: _Run, args: Mapping[str, Any]) -> None:
-    """The model's own message where the event keeps it, once for all calls of a response; else its arguments."""
+    """Add the model's message if the event has it, once per response; else a call from the event's arguments."""
     metadata = event.get("tool_call_metadata")
     response = metadata.get("model_response") if isinstance(metadata, dict) else None
     choices = response.get("choices") if isinstance(response, dict) else None
@@ -202,7 +199,7 @@ def _read_observation(event: Mapping[str, Any], run: _Run, where: str) -> None:
 
 
 def _condense(args: Mapping[str, Any], run: _Run, where: str) -> None:
-    """Ends a stretch; the next one begins with what is kept, and with the summary where one was written."""
+    """End a conversation; the next one starts with the kept messages and the summary, if there is one."""
     run.before.append([message for _, message in run.messages])
     start, end = args.get("forgotten_events_start_id"), args.get("forgotten_events_end_id")
     span = (start, end) if isinstance(start, int) and isinstance(end, int) else None
@@ -222,7 +219,6 @@ def _condense(args: Mapping[str, Any], run: _Run, where: str) -> None:
 
 
 def _id_of(record: Mapping[str, Any], key: str) -> _Id:
-    """What names an event or an answer of the model; None where nothing does."""
     value = record.get(key)
     return value if isinstance(value, str | int) else None
 
@@ -284,4 +280,41 @@ _KINDS: Mapping[str, Callable[[Mapping[str, Any], _Run, str], None]] = {
     "UserRejectObservation": _read_result,
     "Condensation": _condense,
 }
-"""The SDK's events that a model sees; the others are of the interface."""
+"""Events of the SDK that the model sees; other events belong to the user interface."""
+
+
+def whose_events(record: Mapping[str, Any], filled: Set[str]) -> str | None:
+    """Return which format the events of a run have, "swe_agent" or "openhands"; None without events."""
+    if "messages" in filled:
+        return None
+    for key in _EVENTS:
+        first = next((one for one in record[key] if one), None) if isinstance(record.get(key), list) else None
+        first = first[0] if isinstance(first, list) else first
+        if not isinstance(first, dict):
+            continue
+        if key == "history" and "role" in first:
+            return "swe_agent"
+        if "kind" in first or ("source" in first and ("action" in first or "observation" in first)):
+            return "openhands"
+        if "action" in first and ("response" in first or "thought" in first):
+            return "swe_agent"
+    # The run failed before its first event.
+    return "openhands" if "instance_id" in filled and "history" in record and "test_result" in record else None
+
+
+def _is_logged_call(record: Mapping[str, Any], filled: Set[str]) -> bool:
+    response = record.get("response")
+    return "messages" in filled and isinstance(response, dict) and "choices" in response
+
+
+FORMATS = (
+    RecordFormat(
+        name="openhands",
+        decode=partial(beside_text, decode=decode_openhands),
+        keys=(
+            *(("instance_id", "history"), ("history",), ("events",), ("trajectory",), ("messages",)),
+            ("messages", "response"),
+        ),
+        signs=((61, _is_logged_call), (62, lambda record, filled: whose_events(record, filled) == "openhands")),
+    ),
+)

@@ -4,14 +4,15 @@ Source: data/README.md of LLaMA-Factory.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from treering.data.formats.adapters.trl import preference_pair
+from treering.data.formats.adapters.trl_rows import preference_pair
+from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import array, is_blank, number_field, parsed, show, text_field
-from treering.data.formats.messages import decode_messages
-from treering.data.formats.tasks import Note, task_of
-from treering.data.formats.tool_calls import nested_tools
+from treering.data.formats.json_fields import array, is_blank, number_field, parsed, show, text_field
+from treering.data.formats.model_calls import beside_text
+from treering.data.formats.record_format import Note, RecordFormat, has_keys, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
 
@@ -20,12 +21,9 @@ _PAIR = ("chosen", "rejected")
 
 
 def decode_sharegpt(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """The conversation of a record, or the two of a preference pair.
+    """Decode the conversation of a record, or the two of a preference pair.
 
-    A `function_call` turn is one call or a list of them as JSON text; one that is no JSON is text as it stands.
-
-    Raises:
-        InputError: a bad turn, with its place.
+    A `function_call` turn is one call or a list of calls as JSON text; other text is kept as text.
 
     Example: `{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}` trains "Hello".
     """
@@ -71,9 +69,19 @@ def _as_chat(turn: object, where: str) -> Mapping[str, Any]:
 
 
 def _calls(content: object, where: str) -> list[Any] | None:
-    """The calls in a text; None if the text is no JSON and so a call in the model's own words."""
+    """Return the calls in a JSON text; None if the text is not JSON."""
     text = text_field({"value": content}, "value", f"{where}.value") or ""
     if not text.strip().startswith(("{", "[")):
         return None
     calls = parsed(text, f"{where}, a function_call,")
     return calls if isinstance(calls, list) else [calls]
+
+
+FORMATS = (
+    RecordFormat(
+        name="sharegpt",
+        decode=partial(beside_text, decode=decode_sharegpt),
+        keys=(("conversations",),),
+        signs=((70, has_keys("conversations")),),
+    ),
+)

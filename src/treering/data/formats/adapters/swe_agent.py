@@ -1,18 +1,19 @@
-"""SWE-agent's `.traj` files: `history`, and in newer ones the `query` of each step; also mini-SWE-agent's `messages`.
+"""SWE-agent's `.traj` files: `history`, in newer files the `query` of each step; and mini-SWE-agent's `messages`.
 
 Source: sweagent/types.py and sweagent/agent/agents.py.
 """
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from treering.data.formats.adapters.openhands import whose_events
+from treering.data.formats.chat_messages import decode_messages, nested_tools
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import array, show, text_field
-from treering.data.formats.messages import decode_messages
-from treering.data.formats.model_calls import MessageCall, message_branches
-from treering.data.formats.tasks import Note, task_of
-from treering.data.formats.tool_calls import nested_tools
+from treering.data.formats.json_fields import array, show, text_field
+from treering.data.formats.model_calls import MessageCall, beside_text, message_branches
+from treering.data.formats.record_format import Note, RecordFormat, task_of
 from treering.data.trajectory import Message, Trajectory
 from treering.errors import InputError
 
@@ -21,16 +22,13 @@ ACTION_ADDED = (
     "block, as SWE-agent's thought_action parser reads it"
 )
 _NO_TURN = ("exit",)
-"""Roles of mini-SWE-agent that no model saw."""
+"""Roles of mini-SWE-agent that the model did not see."""
 
 
 def decode_swe_agent(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    """The conversations of a run: of each attempt and each agent, and one more wherever a step's query is rewritten.
+    """Decode the conversations of a run: one per attempt and agent, and one more after each rewritten query.
 
-    Demonstrations are context. A step's query is what the policy saw; without queries the history is read.
-
-    Raises:
-        InputError: a bad message, with its place, or a record without history and messages.
+    Demonstrations are context. The query of a step is what the policy saw; without queries the history is read.
 
     Example: a history of system, user and assistant trains the assistant's text.
     """
@@ -53,7 +51,7 @@ def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message
     if not attempt.get("history"):
         raise InputError(
             f"a run of SWE-agent has its history, got the keys {', '.join(attempt) or 'none'}; a trajectory of actions "
-            "alone does not say what the policy was shown"
+            "does not have what the policy was shown"
         )
     by_agent: dict[str, list[Mapping[str, Any]]] = {}
     for i, item in enumerate(array("history", attempt["history"])):
@@ -62,7 +60,7 @@ def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message
         by_agent.setdefault(text_field(item, "agent", f"history[{i}].agent") or "", []).append(
             _as_chat(item, note, f"history[{i}]")
         )
-    # Each agent was shown its own messages only.
+    # Each agent saw only its own messages.
     histories = [decode_messages(items, "history") for items in by_agent.values()]
     if len(histories) == 1 and (calls := _calls(attempt.get("trajectory"), histories[0], note)):
         return list(message_branches(calls))
@@ -70,7 +68,7 @@ def _conversations(attempt: Mapping[str, Any], note: Note) -> list[tuple[Message
 
 
 def _calls(steps: object, history: tuple[Message, ...], note: Note) -> list[MessageCall]:
-    """The calls of the steps, each the query with the answer of the history; none if the steps do not match it."""
+    """Return each step's query with its answer in the history; an empty list if they do not match."""
     answers = [message for message in history if message.is_trained]
     queries = [step.get("query") for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
     if len(answers) != len(queries):
@@ -86,7 +84,7 @@ def _calls(steps: object, history: tuple[Message, ...], note: Note) -> list[Mess
 
 
 def _as_chat(item: Mapping[str, Any], note: Note, where: str) -> Mapping[str, Any]:
-    """The chat message of an entry; a demonstration has weight 0."""
+    """Convert an entry to a chat message; a demonstration has weight 0."""
     kept = ("role", "content", "tool_calls", "tool_call_id", "thinking_blocks", "reasoning_content")
     chat = {key: item[key] for key in kept if item.get(key) is not None}
     answered = item.get("tool_call_ids")
@@ -105,7 +103,7 @@ def _as_chat(item: Mapping[str, Any], note: Note, where: str) -> Mapping[str, An
 
 
 def _problem(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The instance's id as the replayed configuration names it."""
+    """Return the instance id in the replay configuration."""
     config = record.get("replay_config")
     try:
         problem = json.loads(config)["problem_statement"]["id"] if isinstance(config, str) else None
@@ -116,3 +114,21 @@ def _problem(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_no_turn(message: object) -> bool:
     return isinstance(message, dict) and message.get("role") in _NO_TURN
+
+
+FORMATS = (
+    RecordFormat(
+        name="swe_agent",
+        decode=partial(beside_text, decode=decode_swe_agent),
+        keys=(("history", "trajectory", "info"), ("history",), ("attempts",), ("messages", "trajectory_format")),
+        signs=(
+            (
+                60,
+                lambda record, filled: (
+                    "attempts" in filled or str(record.get("trajectory_format")).startswith("mini-swe-agent")
+                ),
+            ),
+            (62, lambda record, filled: whose_events(record, filled) == "swe_agent"),
+        ),
+    ),
+)

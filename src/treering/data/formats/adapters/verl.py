@@ -4,11 +4,13 @@ Source: `_dump_generations` in verl/trainer/ppo/ray_trainer.py.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from treering.data.formats.codec import check_readable
-from treering.data.formats.fields import integer_field, number_field, text_field
-from treering.data.formats.tasks import NO_ANSWER, Note, task_of
+from treering.data.formats.json_fields import integer_field, number_field, text_field
+from treering.data.formats.model_calls import beside_text
+from treering.data.formats.record_format import NO_ANSWER, Note, RecordFormat, task_of
 from treering.data.trajectory import RAW_FORMAT, Message, Trajectory
 from treering.errors import InputError
 
@@ -19,10 +21,7 @@ STRIPPED = (
 
 
 def decode_verl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
-    r"""The rollout of a row, as the text that it is (format "raw").
-
-    Raises:
-        InputError: no input, or an output of more than one turn.
+    r"""Decode the rollout of a row as raw text (format "raw").
 
     Example: `{"input": "user\n2+2?\nassistant\n", "output": "4", "score": 1.0, "step": 1}` trains "4".
     """
@@ -51,3 +50,20 @@ def decode_verl(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
             step=integer_field(record, "step"),
         )
     ]
+
+
+FORMATS = (
+    RecordFormat(
+        name="verl",
+        decode=partial(beside_text, decode=decode_verl),
+        keys=(("input", "output", "score"), ("input", "output")),
+        signs=(
+            (
+                90,
+                lambda record, filled: (
+                    record.keys() >= {"input", "output"} and not record.keys().isdisjoint(("score", "step", "gts"))
+                ),
+            ),
+        ),
+    ),
+)

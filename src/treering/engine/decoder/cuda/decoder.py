@@ -1,36 +1,161 @@
-"""The decoder for CUDA: matrix products and our own kernels, captured in one CUDA graph per size and replayed.
+"""The decoder for CUDA: torch's matrix products and our own kernels, captured in one CUDA graph per size and replayed.
 
 Passes whose logits are all wanted (decoding and verifying drafts) use a graph per bucket of tokens and tiles; passes
-with prefill chunks launch their kernels one by one.
+with prefill chunks launch their kernels one by one. Tokens of a row share a tile, so that their common keys are read
+once for all of them.
 
-    T tokens   W wanted ones   I tiles   V vocabulary
+    T tokens   W wanted ones   I tiles   V vocabulary   P parts of the keys   C hidden size   F MLP size
+    H query heads   G key heads   D head size
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treering.arrays import Int64Array
 from treering.engine.batch.token_batch import TokenBatch
-from treering.engine.decoder.cuda.attention import attend
-from treering.engine.decoder.cuda.buffers import Buffers
-from treering.engine.decoder.cuda.device import Staging, StagingBuffer, capture, no_grad_mode, on_device, padded_bytes
-from treering.engine.decoder.cuda.layers import add_norm, gate, rotate_and_write
-from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PagedAllocator
-from treering.engine.decoder.cuda.passes import (
-    ROWS_OF_TILES,
-    TILE_COLUMNS,
-    TOKEN_COLUMNS,
-    PassTables,
-    bucket,
-    plan_tables,
+from treering.engine.decoder.cuda.device import (
+    Staging,
+    StagingBuffer,
+    capture,
+    no_grad_mode,
+    num_processors,
+    on_device,
+    padded_bytes,
 )
-from treering.engine.decoder.cuda.products import Product, Products, ProductsBy, torch_product
-from treering.engine.decoder.protocol import Decoder
-from treering.engine.decoder.weights import DecoderWeights, LayerWeights
+from treering.engine.decoder.cuda.layers import add_norm, attend, gate, num_parts, rotate_and_write
+from treering.engine.decoder.cuda.pages import PAGE_SLOTS, PagedAllocator
+from treering.engine.decoder.reference import Decoder
+from treering.engine.decoder.weights import DecoderWeights, LayerWeights, Sizes, activation_widths
+
+ROWS_OF_TILES = (16, 64)
+"""Queries of a tile, tokens times heads: the minimum of the matrix units, and the most that fits with the keys."""
+
+TOKEN_COLUMNS = 6
+"""token, position, address, num_own, tree_offset, tree_bits"""
+
+TILE_COLUMNS = 6
+"""first token, number of tokens, prefix_start, num_prefix, own_start, num_read"""
+
+
+class PassTables(NamedTuple):
+    """The inputs of a pass besides weights."""
+
+    tokens: Int64Array  # [6, T], see TOKEN_COLUMNS; a tree begins tree_offset addresses after the own span's start
+    tiles: Int64Array  # [I, 6], see TILE_COLUMNS; some token sees the first num_read addresses of the own span
+    rows: int  # queries of a tile, of ROWS_OF_TILES
+
+
+def plan_tables(batch: TokenBatch, num_groups: int) -> PassTables:
+    """The tables of a pass with `num_groups` query heads per key head, at most 64.
+
+    Example: with 4 heads per key head, a row of 3 tokens and one of 1 are two tiles of 16 queries. A chunk of 100
+    tokens, more than the 4 that fit there, makes all tiles 64 queries and takes 7 of them.
+    """
+    starts, lengths = _runs(batch)
+    rows = next((rows for rows in ROWS_OF_TILES if rows // num_groups >= lengths.max(initial=1)), ROWS_OF_TILES[-1])
+    most = rows // num_groups
+    num_tiles = -(-lengths // most)
+    place = np.arange(num_tiles.sum()) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    first = np.repeat(starts, num_tiles) + place * most
+    offset = np.where(batch.tree_bits != 0, batch.tree_start - batch.own_start, 0)
+    num_read = np.maximum(batch.num_own, np.where(batch.tree_bits != 0, offset + _length(batch.tree_bits), 0))
+    tiles = [
+        first,
+        np.minimum(most, np.repeat(starts + lengths, num_tiles) - first),
+        batch.prefix_start[first],
+        batch.num_prefix[first],
+        batch.own_start[first],
+        np.maximum.reduceat(num_read, first) if first.size else first,
+    ]
+    columns = [batch.tokens, batch.positions, batch.slots, batch.num_own, offset, batch.tree_bits]
+    return PassTables(np.stack(columns), np.stack(tiles, 1), rows)
+
+
+def _runs(batch: TokenBatch) -> tuple[Int64Array, Int64Array]:
+    """First tokens and lengths of the runs of tokens with the same spans."""
+    spans = np.stack([batch.prefix_start, batch.num_prefix, batch.own_start])
+    is_start = np.ones(batch.num_tokens, bool)
+    is_start[1:] = (spans[:, 1:] != spans[:, :-1]).any(0)
+    starts = np.flatnonzero(is_start)
+    return starts, np.diff(starts, append=batch.num_tokens)
+
+
+def _length(bits: Int64Array) -> Int64Array:
+    """Index of the highest set bit, from 1; may be one too high for long runs of set bits, by rounding."""
+    return np.frexp(bits.view(np.uint64).astype(np.float64))[1].astype(np.int64)
+
+
+def bucket(count: int) -> int:
+    """Rounds `count` >= 1 up to the size of a captured pass: powers of two up to 64, then multiples of 64.
+
+    Example: 1, 2, 3, 64, 65 and 130 become 1, 2, 4, 64, 128 and 192.
+    """
+    return 1 << (count - 1).bit_length() if count <= 64 else -(-count // 64) * 64
+
+
+class Views(NamedTuple):
+    """The buffers of one pass, in the model's dtype unless noted."""
+
+    x: Tensor  # [T, C] residual stream
+    h: Tensor  # [T, C] its norm
+    update: Tensor  # [T, C] to be added to x next
+    qkv: Tensor  # [T, (H + 2 G) D]
+    attended: Tensor  # [T, H D]
+    gate_up: Tensor  # [T, 2 F]
+    gated: Tensor  # [T, F]
+    parts: Tensor  # float32 [P, T, H, D]
+    lse: Tensor  # float32 [P, T, H]
+
+
+class Buffers:
+    """Buffers for passes of up to `num_tokens` tokens, which all use the same memory."""
+
+    def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
+        """Allocates everything but the logits, which only some passes write here."""
+        sizes, device = weights.sizes, weights.device
+        self._weights = weights
+        self._num_tokens = num_tokens
+        self._tensors = [
+            torch.zeros(num_tokens, width, dtype=weights.dtype, device=device)
+            for width in activation_widths(sizes).values()
+        ]
+        self._num_lines = _most_lines(sizes, num_tokens, num_processors(device))
+        self._parts = torch.zeros(self._num_lines, sizes.num_heads, sizes.head_size, device=device)
+        self._lse = torch.zeros(self._num_lines, sizes.num_heads, device=device)
+        self._logits: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits of all tokens, [T, V]; allocated at first use."""
+        if self._logits is None:
+            head = self._weights.head
+            self._logits = torch.zeros(self._num_tokens, head.shape[0], dtype=head.dtype, device=head.device)
+        return self._logits
+
+    def first(self, num_tokens: int, num_tiles: int) -> Views:
+        """Views for a pass of `num_tokens` tokens in `num_tiles` tiles."""
+        weights = self._weights
+        shape = num_parts(num_tiles, weights.sizes.num_kv_heads, num_processors(weights.device)), num_tokens
+        num_lines = shape[0] * num_tokens
+        assert num_tokens <= self._num_tokens
+        assert num_lines <= self._num_lines
+        parts = self._parts[:num_lines].view(*shape, *self._parts.shape[1:])
+        lse = self._lse[:num_lines].view(*shape, -1)
+        return Views._make([*(tensor[:num_tokens] for tensor in self._tensors), parts, lse])
+
+
+def _most_lines(sizes: Sizes, num_tokens: int, num_processors: int) -> int:
+    """Most tokens times parts of a pass with more than `num_tokens` / 2 and up to `num_tokens` tokens."""
+    # Fewer tokens mean fewer tiles, and so more parts.
+    fewest_tiles = num_tokens // 2 * (sizes.num_heads // sizes.num_kv_heads) // ROWS_OF_TILES[-1]
+    return num_tokens * num_parts(max(1, fewest_tiles), sizes.num_kv_heads, num_processors)
+
 
 MAX_CAPTURED = 1024
 """Most tokens of a captured pass; beyond, launch time is negligible."""
@@ -43,15 +168,13 @@ class CudaDecoder(Decoder):
 
     Attributes:
         allocator: the arena; slots of a batch are addresses in it.
-        products: the kernel chosen for each matrix product of a captured pass.
     """
 
     @no_grad_mode()
-    def __init__(self, weights: DecoderWeights, num_slots: int, products: ProductsBy = "measured") -> None:
+    def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
         """Allocates pages for `num_slots` and a spare page that nothing reads."""
         sizes, device = weights.sizes, weights.device
         self.allocator = PagedAllocator(num_slots)
-        self.products = Products(weights, products)
         num_pages = int(self.allocator.table.max()) + 1
         self._weights = weights
         # Padding tokens of a bucket write to the address after the last one.
@@ -110,8 +233,7 @@ class CudaDecoder(Decoder):
         if key not in self._captured:
             staging = StagingBuffer(self._weights.device, sum(padded_bytes(array.nbytes) for array in arrays))
             tokens, tiles = staging.send(arrays)
-            product = self.products.for_tokens(num_tokens)
-            work = partial(self._pass, product, buffers, tokens, tiles, None, logits, tables.rows)
+            work = partial(self._pass, buffers, tokens, tiles, None, logits, tables.rows)
             self._captured[key] = staging, capture(work, self._weights.device)
         staging, replay = self._captured[key]
         staging.send(arrays)
@@ -123,7 +245,7 @@ class CudaDecoder(Decoder):
         tokens, tiles, wanted_on_device = self._staging.send([tables.tokens, tables.tiles, wanted])
         head = self._weights.head
         logits = torch.empty(wanted.size, head.shape[0], dtype=head.dtype, device=head.device)
-        self._pass(torch_product, buffers, tokens, tiles, wanted_on_device, logits, tables.rows)
+        self._pass(buffers, tokens, tiles, wanted_on_device, logits, tables.rows)
         return logits
 
     def _padded(self, tables: PassTables, num_tokens: int, num_tiles: int) -> list[NDArray[np.int64]]:
@@ -136,7 +258,6 @@ class CudaDecoder(Decoder):
 
     def _pass(
         self,
-        product: Product,
         buffers: Buffers,
         tokens: Tensor,
         tiles: Tensor,
@@ -152,21 +273,21 @@ class CudaDecoder(Decoder):
         update: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             add_norm(views.x, update, layer.input_norm, views.h, eps)
-            product("qkv", views.h, layer.qkv, layer.qkv_bias, views.qkv)
+            _product(views.h, layer.qkv, layer.qkv_bias, views.qkv)
             keys, values = self._keys[index], self._values[index]
             rotation = weights.cos, weights.sin
             rotate_and_write(views.qkv, _norms(layer), rotation, keys, values, tokens, self._table, eps)
             attend(
                 views.qkv, keys, values, tokens, tiles, self._table, views.parts, views.lse, views.attended, rows=rows
             )
-            product("out", views.attended, layer.out, layer.out_bias, views.update)
+            _product(views.attended, layer.out, layer.out_bias, views.update)
             add_norm(views.x, views.update, layer.mlp_norm, views.h, eps)
-            product("gate_up", views.h, layer.gate_up, layer.gate_up_bias, views.gate_up)
+            _product(views.h, layer.gate_up, layer.gate_up_bias, views.gate_up)
             gate(views.gate_up, views.gated)
-            product("down", views.gated, layer.down, layer.down_bias, views.update)
+            _product(views.gated, layer.down, layer.down_bias, views.update)
             update = views.update
         add_norm(views.x, update, weights.norm, views.h, eps)
-        product("head", views.h if wanted is None else views.h[wanted], weights.head, weights.head_bias, logits)
+        _product(views.h if wanted is None else views.h[wanted], weights.head, weights.head_bias, logits)
 
     def _buffers_for(self, num_tokens: int) -> Buffers:
         """Buffers for `num_tokens` rounded up to a power of two, kept at a fixed address."""
@@ -174,6 +295,14 @@ class CudaDecoder(Decoder):
         if size not in self._buffers:
             self._buffers[size] = Buffers(self._weights, num_tokens=size)
         return self._buffers[size]
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write x [T, K] times the transposed weight [N, K], plus the bias, to out [T, N]."""
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
 
 
 def _norms(layer: LayerWeights) -> tuple[Tensor, Tensor] | None:
@@ -185,7 +314,7 @@ def unsupported_reason(weights: DecoderWeights) -> str | None:
 
     Example: float64 weights give "computes float32, bfloat16 and float16, and the model is torch.float64".
     """
-    from treering.attention.triton.ops import INTERPRETED
+    from treering.attention.triton_kernels import INTERPRETED
 
     sizes, dtype = weights.sizes, weights.dtype
     if weights.device.type != "cuda" and not INTERPRETED:

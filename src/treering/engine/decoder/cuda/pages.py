@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from treering.engine.kv_cache.allocator import KVAllocator, SpanAllocator
+from treering.engine.kv_cache import KVAllocator, SpanAllocator
 from treering.errors import InputError
 from treering.types import TokenIds
 
@@ -74,7 +74,8 @@ class PageAllocator:
             self._num_readers[page] += 1
         pages = known + [self._allocate_page() for _ in range(num_new)]
         for place in range(len(known), tokens.size // PAGE_SLOTS):
-            self._register(pages[place], _page_key(pages, tokens, place))
+            page, key = pages[place], _page_key(pages, tokens, place)
+            self._keys[page], self._by_key[key] = key, page
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
@@ -123,9 +124,6 @@ class PageAllocator:
         page = self._free.pop()
         self._num_readers[page] = 1
         return page
-
-    def _register(self, page: int, name: _PageKey) -> None:
-        self._keys[page], self._by_key[name] = name, page
 
     def _release(self, page: int) -> None:
         name, self._keys[page] = self._keys[page], None

@@ -1,0 +1,1 @@
+"""Every road of Treering with a pretrained model, SmolLM2-135M-Instruct."""

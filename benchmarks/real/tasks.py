@@ -1,0 +1,115 @@
+"""Three tasks whose rewards are rules: a number alone, the form of an answer, a calculator to ask and to believe."""
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from treering.cli.demo import DemoSize, Sections, sums_in_words, write_real_task
+from treering.rl.environments import Environment, EnvTask
+
+NUM_HELD_OUT = 16
+HELD_OUT_FILE = "held_out.jsonl"
+
+_THINGS = ("bird", "city", "colour", "country", "drink", "fish", "flower", "fruit", "game", "metal", "month", "planet",
+           "river", "sport", "tool", "tree")  # fmt: skip
+_ASKED = {
+    "words": "Name a {thing}. Answer in exactly {count} words.",
+    "lower": "Name a {thing}. Answer in lowercase letters only.",
+    "json": 'Name a {thing}. Answer with JSON alone, such as {{"name": "x"}}.',
+}
+
+
+def forms(count: int, seed: int) -> list[dict[str, Any]]:
+    """Distinct prompts that ask for a form, with the rule as a column.
+
+    Example: one is "Name a fish. Answer in lowercase letters only." with the rule "lower".
+    """
+    draws = random.Random(seed)
+    lines = [
+        {
+            "prompt_id": f"{rule} {thing}",
+            "prompt": asked.format(thing=thing, count=number),
+            "rule": rule,
+            "count": number,
+        }
+        for rule, asked in _ASKED.items()
+        for thing in _THINGS
+        for number in (draws.randint(2, 3),)
+    ]
+    return draws.sample(lines, count)
+
+
+def follows_form(prompt: Any, text: str, rule: str, count: int) -> float:
+    """1.0 if the answer has the form that its prompt asks for, else 0.0."""
+    text = text.strip()
+    if rule == "words":
+        return float(len(text.split()) == count)
+    if rule == "lower":
+        return float(text.islower())
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return 0.0
+    return float(isinstance(found, dict) and set(found) == {"name"})
+
+
+_CALL = re.compile(r"CALC: *(\d+) *\+ *(\d+)")
+_EXAMPLE = (
+    {"role": "system", "content": "To add numbers, write CALC and the sum. You are told the result. Then answer."},
+    {"role": "user", "content": "What is 12 + 7?"},
+    {"role": "assistant", "content": "CALC: 12 + 7"},
+    {"role": "user", "content": "Result: 19"},
+    {"role": "assistant", "content": "19"},
+)
+
+
+class Calculator(Environment):
+    """Sums of numbers that the model cannot add alone: it asks the calculator, and answers with what it says."""
+
+    tasks = tuple(
+        EnvTask(id=f"{a} + {b}", data=(a, b))
+        for draws in (random.Random(0),)
+        for a, b in ((draws.randint(1000, 9999), draws.randint(1000, 9999)) for _ in range(48))
+    )
+
+    async def run(self, task: EnvTask, policy: Any) -> float:
+        """0.2 for a call that runs, 1.0 for the right one and an answer that is its result alone."""
+        a, b = task.data
+        messages: list[Mapping[str, Any]] = [*_EXAMPLE, {"role": "user", "content": f"What is {a} + {b}?"}]
+        asked = await policy.chat(messages)
+        call = _CALL.fullmatch(asked.text.strip())
+        if call is None:
+            return 0.0
+        result = int(call[1]) + int(call[2])
+        answer = await policy.chat([*messages, asked.message, {"role": "user", "content": f"Result: {result}"}])
+        return 1.0 if result == a + b and answer.text.strip().rstrip(".") == str(result) else 0.2
+
+
+TASKS = ("sums", "forms", "calculator")
+
+
+def write_task(name: str, out: Path, model: Path, size: DemoSize, *, seed: int, temperature: float) -> Sections:
+    """Writes prompts, held-out ones and rewards into a folder; the settings of a run, which evaluates every epoch."""
+    out.mkdir(parents=True, exist_ok=True)
+    sections = {key: dict(own) for key, own in write_real_task(out, model, size, seed=seed).sections.items()}
+    sections["sampling"]["temperature"] = temperature
+    sections["eval"] = {"every": size.steps_per_epoch}
+    if name == "calculator":
+        sections["task"] = {"kind": "environment", "class": "benchmarks.real.tasks:Calculator", "max_turn_tokens": 24}
+        sections["sampling"]["max_tokens"] = 192
+        sections["eval"]["share"] = NUM_HELD_OUT / len(Calculator.tasks)
+        return sections
+    lines = (sums_in_words if name == "sums" else forms)(size.num_prompts + NUM_HELD_OUT, seed)
+    _write(out / sections["task"]["file"], lines[NUM_HELD_OUT:])
+    _write(out / HELD_OUT_FILE, lines[:NUM_HELD_OUT])
+    sections["eval"]["file"] = HELD_OUT_FILE
+    if name == "forms":
+        sections["task"]["reward"] = "benchmarks.real.tasks:follows_form"
+    return sections
+
+
+def _write(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -1,1 +1,0 @@
-"""Weights on their way from the trainer to the rollout workers."""

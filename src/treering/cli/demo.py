@@ -1,0 +1,526 @@
+"""`treering demo`: trains one policy by GRPO twice, with a plain loop and with Treering's, and compares.
+
+The policy is a small one that is made on the spot, or with --real a pretrained model that learns sums in words.
+"""
+
+import json
+import os
+import platform
+import random
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from treering.cli.display import LogConsole, PlainConsole, RunDisplay, note_compiling, note_doing, warnings_as_lines
+from treering.cli.fetch import SMOLLM2, fetched
+from treering.cli.models import build_model
+from treering.cli.run_folder import locked
+from treering.cli.signals import advising
+from treering.cli.toml import pair, section
+from treering.cli.train import open_training
+from treering.cli.train_report import RlRun, RlTotals, totals
+from treering.config import RlConfig, load
+from treering.config.model import ModelConfig
+from treering.config.optim import OptimOptions
+from treering.config.sft import SftOptions
+from treering.data import Trajectory
+from treering.engine.protocol import Request, Sampling
+from treering.engine.torch_engine import TorchEngine
+from treering.errors import InputError
+from treering.extras import versions_of
+from treering.files.writing import write_text, writing
+from treering.history.draft.drafter import Drafter
+from treering.history.draft.kernel import propose
+from treering.history.store.store import HistoryStore
+from treering.report.run import LOCK_FILE
+from treering.rl.step_report import RlStepReport
+from treering.rl.tasks.sums import ChainedSums
+from treering.train.loop.checkpoint import num_tensor_bytes, told_why
+from treering.train.loop.compute import fitting_threads
+from treering.train.loop.sft import SftLoop
+from treering.tree.forest import Forest
+from treering.tree.radix import fill_forest
+from treering.tree.stats import Work, flat_work, tree_work, work_bounds
+from treering.types import read_shape
+
+DEFAULT_FOLDER = Path("runs/demo")
+REPORT_FILE = "demo.json"
+MODEL = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=384)
+MAX_NUMBER = 9
+"""Largest number in a sum: small enough for this model to learn in a minute."""
+MAX_ROLLOUT_TOKENS = 64
+"""The longest right response has 35 tokens."""
+ENOUGH = 0.4
+"""Share of right answers at which the warm start ends. The share rises steeply here and often ends nearer 0.6."""
+MAX_STEPS = 600
+"""Most supervised steps."""
+_SUMS_PER_STEP = 32
+_CHECK_EVERY = 25
+_NUM_CHECKED = 128
+OnStep = Callable[[int, float], None]
+"""Called after each step with its number and the last measured accuracy."""
+Side = Literal["plain", "treering"]
+SIDES: tuple[Side, Side] = ("plain", "treering")
+START_FOLDER = "start"
+_NO_WORK = Work(num_tokens=0, num_pairs=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WarmStart:
+    """A policy and how it was trained."""
+
+    model: PreTrainedModel
+    num_steps: int
+    """Supervised steps."""
+    accuracy: float
+    """Share of right answers to sums outside its training data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSize:
+    """How much is trained."""
+
+    num_prompts: int = 128
+    prompts_per_step: int = 32
+    group_size: int = 16
+    num_epochs: int = 5
+    max_batch: int = 8
+    """Rollouts that run at one time, on both sides."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one pass over the prompts."""
+        return -(-self.num_prompts // self.prompts_per_step)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of a run."""
+        return self.num_epochs * self.steps_per_epoch
+
+
+REAL = DemoSize(num_prompts=32, prompts_per_step=4, group_size=8, num_epochs=3, max_batch=32)
+"""Of --real: about a quarter of an hour on two cores."""
+Sections: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Settings of `treering train` by section."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoStart:
+    """What both runs begin with."""
+
+    folder: Path
+    """Of the model."""
+    sections: Sections
+    """The settings of this model and its task."""
+    warm_steps: int = 0
+    """Supervised steps before both runs."""
+    warm_accuracy: float | None = None
+    """Share of right answers after them; None without any."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """What both runs did, step by step."""
+
+    num_parameters: int = 0
+    num_threads: int = 1
+    """Threads of training and sampling."""
+    reports: dict[Side, list[RlStepReport]] = field(default_factory=lambda: {side: [] for side in SIDES})
+    flat: Work = _NO_WORK
+    """Work of the plain side's training."""
+    tree: Work = _NO_WORK
+    """Work of the same training as trees."""
+    first_difference: int | None = None
+    """First step at which any token of the two runs differs; None if none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    """Both runs. Seconds are wall time over all steps; ratios are plain over Treering."""
+
+    seed: int
+    size: DemoSize
+    num_parameters: int
+    warm_steps: int
+    """Supervised steps before both runs."""
+    warm_accuracy: float | None
+    """Share of right answers after them; None without any."""
+    plain: RlTotals
+    treering: RlTotals
+    rollout_ratio: float
+    train_ratio: float
+    step_ratio: float
+    token_bound: float
+    """Best possible ratio of training by tokens."""
+    flop_bound: float
+    """Best possible ratio of training by counted FLOPs."""
+    share_of_flop_bound: float
+    first_difference: int | None
+    """First step at which any token of the two runs differs; None if none does."""
+    num_steps: int
+    machine: str
+    num_threads: int
+    """Threads of training and sampling."""
+    versions: dict[str, str]
+
+
+def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -> None:
+    """Trains both ways with a live display on stderr and prints one table, or JSON, to stdout.
+
+    Args:
+        out: new or empty folder for the runs; None is the first free one of `runs/demo`, `runs/demo-2` and so on.
+        seed: of weights, prompts, their order and the noise.
+        json_output: JSON instead of the table.
+        real: trains SmolLM2-135M-Instruct instead of a small policy of its own.
+
+    Raises:
+        InputError: `out` already holds files, or the model cannot be fetched.
+        StateError: another process uses it, or it cannot be written.
+    """
+    out = _free_folder() if out is None else out
+    console = LogConsole()
+    advice = f"the demo starts again in another folder; treering train {out}/treering.toml goes on with one run"
+    with advising(advice), locked(out), warnings_as_lines(console), console.telling("preparing"):
+        _check_empty(out)
+        report = (
+            measure_real(out, REAL, seed=seed, console=console)
+            if real
+            else measure(out, DemoSize(), seed=seed, console=console)
+        )
+    if json_output:
+        print(json.dumps(asdict(report), indent=2))
+        return
+    PlainConsole().print(as_table(report))
+    console.print(
+        f"everything is in {out}: configuration, metrics, checkpoints and every epoch's rollouts of both runs\n"
+        f"look at both on one page: treering report {out} --open\n"
+        f"go on with either: treering train {out}/treering.toml rl.num_epochs={report.size.num_epochs + 2}",
+        soft_wrap=True,
+    )
+
+
+def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float = ENOUGH) -> DemoReport:
+    """Makes the policy, trains it both ways in the folder `out`, and writes the report there."""
+    # Its own progress bars would flicker through ours.
+    transformers_logging.disable_progress_bar()
+    start = _warm_start(out, size, seed=seed, console=console, enough=enough)
+    return _measure_from(start, out, size, seed=seed, console=console)
+
+
+def measure_real(out: Path, size: DemoSize, *, seed: int, console: LogConsole) -> DemoReport:
+    """Does the same with the model that `treering fetch smollm2` fetches, on sums in words."""
+    transformers_logging.disable_progress_bar()
+    start = write_real_task(out, fetched(SMOLLM2, console), size, seed=seed)
+    console.print(
+        f"both loops from {start.folder}: {size.num_epochs} epochs over {size.num_prompts} sums in words, "
+        f"{size.prompts_per_step} x {size.group_size} rollouts a step; about a quarter of an hour on two cores",
+        soft_wrap=True,
+    )
+    return _measure_from(start, out, size, seed=seed, console=console)
+
+
+def _measure_from(start: DemoStart, out: Path, size: DemoSize, *, seed: int, console: Console) -> DemoReport:
+    with RunDisplay(title=f"{out}/treering", num_steps=size.num_steps, first_step=0, console=console) as display:
+        compared = compare(out, size, start.sections, seed=seed, on_step=lambda so_far: _show(display, so_far))
+    report = make_report(start, size, compared, seed=seed)
+    with writing(out / REPORT_FILE):
+        write_text(out / REPORT_FILE, json.dumps(asdict(report), indent=2) + "\n")
+    return report
+
+
+def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float) -> DemoStart:
+    task = demo_task(size.num_prompts, seed)
+    note_doing(console, "warm start")
+    note_compiling(console, fill_forest, propose)
+    console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
+    title = "warm start"
+    with RunDisplay(title=title, num_steps=MAX_STEPS, first_step=0, console=console, unit=title) as display:
+
+        def show(step: int, accuracy: float) -> None:
+            display.show_step(step, f"right {accuracy:.2f} of {enough} wanted")
+
+        start = warm_start(task, seed=seed, enough=enough, on_step=show)
+    num_bytes = num_tensor_bytes(start.model.state_dict())
+    with writing(out / START_FOLDER, num_bytes), told_why(out / "start.unfinished", num_bytes):
+        start.model.save_pretrained(out / START_FOLDER)
+    console.print(
+        f"{start.model.num_parameters():,} parameters, {start.num_steps} steps, {start.accuracy:.2f} right; now both "
+        f"loops from here: {size.num_epochs} epochs, {size.prompts_per_step} x {size.group_size} rollouts a step",
+        soft_wrap=True,
+    )
+    return DemoStart(
+        folder=out / START_FOLDER,
+        sections=sums_sections(size, seed),
+        warm_steps=start.num_steps,
+        warm_accuracy=start.accuracy,
+    )
+
+
+def _show(display: RunDisplay, compared: Comparison) -> None:
+    plain, ours = compared.reports["plain"], compared.reports["treering"]
+    ratio = sum(each.phases.step_s for each in plain) / sum(each.phases.step_s for each in ours)
+    note = f"{ratio:.2f}x as fast as the plain loop, which takes its turn after each step"
+    display.show({"step": ours[-1].step, **ours[-1].values()}, note=note)
+
+
+def _check_empty(out: Path) -> None:
+    if any(path.name != LOCK_FILE for path in out.iterdir()):
+        raise InputError(f"--out needs a new or empty folder, and {out} holds files; name another one")
+
+
+def _free_folder() -> Path:
+    folders = (DEFAULT_FOLDER if n == 1 else DEFAULT_FOLDER.with_name(f"{DEFAULT_FOLDER.name}-{n}") for n in count(1))
+    return next(folder for folder in folders if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())))
+
+
+def demo_task(num_prompts: int, seed: int) -> ChainedSums:
+    """The prompts that both loops train on."""
+    return ChainedSums(num_prompts, seed, max_number=MAX_NUMBER)
+
+
+def warm_start(task: ChainedSums, *, seed: int, enough: float = ENOUGH, on_step: OnStep) -> WarmStart:
+    """Supervised training on solved sums outside the task, until the policy gets `enough` of held-out ones right.
+
+    Example: with seed 0 it takes 225 steps of 32 sums to an accuracy of 0.38, and 275 to 0.84.
+    """
+    model = build_model(MODEL, num_ids=task.vocab_size, seed=seed, folder=None)
+    checked = task.held_out(_NUM_CHECKED)
+    solved = checked.held_out(MAX_STEPS * _SUMS_PER_STEP).solutions()
+    loop = SftLoop(
+        model,
+        solved,
+        optim=OptimOptions(learning_rate=3e-3, warmup_steps=20, weight_decay=0.01, betas=(0.9, 0.99)),
+        options=SftOptions(trees_per_step=_SUMS_PER_STEP, seed=seed),
+    )
+    accuracy = 0.0
+    while loop.num_steps_done < MAX_STEPS and accuracy < enough:
+        loop.step()
+        if loop.num_steps_done % _CHECK_EVERY == 0:
+            accuracy = measure_accuracy(model, checked)
+        on_step(loop.num_steps_done, accuracy)
+    return WarmStart(model=model, num_steps=loop.num_steps_done, accuracy=accuracy)
+
+
+def measure_accuracy(model: PreTrainedModel, task: ChainedSums) -> float:
+    """Share of a task's prompts that one sampled rollout each gets right.
+
+    The engine drafts from its own history, so that all compiled code is ready before either loop is timed.
+    """
+    store = HistoryStore()
+    engine = TorchEngine(model, Drafter(store), max_batch=16, num_threads=1, costs="none")
+    sampling = Sampling(max_tokens=MAX_ROLLOUT_TOKENS, stop_tokens=task.stop_tokens)
+    prompts = {prompt.prompt_id: prompt for prompt in task.prompts}
+    rewards = []
+    for rollout in engine.generate(
+        Request(prompt_id=prompt.prompt_id, prompt=prompt.tokens, sampling=sampling) for prompt in task.prompts
+    ):
+        rewards.append(task.reward(prompts[rollout.prompt_id], rollout))
+        store.add(rollout.prompt_id, [rollout.tokens], version=0)
+    store.publish()
+    return sum(rewards) / len(rewards)
+
+
+def sums_sections(size: DemoSize, seed: int) -> Sections:
+    """The settings of the small policy and its sums."""
+    return {
+        "model": {"path": START_FOLDER},
+        "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
+        "sampling": {"max_tokens": MAX_ROLLOUT_TOKENS},
+        "optim": {"learning_rate": 2e-4, "betas": [0.9, 0.99]},
+        "run": {"save_every": size.steps_per_epoch},
+    }
+
+
+PROMPTS_FILE, REWARDS_FILE = "prompts.jsonl", "rewards.py"
+_REWARD = '''"""What the demo rewards; treering train reads it again where a run goes on."""
+
+
+def number_alone(prompt, text):
+    """1.0 for the right number alone, 0.2 for another number alone or the right one in words, else 0.0."""
+    words = text.replace(".", " ").replace(",", " ").split()
+    if words == [prompt.answer]:
+        return 1.0
+    return 0.2 if prompt.answer in words or (len(words) == 1 and words[0].isdigit()) else 0.0
+'''
+
+
+def sums_in_words(count: int, seed: int) -> list[dict[str, str]]:
+    """Distinct lines of a file of prompts.
+
+    Example: one is {"prompt_id": "7 + 5", "prompt": "What is 7 + 5? Answer with only the number.", "answer": "12"}.
+    """
+    pairs = random.Random(seed).sample([(a, b) for a in range(1, 10) for b in range(1, 10)], count)
+    return [
+        {"prompt_id": f"{a} + {b}", "prompt": f"What is {a} + {b}? Answer with only the number.", "answer": str(a + b)}
+        for a, b in pairs
+    ]
+
+
+def write_real_task(out: Path, model: Path, size: DemoSize, *, seed: int) -> DemoStart:
+    """Writes sums in words and their reward for the model in a folder."""
+    with writing(out):
+        lines = [json.dumps(line) for line in sums_in_words(size.num_prompts, seed)]
+        (out / PROMPTS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (out / REWARDS_FILE).write_text(_REWARD, encoding="utf-8")
+    return DemoStart(
+        folder=model,
+        sections={
+            "model": {"path": str(model.absolute())},
+            "task": {"kind": "prompts", "file": PROMPTS_FILE, "reward": f"{REWARDS_FILE}:number_alone"},
+            "sampling": {"max_tokens": 24},
+            "optim": {"learning_rate": 3e-6},
+            # A checkpoint with its optimiser has 1.6 GB.
+            "run": {"save_every": size.num_steps, "keep": 1},
+        },
+    )
+
+
+def compare(
+    out: Path, size: DemoSize, own: Sections, *, seed: int, on_step: Callable[[Comparison], None]
+) -> Comparison:
+    """Trains one model in `out/plain` and `out/treering`; `own` are the settings of model and task."""
+    result = Comparison()
+    with ExitStack() as stack:
+        runs: dict[Side, RlRun] = {
+            side: stack.enter_context(
+                open_training(
+                    load(RlConfig, write_config(out, size, own, side=side, seed=seed)),
+                    config_dir=out,
+                    console=PlainConsole(quiet=True),
+                )
+            )
+            for side in SIDES
+        }
+        model = runs["plain"].loop.model
+        result.num_parameters = sum(weight.numel() for weight in model.parameters())
+        result.num_threads = fitting_threads(model) or torch.get_num_threads()
+        for plain, ours in zip(runs["plain"].steps, runs["treering"].steps, strict=True):
+            result.reports["plain"].append(plain)
+            result.reports["treering"].append(ours)
+            latest = {side: run.loop.latest for side, run in runs.items()}
+            lengths = [forest.branch_length for forest in _forests(latest["plain"])]
+            result.flat += flat_work(np.concatenate([np.zeros(0, np.int64), *lengths]))
+            result.tree += tree_work(_forests(latest["treering"]))
+            if result.first_difference is None and _tokens(latest["plain"]) != _tokens(latest["treering"]):
+                result.first_difference = ours.step
+            on_step(result)
+    return result
+
+
+def write_config(out: Path, size: DemoSize, own: Sections, *, side: Side, seed: int) -> Path:
+    """Writes the configuration of one side for `treering train`; sides differ in two settings."""
+    ours = side == "treering"
+    sections: dict[str, Mapping[str, Any]] = {
+        **own,
+        "rl": {
+            "num_epochs": size.num_epochs,
+            "prompts_per_step": size.prompts_per_step,
+            "group_size": size.group_size,
+            "layout": "tree" if ours else "packed",
+            "seed": seed,
+        },
+        "engine": {"max_batch": size.max_batch, "seed": seed},
+        "history": {"drafts": "on", "min_acceptance": 0.4} if ours else {"drafts": "off"},
+        "run": {"dir": str(out / side), **own["run"]},
+    }
+    file = out / f"{side}.toml"
+    with writing(file):
+        text = [section(name, [pair(*each) for each in settings.items()]) for name, settings in sections.items()]
+        file.write_text("".join(text), encoding="utf-8")
+    return file
+
+
+def _forests(trajectories: list[Trajectory]) -> list[Forest]:
+    """The trees that a step trained: one per group whose rewards differ."""
+    groups: dict[object, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.task_id, []).append(trajectory)
+    return [
+        Forest.from_sequences([_ids(member) for member in group])
+        for group in groups.values()
+        if any(member.advantage for member in group)
+    ]
+
+
+def _ids(trajectory: Trajectory) -> Any:
+    assert trajectory.tokens is not None
+    return trajectory.tokens
+
+
+def _tokens(trajectories: list[Trajectory]) -> list[list[int]]:
+    return [_ids(trajectory).tolist() for trajectory in trajectories]
+
+
+def make_report(start: DemoStart, size: DemoSize, compared: Comparison, *, seed: int) -> DemoReport:
+    """The report of two finished runs."""
+    plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
+    best = work_bounds(compared.flat, compared.tree, read_shape(start.folder))
+    train_ratio = plain.train_s / ours.train_s
+    return DemoReport(
+        seed=seed,
+        size=size,
+        num_parameters=compared.num_parameters,
+        warm_steps=start.warm_steps,
+        warm_accuracy=start.warm_accuracy,
+        plain=plain,
+        treering=ours,
+        rollout_ratio=plain.rollout_s / ours.rollout_s,
+        train_ratio=train_ratio,
+        step_ratio=plain.seconds / ours.seconds,
+        token_bound=best.token_bound,
+        flop_bound=best.flop_bound,
+        share_of_flop_bound=train_ratio / best.flop_bound,
+        first_difference=compared.first_difference,
+        num_steps=len(compared.reports["plain"]),
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        num_threads=compared.num_threads,
+        versions=versions_of(("torch", "transformers", "numpy", "numba")),
+    )
+
+
+def as_table(report: DemoReport) -> Table:
+    """The comparison for a terminal."""
+    plain, ours, size = report.plain, report.treering, report.size
+    first = "none" if report.first_difference is None else f"step {report.first_difference}"
+    title = f"{report.num_steps} steps of GRPO from one start, {size.num_epochs} epochs over {size.num_prompts} prompts"
+    table = Table(title=title, title_justify="left")
+    table.add_column()
+    for name in ("plain", "treering", "ratio"):
+        table.add_column(name, justify="right")
+    table.add_row("rollout, seconds", f"{plain.rollout_s:.1f}", f"{ours.rollout_s:.1f}", f"{report.rollout_ratio:.2f}x")
+    table.add_row("training, seconds", f"{plain.train_s:.1f}", f"{ours.train_s:.1f}", f"{report.train_ratio:.2f}x")
+    table.add_row("weights and history, seconds", f"{plain.update_s:.2f}", f"{ours.update_s:.2f}", "")
+    table.add_row("whole step, seconds", f"{plain.seconds:.1f}", f"{ours.seconds:.1f}", f"{report.step_ratio:.2f}x")
+    table.add_section()
+    table.add_row("tokens per forward", f"{plain.tokens_per_forward:.2f}", f"{ours.tokens_per_forward:.2f}", "")
+    table.add_row("drafted tokens accepted", "", f"{ours.acceptance:.0%}", "")
+    table.add_row("tokens trained", f"{plain.unique_tokens:,}", f"{ours.unique_tokens:,}", f"{report.token_bound:.2f}x")
+    table.add_row("sharing", "", f"{ours.sharing:.2f}", "")
+    table.add_row("best possible training by counted FLOPs", "", "", f"{report.flop_bound:.2f}x")
+    table.add_row("share of that bound", "", "", f"{report.share_of_flop_bound:.0%}")
+    table.add_section()
+    table.add_row("reward, first -> last epoch", _reward(plain), _reward(ours), "")
+    table.add_row("first step with a different token", "", first, "")
+    warm = f"; warm start {report.warm_steps} steps" if report.warm_steps else ""
+    table.caption = (
+        f"{report.num_parameters:,} parameters, {size.max_batch} rollouts at one time on both sides, by "
+        f"{report.num_threads} threads{warm}"
+    )
+    return table
+
+
+def _reward(total: RlTotals) -> str:
+    first, last = total.first_reward, total.last_reward
+    assert first is not None, "every step has rollouts"
+    assert last is not None, "every step has rollouts"
+    return f"{first:.2f} -> {last:.2f}"

@@ -1,1 +1,0 @@
-"""`treering demo`: one small policy trained by a plain loop and by Treering, compared."""

@@ -1,0 +1,371 @@
+"""What a person sees of a running command: a bar with the newest figures on a terminal, plain lines elsewhere."""
+
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from treering import metrics
+from treering.report.run import number
+
+if TYPE_CHECKING:
+    # They import torch.
+    from treering.train.loop.saved_run import Saved
+    from treering.train.progress import Phase
+
+PART_EVERY_S = 30.0
+"""When stderr is not a terminal, what runs prints a line after this many seconds without one."""
+
+LINE_EVERY_S = 120.0
+"""When stderr is not a terminal, `WorkProgress` prints at most one line per this many seconds."""
+
+NUM_PLAIN_LINES = 10
+"""Most step lines per run when stderr is not a terminal."""
+
+_LOOK_EVERY_S = 1.0
+_UNITS = {"starting": "processes", "sampling": "rollouts", "scoring": "tokens", "training": "tokens"}
+_BYTES = ("kB", "MB", "GB", "TB")
+
+
+class PlainConsole(Console):
+    """A console that prints text as it is: "[train]" is not markup, and styles are given as `Text`.
+
+    Example: `PlainConsole().print("pip install 'x[train]'")` keeps the brackets.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Takes rich's options."""
+        super().__init__(markup=False, **options)
+
+
+class LogConsole(PlainConsole):
+    """A console that, off a terminal, names what is being done once nothing has been printed for a while.
+
+    Example: `with console.telling("loading the model"): build_model()` prints "loading the model, 30 s" after half a
+    minute, and "loading the model, 1 min 0 s" after another.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Writes to stderr; `options` are rich's."""
+        super().__init__(stderr=True, highlight=False, **options)
+        self._printed_s = time.monotonic()
+        self._doing, self._since_s = "", self._printed_s
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does."""
+        self._printed_s = time.monotonic()
+        super().print(*objects, **options)
+
+    def note(self, doing: str) -> None:
+        """Note what is being done from now on."""
+        self._doing, self._since_s = doing, time.monotonic()
+
+    @contextmanager
+    def telling(self, doing: str) -> Iterator[None]:
+        """Print what was noted last, at first `doing`, at least every `PART_EVERY_S` in the block."""
+        self.note(doing)
+        if self.is_terminal:
+            yield
+            return
+        has_ended = threading.Event()
+        thread = threading.Thread(target=self._tell, args=(has_ended,), name="treering-log", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+
+    def _tell(self, has_ended: threading.Event) -> None:
+        while not has_ended.wait(_LOOK_EVERY_S):
+            now = time.monotonic()
+            if now >= self._printed_s + PART_EVERY_S:
+                self.print(f"{self._doing}, {duration(now - self._since_s)}", soft_wrap=True)
+
+
+def note_doing(console: Console, doing: str) -> None:
+    """Note what is being done, for a `LogConsole`."""
+    if isinstance(console, LogConsole):
+        console.note(doing)
+
+
+def note_compiling(console: Console, *functions: Any) -> None:
+    """Print one line if numba will compile any of the functions, as it does once after installation.
+
+    Args:
+        console: writes to stderr.
+        functions: of `compiled_once`. Each stands for those that its command compiles with it.
+    """
+    # It loads numba, which takes a second.
+    from treering.compiling.once import is_compiled
+
+    if not all(map(is_compiled, functions)):
+        names = ", ".join(function.__name__ for function in functions if not is_compiled(function))
+        line = f"compiling functions with numba, once after installation: {names}; this takes some seconds"
+        console.print(line, soft_wrap=True)
+
+
+@contextmanager
+def warnings_as_lines(console: Console) -> Iterator[None]:
+    """Print the warnings of the block as they come, each as a line without the code that raised it.
+
+    Example: a history on a full disk prints "warning: history could not be written to ...".
+    """
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}", soft_wrap=True)
+        yield
+
+
+class RunDisplay:
+    """The steps of a run; use it in a `with` statement.
+
+    Off a terminal it prints a line for each tenth of the steps, and more often where they take long.
+
+    Example: `with RunDisplay(title="runs/a", num_steps=60, first_step=0, console=console) as display:
+    display.show({"step": 1, **report.values()})` moves the bar, or prints `step 1/60 loss 4.211 tokens/s 7,910
+    sharing 0.26`.
+    """
+
+    def __init__(self, *, title: str, num_steps: int, first_step: int, console: Console, unit: str = "step") -> None:
+        """`first_step` of `num_steps` steps are done; `unit` begins a plain line; `console` writes to stderr."""
+        self._console, self._unit = console, unit
+        self._num_steps, self._num_done = num_steps, first_step
+        self._every = max(1, -(-(num_steps - first_step) // NUM_PLAIN_LINES))
+        self._phase: tuple[str, int] = "", 0
+        self._phase_started = self._last_line = time.monotonic()
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
+        self._task = self._bar.add_task(title, total=num_steps, completed=first_step)
+        self._below = Text()
+        self._live = Live(Group(self._bar, self._below), console=console, transient=True, refresh_per_second=4)
+        self._note()
+
+    def show(self, row: Mapping[str, Any], *, note: str = "") -> None:
+        """Show one more step.
+
+        Args:
+            row: its metrics, with "step".
+            note: follows the figures.
+        """
+        self.show_step(row["step"], " ".join([*step_figures(row), *([note] if note else [])]))
+
+    def show_step(self, step: int, text: str) -> None:
+        """Show that `step` is done, with the caller's text."""
+        self._num_done = step
+        self._note()
+        self._bar.update(self._task, completed=step)
+        self._below.plain = text
+        is_due = step % self._every == 0 or step == self._num_steps
+        if is_due and not self._console.is_terminal:
+            self._print(f"{self._unit} {step}/{self._num_steps} {text}")
+
+    def show_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Print the metrics of held-out data after a step; for `Evaluation.on_measured`.
+
+        Example: `step 20/60: eval loss 2.317`.
+        """
+        names = {metrics.EVAL_LOSS: "loss", metrics.EVAL_REWARD: "reward"}
+        names |= {name: name.replace(metrics.EVAL_PASS_AT, "pass@") for name in values if metrics.EVAL_PASS_AT in name}
+        parts = [f"{words} {values[name]:.3f}" for name, words in names.items() if name in values]
+        self._print(f"{self._unit} {step}/{self._num_steps}: eval {'   '.join(parts)}")
+
+    def show_phase(self, phase: "Phase", num_done: int, num_planned: int) -> None:
+        """Show how far the running step is; an `OnProgress`, for a loop's `on_progress`.
+
+        Example: 3 of 16 rollouts after 30 s are `sampling 3 of 16 rollouts, 2 min 10 s left`.
+        """
+        now, before = time.monotonic(), self._phase
+        self._phase = phase, num_done
+        if num_done == 0 and self._phase != before:
+            self._phase_started = now
+        text = f"{phase} {num_done:,} of {num_planned:,} {_UNITS[phase]}"
+        if 0 < num_done < num_planned:
+            seconds = now - self._phase_started
+            text += f", {duration(seconds / num_done * (num_planned - num_done))} left"
+        self._below.plain = text
+        if not self._console.is_terminal and now - self._last_line >= PART_EVERY_S:
+            self._print(f"{self._unit} {self._num_done + 1}/{self._num_steps}: {text}")
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def _note(self) -> None:
+        note_doing(self._console, f"{self._unit} {self._num_done + 1}/{self._num_steps}")
+
+    def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
+        self._console.print(line, soft_wrap=True)
+
+
+def step_figures(row: Mapping[str, Any]) -> list[str]:
+    """Name the score, speeds, drafts and sharing of a step; those that its metrics have.
+
+    Example: ["reward 0.188", "tokens/s 90", "tokens/forward 4.00", "drafts accepted 50%"].
+    """
+    values = {name: value for name in row if (value := number(row[name])) is not None}
+    score, name = ("reward", metrics.REWARD_MEAN) if metrics.NUM_SAMPLED in row else ("loss", metrics.LOSS)
+    parts = {
+        "tokens/s {:,.0f}": values.get(metrics.SAMPLED_PER_S, values.get(metrics.TOKENS_PER_S)),
+        "tokens/forward {:.2f}": values.get(metrics.TOKENS_PER_FORWARD),
+        "drafts accepted {:.0%}": values.get(metrics.ACCEPTANCE) if values.get(metrics.NUM_DRAFTED) else None,
+        "sharing {:.2f}": values.get(metrics.SHARING),
+    }
+    first = f"{score} {values[name]:.3f}" if name in values else f"{score} -"
+    return [first, *(words.format(value) for words, value in parts.items() if value is not None)]
+
+
+class SavingNote:
+    """Prints once what saving costs; an `on_saved` of `run_steps`.
+
+    Example: after the first checkpoint `saving takes 0.4 s (35 MB), every 10 min 0 s`.
+    """
+
+    def __init__(self, console: Console) -> None:
+        """`console` writes to stderr."""
+        self._console = console
+        self._is_printed = False
+
+    def __call__(self, saved: "Saved") -> None:
+        """Print the line at the first checkpoint."""
+        if self._is_printed:
+            return
+        self._is_printed = True
+        often = "" if saved.wait_s is None else f", every {duration(saved.wait_s)}"
+        line = f"saving takes {saved.seconds:.1f} s ({bytes_in_words(saved.num_bytes)}){often}"
+        self._console.print(line, soft_wrap=True)
+
+
+class WorkProgress:
+    """What is being computed, and how long the rest may take if the finished share is known; use it in `with`.
+
+    It is a line that is redrawn and then erased on a terminal, and a few plain lines elsewhere.
+
+    Example: `with WorkProgress(console) as progress: progress.show("math: tree done", 0.25)`, a minute after the
+    start, shows `math: tree done, 25 %, about 3 min left`.
+    """
+
+    def __init__(self, console: Console) -> None:
+        """`console` writes to stderr."""
+        self.console, self._is_live = console, sys.stderr.isatty()
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        self._live = Progress(*columns, console=console, transient=True, disable=not self._is_live)
+        self._job = self._live.add_task("preparing", total=None)
+        self._first: tuple[float, float] | None = None
+        self._reading: tuple[str, int, float] | None = None
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A display that never began is left alone: earlier versions of rich end it with an empty line.
+        if self._is_live:
+            self._live.stop()
+
+    def show(self, words: str, done: float | None = None) -> None:
+        """Show the words; `done` is the finished share between 0 and 1, None if unknown."""
+        now = time.monotonic()
+        text = words if done is None else f"{words}, {done:.0%}{self._left(done, now)}"
+        self._live.update(self._job, description=text)
+        if not self._is_live and done is not None and now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
+            self.console.print(text, soft_wrap=True)
+
+    def counting(self, words: str, total: int) -> Callable[[int], None]:
+        """Return a function that counts further parts of `total` as done, and shows the words with the share.
+
+        Example: after `count = progress.counting("drafting", 400)` and `count(100)` it shows `drafting, 25 %`.
+        """
+        self._first, num_done = None, 0
+
+        def count(number: int) -> None:
+            nonlocal num_done
+            num_done += number
+            self.show(words, num_done / max(total, 1))
+
+        self.show(words)
+        return count
+
+    def show_reading(self, name: str, num_records: int, num_read: int, num_bytes: int) -> None:
+        """Show how much of a file has been read and tokenized, and how fast; `show` adds the time left."""
+        now = time.monotonic()
+        if self._reading is None or self._reading[0] != name:
+            self._reading, self._first = (name, num_read, now), None
+        _, first_read, since = self._reading
+        speed = (num_read - first_read) / 1e6 / max(now - since, 1e-6)
+        words = f"{name}: {num_records:,} records read and tokenized, {num_read / 1e6:,.0f} MB, {speed:.1f} MB/s"
+        self.show(words, min(num_read / max(num_bytes, 1), 1.0))
+
+    def _left(self, done: float, now: float) -> str:
+        # The speed is measured from the first known share on.
+        first_done, since = self._first = self._first or (done, now)
+        if done <= first_done:
+            return ""
+        seconds = (now - since) / (done - first_done) * (1.0 - done)
+        return f", about {seconds / 60:.0f} min left" if seconds >= 60 else ", less than a minute left"
+
+
+def figures_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
+    """Make a table of figures: the first column, on the left, names what the figures on the right belong to.
+
+    A word that is too long for its column goes on in the next line: nothing is cut off.
+    """
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place else "left", no_wrap=not place, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def facts_table(title: str, facts: Mapping[str, str]) -> Table:
+    """Make a table with a row per fact: its name and what it is."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Write a duration. Example: 42 is "42 s", 150 is "2 min 30 s", 7,300 is "2 h 1 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def bytes_in_words(num_bytes: int) -> str:
+    """Write a size with two or three digits. Example: 35,200,000 is "35 MB", and 1,460 is "1.5 kB"."""
+    size, unit = num_bytes / 1000, 0
+    while size >= 1000 and unit < len(_BYTES) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_BYTES[unit]}" if size < 10 else f"{size:.0f} {_BYTES[unit]}"

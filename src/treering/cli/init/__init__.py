@@ -1,1 +1,0 @@
-"""`treering init`: a configuration for the user's own data and model."""

@@ -1,0 +1,230 @@
+"""The configurations that `treering init` writes, with sizes chosen by the data and the model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treering.cli.hub import find_folder
+from treering.cli.inspect.command import inspect_files, verdict
+from treering.cli.inspect.file_report import FileReport
+from treering.cli.inspect.options import InspectOptions
+from treering.cli.toml import comments, pair, section
+from treering.data import FormatName
+from treering.data.cache.folder import cache_folder
+from treering.data.formats.containers import read_records
+from treering.data.formats.reader import detect
+from treering.errors import ConfigError, InputError, plural
+from treering.files.writing import read_object
+from treering.rl.tasks.prompts_file import PromptsFile
+from treering.types import DEFAULT_SHAPE, find_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model as `--model` names it."""
+
+    name: str
+    """As in the configuration: a folder or a hub id."""
+    tokenizer: Path | None
+    """Its folder, if that holds a tokenizer."""
+    vocab_size: int | None
+    """Token ids that it knows; None if its configuration does not say."""
+    context: int | None
+    """Positions that it was made for; None if its configuration does not say."""
+    shape: str
+    """For `find_shape`: its configuration, or another's where FLOPs of its kind are not counted."""
+
+
+def read_model(name: str) -> ModelFacts:
+    """Reads config.json and the tokenizer; of a hub id these small files alone are fetched.
+
+    Raises:
+        InputError: there is no such model, or its config.json cannot be read.
+
+    Example: the facts of Qwen/Qwen3-0.6B have a vocab_size of 151936 and a context of 40960.
+    """
+    folder = find_folder(name, [Path()], setting="--model", wanted="tokenizer")
+    config = _read_config(folder)
+    tokenizer = folder if (folder / "tokenizer.json").is_file() else None
+    return ModelFacts(
+        name=name,
+        tokenizer=tokenizer,
+        vocab_size=_count(config, "vocab_size"),
+        context=_count(config, "max_position_embeddings"),
+        shape=_shape(folder),
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = read_object(folder / "config.json", fix="name the folder of a Hugging Face model with --model")
+    # Models that also see keep what is about text apart.
+    inner = config.get("text_config")
+    return config | inner if isinstance(inner, dict) else config
+
+
+def _count(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) else None
+
+
+def _shape(folder: Path) -> str:
+    try:
+        find_shape(str(folder))
+    except ConfigError:
+        return DEFAULT_SHAPE
+    return str(folder)
+
+
+_MAX_TREES = 8
+"""Tasks of a step, as by default; fewer where there are not enough for ten steps an epoch."""
+_FEW_STEPS = 100
+"""Below so many steps an epoch, several epochs are worth their time."""
+
+
+def sft_text(file: Path, named: str, model: ModelFacts, *, run_dir: str, format: FormatName) -> str:
+    """The text of a configuration that trains `model` on a file, which it calls `named`.
+
+    Raises:
+        InputError: a bad file, one without a trained token, or with token ids that the model does not know.
+    """
+    tokenizer = None if model.tokenizer is None else str(model.tokenizer.absolute())
+    [report] = inspect_files(InspectOptions(files=[file], tokenizer=tokenizer, model_shape=model.shape, format=format))
+    if not report.turns.samples:
+        raise InputError(f"{file} has no trained token; give assistant turns or loss masks")
+    if model.vocab_size is not None and report.largest_id >= model.vocab_size:
+        raise InputError(
+            f"{file} has token ids up to {report.largest_id}, and {model.name} knows {model.vocab_size}; name the "
+            "model whose tokenizer made them"
+        )
+    data = [
+        pair("files", [named]),
+        *([pair("format", format)] if format != "auto" else []),
+        *_limit(report, model),
+    ]
+    return "".join(
+        [
+            comments(_found(report, file, model, format)),
+            comments(
+                f"The longest sequence has {report.longest:,} tokens, the largest tree {report.largest_tree:,} "
+                "distinct ones."
+            ),
+            section("model", _model(model)),
+            section("data", data),
+            _train(report),
+            section("run", [pair("dir", run_dir, "Checkpoints and metrics. The same command resumes a stopped run.")]),
+        ]
+    )
+
+
+def _found(report: FileReport, file: Path, model: ModelFacts, format: FormatName) -> str:
+    name = detect(first) if format == "auto" and isinstance(first := next(read_records(file))[1], dict) else format
+    return (
+        f"Format {name}: {plural(report.trajectories, 'trajectory', 'trajectories')} "
+        f"of {plural(report.tasks, 'task')} "
+        f"with {report.flat_tokens:,} "
+        f"tokens, of which {report.unique_tokens:,} are distinct (sharing {report.sharing:.2f}). "
+        f"{verdict(report, DEFAULT_SHAPE if model.shape == DEFAULT_SHAPE else model.name)}"
+    )
+
+
+def _limit(report: FileReport, model: ModelFacts) -> list[str]:
+    """The limit of lengths, where a sequence is longer than the model's context."""
+    if model.context is None or report.longest <= model.context:
+        return []
+    return [
+        pair("max_length", model.context, "Tokens that the model was made for; the longest sequence has more."),
+        pair("overlong", "cut", 'Keeps their first tokens. "drop" drops them.'),
+    ]
+
+
+def _model(model: ModelFacts) -> list[str]:
+    return [
+        pair("path", model.name),
+        comments('On a GPU: dtype = "bfloat16". It is the type to compute in; weights stay float32.'),
+    ]
+
+
+def _train(report: FileReport) -> str:
+    trees = max(1, min(_MAX_TREES, report.tasks // 10))
+    steps = -(-report.tasks // trees)
+    epochs = 3 if steps < _FEW_STEPS else 1
+    train = [
+        pair("num_epochs", epochs, f"Passes over the tasks: {plural(epochs * steps, 'step')}."),
+        pair("trees_per_step", trees, "Tasks, each one tree, per optimizer step."),
+        pair(
+            "max_batch_tokens",
+            "auto",
+            "Distinct tokens at a time: as many as memory holds on one GPU, else 16384. A larger tree is cut, to the "
+            "same gradient.",
+        ),
+    ]
+    warmup = min(10, epochs * steps // 10)
+    optim = [
+        pair("learning_rate", 1e-5, "For all weights of a trained model; adapters ([lora], rank = 16) take 1e-4."),
+        pair("warmup_steps", warmup, "Steps in which the rate rises from 0; then it falls as a cosine does."),
+        pair("schedule", "cosine"),
+    ]
+    return section("train", train) + section("optim", optim)
+
+
+_GROUP_SIZE = 8
+_MAX_PROMPTS = 8
+"""Prompts of a step, as by default; fewer where there are not enough for four steps an epoch."""
+_EPOCHS = 3
+"""Drafts come from earlier epochs, so there are some."""
+_RESPONSE = 512
+_MAX_BATCH = 64
+
+
+def rl_text(file: Path, named: str, model: ModelFacts, *, reward: str, run_dir: str) -> str:
+    """The text of a configuration that trains `model` on the prompts of a file, which it calls `named`.
+
+    Raises:
+        ConfigError: an unknown reward.
+        InputError: a bad file, a model without a tokenizer, or prompts that leave no room for a response.
+    """
+    if model.tokenizer is None:
+        raise InputError(f"prompts need a tokenizer, and {model.name} has no tokenizer.json; name a model that has one")
+    task = PromptsFile(file, tokenizer=model.tokenizer, reward=reward, model=model.tokenizer, cache=cache_folder())
+    lengths = [prompt.tokens.size for prompt in task.prompts]
+    response = _response(max(lengths), model)
+    num_answers = sum(prompt.answer is not None for prompt in task.prompts)
+    found = (
+        f"{plural(len(lengths), 'prompt')}, {num_answers:,} of them with an answer, of {sum(lengths):,} tokens; the "
+        f"longest has {max(lengths):,}. Rollouts of a prompt share it, and each later epoch is drafted from the ones "
+        "before."
+    )
+    return "".join(
+        [
+            comments(found),
+            section("model", _model(model)),
+            section("task", [pair("kind", "prompts"), pair("file", named), pair("reward", reward)]),
+            section("sampling", [pair("max_tokens", response, "Tokens of a rollout; raise it if answers are cut.")]),
+            section("rl", _loop(len(lengths))),
+            section("engine", [pair("max_batch", _MAX_BATCH, "Rollouts that run at one time.")]),
+            section("optim", [pair("learning_rate", 1e-6, "For all weights; adapters ([lora], rank = 16) take 1e-5.")]),
+            section(
+                "run", [pair("dir", run_dir, "Checkpoints, metrics, rollouts. The same command resumes a stopped run.")]
+            ),
+        ]
+    )
+
+
+def _response(longest: int, model: ModelFacts) -> int:
+    room = _RESPONSE if model.context is None else min(_RESPONSE, model.context - longest)
+    if room < 1:
+        raise InputError(
+            f"a prompt has {longest:,} tokens, and {model.name} was made for {model.context:,}; shorten it, or name "
+            "another model"
+        )
+    return room
+
+
+def _loop(num_prompts: int) -> list[str]:
+    prompts = max(1, min(_MAX_PROMPTS, num_prompts // 4))
+    steps = _EPOCHS * -(-num_prompts // prompts)
+    return [
+        pair("num_epochs", _EPOCHS, f"Passes over the prompts: {plural(steps, 'step')}."),
+        pair("prompts_per_step", prompts, f"{prompts} x {_GROUP_SIZE} rollouts a step."),
+        pair("group_size", _GROUP_SIZE, "Rollouts of a prompt; advantages compare them with each other."),
+    ]

@@ -1,0 +1,160 @@
+"""The model card of a checkpoint: what was trained on what, with which settings, and what was measured. No torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from treering import metrics
+from treering.cli.toml import pair, section
+from treering.errors import TreeringError
+from treering.extras import versions_of
+from treering.report.run import Row, RunData, figures, held_out, number, read_run, section_of, total
+
+_HERE = "path/to/this/folder"
+_PACKAGES = ("treering", "torch", "transformers", "peft", "vllm")
+_SECTIONS = ("rl", "train", "sampling", "optim", "lora", "teacher", "router")
+
+
+def model_card(
+    run_dir: Path, step: int, *, has_tokenizer: bool, takes_pictures: bool = False, turns: str | None = None
+) -> str:
+    """The card of a run's checkpoint, as Markdown with the metadata that the hub reads.
+
+    It holds settings and figures up to this step, no rollout, no path and nothing of the environment. What cannot be
+    read is left out: no training depends on it.
+
+    Args:
+        run_dir: folder of the run; of its files `config.json` and `metrics.jsonl` are read.
+        step: of the checkpoint.
+        has_tokenizer: whether the checkpoint has one.
+        takes_pictures: whether its model does.
+        turns: how turns are written and end; None if nothing is known of it.
+
+    Example: of a run of GRPO on Qwen/Qwen3-0.6B the first lines have "base_model: Qwen/Qwen3-0.6B" and "- grpo".
+    """
+    try:
+        run = read_run(run_dir)
+    except (OSError, TreeringError):
+        run = RunData(name=run_dir.resolve().name, folder=run_dir, rows=(), config={}, notes=())
+    rows = [row for row in run.rows if row["step"] <= step]
+    versions = ", ".join(f"{name} {version}" for name, version in versions_of(_PACKAGES).items())
+    parts = [
+        _metadata(run.config, takes_pictures=takes_pictures),
+        f"# {run.name}, step {step}",
+        "Trained with Treering, which computes each shared token once and drafts rollouts from earlier ones.",
+        _table(_facts(run.config, turns) | {"steps": str(step)} | _measured(rows) | {"versions": versions}),
+        f"## Load it\n\n{_loading(run.config, has_tokenizer=has_tokenizer, takes_pictures=takes_pictures)}",
+        f"## Settings\n\n{_settings(run.config)}",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _hub_base(config: Mapping[str, Any]) -> str | None:
+    """The hub id of a run's base model; None for a folder or a random model.
+
+    Only a hub id has a revision in the settings of a run.
+    """
+    model = section_of(config, "model")
+    return str(model["path"]) if model.get("path") and model.get("revision") else None
+
+
+def _metadata(config: Mapping[str, Any], *, takes_pictures: bool) -> str:
+    """What the hub sorts and links models by."""
+    base = _hub_base(config)
+    lines = [
+        *([] if base is None else [f"base_model: {base}"]),
+        f"library_name: {'peft' if _has_adapters(config) else 'transformers'}",
+        f"pipeline_tag: {'image-text-to-text' if takes_pictures else 'text-generation'}",
+        *["tags:", "- treering", f"- {_objective(config)}", *(["- lora"] if _has_adapters(config) else [])],
+    ]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _facts(config: Mapping[str, Any], turns: str | None) -> dict[str, str]:
+    task, data, lora = (section_of(config, name) for name in ("task", "data", "lora"))
+    facts = {"base model": _base_in_words(config)}
+    if task:
+        facts["task"] = (
+            f"{_name(task['file'])}, reward {task.get('reward')}" if task.get("file") else str(task.get("kind"))
+        )
+    if data:
+        facts["data"] = ", ".join(_name(file) for file in data.get("files", ())) or "generated"
+    facts["objective"] = _objective(config)
+    if _has_adapters(config):
+        facts["adapters"] = f"LoRA of rank {lora['rank']}; the base weights are unchanged"
+    # A bar would end a cell of the table.
+    return facts if turns is None else facts | {"turns": turns.replace("|", r"\|")}
+
+
+def _measured(rows: list[Row]) -> dict[str, str]:
+    found = figures(rows)
+    losses = [value for row in rows if (value := number(row.get(metrics.LOSS))) is not None]
+    rewards = [value for row in rows if (value := number(row.get(metrics.REWARD_MEAN))) is not None]
+    measured = {}
+    if rewards:
+        measured["mean reward"] = f"{rewards[0]:.3f} at first, {rewards[-1]:.3f} at last"
+    if losses:
+        measured["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+    measured |= held_out(rows)
+    if found["sharing"] is not None:
+        flat, computed = total(rows, metrics.NUM_BRANCH_TOKENS), total(rows, metrics.NUM_TOKENS)
+        measured["sharing"] = f"{found['sharing']:.3f}: {computed:,.0f} tokens were computed for {flat:,.0f}"
+    if found["tokens_per_forward"] is not None:
+        measured["tokens per forward"] = f"{found['tokens_per_forward']:.2f} of a rollout, drafts included"
+    return measured
+
+
+def _loading(config: Mapping[str, Any], *, has_tokenizer: bool, takes_pictures: bool) -> str:
+    kind, package = ("AutoModelForCausalLM", "transformers")
+    if takes_pictures:
+        # It takes adapters too, for which peft has no class of this kind.
+        kind = "AutoModelForImageTextToText"
+    elif _has_adapters(config):
+        kind, package = ("AutoPeftModelForCausalLM", "peft")
+    lines = [f"from {package} import {kind}", "", f'model = {kind}.from_pretrained("{_HERE}")']
+    if package == "peft":
+        # Which reads the base model's settings; the ends of turns that were trained stand here.
+        lines.insert(1, "from transformers import GenerationConfig")
+        lines.append(f'model.generation_config = GenerationConfig.from_pretrained("{_HERE}")')
+    if has_tokenizer:
+        lines.insert(1, "from transformers import AutoTokenizer")
+        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{_HERE}")')
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    is_used = {"lora": _has_adapters(config), "teacher": bool(section_of(config, "teacher").get("path"))}
+    lines: list[str] = []
+    for name in _SECTIONS:
+        values = {} if not is_used.get(name, True) else section_of(config, name)
+        own = [pair(key, value) for key, value in values.items() if _is_shown(key, value)]
+        lines += [section(name, own)] if own else []
+    return f"```toml{''.join(lines).rstrip()}\n```"
+
+
+def _is_shown(key: str, value: object) -> bool:
+    # Folders have names that say more about a machine than about a model.
+    return value is not None and key not in ("path", "revision")
+
+
+def _table(facts: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])
+
+
+def _base_in_words(config: Mapping[str, Any]) -> str:
+    model, base = section_of(config, "model"), _hub_base(config)
+    if base is not None:
+        return f"{base} at {model['revision']}"
+    return f"{_name(model['path'])}, a folder" if model.get("path") else "random weights"
+
+
+def _objective(config: Mapping[str, Any]) -> str:
+    return str({**section_of(config, "rl"), **section_of(config, "train")}.get("objective", "unknown"))
+
+
+def _has_adapters(config: Mapping[str, Any]) -> bool:
+    return bool(section_of(config, "lora").get("rank"))
+
+
+def _name(path: object) -> str:
+    return Path(str(path)).name

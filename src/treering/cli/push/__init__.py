@@ -1,1 +1,0 @@
-"""`treering push`: uploads a checkpoint and its model card to the Hugging Face hub."""

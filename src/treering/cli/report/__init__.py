@@ -1,1 +1,0 @@
-"""`treering report`: the page of a run."""

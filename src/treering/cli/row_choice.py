@@ -1,0 +1,103 @@
+"""Which rows of the data `treering sft` trains: by length and by reward, with the sentences that count them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from treering.config.sft import DataConfig
+from treering.data.trajectory import RenderedTrajectory, cut_pictures
+from treering.errors import InputError, plural
+
+_NUM_REWARDS_SHOWN = 4
+
+
+class RowChoice:
+    """Drops and cuts rows by `max_length`, `overlong` and `min_reward` of [data], and counts what it did.
+
+    Example: with `max_length = 4` and `overlong = "cut"` a row of 6 tokens keeps its first 4.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        """Counts nothing yet."""
+        self._config = config
+        self._num_rows = self._num_overlong = self._num_low = self._num_unknown = 0
+        self._rewards: Counter[float] = Counter()
+
+    def rows(self, rows: Iterable[RenderedTrajectory], place_of: Callable[[int], str]) -> list[RenderedTrajectory]:
+        """Return the rows that are trained, the cut ones shorter.
+
+        Args:
+            rows: of a file.
+            place_of: gives the place of a trajectory by its index, for errors.
+
+        Raises:
+            InputError: a row is too long, and `overlong` is "error".
+        """
+        return [kept for row in rows if self._has_reward(row) and (kept := self._fitting(row, place_of)) is not None]
+
+    def notes(self) -> list[str]:
+        """Return the sentences on what was dropped or cut, and on rewards that no setting reads."""
+        config, found = self._config, []
+        if self._num_low or self._num_unknown:
+            unknown = f", {self._num_unknown:,} of them without a reward" if self._num_unknown else ""
+            found.append(
+                f"{self._num_low + self._num_unknown:,} of {plural(self._num_rows, 'sequence')} dropped by "
+                f"data.min_reward = {config.min_reward:g}{unknown}"
+            )
+        elif self._rewards and config.min_reward is None:
+            found.append(f"{self._seen_rewards()}; all are trained alike, data.min_reward keeps the best")
+        if self._num_overlong:
+            what = "cut to" if config.overlong == "cut" else "dropped by"
+            found.append(
+                f"{self._num_overlong:,} of {plural(self._num_rows, 'sequence')} {what} data.max_length = "
+                f"{config.max_length}"
+            )
+        return found
+
+    def _has_reward(self, row: RenderedTrajectory) -> bool:
+        self._num_rows += 1
+        least = self._config.min_reward
+        if row.reward is None:
+            self._num_unknown += least is not None
+            return least is None
+        self._rewards[row.reward] += 1
+        is_low = least is not None and row.reward < least
+        self._num_low += is_low
+        return not is_low
+
+    def _fitting(self, row: RenderedTrajectory, place_of: Callable[[int], str]) -> RenderedTrajectory | None:
+        limit = self._config.max_length
+        if limit is None or row.tokens.size <= limit:
+            return row
+        if self._config.overlong == "error":
+            raise InputError(
+                f"{place_of(row.index)}: data.max_length = {limit}, and this sequence has {row.tokens.size:,} tokens; "
+                'raise it, or set data.overlong = "drop" or "cut"'
+            )
+        self._num_overlong += 1
+        return _cut(row, limit) if self._config.overlong == "cut" else None
+
+    def _seen_rewards(self) -> str:
+        rewards, unknown = self._rewards, self._num_rows - self._rewards.total()
+        if len(rewards) <= _NUM_REWARDS_SHOWN:
+            parts = [f"{value:g} ({count:,})" for value, count in sorted(rewards.items())]
+        else:
+            mean = sum(value * count for value, count in rewards.items()) / rewards.total()
+            parts = [f"{min(rewards):g} to {max(rewards):g}, mean {mean:.3g} ({rewards.total():,})"]
+        return f"rewards of sequences: {', '.join([*parts, *([f'none ({unknown:,})'] if unknown else [])])}"
+
+
+def _cut(row: RenderedTrajectory, limit: int) -> RenderedTrajectory | None:
+    """The first tokens of a row, up to an image that would be cut; None if it begins with that image."""
+    end = min([limit, *(placed.start for placed in row.pictures if placed.start < limit < placed.stop)])
+    if not end:
+        return None
+    return replace(
+        row,
+        tokens=row.tokens[:end],
+        loss_mask=row.loss_mask[:end],
+        turn_ends=row.turn_ends[row.turn_ends <= end],
+        advantages=None if row.advantages is None else row.advantages[:end],
+        logprobs=None if row.logprobs is None else row.logprobs[:end],
+        pictures=cut_pictures(row.pictures, end),
+    )

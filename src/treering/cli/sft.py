@@ -1,0 +1,335 @@
+"""`treering sft` from its settings to its summary: data, model, loop, steps."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from treering.cli.corpus import Corpus, load_corpus
+from treering.cli.data_files import show_build
+from treering.cli.display import WorkProgress, facts_table, note_compiling, note_doing
+from treering.cli.hub import find_model
+from treering.cli.models import build_model, load_teacher, tokenizer_note
+from treering.cli.session import (
+    RunLength,
+    Scalar,
+    TrainingRun,
+    agreed,
+    budget_note,
+    checkpoint_store,
+    owning,
+    run_length,
+    training_identity,
+)
+from treering.config import SftConfig
+from treering.data import Trajectory, write_trajectories
+from treering.errors import plural
+from treering.ranks.group import RankGroup
+from treering.report.rollouts import MAX_DRAWN_PROMPTS, MAX_DRAWN_TOKENS, SAMPLES_FILE
+from treering.report.run import Row, held_out
+from treering.train.loop.batches import TrainingTask, step_size
+from treering.train.loop.checkpoint import NAME, StepReport, checkpoint_path
+from treering.train.loop.compute import shard_model
+from treering.train.loop.held_out import HeldOutLoss
+from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
+from treering.train.loop.sft import SftLoop
+from treering.tree.radix import fill_forest
+
+
+def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
+    """Writes the first tasks without pictures as `samples.jsonl`, as many as a page draws, at least one.
+
+    Without such a task there is no file.
+
+    Raises:
+        InputError: the disk is full.
+
+    Example: of tasks with 30,000 tokens each, it is the first one.
+    """
+    num_tokens, chosen = 0, list[Trajectory]()
+    # A file of tokens has no form for pictures; `treering inspect --html` shows them.
+    for task in [task for task in tasks if not task.pictures][:MAX_DRAWN_PROMPTS]:
+        num_tokens += sum(sequence.size for sequence in task.sequences)
+        if chosen and num_tokens > MAX_DRAWN_TOKENS:
+            break
+        chosen += [
+            Trajectory(task_id=task.task_id, tokens=tokens, loss_mask=mask, epoch=0)
+            for tokens, mask in zip(task.sequences, task.loss_masks, strict=True)
+        ]
+    if chosen:
+        write_trajectories(folder / SAMPLES_FILE, chosen)
+
+
+def split_corpus(
+    config: SftConfig, corpus: Corpus, *, config_dir: Path, model: Path | None
+) -> tuple[Corpus, Corpus | None]:
+    """The corpus to train on, and the one to evaluate; None if nothing is held out.
+
+    A task is held out with all of its trajectories.
+
+    Args:
+        config: of the run.
+        corpus: all of [data].
+        config_dir: folder of the configuration file.
+        model: see `load_corpus`.
+
+    Raises:
+        InputError: a bad file, or a share of less than two tasks.
+    """
+    section = config.eval
+    if not section.is_set:
+        return corpus, None
+    trained = corpus
+    if section.files:
+        held = read_files(config, config_dir=config_dir, model=model)
+    else:
+        trained, held = _shared_out(config, corpus)
+    return replace(trained, notes=(*trained.notes, *_notes(held, trained))), held
+
+
+def read_files(config: SftConfig, *, config_dir: Path, model: Path | None) -> Corpus:
+    """The tasks of `eval.files`; arguments as above."""
+    data = config.data.model_copy(update={"files": config.eval.files, "max_tasks": None})
+    held = load_corpus(data, config_dir=config_dir, model=model)
+    return replace(held, tasks=held.tasks[: config.eval.max_tasks])
+
+
+def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
+    section = config.eval
+    ids = [task.task_id for task in corpus.tasks]
+    both = list(zip(corpus.tasks, section.held_out(ids, "tasks"), strict=True))
+    notes = (*corpus.notes, *section.share_notes(ids, "tasks"))
+    trained = replace(corpus, tasks=tuple(task for task, is_held in both if not is_held), notes=notes)
+    held = tuple(task for task, is_held in both if is_held)
+    return trained, replace(corpus, tasks=held[: section.max_tasks], notes=())
+
+
+def _notes(held: Corpus, trained: Corpus) -> list[str]:
+    """What a user should know of the two parts."""
+    known = {digest for task in trained.tasks for digest in _digests(task)}
+    trained.release()
+    common = [task for task in held.tasks if not known.isdisjoint(_digests(task))]
+    notes = [*held.notes, plural(len(held.tasks), "held-out task is evaluated", "held-out tasks are evaluated")]
+    if common:
+        have = "has" if len(common) == 1 else "have"
+        notes.append(
+            f"{len(common)} of them {have} a trajectory that is trained on too, such as task {common[0].task_id!r}"
+        )
+    return notes
+
+
+def _digests(task: TrainingTask) -> Iterator[bytes]:
+    """Of each sequence, by its tokens and pictures."""
+    for sequence, pictures in zip_longest(task.sequences, task.pictures, fillvalue=()):
+        digest = hashlib.blake2b(np.ascontiguousarray(sequence).data, digest_size=16)
+        for placed in pictures:
+            digest.update(placed.picture.digest)
+        yield digest.digest()
+
+
+def with_step_size(config: SftConfig, num_tasks: int, num_ranks: int) -> SftConfig:
+    """Return the configuration with a number of trees per step."""
+    if config.train.trees_per_step != "auto":
+        return config
+    size = step_size("auto", num_tasks, num_ranks)
+    return config.model_copy(update={"train": config.train.changed(trees_per_step=size)})
+
+
+def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[str, Scalar]:
+    """What a resumed run must share with the original one: model, data, optimization, layout."""
+    data: dict[str, Scalar] = {}
+    for number, (name, digest) in enumerate(corpus.digests.items()):
+        data |= {f"data.files[{number}]": digest, f"data.files[{number}]{NAME}": name} if name else {"data": digest}
+    return {**training_identity(config, model), **data}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSummary:
+    """What a call of `treering sft` did; figures cover the steps of this call, not those it resumed from."""
+
+    run_dir: str
+    data: Literal["files", "generated"]
+    """"files", or "generated" for the stand-in."""
+    num_tasks: int
+    num_parameters: int
+    resumed_from_step: int | None
+    """Steps that an earlier call had done; None for a new run."""
+    num_steps: int
+    """Steps of the whole run."""
+    first_loss: float | None
+    """Loss of this call's first step; None if no step was left."""
+    last_loss: float | None
+    seconds: float
+    flat_tokens: int
+    unique_tokens: int
+    sharing: float
+    """1 - unique / flat tokens; 0.0 without a step."""
+    num_micro_batches: int
+    """Forward passes; more than steps if the trees of a step do not fit `max_batch_tokens` together."""
+    flat_tokens_per_s: float
+    unique_tokens_per_s: float
+    checkpoint: str
+    """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
+    evaluations: Sequence[Row] = ()
+    """What this call measured on held-out data: "step", and the names of `treering.metrics`."""
+
+
+@dataclass(kw_only=True, eq=False)
+class SftRun(TrainingRun[StepReport]):
+    """A run of `treering sft`, with what it trains on."""
+
+    config: SftConfig
+    corpus: Corpus
+    loop: SftLoop
+
+
+def summary_of(run: SftRun, reports: Sequence[StepReport]) -> SftSummary:
+    """Adds up the steps of a call."""
+    config, corpus, opened = run.config, run.corpus, run.opened
+    flat = sum(report.update.num_branch_tokens for report in reports)
+    unique = sum(report.update.num_tokens for report in reports)
+    seconds = sum(report.seconds for report in reports)
+    last_step = reports[-1].step if reports else opened.step
+    return SftSummary(
+        run_dir=str(config.run.dir),
+        data=corpus.source,
+        num_tasks=len(corpus.tasks),
+        num_parameters=sum(weight.numel() for weight in run.loop.model.parameters()),
+        resumed_from_step=opened.resume_step,
+        num_steps=last_step,
+        first_loss=reports[0].update.loss if reports else None,
+        last_loss=reports[-1].update.loss if reports else None,
+        seconds=seconds,
+        flat_tokens=flat,
+        unique_tokens=unique,
+        sharing=1.0 - unique / flat if flat else 0.0,
+        num_micro_batches=sum(report.update.num_micro_batches for report in reports),
+        flat_tokens_per_s=flat / seconds if seconds else 0.0,
+        unique_tokens_per_s=unique / seconds if seconds else 0.0,
+        checkpoint=str(checkpoint_path(config.run.dir / CHECKPOINTS_FOLDER, last_step)),
+        evaluations=() if run.evaluation is None else tuple(run.evaluation.measured),
+    )
+
+
+def as_table(summary: SftSummary) -> Table:
+    """The summary for a terminal."""
+    rows = {
+        "data": f"{summary.data}, {summary.num_tasks} tasks",
+        "model": f"{summary.num_parameters:,} parameters",
+        "steps": _steps_cell(summary),
+        "loss": _loss_cell(summary),
+        **held_out(summary.evaluations),
+        "seconds": f"{summary.seconds:,.1f}",
+        "flat tokens": f"{summary.flat_tokens:,} ({summary.flat_tokens_per_s:,.0f} per second)",
+        "unique tokens": f"{summary.unique_tokens:,} ({summary.unique_tokens_per_s:,.0f} per second)",
+        "sharing": f"{summary.sharing:.3f}",
+        "micro-batches": f"{summary.num_micro_batches:,}",
+        "checkpoint": summary.checkpoint,
+    }
+    return facts_table(f"treering sft: {summary.run_dir}", rows)
+
+
+def _loss_cell(summary: SftSummary) -> str:
+    if summary.first_loss is None:
+        return "-"
+    if summary.num_steps - (summary.resumed_from_step or 0) == 1:
+        return f"{summary.first_loss:.3f} (one step)"
+    return f"{summary.first_loss:.3f} -> {summary.last_loss:.3f}"
+
+
+def _steps_cell(summary: SftSummary) -> str:
+    if summary.resumed_from_step is None:
+        return str(summary.num_steps)
+    return f"{summary.num_steps}, resumed after {summary.resumed_from_step}"
+
+
+def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
+    """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
+    with owning(config.run.dir) as group:
+        return _train(agreed(config, config_dir, group), config_dir, console, group)
+
+
+def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGroup) -> SftSummary:
+    folder = find_model(config.model, config_dir)
+    corpus, held = _read(config, config_dir, folder, console)
+    config = with_step_size(config, len(corpus.tasks), group.size)
+    length = run_length(config, len(corpus.tasks))
+    note_doing(console, "loading the model")
+    model = build_model(
+        config.model,
+        num_ids=corpus.num_ids,
+        seed=config.train.seed,
+        folder=folder,
+        lora=config.lora,
+        takes_pictures=corpus.has_pictures or (held is not None and held.has_pictures),
+    )
+    doubt = tokenizer_note(model, folder, corpus.tokenizer)
+    note_doing(console, "preparing the first step")
+    note_compiling(console, fill_forest)
+    # The identity is that of weights before they are sharded.
+    checkpoints = checkpoint_store(config, model, identity(config, corpus, model), corpus, group)
+    loop = _make_loop(config, config_dir, corpus, model, length.total, group)
+    run = SftRun(
+        config=config, corpus=corpus, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console
+    )
+    run.open()
+    if group.rank == 0:
+        run.say(doubt)
+        _announce(run, model, length)
+    measure = None
+    if held is not None:
+        measure = HeldOutLoss(model, held.tasks, compute=config.options, layout=config.train.layout, group=group)
+    with run.metrics() as metrics:
+        run.begin(metrics, measure)
+        reports = run.show(partial(_notes_of, corpus))
+    return summary_of(run, reports)
+
+
+def _read(config: SftConfig, config_dir: Path, model: Path | None, console: Console) -> tuple[Corpus, Corpus | None]:
+    """What is trained on, and what is held out."""
+    note_doing(console, "reading the data")
+    with WorkProgress(console) as reading:
+        corpus = load_corpus(config.data, config_dir=config_dir, model=model, on_build=partial(show_build, reading))
+    return split_corpus(config, corpus, config_dir=config_dir, model=model)
+
+
+def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
+    """Says what is trained, and keeps samples of a new run's data."""
+    config, tasks = run.config, run.corpus.tasks
+    lengths = [sequence.size for task in tasks for sequence in task.sequences]
+    run.say(*run.corpus.notes, budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths)))
+    what = f"{plural(len(tasks), 'task')}, {sum(lengths):,} flat tokens; {{}}; {length.in_words}"
+    run.announce(length, model, what, run.checkpoints.group.size)
+    if run.opened.is_new:
+        write_samples(config.run.dir, tasks)
+
+
+def _notes_of(corpus: Corpus, report: StepReport) -> Sequence[str]:
+    # What a step has read of the data is not needed before the next epoch.
+    corpus.release()
+    return report.update.notes
+
+
+def _make_loop(
+    config: SftConfig,
+    config_dir: Path,
+    corpus: Corpus,
+    model: PreTrainedModel,
+    num_steps: int,
+    group: RankGroup,
+) -> SftLoop:
+    teacher = None
+    if folder := find_model(config.teacher, config_dir, setting="teacher.path"):
+        teacher = load_teacher(folder, config.model, tokenizer=corpus.tokenizer)
+    if group.size > 1:
+        shard_model(model, config.model.autocast)
+    optim = config.optim.changed(num_steps=num_steps)
+    return SftLoop(model, corpus.tasks, optim=optim, options=config.options, teacher=teacher, group=group)

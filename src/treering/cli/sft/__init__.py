@@ -1,1 +1,0 @@
-"""`treering sft`: supervised training on trajectories."""

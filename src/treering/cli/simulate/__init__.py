@@ -1,1 +1,0 @@
-"""`treering simulate`: scheduling policies compared in virtual time."""

@@ -1,0 +1,264 @@
+"""What `treering simulate` prints: every scheduling policy on every case, in virtual time."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from treering.cli.display import PlainConsole, WorkProgress, duration, figures_table
+from treering.errors import ConfigError, InputError, plural
+from treering.schedule.calibration import calibrate, share_moved_up
+from treering.schedule.cluster import Cluster, Latency, linear_latency
+from treering.schedule.histopipe import POLICIES, make_policy
+from treering.schedule.simulator import Timeline, bound_s, with_training
+from treering.schedule.simulator import simulate as simulate_policy
+from treering.schedule.traces import Trace, read_trace, synthetic_trace
+
+if TYPE_CHECKING:
+    from treering.cli.simulate import SimulateOptions
+
+SYNC = "sync"
+"""FIFO over random static shards with a barrier after each step: the baseline of speedups."""
+
+ONE_STEP_OFF = "fifo"
+"""One-step-off training without a scheduler: FIFO over random static shards."""
+
+OURS = "histopipe"
+"""The policy that the sentence is about."""
+
+LENGTHS = "lognormal:8.2,0.8,16384"
+NOISE = 0.25
+ROLLOUTS = 4096
+STEPS = 12
+"""Defaults of options that are None unless given."""
+
+_BAR_WIDTH = 12
+
+Case = tuple[Trace, Cluster]
+"""A trace and its workers."""
+
+Row = dict[str, Any]
+"""The figures of one policy: means over the cases, and the worst."""
+
+
+def run(options: "SimulateOptions") -> None:
+    """Simulate every policy on every case, and print the results as JSON or as a table.
+
+    Raises:
+        ConfigError: see `make_cases`.
+        InputError: see `make_cases`.
+    """
+    cases = make_cases(options)
+    rows = compare(options.staleness, cases)
+    lower_bound_s = float(np.mean([bound_s(trace, cluster) for trace, cluster in cases]))
+    if options.json_output:
+        print(json.dumps({"lower_bound_s": lower_bound_s, "policies": rows}, indent=2, allow_nan=False))
+        return
+    console = PlainConsole()
+    trace, cluster = cases[0]
+    num_rollouts = sum(step.num_rollouts for step in trace.steps)
+    title = (
+        f"{num_rollouts:,} rollouts in {plural(len(trace.steps), 'step')}, {cluster.num_workers:,} workers of "
+        f"{cluster.num_slots} slots"
+    )
+    seeds = f", mean of {len(cases)} seeds" if len(cases) > 1 else ""
+    console.print(as_table(rows, title=f"{title}{seeds}", num_seeds=len(cases)))
+    bound = (
+        f"No schedule of staleness {cluster.staleness} ends before {as_time(lower_bound_s)}. Each policy is held "
+        "against the bound at its own staleness."
+    )
+    for sentence in (answer(rows), bound, about_predictions(trace)):
+        console.print(sentence, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def make_cases(options: "SimulateOptions") -> list[Case]:
+    """Make traces, from a log or a law of lengths, and their workers: one case per seed; a log has one.
+
+    Raises:
+        ConfigError: options contradict each other, or a value is out of range.
+        InputError: a file, length law or latency cannot be read.
+    """
+    if not (isfinite(options.training) and options.training >= 0):
+        raise ConfigError(f"--training is a share of a time, at least 0, got {options.training!r}; correct it")
+    latency = _latency(options)
+    if options.file is not None:
+        _check_nothing_made_up(options)
+        trace = _logged(options, options.file)
+        return [(trace, _cluster(options, trace, latency))]
+    return [_made_up(options, latency, seed) for seed in range(options.num_seeds or 1)]
+
+
+def _check_nothing_made_up(options: "SimulateOptions") -> None:
+    of_laws = {"lengths": options.lengths, "noise": options.noise, "seeds": options.num_seeds}
+    given = [f"--{name}" for name, value in of_laws.items() if value is not None]
+    if given:
+        raise ConfigError(f"FILE has its own rollouts, and {', '.join(given)} makes some up; leave one of them out")
+
+
+def _latency(options: "SimulateOptions") -> Latency:
+    try:
+        step_ms, row_ms = (float(part) for part in options.decode.split(","))
+    except ValueError as error:
+        raise InputError(
+            "--decode is STEP,ROW, the milliseconds of a decode step and of one more row, such as 20,0.05, got "
+            f"{options.decode!r}; give two numbers"
+        ) from error
+    return linear_latency(
+        step_s=step_ms / 1000, row_s=row_ms / 1000, prefill_s=options.prefill_ms / 1000, load_s=options.load_s
+    )
+
+
+def _cluster(options: "SimulateOptions", trace: Trace, latency: Latency) -> Cluster:
+    cluster = Cluster(
+        num_workers=options.num_workers,
+        num_slots=options.num_slots,
+        max_tokens=trace.max_tokens,
+        staleness=options.staleness,
+        latency=latency,
+    )
+    return with_training(cluster, trace, options.training)
+
+
+def _logged(options: "SimulateOptions", file: Path) -> Trace:
+    trace = read_trace(file, num_rollouts=options.num_rollouts, staleness=options.staleness)
+    return Trace(steps=trace.steps[: options.num_steps], max_tokens=trace.max_tokens)
+
+
+def _made_up(options: "SimulateOptions", latency: Latency, seed: int) -> Case:
+    trace = synthetic_trace(
+        LENGTHS if options.lengths is None else options.lengths,
+        num_steps=options.num_steps or STEPS,
+        num_rollouts=options.num_rollouts or ROLLOUTS,
+        noise=NOISE if options.noise is None else options.noise,
+        seed=seed,
+    )
+    return trace, _cluster(options, trace, latency)
+
+
+def compare(staleness: int, cases: Sequence[Case]) -> list[Row]:
+    """Run `sync`, which is FIFO at staleness 0, and each policy at a staleness on each case.
+
+    Example: makespans of 90 and 110 s where the synchronous loop took 180 and 165 s are a row with a mean of 100 s, a
+    speedup of 1.75 and a worst one of 1.5.
+    """
+    setups = {SYNC: (ONE_STEP_OFF, 0), **{name: (name, staleness) for name in POLICIES}}
+    runs: dict[str, list[Timeline]] = {name: [] for name in setups}
+    with WorkProgress(PlainConsole(stderr=True)) as progress:
+        count = progress.counting("simulating", len(setups) * len(cases))
+        for trace, cluster in cases:
+            for name, (policy, own_staleness) in setups.items():
+                # Where rollouts wait, all but histopipe know lengths alone.
+                known = trace if policy == OURS else _without_forecast_waits(trace)
+                workers = replace(cluster, staleness=own_staleness)
+                runs[name].append(simulate_policy(make_policy(policy), known, workers=workers))
+                count(1)
+    return [_row(name, setups[name][1], timelines, runs[SYNC]) for name, timelines in runs.items()]
+
+
+def _without_forecast_waits(trace: Trace) -> Trace:
+    blind = [replace(step.forecast, num_turns=None, wait_s=None) for step in trace.steps]
+    steps = [replace(step, forecast=forecast) for step, forecast in zip(trace.steps, blind, strict=True)]
+    return replace(trace, steps=tuple(steps))
+
+
+def _row(name: str, staleness: int, timelines: Sequence[Timeline], sync: Sequence[Timeline]) -> Row:
+    speedups = [plain.makespan_s / own.makespan_s for plain, own in zip(sync, timelines, strict=True)]
+    means = ("makespan_s", "throughput_of_bound", "bubble", "bound_s", "tokens_per_s", "num_stolen", "num_moved")
+    return {
+        "policy": name,
+        "staleness": staleness,
+        "staleness_max": max(timeline.staleness_max for timeline in timelines),
+        **{each: float(np.mean([getattr(timeline, each) for timeline in timelines])) for each in means},
+        "speedup_over_sync": float(np.mean(speedups)),
+        "worst_throughput_of_bound": min(timeline.throughput_of_bound for timeline in timelines),
+        "worst_speedup_over_sync": min(speedups),
+        # The plan chosen for each step of the first trace, if the policy chooses among plans.
+        "choices": timelines[0].choices,
+    }
+
+
+def as_table(rows: Sequence[Row], *, title: str, num_seeds: int) -> Table:
+    """Make a table with a row per policy and a bar as long as its speedup; of several seeds with the worst one's."""
+    names = ["stale", "time", "of bound", "idle", "speedup", *(["worst"] if num_seeds > 1 else [])]
+    table = figures_table(title, ["policy", *names])
+    table.add_column("", no_wrap=True, overflow="crop")
+    longest = max(row["speedup_over_sync"] for row in rows)
+    for row in rows:
+        cells = [
+            row["policy"],
+            str(row["staleness"]),
+            as_time(row["makespan_s"]),
+            f"{row['throughput_of_bound']:.2f}",
+            f"{row['bubble']:.0%}",
+            f"{row['speedup_over_sync']:.2f}x",
+            *([f"{row['worst_speedup_over_sync']:.2f}x"] if num_seeds > 1 else []),
+        ]
+        bar = f" {_bar(row['speedup_over_sync'] / longest)}"
+        table.add_row(*cells, bar, style="bold" if row["policy"] == OURS else None)
+    return table
+
+
+def answer(rows: Sequence[Row]) -> str:
+    """Summarise in a sentence what histopipe gains.
+
+    Example: "histopipe ends the run 1.62x as fast as the synchronous loop and 1.57x as fast as FIFO over random
+    shards at staleness 1, at 0.91 of the lower bound; its workers decode nothing for 12% of their time."
+    """
+    by_name = {row["policy"]: row for row in rows}
+    ours, plain = by_name[OURS], by_name[ONE_STEP_OFF]
+    return (
+        f"{OURS} ends the run {ours['speedup_over_sync']:.2f}x as fast as the synchronous loop and "
+        f"{plain['makespan_s'] / ours['makespan_s']:.2f}x as fast as FIFO over random shards at staleness "
+        f"{plain['staleness']}, at {ours['throughput_of_bound']:.2f} of the lower bound; its workers decode nothing "
+        f"for {ours['bubble']:.0%} of their time."
+    )
+
+
+def about_predictions(trace: Trace) -> str:
+    """How good a trace's predictions are, in a sentence."""
+    predicted = np.concatenate([step.forecast.lengths for step in trace.steps])
+    actual = np.concatenate([step.lengths for step in trace.steps])
+    figures = calibrate(predicted, actual)
+    sizes = np.array([step.num_rollouts for step in trace.steps])
+    shares = [share_moved_up(step.forecast.lengths, step.lengths) for step in trace.steps]
+    moved_up = float(np.average(shares, weights=sizes))
+    return (
+        f"Predictions: sigma {figures.sigma:.2f} and bias {figures.bias:+.2f} of the log ratio, rank correlation "
+        f"{figures.spearman:.2f}; {moved_up:.0%} of a step's rollouts are in a longer one of 8 groups than predicted."
+        f"{_about_waits(trace)}"
+    )
+
+
+def _about_waits(trace: Trace) -> str:
+    """The waiting of a rollout in the mean, in a sentence; empty if none waits."""
+    turns = [step.turns for step in trace.steps if step.turns is not None]
+    if not trace.has_waits:
+        return ""
+    counts = np.concatenate([each.num_turns for each in turns])
+    waits = np.concatenate([each.total_wait_s for each in turns])
+    return f" A rollout has {counts.mean():.1f} turns and waits for {as_time(float(waits.mean()))}, in the mean."
+
+
+def as_time(time_s: float) -> str:
+    """A time in the units of people, with at least three digits.
+
+    >>> as_time(7.026), as_time(203.4), as_time(40_470)
+    ('7.03 s', '3 min 23 s', '11 h 14 min')
+    """
+    return f"{time_s:.3g} s" if time_s < 100 else duration(time_s)
+
+
+def _bar(share: float) -> str:
+    """A bar of that share of the full width, in eighths of a character.
+
+    >>> _bar(0.25)
+    '███'
+    """
+    eighths = round(share * _BAR_WIDTH * 8)
+    return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8]).rstrip()

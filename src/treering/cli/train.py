@@ -1,0 +1,369 @@
+"""`treering train` from its settings to its summary: task, model, warm-up, loop, steps."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from treering.cli.display import note_compiling, note_doing
+from treering.cli.hub import find_model
+from treering.cli.models import build_model, load_teacher, tokenizer_note
+from treering.cli.run_folder import WARMUP_FOLDER, printed_warnings
+from treering.cli.session import RunLength, TrainingRun, agreed, budget_note, checkpoint_store, owning, run_length
+from treering.cli.train_engine import (
+    check_room,
+    cluster_of,
+    engine_factory,
+    held_out_notes,
+    identity,
+    load_held_out,
+    load_trained,
+    make_drafting,
+    measure_rewards,
+    warmup_identity,
+    warmup_options,
+)
+from treering.cli.train_report import RlRun, TrainSummary, step_logs, summary_of
+from treering.cli.train_task import TaskSource, draw_sums
+from treering.config import RlConfig
+from treering.config.metrics import RlMetricsConfig
+from treering.config.rl import RlRunConfig
+from treering.config.runtime import RuntimeConfig
+from treering.engine.protocol import Engine
+from treering.errors import StateError, plural
+from treering.history.draft.drafter import Drafter
+from treering.history.draft.kernel import propose
+from treering.ranks.group import RankGroup
+from treering.rl.loop import EngineFactory, RlLoop
+from treering.rl.step_report import RlStepReport
+from treering.rl.tasks.task import Task
+from treering.runtime.controller import PipelineSpec
+from treering.runtime.pipeline import PipelineLoop
+from treering.runtime.process import Actors
+from treering.runtime.ray_actors import RayActors
+from treering.schedule.histopipe import make_policy
+from treering.schedule.predict import make_predictor
+from treering.train.loop.batches import TrainingTask
+from treering.train.loop.checkpoint import (
+    CheckpointStore,
+    checkpoint_path,
+    load_weights,
+    random_state,
+    set_random_state,
+)
+from treering.train.loop.compute import shard_model
+from treering.train.loop.saved_run import CHECKPOINTS_FOLDER
+from treering.train.loop.sft import SftLoop
+from treering.tree.radix import fill_forest
+
+
+class TrainRecipe:
+    """The `Recipe` of a configuration; pickling drops the built objects."""
+
+    def __init__(self, config: RlConfig, config_dir: Path) -> None:
+        """`config_dir` is the folder of the configuration file."""
+        self._config = config
+        # Other processes may run in another folder.
+        self._config_dir = config_dir.absolute()
+        self._shell_dir = Path.cwd()
+        self._make_engine: EngineFactory | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("_config", "_config_dir", "_shell_dir")} | {"_make_engine": None}
+
+    @property
+    def max_batch(self) -> int:
+        """See `Recipe`."""
+        task, max_rows = self._config.task, self._config.engine.max_batch
+        return task.changed(max_rows=max_rows).num_in_flight if task.runs_episodes else max_rows
+
+    def make_model(self) -> PreTrainedModel:
+        """See `Recipe`."""
+        transformers_logging.disable_progress_bar()
+        return make_model(self._config, self._config_dir, self._source)
+
+    def make_task(self) -> Task:
+        """See `Recipe`."""
+        return self._source.task
+
+    def make_engine(self, model: PreTrainedModel, drafter: Drafter | None, version: int) -> Engine:
+        """See `Recipe`."""
+        if self._make_engine is None:
+            # One for all engines of a process, which may share what takes long to start.
+            self._make_engine = engine_factory(self._config, model, self._source)
+        return self._make_engine(drafter, version)
+
+    @cached_property
+    def _source(self) -> TaskSource:
+        return load_trained(self._config, self._config_dir, self._shell_dir)
+
+
+def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
+    """The configured model, with a vocabulary for the task's ids."""
+    return build_model(
+        config.model,
+        num_ids=source.task.vocab_size,
+        seed=config.rl.seed,
+        folder=find_model(config.model, config_dir),
+        lora=config.lora,
+        takes_pictures=source.has_pictures,
+    )
+
+
+def make_loop(
+    config: RlConfig,
+    config_dir: Path,
+    source: TaskSource,
+    model: PreTrainedModel,
+    *,
+    num_steps: int,
+    group: RankGroup | None = None,
+) -> RlLoop | PipelineLoop:
+    """The loop over a given task and model, which several ranks (`group`) shard; each samples by a whole copy.
+
+    Raises:
+        InputError: a prompt that the engine has no room for.
+    """
+    check_room(config, source)
+    whole = None
+    if group is not None and group.size > 1:
+        whole = copy.deepcopy(model).eval().requires_grad_(False)
+        shard_model(model, config.model.autocast)
+    # Other processes may run in another folder.
+    folders = config_dir.absolute(), config.run.dir.absolute()
+    reference = partial(make_reference, config, *folders, source.task.vocab_size, takes_pictures=source.has_pictures)
+    optim, options = config.optim.changed(num_steps=num_steps), config.options
+    if config.runtime.workers == 0:
+        make_engine = engine_factory(config, model if whole is None else whole, source)
+        return RlLoop(
+            model,
+            source.task,
+            make_engine,
+            optim=optim,
+            options=options,
+            drafting=make_drafting(config),
+            teacher=_load_teacher(config, config_dir),
+            group=group,
+            rollout_model=whole,
+            reference=reference,
+        )
+    actors = make_actors(config.runtime)
+    spec = PipelineSpec(
+        recipe=TrainRecipe(config, config_dir),
+        optim=optim,
+        options=options,
+        num_steps=num_steps,
+        cluster=cluster_of(config),
+        policy=make_policy(config.schedule),
+        predictor=make_predictor(max_tokens=config.sampling.max_tokens),
+        actors=actors,
+        drafting=make_drafting(config),
+        num_trainer_ranks=config.runtime.trainer_ranks,
+        reward_time_limit_s=config.runtime.reward_time_limit_s,
+        worker_time_limit_s=config.runtime.worker_time_limit_s,
+        reference=reference,
+    )
+    return PipelineLoop(model, source.task, spec)
+
+
+def make_reference(
+    config: RlConfig, config_dir: Path, run_dir: Path, num_ids: int, *, takes_pictures: bool = False
+) -> PreTrainedModel:
+    """The weights that a run begins with, those of its warm-up where it has one, also once it was resumed.
+
+    Leaves torch's random state as it is.
+
+    Raises:
+        StateError: the checkpoint of the warm-up is gone.
+    """
+    before = random_state()
+    model = build_model(
+        config.model,
+        num_ids=num_ids,
+        seed=config.rl.seed,
+        folder=find_model(config.model, config_dir),
+        takes_pictures=takes_pictures,
+    )
+    set_random_state(before)
+    num_steps = config.warmup.num_steps
+    if num_steps > 0:
+        load_weights(model, checkpoint_path(run_dir / WARMUP_FOLDER / CHECKPOINTS_FOLDER, num_steps))
+    return model
+
+
+def make_actors(runtime: RuntimeConfig) -> Actors:
+    """What starts the workers.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
+    return RayActors(
+        num_rollout_workers=runtime.workers,
+        num_trainer_ranks=runtime.trainer_ranks,
+        worker_cpus=runtime.worker_cpus or 1.0,
+        worker_gpus=runtime.worker_gpus,
+        trainer_gpus=runtime.trainer_gpus,
+    )
+
+
+def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:
+    folder = find_model(config.teacher, config_dir, setting="teacher.path")
+    if folder is None:
+        return None
+    return load_teacher(folder, config.model, tokenizer=find_model(config.model, config_dir))
+
+
+def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console: Console) -> None:
+    """Trains the model on solved prompts outside the task, sharded if several ranks do; resumes a stopped warm-up."""
+    if config.warmup.num_steps == 0:
+        return
+    section = RlRunConfig(dir=config.run.dir / WARMUP_FOLDER, save_every=config.run.save_every, keep=1)
+    optim, options = warmup_options(config)
+    sums = draw_sums(config.task)
+    solved = sums.held_out(max(1, min(4096, sums.num_others))).solutions()
+    run = TrainingRun(
+        config=config.model_copy(update={"run": section, "metrics": RlMetricsConfig()}),
+        loop=SftLoop(model, joined(solved, 64), optim=optim, options=options, group=group),
+        checkpoints=CheckpointStore(
+            folder=section.dir / CHECKPOINTS_FOLDER,
+            identity=warmup_identity(config, model),
+            keep=section.keep,
+            group=group,
+        ),
+        num_steps=config.warmup.num_steps,
+        console=console,
+        unit="warm-up",
+    )
+    run.open()
+    with run.metrics() as metrics:
+        run.begin(metrics)
+        run.show()
+
+
+def joined(tasks: Sequence[TrainingTask], size: int) -> list[TrainingTask]:
+    """Joins each `size` tasks into one, the last one smaller, so that sequences share prefixes across prompts.
+
+    Example: five tasks of one sequence each, joined by two, are three tasks of 2, 2 and 1 sequences.
+    """
+    parts = [tasks[first : first + size] for first in range(0, len(tasks), size)]
+    return [
+        TrainingTask(
+            task_id=number,
+            sequences=tuple(sequence for task in part for sequence in task.sequences),
+            loss_masks=tuple(mask for task in part for mask in task.loss_masks),
+        )
+        for number, part in enumerate(parts)
+    ]
+
+
+_EARLY = 10
+"""Steps after which a run that learns nothing is said to."""
+
+
+def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
+    """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
+    with open_training(config, config_dir=config_dir, console=console) as run:
+        reports = run.show(StepNotes(run.num_steps))
+    summary = summary_of(run, reports)
+    total = summary.total
+    if total.num_unscored and not total.num_rollouts:
+        raise StateError(
+            f"a run learns from rewards, and {run.source.task.reward_name} returned None for {total.num_unscored} "
+            f"rollouts and scored none; return a number for some"
+        )
+    return summary
+
+
+@contextmanager
+def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator[RlRun]:
+    """Opens a run: lock, task, model, newest checkpoint, warm-up, logs; closes the logs at the end.
+
+    Of several ranks the first one alone has the lock and the logs.
+    """
+    with owning(config.run.dir) as group, ExitStack() as stack:
+        config = agreed(config, config_dir, group)
+        note_doing(console, "reading the task")
+        source, held = load_trained(config, config_dir), load_held_out(config, config_dir)
+        if held is not None:
+            source = replace(source, notes=(*source.notes, *held_out_notes(held, source)))
+            stack.callback(held.close)
+        stack.callback(source.close)
+        source.try_reward(config.runtime.reward_time_limit_s)
+        note_doing(console, "loading the model")
+        model = make_model(config, config_dir, source)
+        doubt = tokenizer_note(model, find_model(config.model, config_dir), source.tokenizer)
+        note_doing(console, "preparing the first step")
+        note_compiling(console, fill_forest, propose)
+        length = run_length(config, len(source.task.prompts))
+        # The identity is that of weights before they are sharded.
+        checkpoints = checkpoint_store(config, model, identity(config, source, model), source, group)
+        loop = make_loop(config, config_dir, source, model, num_steps=length.total, group=group)
+        if isinstance(loop, PipelineLoop):
+            stack.enter_context(loop)
+        run = RlRun(
+            config=config, source=source, loop=loop, checkpoints=checkpoints, num_steps=length.total, console=console
+        )
+        run.open()
+        if group.rank == 0:
+            run.say(doubt)
+            _announce(run, model, length)
+        if run.opened.step == 0:
+            warm_up(config, model, group, console)
+        metrics, on_step = stack.enter_context(run.metrics()), None
+        if group.rank == 0:
+            with printed_warnings(console):
+                on_step = step_logs(run, metrics, stack)
+        # Measured in this process, whatever other processes the loop has.
+        policy = loop.policy if isinstance(loop, RlLoop) else lambda: loop.model
+        run.begin(metrics, None if held is None else measure_rewards(config, held, policy, group), on_step)
+        yield run
+
+
+class StepNotes:
+    """Says of each step what it has left out, and of a run in which no group has two rewards that it learns nothing.
+
+    Example: after ten steps in which every reward is 0 there is one warning, and another after the last step.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        """`num_steps`: of the whole run."""
+        self._num_steps, self._num_seen, self._num_uneven = num_steps, 0, 0
+
+    def __call__(self, report: RlStepReport) -> Sequence[str]:
+        """Return the sentences on a step."""
+        rollouts = report.rollouts
+        # Rewards that raised, and episodes that failed.
+        left_out = [
+            f"warning: step {report.step}: {plural(rollouts.num_reward_errors, 'rollout')} left out; "
+            f"{' '.join(message.split())}"
+            for message in rollouts.reward_errors[:1]
+        ]
+        return [*(() if report.update is None else report.update.notes), *left_out, *self._about_groups(report)]
+
+    def _about_groups(self, report: RlStepReport) -> Sequence[str]:
+        rollouts = report.rollouts
+        self._num_seen += 1
+        self._num_uneven += rollouts.num_groups - rollouts.num_zero_variance - rollouts.num_empty_groups
+        # The last steps of a run that goes on say little.
+        if self._num_uneven or self._num_seen not in (_EARLY, self._num_steps):
+            return ()
+        return [
+            f"warning: no group of {plural(self._num_seen, 'step')} had two different rewards, so no rollout had an "
+            "advantage; change the reward or the prompts, or raise rl.group_size or sampling.temperature"
+        ]
+
+
+def _announce(run: RlRun, model: PreTrainedModel, length: RunLength) -> None:
+    config, source = run.config, run.source
+    longest = source.longest_prompt + config.sampling.max_tokens
+    run.say(*source.notes, budget_note("rl.max_batch_tokens", config.rl.max_batch_tokens, longest))
+    steps = f"{plural(length.total, 'step')} of {config.rl.prompts_per_step} x {config.rl.group_size} rollouts"
+    what = f"{plural(len(source.task.prompts), 'prompt')} ({source.kind}); {{}}; {steps}"
+    run.announce(length, model, what, max(run.checkpoints.group.size, config.runtime.trainer_ranks))

@@ -1,1 +1,0 @@
-"""`treering train`: reinforcement learning from a configuration."""

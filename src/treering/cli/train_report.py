@@ -1,0 +1,361 @@
+"""What `treering train` reports: the rollouts and times of each step, and the summary of a call."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from rich.table import Table
+
+from treering.cli.display import facts_table
+from treering.cli.session import TrainingRun
+from treering.cli.train_task import TaskSource
+from treering.closing import Closing
+from treering.config import RlConfig
+from treering.config.metrics import RlMetricsConfig
+from treering.data import Trajectory
+from treering.errors import plural
+from treering.files.step_lines import append, reopen
+from treering.files.writing import check_regular, writing
+from treering.metrics import Completion, Metrics, num_logged
+from treering.report.rollouts import ROLLOUTS_FOLDER
+from treering.report.run import TIMELINE_FILE, Row, held_out
+from treering.rl.loop import RlLoop
+from treering.rl.step_report import RlStepReport, RolloutLog, total_stats
+from treering.rl.tasks.sums import SumTask
+from treering.runtime.pipeline import PipelineLoop
+from treering.schedule.cluster import Latency
+from treering.train.loop.checkpoint import checkpoint_path
+from treering.train.loop.saved_run import CHECKPOINTS_FOLDER, METRICS_FILE
+from treering.types import TokenIds
+
+
+class TimelineLog(Closing):
+    """The file `timeline.jsonl` of a run with workers; use it in a `with` statement.
+
+    Example: `{"step": 3, "worker": 1, "started_s": 1767261600.2, "ended_s": 1767261604.9, "busy_s": 4.5,
+    "num_rollouts": 32}`; the trainer's line has the worker null.
+    """
+
+    def __init__(self, file: Path, *, resume_step: int | None) -> None:
+        """Lines of steps after `resume_step`, or all if it is None, are removed: the run repeats these steps.
+
+        Raises:
+            StateError: the file cannot be read or written.
+        """
+        self._path = file
+        with writing(file):
+            check_regular(file)
+        reopen([file], resume_step or 0, {}, log=file)
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = file.open("ab", buffering=0)
+
+    def write(self, report: RlStepReport) -> None:
+        """Appends the spans of one step.
+
+        Raises:
+            StateError: the disk is full.
+        """
+        spans = () if report.overlap is None else report.overlap.spans
+        lines = [json.dumps({"step": report.step, **asdict(span)}).encode() + b"\n" for span in spans]
+        with writing(self._path, sum(map(len, lines))):
+            append(self._file, b"".join(lines))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+MAX_CHARACTERS = 4000
+"""Of a prompt and of a completion in a table; the middle of a longer one is left out."""
+
+
+def is_table_due(config: RlMetricsConfig, step: int) -> bool:
+    """Whether a step has a table, as the steps 1, 10, 20 and so on have."""
+    return config.log_completions > 0 and (step == 1 or step % 10 == 0)
+
+
+def completions_of(trajectories: Sequence[Trajectory], num_rows: int, source: TaskSource) -> list[Completion]:
+    """Rollouts from the worst reward to the best, evenly spaced among all, all of them where there are fewer.
+
+    Example: 3 of five rollouts with rewards 0.1 to 0.5 are those with 0.1, 0.3 and 0.5.
+    """
+    ranked = sorted(trajectories, key=lambda each: -np.inf if each.reward is None else each.reward)
+    chosen = np.unique(np.linspace(0, len(ranked) - 1, min(num_rows, len(ranked))).round().astype(int))
+    return [_completion(ranked[place], source) for place in chosen]
+
+
+def _completion(each: Trajectory, source: TaskSource) -> Completion:
+    assert each.tokens is not None, "rollouts have tokens"
+    assert each.loss_mask is not None, "rollouts have a mask"
+    start = int(each.loss_mask.argmax()) if each.loss_mask.any() else each.tokens.size
+    return Completion(
+        prompt=_text(each.tokens[:start], source),
+        completion=_text(each.tokens[start:], source),
+        reward=each.reward,
+        advantage=each.advantage,
+    )
+
+
+def _text(tokens: TokenIds, source: TaskSource) -> str:
+    task = source.task
+    decode = task.decode if isinstance(task, SumTask) else source.decode
+    text = " ".join(map(str, tokens.tolist())) if decode is None else decode(tokens)
+    half = MAX_CHARACTERS // 2
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} […] {text[-half:]}"
+
+
+Loop: TypeAlias = RlLoop | PipelineLoop
+
+OnStep: TypeAlias = Callable[[RlStepReport], dict[str, float]]
+"""Logs a step, and returns metrics of what it has logged."""
+
+
+@dataclass(kw_only=True, eq=False)
+class RlRun(TrainingRun[RlStepReport]):
+    """A run of `treering train`, with its task."""
+
+    config: RlConfig
+    source: TaskSource
+    loop: Loop
+
+
+def step_logs(run: RlRun, metrics: Metrics, stack: ExitStack) -> OnStep:
+    """Writes the rollouts of each step, some of them to trackers, and, with workers, when each of them worked."""
+    config, loop, log_rollouts = run.config, run.loop, _rollout_log(run)
+    timeline = None
+    if isinstance(loop, PipelineLoop):
+        timeline = stack.enter_context(TimelineLog(config.run.dir / TIMELINE_FILE, resume_step=run.opened.resume_step))
+
+    def on_step(report: RlStepReport) -> dict[str, float]:
+        if timeline is not None:
+            timeline.write(report)
+        if is_table_due(config.metrics, report.step):
+            metrics.log_completions(
+                report.step, completions_of(loop.latest, config.metrics.log_completions, run.source)
+            )
+        return {} if log_rollouts is None else log_rollouts(report)
+
+    return on_step
+
+
+def _rollout_log(run: RlRun) -> OnStep | None:
+    folder = run.config.run.dir
+    if run.config.run.rollouts == "off":
+        return None
+    log = RolloutLog(
+        folder / ROLLOUTS_FOLDER, resume_step=run.opened.resume_step, expected=num_logged(folder / METRICS_FILE)
+    )
+    return lambda report: log.write(report.epoch, run.loop.latest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlTotals:
+    """Sums and means over the steps of one call; zeros without rewards if there was no step."""
+
+    first_reward: float | None
+    """Mean over the rollouts of this call's first epoch; None without one."""
+    last_reward: float | None
+    """Mean over the rollouts of its last epoch."""
+    num_updates: int
+    """Steps that changed the weights."""
+    num_groups: int
+    num_zero_variance: int
+    """Groups whose rollouts all had the same reward."""
+    num_reward_errors: int
+    num_unscored: int
+    num_empty: int
+    num_overlong: int
+    seconds: float
+    rollout_s: float
+    train_s: float
+    update_s: float
+    num_rollouts: int
+    num_sampled: int
+    sampled_per_s: float
+    """Sampled tokens per second of rollout."""
+    tokens_per_forward: float
+    num_drafted: int
+    acceptance: float
+    flat_tokens: int
+    """Trained tokens of all prompts and rollouts."""
+    unique_tokens: int
+    """Tokens that were computed for them."""
+    sharing: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSummary:
+    """What a call of `treering train` did; figures cover the steps of this call, not those it resumed from."""
+
+    run_dir: str
+    task: str
+    num_prompts: int
+    num_parameters: int
+    resumed_from_step: int | None
+    """Steps that an earlier call had done; None for a new run."""
+    num_steps: int
+    """Steps of the whole run."""
+    total: RlTotals
+    checkpoint: str
+    """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
+    evaluations: Sequence[Row] = ()
+    """What this call measured on held-out data: "step", and the names of `treering.metrics`."""
+    account: Mapping[str, int] | None = None
+    """What became of every rollout of the run, see `treering.runtime.account`; None without processes."""
+    latency: Mapping[str, float] | None = None
+    """Measured times that the run plans with, see `times_of`; None if it has measured none."""
+
+
+def summary_of(run: RlRun, reports: Sequence[RlStepReport]) -> TrainSummary:
+    """Adds up the steps of a call."""
+    folder, source, loop = run.config.run.dir, run.source, run.loop
+    last_step = reports[-1].step if reports else run.opened.step
+    pipeline = loop if isinstance(loop, PipelineLoop) else None
+    measured = None if pipeline is None else pipeline.measured
+    return TrainSummary(
+        run_dir=str(folder),
+        task=source.kind,
+        num_prompts=len(source.task.prompts),
+        num_parameters=sum(weight.numel() for weight in loop.model.parameters()),
+        resumed_from_step=run.opened.resume_step,
+        num_steps=last_step,
+        total=totals(reports),
+        checkpoint=str(checkpoint_path(folder / CHECKPOINTS_FOLDER, last_step)),
+        evaluations=() if run.evaluation is None else tuple(run.evaluation.measured),
+        account=None if pipeline is None else pipeline.account.as_dict(),
+        latency=None if measured is None else times_of(measured),
+    )
+
+
+def totals(reports: Sequence[RlStepReport]) -> RlTotals:
+    """Adds up step reports.
+
+    Example: two epochs whose rewards average 0.4 and 0.6 have the rewards 0.4 and 0.6.
+    """
+    engine = total_stats(report.engine for report in reports)
+    updates = [report.update for report in reports if report.update is not None]
+    rollouts = [report.rollouts for report in reports]
+    rollout_s = sum(report.phases.rollout_s for report in reports)
+    flat, unique = sum(u.num_branch_tokens for u in updates), sum(u.num_tokens for u in updates)
+    return RlTotals(
+        first_reward=_reward_of_epoch(reports, reports[0].epoch) if reports else None,
+        last_reward=_reward_of_epoch(reports, reports[-1].epoch) if reports else None,
+        num_updates=len(updates),
+        num_groups=sum(part.num_groups for part in rollouts),
+        num_zero_variance=sum(part.num_zero_variance for part in rollouts),
+        num_reward_errors=sum(part.num_reward_errors for part in rollouts),
+        num_unscored=sum(part.num_unscored for part in rollouts),
+        num_empty=sum(part.num_empty for part in rollouts),
+        num_overlong=sum(part.num_overlong for part in rollouts),
+        seconds=sum(report.phases.step_s for report in reports),
+        rollout_s=rollout_s,
+        train_s=sum(report.phases.train_s for report in reports),
+        update_s=sum(report.phases.update_s for report in reports),
+        num_rollouts=sum(part.num_rollouts for part in rollouts),
+        num_sampled=engine.num_sampled,
+        sampled_per_s=engine.num_sampled / rollout_s if rollout_s else 0.0,
+        tokens_per_forward=engine.tokens_per_forward,
+        num_drafted=engine.num_drafted,
+        acceptance=engine.acceptance,
+        flat_tokens=flat,
+        unique_tokens=unique,
+        sharing=1.0 - unique / flat if flat else 0.0,
+    )
+
+
+def times_of(latency: Latency) -> dict[str, float]:
+    """Seconds of a linear latency: "step_s" per pass, "row_s" per row of it, and the other times by name.
+
+    Example: passes of 1 and 2 rows that take 3 and 4 ms have the step_s 0.002 and the row_s 0.001.
+    """
+    row_s = float(latency.decode_s[-1] - latency.decode_s[0]) / int(latency.num_rows[-1] - latency.num_rows[0])
+    step_s = float(latency.decode_s[0]) - row_s * int(latency.num_rows[0])
+    others = {name: getattr(latency, name) for name in ("prefill_s", "load_s", "training_s")}
+    # Rounding may give slightly less than 0.
+    return {"step_s": max(0.0, step_s), "row_s": row_s, **others}
+
+
+def as_table(summary: TrainSummary) -> Table:
+    """The summary for a terminal."""
+    total = summary.total
+    rows = {
+        "task": f"{summary.task}, {plural(summary.num_prompts, 'prompt')}",
+        "model": f"{summary.num_parameters:,} parameters",
+        "steps": _steps_cell(summary),
+        "reward": _reward_cell(total),
+        **held_out(summary.evaluations),
+        "groups": f"{total.num_groups:,}, of one reward {total.num_zero_variance:,}",
+        "rollouts": _rollouts_cell(total),
+        "seconds": f"{total.seconds:,.1f}: rollout {total.rollout_s:,.1f}, training {total.train_s:,.1f}, "
+        f"update {total.update_s:,.1f}",
+        "sampled tokens": f"{total.num_sampled:,} ({total.sampled_per_s:,.0f} per second)",
+        "tokens per forward": f"{total.tokens_per_forward:.2f}",
+        "drafted tokens": f"{total.num_drafted:,}, accepted {total.acceptance:.0%}",
+        "trained tokens": f"{total.flat_tokens:,} flat, {total.unique_tokens:,} computed",
+        "sharing": f"{total.sharing:.3f}",
+        **_account_rows(summary.account),
+        **_latency_rows(summary.latency),
+        "checkpoint": summary.checkpoint,
+    }
+    return facts_table(f"treering train: {summary.run_dir}", rows)
+
+
+def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
+    """Where every scheduled rollout went, and which processes died."""
+    if account is None:
+        return {}
+    left_out = {"of one reward": "without_variance", "without reward": "reward_errors", "empty": "empty"}
+    ends = [f"{account['trained']:,} trained", *(f"{account[key]:,} {text}" for text, key in left_out.items())]
+    if account["unscored"]:
+        ends.append(f"{account['unscored']:,} unscored")
+    deaths = (
+        f"{account['worker_deaths']} workers ({account['sampled_again']:,} rollouts sampled again), "
+        f"{account['reward_worker_deaths'] + account['reward_workers_stopped']} reward workers "
+        f"({account['evaluated_again']:,} evaluated again), "
+        f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
+    )
+    elsewhere = f"{account['stolen']:,} started, {account['moved']:,} went on at another worker than planned"
+    return {
+        "account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}",
+        "elsewhere": elsewhere,
+        "deaths": deaths,
+    }
+
+
+def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
+    """The times that the run plans with."""
+    if latency is None:
+        return {}
+    milliseconds = {name: f"{1e3 * seconds:,.3g} ms" for name, seconds in latency.items()}
+    return {
+        "planned with": f"passes of {milliseconds['step_s']} + {milliseconds['row_s']} a row, weights in "
+        f"{milliseconds['load_s']}, updates of {milliseconds['training_s']} (measured)"
+    }
+
+
+def _reward_of_epoch(reports: Sequence[RlStepReport], epoch: int) -> float | None:
+    parts = [report.rollouts for report in reports if report.epoch == epoch and report.rollouts.reward_mean is not None]
+    count = sum(part.num_rollouts for part in parts)
+    # Shares, because a sum of very large rewards is infinite.
+    return sum(part.num_rollouts / count * (part.reward_mean or 0.0) for part in parts) if count else None
+
+
+def _steps_cell(summary: TrainSummary) -> str:
+    updates = f"{summary.num_steps}, updates {summary.total.num_updates}"
+    return updates if summary.resumed_from_step is None else f"{updates}, resumed after {summary.resumed_from_step}"
+
+
+def _reward_cell(total: RlTotals) -> str:
+    first, last = ("-" if mean is None else f"{mean:.3f}" for mean in (total.first_reward, total.last_reward))
+    return f"{first} -> {last} (first and last epoch)"
+
+
+def _rollouts_cell(total: RlTotals) -> str:
+    troubles = {"empty": total.num_empty, "over-long": total.num_overlong, "without reward": total.num_reward_errors}
+    troubles["unscored"] = total.num_unscored
+    return ", ".join([f"{total.num_rollouts:,}", *(f"{name} {count:,}" for name, count in troubles.items() if count)])

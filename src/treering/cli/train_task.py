@@ -1,0 +1,244 @@
+"""The task of `treering train`: its prompts and rewards, and what a run needs to know of them."""
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from treering.cli.hub import find_folder, locate, search_places
+from treering.config.rl_task import TaskConfig
+from treering.data import Renderer
+from treering.data.cache.folder import cache_folder
+from treering.engine.stop_strings import Decode
+from treering.errors import plural
+from treering.integrations.verifiers.environment import VerifiersEnvironment, VerifiersSettings
+from treering.rl.environments.chat import BYTES_FOLDER, ChatTokens
+from treering.rl.environments.environment import Environment, EnvironmentTask, find_environment
+from treering.rl.tasks.judge import Judge
+from treering.rl.tasks.prompts_file import PromptsFile
+from treering.rl.tasks.sums import ChainedSums
+from treering.rl.tasks.task import Task
+from treering.rl.tasks.text_reward import TextReward, WeightedReward
+from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskSource:
+    """A task and where it came from."""
+
+    task: Task
+    """Prompts and rewards."""
+    kind: str
+    """Its name in the configuration."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer that made the ids; None without one."""
+    form: Renderer | None = None
+    """How chats become text; None for raw text and without a tokenizer."""
+    decode: Decode | None = None
+    """Tokens to text, for stop strings; None without a tokenizer."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user."""
+    text_reward: TextReward | None = None
+    """Of a file of prompts: the reward of a response's text."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids at which rollouts stop."""
+        return self.task.stop_tokens
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the prompts in order: equal only if ids, tokens and answers are."""
+        total = hashlib.sha256()
+        for prompt in self.task.prompts:
+            total.update(f"{prompt.prompt_id!r} {prompt.answer!r} {prompt.tokens.size}\n".encode())
+            total.update(prompt.content)
+            if self.runs_episodes:
+                total.update(repr(prompt.columns["data"]).encode())
+        return total.hexdigest()
+
+    def try_reward(self, time_limit_s: float) -> None:
+        """Calls a reward of your own once on the first prompt, so that a mistake shows before the model loads.
+
+        Raises:
+            InputError: it raises, returns no reward, or takes longer than `time_limit_s`.
+        """
+        if self.text_reward is not None:
+            self.text_reward.try_on(self.task.prompts[0], time_limit_s)
+
+    @property
+    def columns_digest(self) -> str | None:
+        """SHA-256 over what a reward of your own may read of the prompts; None if there is no such reward."""
+        if self.text_reward is None or not self.text_reward.is_own:
+            return None
+        total = hashlib.sha256()
+        for prompt in self.task.prompts:
+            total.update(repr(sorted(prompt.columns.items())).encode())
+        return total.hexdigest()
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether a prompt has pictures."""
+        return any(prompt.pictures for prompt in self.task.prompts)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(prompt.tokens.size for prompt in self.task.prompts)
+
+    @property
+    def room_factor(self) -> int:
+        """How many rollouts an engine has room for beside each that runs: episodes that wait keep theirs."""
+        return 2 if self.runs_episodes else 1
+
+    @property
+    def runs_episodes(self) -> bool:
+        """Whether the task is an environment."""
+        return isinstance(self.task, EnvironmentTask)
+
+    def close(self) -> None:
+        """Ends what the environment has started."""
+        if isinstance(self.task, EnvironmentTask) and isinstance(self.task.environment, Environment):
+            self.task.environment.close()
+
+
+def load_task(
+    config: TaskConfig,
+    *,
+    config_dir: Path,
+    shell_dir: Path = Path(),
+    model: Path | None = None,
+    max_rows: int = 1,
+) -> TaskSource:
+    """Draws or reads the prompts of a configuration in the folder `config_dir`, for the policy in the folder `model`.
+
+    Rewards and environments of your own are looked up there, then in `shell_dir`. `max_rows` is what the engine runs at
+    one time.
+
+    Raises:
+        ConfigError, InputError: bad settings or files.
+    """
+    if config.kind == "prompts":
+        return _from_file(config, config_dir, shell_dir, model)
+    if config.runs_episodes:
+        return _of_environment(config, config_dir, shell_dir, model, max_rows)
+    return TaskSource(task=draw_sums(config), kind=config.kind)
+
+
+def draw_sums(config: TaskConfig) -> ChainedSums:
+    """The prompts of a task of kind sums."""
+    return ChainedSums(
+        config.num_prompts,
+        config.seed,
+        min_terms=min(3, config.max_terms),
+        max_terms=config.max_terms,
+        max_number=config.max_number,
+    )
+
+
+def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None) -> TaskSource:
+    assert config.file is not None, "the configuration checks it"
+    places = search_places(config_dir)
+    tokenizer = model
+    if config.tokenizer is not None:
+        tokenizer = find_folder(config.tokenizer, places, setting="task.tokenizer", wanted="tokenizer")
+    assert tokenizer is not None, "the configuration checks it"
+    task = PromptsFile(
+        locate(config.file, places),
+        tokenizer=tokenizer,
+        reward=_rewards(config),
+        folders=(config_dir, shell_dir),
+        judge=_judge(config, shell_dir),
+        template=config.template,
+        max_prompts=config.max_prompts,
+        max_prompt_tokens=config.max_prompt_tokens,
+        date=config.date,
+        model=model,
+        stop_tokens=config.stop_tokens,
+        cache=cache_folder(),
+    )
+    left_out = {
+        f"more than {config.max_prompt_tokens} tokens": task.num_overlong,
+        "the same tokens as an earlier one": task.num_duplicates,
+    }
+    form = task.form_in_words
+    notes = [
+        plural(count, f"prompt has {why} and is left out", f"prompts have {why} and are left out")
+        for why, count in left_out.items()
+        if count
+    ]
+    return TaskSource(
+        task=task,
+        kind=config.kind,
+        tokenizer=tokenizer,
+        form=task.form,
+        decode=TextTokens(tokenizer).decode,
+        notes=(*([form] if form else []), *notes, *task.notes, _stops_of(task)),
+        text_reward=task.text_reward,
+    )
+
+
+def _of_environment(
+    config: TaskConfig, config_dir: Path, shell_dir: Path, model: Path | None, max_rows: int
+) -> TaskSource:
+    assert config.template != "raw", "the configuration checks it"
+    tokenizer = BYTES_FOLDER if model is None else model
+    if config.tokenizer is not None:
+        places = search_places(config_dir)
+        tokenizer = find_folder(config.tokenizer, places, setting="task.tokenizer", wanted="tokenizer")
+    chat = ChatTokens(tokenizer, config.template, config.date)
+    stops = find_stop_tokens(chat.text, chat.form, model=model, named=config.stop_tokens)
+    task = EnvironmentTask(
+        _environment(config, config_dir, shell_dir, tokenizer),
+        chat,
+        config.model_copy(update={"max_rows": max_rows}),
+        stop_tokens=tuple(stop.token_id for stop in stops),
+    )
+    what = "single bytes, for want of a tokenizer" if tokenizer == BYTES_FOLDER else f"the tokens of {tokenizer}"
+    listed = ", ".join(map(str, stops)) or "task.max_turn_tokens only; set task.stop_tokens for a token"
+    return TaskSource(
+        task=task,
+        kind=config.kind,
+        tokenizer=tokenizer,
+        form=chat.form,
+        decode=chat.text.decode,
+        notes=(f"chats are read as {what}; turns stop at {listed}",),
+    )
+
+
+def _environment(config: TaskConfig, config_dir: Path, shell_dir: Path, tokenizer: Path) -> Environment:
+    if config.kind == "environment":
+        assert config.class_ is not None, "the configuration checks it"
+        return find_environment(config.class_, (config_dir, shell_dir))
+    assert config.env is not None, "the configuration checks it"
+    return VerifiersEnvironment(
+        VerifiersSettings(
+            env=config.env,
+            tokenizer=str(tokenizer),
+            settings=config.verifiers,
+            renderer=config.renderer,
+            python=config.python or sys.executable,
+            max_tasks=config.max_prompts,
+        )
+    )
+
+
+def _rewards(config: TaskConfig) -> str | list[WeightedReward]:
+    if isinstance(config.reward, str):
+        return config.reward
+    return [WeightedReward(name=each.name, weight=each.weight) for each in config.reward]
+
+
+def _judge(config: TaskConfig, shell_dir: Path) -> Judge | None:
+    if not config.uses_judge:
+        return None
+    return Judge(**{**dict(config.judge), "cache": shell_dir / config.judge.cache})
+
+
+def _stops_of(task: PromptsFile) -> str:
+    stops = [*map(str, task.stops), *(f"the text {text}" for text in task.stop_strings)]
+    if not stops:
+        return (
+            "rollouts stop at sampling.max_tokens only: no token is known to end a turn; set task.stop_tokens for one"
+        )
+    return f"rollouts stop at {', '.join(stops)}"

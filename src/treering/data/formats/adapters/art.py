@@ -1,0 +1,58 @@
+"""ART's trajectories of messages and choices.
+
+Source: `Trajectory` of OpenPipe/ART.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from treering.data.formats.chat_messages import decode_messages, nested_tools
+from treering.data.formats.codec import check_readable
+from treering.data.formats.json_fields import (
+    array,
+    number_field,
+    show,
+)
+from treering.data.formats.record_format import Note, RecordFormat, has_keys, task_of
+from treering.data.trajectory import Message, Trajectory
+from treering.errors import InputError
+
+
+def decode_art(record: Mapping[str, Any], note: Note) -> list[Trajectory]:
+    """Decode a trajectory of ART and its additional histories; choices are trained, other messages are context.
+
+    Example: a user's message and a choice with the message "Hello" train "Hello".
+    """
+    check_readable(record, but=("tools",))
+    histories = [record, *array("additional_histories", record.get("additional_histories") or [])]
+    found = [_history(one, "" if i == 0 else f"additional_histories[{i - 1}].") for i, one in enumerate(histories)]
+    task_id = task_of(record, note, messages=found[0][0])
+    reward = number_field(record, "reward")
+    return [Trajectory(task_id=task_id, messages=messages, tools=tools, reward=reward) for messages, tools in found]
+
+
+def _history(history: object, where: str) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
+    if not isinstance(history, dict):
+        raise InputError(f"{where[:-1]} must be an object with messages_and_choices, got {show(history)}; repair it")
+    entries = array(f"{where}messages_and_choices", history.get("messages_and_choices"))
+    messages = []
+    for entry in entries:
+        choice = entry.get("message") if isinstance(entry, dict) and "role" not in entry else None
+        if choice is not None:
+            messages.append(choice)
+            continue
+        is_answer = isinstance(entry, dict) and entry.get("role") == "assistant"
+        messages.append({**entry, "weight": 0} if is_answer else entry)
+    return decode_messages(messages, f"{where}messages_and_choices"), nested_tools(
+        history.get("tools"), f"{where}tools"
+    )
+
+
+FORMATS = (
+    RecordFormat(
+        name="art",
+        decode=decode_art,
+        keys=(("messages_and_choices",),),
+        signs=((43, has_keys("messages_and_choices")),),
+    ),
+)

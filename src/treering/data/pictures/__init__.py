@@ -1,1 +1,0 @@
-"""Pictures of records: where their bytes are, how they are decoded, and what is kept of them."""

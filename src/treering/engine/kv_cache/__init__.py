@@ -1,1 +1,0 @@
-"""Key-value memory: slot allocation and prompts shared by rollouts."""

@@ -1,1 +1,0 @@
-"""How much to draft: costs of verification, and which tokens pay."""

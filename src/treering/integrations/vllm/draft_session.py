@@ -1,0 +1,375 @@
+"""The drafter of one vLLM worker with its history: made after the worker has started, as it needs numba."""
+
+import time
+from collections.abc import Container, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.arrays import Int32Array, Int64Array
+from treering.errors import InputError
+from treering.history.draft.drafter import Drafter
+from treering.history.draft.request_drafter import RequestDrafter
+from treering.history.match.sources import GainGate
+from treering.history.store.prompt_index import PromptIndex
+from treering.history.store.reader import BackgroundReader, HistoryReader
+from treering.history.store.store import HistoryStore
+from treering.integrations.vllm.vllm_settings import PluginSettings, read_request_args
+from treering.types import PromptId, hash_of_prompt
+
+
+class PromptTable:
+    """Prompts by their tokens; finds the longest one that a row begins with.
+
+    Example: with the prompts [5, 6] as "q" and [5, 6, 7, 8] as "r", the row [5, 6, 7, 8, 9] begins with "r" and
+    [5, 6, 7, 9] with "q".
+    """
+
+    def __init__(self) -> None:
+        """Holds no prompts."""
+        self._ids: dict[int, dict[str, PromptId]] = {}
+
+    def add(self, tokens: Int32Array, prompt_id: PromptId) -> None:
+        """Adds a prompt, int32 [P] with P >= 1, or gives it another id."""
+        self._ids.setdefault(tokens.size, {})[hash_of_prompt(tokens)] = prompt_id
+
+    def find(self, tokens: Int32Array, history: Container[PromptId]) -> tuple[PromptId, int]:
+        """The prompt that a context int32 [L], L >= 1, begins with, and its number of tokens.
+
+        A whole context that history knows by its hash comes first, then the longest prompt of the table. A context
+        that begins with none is a prompt itself, and joins the table under its hash.
+        """
+        whole = hash_of_prompt(tokens)
+        found = (whole, int(tokens.size)) if whole in history else self._longest(tokens)
+        if found is None:
+            found = whole, int(tokens.size)
+        if found[1] == tokens.size:
+            self._ids.setdefault(tokens.size, {})[whole] = found[0]
+        return found
+
+    def _longest(self, tokens: Int32Array) -> tuple[PromptId, int] | None:
+        """The longest prompt of the table that the tokens begin with; hashes each token once."""
+        found, done = None, 0
+        hashed = blake2b(digest_size=8)
+        for size in sorted(size for size in self._ids if size <= tokens.size):
+            hashed.update(np.ascontiguousarray(tokens[done:size], np.int32).tobytes())
+            done = size
+            prompt_id = self._ids[size].get(hashed.hexdigest())
+            if prompt_id is not None:
+                found = prompt_id, size
+        return found
+
+
+_NUM_NEWEST, _NUM_SPREAD = 32, 64
+
+_Print = tuple[int, bytes, bytes]
+
+
+class ContentRows:
+    """Gives each row the name that it had in the step before, wherever it was then.
+
+    A row goes on with an earlier one if it has its tokens: as many, the same newest ones, and the same ones at equal
+    distances. Rows with the same tokens are interchangeable.
+    """
+
+    def __init__(self, requests: RequestDrafter, prompts: PromptTable) -> None:
+        """Adds rows to `requests` and removes them when they leave."""
+        self._requests, self._prompts = requests, prompts
+        self._names: list[str] = []
+        self._prints: list[_Print] = []
+        self._num_named = 0
+
+    def names(
+        self,
+        sampled: Sequence[Sequence[int]],
+        tokens: Int32Array,
+        num_tokens: NDArray[np.integer[Any]],
+        history: Container[PromptId],
+    ) -> list[str]:
+        """Names of the B rows of a step.
+
+        Args:
+            sampled: B lists of the tokens that each row gained, [] while its prompt is being prefilled.
+            tokens: int32 [>= B, L], prompt and rollout so far of each.
+            num_tokens: [>= B], of each, the sampled ones included.
+            history: ids of prompts that are known.
+        """
+        sizes = num_tokens[: len(sampled)].tolist()
+        before = [size - len(new) for size, new in zip(sizes, sampled, strict=True)]
+        names = self._continued([_print_of(tokens[b], size) for b, size in enumerate(before)])
+        self._requests.remove(set(self._names).difference(names))
+        found = [name or self._add(tokens[b, : before[b]], history) for b, name in enumerate(names)]
+        self._names, self._prints = found, [_print_of(tokens[b], size) for b, size in enumerate(sizes)]
+        return found
+
+    def _continued(self, prints: Sequence[_Print]) -> list[str]:
+        """The name of each row that was in the step before, else an empty one."""
+        names = [""] * len(prints)
+        for b, (old, new) in enumerate(zip(self._prints, prints, strict=False)):
+            if old == new:
+                names[b] = self._names[b]
+        if "" not in names or not self._names:
+            return names
+        kept, moved = set(names), dict[_Print, list[str]]()
+        for name, old in zip(self._names, self._prints, strict=True):
+            if name not in kept:
+                moved.setdefault(old, []).append(name)
+        return [name or (moved[new].pop() if moved.get(new) else "") for name, new in zip(names, prints, strict=True)]
+
+    def _add(self, context: Int32Array, history: Container[PromptId]) -> str:
+        """A new row's name. Its context is its prompt, or begins with it where a rollout was preempted."""
+        name = str(self._num_named)
+        self._num_named += 1
+        prompt_id, size = self._prompts.find(context, history) if context.size else ("", 0)
+        self._requests.add(name, prompt_id=prompt_id, group=prompt_id, num_prompt_tokens=size)
+        return name
+
+
+def _print_of(line: Int32Array, size: int) -> _Print:
+    """What tells the first `size` tokens of a line from others."""
+    newest, spread = line[max(0, size - _NUM_NEWEST) : size], line[: size : size // _NUM_SPREAD + 1]
+    return size, newest.tobytes(), spread.tobytes()
+
+
+_NO_END = np.iinfo(np.int64).max
+
+
+class RunnerRows:
+    """Takes the names of rows from the runner's batch, adds new requests and removes those that ended.
+
+    A request that says what it continues (`request_args`) is known by that, others by their prompt's tokens.
+
+    Attributes:
+        ends: int64 [B], the number of tokens at which each row of the latest step ends at the latest.
+        first_ends: int64 [B], the number at which its stop tokens may end it at the earliest, by its `min_tokens`.
+    """
+
+    def __init__(self, requests: RequestDrafter, prompts: PromptTable) -> None:
+        """Adds requests to `requests`."""
+        self._requests, self._prompts = requests, prompts
+        self._names: list[str] = []
+        self.ends: Int64Array = np.zeros(0, np.int64)
+        self.first_ends: Int64Array = np.zeros(0, np.int64)
+
+    def names(self, runner: Any, scheduler_output: Any, history: Container[PromptId]) -> list[str]:
+        """Names of the B rows of a step.
+
+        Args:
+            runner: vLLM's `GPUModelRunner`.
+            scheduler_output: of the step.
+            history: ids of prompts that are known.
+        """
+        batch = runner.input_batch
+        names: list[str] = batch.req_ids
+        self._requests.remove(scheduler_output.finished_req_ids)
+        if names != self._names:
+            for line, name in enumerate(names):
+                if name not in self._requests:
+                    self._add(name, batch.token_ids_cpu[line, : batch.num_prompt_tokens[line]], runner, history)
+            requests = [runner.requests[name] for name in names]
+            self.ends = np.array([_end_of(request) for request in requests], np.int64)
+            self.first_ends = np.array([_first_end_of(request) for request in requests], np.int64)
+            self._names = list(names)
+        return names
+
+    def _add(self, name: str, prompt: Any, runner: Any, history: Container[PromptId]) -> None:
+        params = runner.requests[name].sampling_params
+        identity = None if params is None else read_request_args(params.extra_args)
+        if identity is None:
+            prompt_id, size = self._prompts.find(prompt, history) if prompt.size else ("", 0)
+            self._requests.add(name, prompt_id=prompt_id, group=prompt_id, num_prompt_tokens=size)
+            return
+        known = identity.num_prompt_tokens
+        size = prompt.size if known is None else min(known, prompt.size)
+        if size:
+            self._prompts.add(prompt[:size], identity.prompt_id)
+        group = identity.prompt_id, identity.draw
+        self._requests.add(name, prompt_id=identity.prompt_id, group=group, num_prompt_tokens=size)
+
+
+def _end_of(request: Any) -> int:
+    """Tokens at which a request ends by its `max_tokens`."""
+    most = None if request.sampling_params is None else request.sampling_params.max_tokens
+    return _NO_END if most is None else int(request.num_prompt_tokens + most)
+
+
+def _first_end_of(request: Any) -> int:
+    """Tokens from which on a request may stop by its `min_tokens`."""
+    least = None if request.sampling_params is None else request.sampling_params.min_tokens
+    return int(request.num_prompt_tokens + least) if least else 0
+
+
+class DraftSession:
+    """Drafts for a worker's steps.
+
+    Attributes:
+        requests: the drafter by request.
+        folder: of the store, absolute; None without one.
+        history: the store's folder as it is read; None without one.
+        num_steps: steps that were asked for drafts, those that did not look for any included.
+        num_rows: their rows, summed up.
+        propose_s: seconds that they took.
+
+    Example: `DraftSession(read_settings(), max_draft=16, max_model_len=4096, vocab_size=151936)`.
+    """
+
+    def __init__(self, settings: PluginSettings, *, max_draft: int, max_model_len: int, vocab_size: int) -> None:
+        """Opens the history and compiles the drafter.
+
+        Args:
+            settings: of the plugin.
+            max_draft: tokens of a draft, at most.
+            max_model_len: tokens of a context, at most.
+            vocab_size: of the model.
+
+        Raises:
+            ConfigError: a setting out of range.
+            StateError: the history is a file.
+        """
+        self.folder = None if settings.history is None else settings.history.resolve()
+        self.history = None if settings.history is None else BackgroundReader(HistoryReader(settings.history))
+        source = self.history or HistoryStore()
+        drafter = Drafter(source, max_draft=max_draft, shape="chain", **settings.drafter_options())
+        self.requests = RequestDrafter(drafter, vocab_size=vocab_size)
+        self.requests.warm_up()
+        self.num_steps = self.num_rows = 0
+        self.propose_s = 0.0
+        self.prompts = PromptTable()
+        self._source = source
+        self._gate = DraftGate(settings.min_gain)
+        self._max_draft, self._max_model_len = max_draft, max_model_len
+        self._forget_rows()
+        if self.history is not None and settings.refresh_interval_s > 0:
+            self.history.start(settings.refresh_interval_s)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts with history."""
+        return len(self._source.snapshot)
+
+    def propose(
+        self,
+        sampled: Sequence[Sequence[int]],
+        num_tokens: NDArray[np.integer[Any]],
+        tokens: Int32Array,
+        step: tuple[Any, Any] | None,
+    ) -> list[list[int]]:
+        """Drafts for each row of a step.
+
+        Args:
+            sampled: B lists of the tokens that each row gained.
+            num_tokens: [>= B], of each context, the sampled ones included.
+            tokens: int32 [>= B, L], the contexts.
+            step: the runner and its scheduler output; None where only the contract is known.
+        """
+        began = time.perf_counter()
+        history = self._source.snapshot
+        if step is None:
+            names, ends = self._by_content.names(sampled, tokens, num_tokens, history), None
+        else:
+            names, ends = self._by_runner.names(*step, history), self._next_ends(num_tokens)
+        lists: list[list[int]] = [[] for _ in names]
+        if self._gate.is_due(history):
+            lists = self.requests.propose(names, tokens, num_tokens, self._limits(sampled, num_tokens, ends))
+            self._gate.note(len(names), self.requests.num_accepted)
+        self.num_steps += 1
+        self.num_rows += len(names)
+        self.propose_s += time.perf_counter() - began
+        return lists
+
+    def start_anew(self) -> None:
+        """Forgets all rows, as after an error; what was learnt and counted stays."""
+        before = self.requests
+        before.drafter.load_state(before.drafter.state())
+        self.requests = RequestDrafter(before.drafter, vocab_size=before.vocab_size)
+        self.requests.num_drafted, self.requests.num_accepted = before.num_drafted, before.num_accepted
+        self._forget_rows()
+
+    def close(self) -> None:
+        """Ends the thread that reads the history."""
+        if self.history is not None:
+            self.history.close()
+
+    def _forget_rows(self) -> None:
+        self._by_content = ContentRows(self.requests, self.prompts)
+        self._by_runner = RunnerRows(self.requests, self.prompts)
+
+    def _next_ends(self, num_tokens: NDArray[np.integer[Any]]) -> Int64Array:
+        """Tokens up to which each row's drafts may go: where it ends, or where its `min_tokens` first let it stop.
+
+        vLLM masks stop tokens of the token after a draft by the row's length before the draft, so a draft that passed
+        `min_tokens` would keep the row from stopping there.
+        """
+        first, ends = self._by_runner.first_ends, self._by_runner.ends
+        return np.where(num_tokens[: first.size] < first, np.minimum(first, ends), ends)
+
+    def _limits(
+        self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.integer[Any]], ends: Int64Array | None
+    ) -> Int64Array:
+        """Tokens to draft for each row at most: what fits before its end, none while its prompt is being prefilled.
+
+        A step computes the row's newest token and its drafts, and gains one token more than it accepts.
+        """
+        counts = np.asarray(num_tokens[: len(sampled)], np.int64)
+        left = self._max_model_len - counts if ends is None else np.minimum(self._max_model_len, ends) - counts
+        limits: Int64Array = np.clip(left - 1, 0, self._max_draft)
+        limits[[b for b, new in enumerate(sampled) if not new]] = 0
+        return limits
+
+
+class DraftGate:
+    """Lets every step look for drafts while they gain enough, and else one in 16 until they do or history is news.
+
+    A step with drafts costs vLLM more than one without, however few rows have one.
+
+    Example: with a `min_gain` of 1/16, 64 rows must gain 4 tokens a look. If they gain none, 8 steps look at first,
+    then 15 do not, one does, and so on.
+    """
+
+    def __init__(self, min_gain: float) -> None:
+        """Demands so many accepted tokens a row and look; 0 lets every step look."""
+        self._min_gain = min_gain
+        self._history: Mapping[PromptId, PromptIndex] | None = None
+        self._num_rows = self._num_accepted = 0
+
+    def is_due(self, history: Mapping[PromptId, PromptIndex]) -> bool:
+        """Whether this step looks, in this history; counts the step."""
+        if history is not self._history:
+            # The price of a row is in tokens, too.
+            self._history, self._gate = history, GainGate(np.zeros(3), self._min_gain)
+        return self._gate.is_due()
+
+    def note(self, num_rows: int, num_accepted: int) -> None:
+        """Takes the rows of a look, and all tokens that looks before it have gained."""
+        self._gate.note(self._num_rows, num_accepted - self._num_accepted, 1.0)
+        self._num_rows, self._num_accepted = num_rows, num_accepted
+
+
+def record(
+    store: HistoryStore, outputs: Iterable[Any], version: int, *, prompt_ids: Sequence[PromptId] | None = None
+) -> None:
+    """Adds the tokens of vLLM's outputs to a history, for its next `publish`.
+
+    Args:
+        store: of the folder that `TREERING_HISTORY` names.
+        outputs: vLLM's `RequestOutput` records, as `LLM.generate` returns them.
+        version: of the policy that sampled them, >= 0.
+        prompt_ids: of each output, as its `request_args` named it; None takes hashes of the prompts' tokens, by which
+            the drafter finds requests that have no `request_args`.
+
+    Raises:
+        InputError: another number of ids than of outputs, or one without its prompt's tokens.
+
+    Example: `record(store, llm.generate(prompts, sampling), version=3)`, then `store.publish()`.
+    """
+    found = list(outputs)
+    if prompt_ids is not None and len(prompt_ids) != len(found):
+        raise InputError(f"each output has a prompt_id, got {len(prompt_ids)} for {len(found)} outputs; pair them")
+    for number, output in enumerate(found):
+        if prompt_ids is None and not output.prompt_token_ids:
+            raise InputError("a prompt without token ids, as of embeddings, has no hash; pass its prompt_ids")
+        prompt_id = hash_of_prompt(output.prompt_token_ids) if prompt_ids is None else prompt_ids[number]
+        rollouts = [np.asarray(completion.token_ids, np.int32) for completion in output.outputs]
+        store.add(prompt_id, rollouts, version)

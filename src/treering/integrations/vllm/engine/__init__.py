@@ -1,1 +1,0 @@
-"""vLLM as an engine of the loop."""

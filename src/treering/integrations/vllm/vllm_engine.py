@@ -1,0 +1,286 @@
+"""vLLM as an engine of the loop: vLLM schedules, computes and verifies, by the engine protocol.
+
+The engine admits as many requests as run at a time, so that it knows which ones do. A vLLM request lives under one
+policy version: an update ends those that run, and continues them, where asked to, as new ones.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from treering.engine.admission import Admission
+from treering.engine.protocol import (
+    Engine,
+    EngineStats,
+    FinishReason,
+    Keeps,
+    Request,
+    Rollout,
+    RolloutKey,
+    WhenRunning,
+    as_requests,
+    check_update,
+)
+from treering.engine.stop_strings import Decode
+from treering.errors import InputError, StateError
+from treering.history.draft.drafter import Drafter
+from treering.integrations.vllm.llm import (
+    Verification,
+    check_engine_settings,
+    check_llm,
+    checkpoint_of,
+    fingerprint,
+    has_proposer,
+    set_verification,
+)
+from treering.integrations.vllm.llm_requests import (
+    Counts,
+    RunningRollout,
+    Truncated,
+    check_length,
+    check_sampling,
+    is_truncated,
+    sampling_params,
+)
+from treering.integrations.vllm.plugin import packed, unpacked
+
+_NO_LIMIT = 1 << 62
+
+
+class VLLMEngine(Engine):
+    """Samples rollouts of a model with a vLLM `LLM` of the same shape.
+
+    Example:
+        >>> llm = vllm.LLM(folder, logprobs_mode="processed_logprobs", async_scheduling=False)     # doctest: +SKIP
+        >>> engine = VLLMEngine(llm, model)                                                        # doctest: +SKIP
+        >>> request = Request(prompt_id="q", prompt=prompt, sampling=Sampling(max_tokens=64))      # doctest: +SKIP
+        >>> for rollout in engine.generate([request]):                                             # doctest: +SKIP
+        ...     print(rollout.tokens, rollout.logprobs.sum())
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        model: nn.Module,
+        *,
+        version: int = 0,
+        seed: int = 0,
+        max_batch: int | None = None,
+        decode: Decode | None = None,
+        truncated: Truncated = "refuse",
+        verification: Verification = "rejection",
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Loads the model's present weights into the LLM, which no one else may use from then on.
+
+        Args:
+            llm: a `vllm.LLM`, in this process or in one of its own.
+            model: a dense Hugging Face causal language model, or a PEFT model of one with LoRA, which is merged in the
+                LLM; the model itself is only read.
+            version: policy version of the current weights.
+            seed: of the noise.
+            max_batch: rollouts that run at one time; None takes the LLM's max_num_seqs.
+            decode: tokens to text, for stop strings.
+            truncated: see `Truncated`.
+            verification: see `Verification`.
+            drafter: gets what the drafter inside vLLM learns, and gives what it learnt before; None keeps neither.
+
+        Raises:
+            ConfigError: a setting of the engine or the LLM that would give other log-probs; the message has the fix.
+            InputError: the LLM is of another model.
+            StateError: the LLM runs requests of someone else.
+            UnsupportedError: a setting or a model that the engine is not made for.
+        """
+        check_llm(llm, model)
+        config = llm.llm_engine.vllm_config
+        check_engine_settings(config, max_batch=max_batch, truncated=truncated, version=version, seed=seed)
+        self._llm, self._engine, self._model = llm, llm.llm_engine, model
+        self._seed, self._decode, self._truncated = seed, decode, truncated
+        self._max_batch = max_batch or config.scheduler_config.max_num_seqs
+        self._max_model_len = config.model_config.max_model_len
+        self._has_drafts = config.speculative_config is not None
+        self._has_proposer = has_proposer(config)
+        self._admission = Admission(
+            vocab_size=config.model_config.get_vocab_size(),
+            max_context=_NO_LIMIT,
+            num_slots=_NO_LIMIT,
+            has_decode=decode is not None,
+        )
+        self._waiting: deque[Request] = deque()
+        self._running: dict[str, RunningRollout] = {}
+        self._undelivered: list[Rollout] = []
+        self._num_submitted = 0
+        self._counts = Counts()
+        set_verification(llm, verification)
+        self._drafter = drafter
+        if self._has_proposer:
+            llm.collective_rpc("treering_refresh")
+            if drafter is not None:
+                llm.collective_rpc("treering_load_state", args=(packed(drafter.state()),))
+        self._version = version
+        self._load_weights()
+
+    @property
+    def version(self) -> int:
+        """See `Engine.version`."""
+        return self._version
+
+    @property
+    def keeps(self) -> Keeps:
+        """The distribution: vLLM's rejection sampling draws other tokens where drafts differ.
+
+        With verification="exact" tokens do not depend on drafts, batch and order, up to near-ties of rounding; a
+        rollout that an abort or an update interrupts still goes on with other noise than one that is not.
+        """
+        return "distribution"
+
+    @property
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`; drafts count when their rollout ends, and with `per_request_spec_decode_metrics`."""
+        return self._counts.stats
+
+    @property
+    def num_unfinished(self) -> int:
+        """See `Engine.num_unfinished`."""
+        return len(self._waiting) + len(self._running) + len(self._undelivered)
+
+    def progress(self) -> dict[RolloutKey, int]:
+        """See `Engine.progress`."""
+        return {running.request.key: running.num_tokens for running in self._running.values()}
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """See `Engine.submit`; stop strings need `decode`.
+
+        Raises:
+            ConfigError: sampling parameters that vLLM would not apply as they are; then none is queued.
+        """
+        requests = as_requests(requests)
+        self._admission.check(requests, self._keys)
+        for request in requests:
+            check_length(request, self._max_model_len)
+            check_sampling(request.sampling, truncated=self._truncated, has_drafts=self._has_drafts)
+        self._waiting += requests
+
+    def step(self) -> list[Rollout]:
+        """See `Engine.step`."""
+        finished, self._undelivered = self._undelivered, []
+        while self._waiting and len(self._running) < self._max_batch:
+            request = self._waiting.popleft()
+            self._start(request, request.unstarted())
+        return finished + self._advance() if self._running else finished
+
+    def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        """See `Engine.peek`."""
+        return [running.rollout("abort") for running in self._running.values() if running.request.key in set(keys)]
+
+    def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
+        """See `Engine.abort`."""
+        aborted_keys = set(keys)
+        aborted = [rollout for rollout in self._undelivered if rollout.key in aborted_keys]
+        self._undelivered = [rollout for rollout in self._undelivered if rollout.key not in aborted_keys]
+        aborted += [running.rollout("abort") for running in self._interrupt(aborted_keys)]
+        for request in [request for request in self._waiting if request.key in aborted_keys]:
+            self._waiting.remove(request)
+            aborted.append(request.unstarted())
+        return aborted
+
+    def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
+        """See `Engine.update_weights`."""
+        check_update(version, self._version, when_running)
+        if version == self._version:
+            self._check_unchanged()
+            return
+        if when_running == "finish":
+            while self._running:
+                self._undelivered += self._advance()
+        interrupted = self._interrupt({running.request.key for running in self._running.values()})
+        self._version = version
+        self._load_weights()
+        for running in interrupted:
+            if when_running == "reprefill":
+                self._start(running.request, running.rollout("abort"))
+            else:
+                self._undelivered.append(running.rollout("abort"))
+
+    def refresh_history(self) -> None:
+        """See `Engine.refresh_history`; also brings back what the drafter inside vLLM has learnt."""
+        if not self._has_proposer:
+            return
+        self._llm.collective_rpc("treering_refresh")
+        if self._drafter is not None:
+            (state, *_) = self._llm.collective_rpc("treering_state")
+            self._drafter.load_state(unpacked(state))
+
+    @property
+    def _keys(self) -> set[RolloutKey]:
+        waiting = {request.key for request in self._waiting}
+        return waiting | set(self.progress()) | {rollout.key for rollout in self._undelivered}
+
+    def _load_weights(self) -> None:
+        """Makes vLLM compute with the model's weights alone: nothing that others computed stays in its caches."""
+        self._fingerprint = fingerprint(self._model)
+        with checkpoint_of(self._model) as folder:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        if not self._llm.reset_prefix_cache():
+            raise StateError("new weights need an empty cache, and vLLM still holds keys and values; make a new LLM")
+        self._engine.set_weight_version(str(self._version))
+
+    def _check_unchanged(self) -> None:
+        if fingerprint(self._model) != self._fingerprint:
+            raise InputError(
+                f"the weights have changed since version {self._version}, and a version names one set of weights; call "
+                f"update_weights({self._version + 1})"
+            )
+
+    def _start(self, request: Request, start: Rollout) -> None:
+        """Gives vLLM a request, whose rollout has the tokens of `start`."""
+        params = sampling_params(
+            request,
+            num_tokens=start.num_tokens,
+            vocab_size=self._admission.vocab_size,
+            seed=self._seed,
+            names_prompt=self._has_proposer,
+        )
+        prompt = [*request.prompt.tolist(), *start.tokens.tolist()]
+        vllm_id = f"treering-{self._num_submitted}"
+        self._num_submitted += 1
+        self._engine.add_request(vllm_id, {"prompt_token_ids": prompt}, params)
+        self._running[vllm_id] = RunningRollout(
+            request=request,
+            vllm_id=vllm_id,
+            version=self._version,
+            start=start,
+            has_policy_logprobs=not is_truncated(request.sampling),
+        )
+
+    def _interrupt(self, keys: set[RolloutKey]) -> list[RunningRollout]:
+        """Takes running rollouts out of vLLM."""
+        found = [running for running in self._running.values() if running.request.key in keys]
+        if found:
+            self._engine.abort_request([running.vllm_id for running in found])
+        for running in found:
+            del self._running[running.vllm_id]
+        return found
+
+    def _advance(self) -> list[Rollout]:
+        """Takes the results of one pass."""
+        finished = []
+        outputs = [output for output in self._engine.step() if output.request_id in self._running]
+        self._counts.note_pass(outputs)
+        for output in outputs:
+            running, completion = self._running[output.request_id], output.outputs[0]
+            is_first = not running.tokens
+            num_new = running.extend(completion)
+            self._counts.note_row(output, num_new, is_first=is_first)
+            is_stopped = self._decode is not None and running.cut_at_stop(num_new, self._decode)
+            if is_stopped and not output.finished:
+                self._engine.abort_request([running.vllm_id])
+            if is_stopped or output.finished:
+                finished.append(self._finish(running, "stop" if is_stopped else completion.finish_reason))
+        return finished
+
+    def _finish(self, running: RunningRollout, reason: FinishReason) -> Rollout:
+        del self._running[running.vllm_id]
+        return running.rollout(reason)

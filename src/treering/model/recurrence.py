@@ -1,0 +1,308 @@
+"""Run a recurrent layer along a forest: patch its `forward` to make the calls of a plan.
+
+The layer itself stays Hugging Face's: it is called on rows of tokens with our cache (`CallCache`), as generation calls
+it to continue several texts. Rows of different lengths share a call because gates are closed at padding: every token
+updates the state by a step that its own gates choose, with Gated DeltaNet a decay and a learning rate, with Mamba-2 a
+time step. Both are softplus or sigmoid of a projection; where that is very negative, the step is exactly zero.
+
+    N tokens   C hidden size   R boundary tokens   B rows   L tokens of the longest   D channels of the convolution
+    K its kernel size
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from treering.attention import TreeLayout
+from treering.attention.gateway import Boundary, StateGateway, States
+from treering.attention.layout import to_device
+from treering.errors import StateError, UnsupportedError
+from treering.model.recurrence_plan import RowCall, plan_of
+
+Mixer = Callable[..., Tensor]
+
+
+@contextmanager
+def routed(mixers: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager in which mixers follow the forest that is passed as `attention_mask`; restores them on exit.
+
+    Example:
+        >>> with routed([layer.linear_attn for layer in layers]):          # doctest: +SKIP
+        ...     out = decoder(..., attention_mask=layout)
+    """
+    with ExitStack() as undo:
+        for mixer in mixers:
+            own = mixer.__dict__.get("forward")
+            if isinstance(own, _Routed):
+                continue
+            gates_of(mixer)
+            mixer.__dict__["forward"] = _Routed(_forward, mixer, mixer.forward)
+            undo.callback(_restore, mixer, own)
+        yield
+
+
+class _Routed(partial[Tensor]):
+    """A patched forward of a mixer; the type prevents patching twice when a layer is recomputed inside the block."""
+
+
+def _restore(mixer: nn.Module, own: object) -> None:
+    if own is None:
+        del mixer.__dict__["forward"]
+    else:
+        mixer.__dict__["forward"] = own
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forward(
+    mixer: nn.Module,
+    original: Mixer,
+    hidden_states: Float[Tensor, "1 N C"],
+    cache: object = None,
+    cache_params: object = None,
+    attention_mask: object = None,
+    **options: Any,
+) -> Float[Tensor, "1 N C"]:
+    """A mixer's forward on a forest: [1, N, C] in packed order in and out."""
+    if not isinstance(attention_mask, TreeLayout):
+        raise StateError("a recurrent layer was called inside tree_attention without a forest: use treering.forward")
+    layer: Any = mixer.layer_idx
+    return run_on_forest(partial(original, **options), mixer, hidden_states[0], layout=attention_mask, layer=layer)[
+        None
+    ]
+
+
+def run_on_forest(
+    original: Mixer, mixer: nn.Module, hidden: Float[Tensor, "N C"], *, layout: TreeLayout, layer: int
+) -> Float[Tensor, "N C"]:
+    """The mixer's output for every token given its own path; exchanges states at the forest's boundary."""
+    plan, boundary = plan_of(layout), layout.boundary
+    gateway = None if boundary is None else boundary.gateway
+    above = None if boundary is None else _received(boundary, layer, layout.device)
+    name = _name_of_cache(mixer)
+    outputs: list[Tensor] = []
+    kept: list[States] = []
+    for level in plan.levels:
+        ends: list[States] = []
+        for call in level:
+            cache = CallCache(_started(above, call))
+            with closed_gates(mixer, call.padding):
+                rows = hidden.index_select(0, call.tokens.reshape(-1)).reshape(*call.tokens.shape, -1)
+                out = original(hidden_states=rows, attention_mask=None, **{name: cache})
+            outputs.append(out.reshape(-1, out.shape[-1]))
+            if call.kept.numel():
+                ends.append(cache.ends(call.kept, call.length))
+        if gateway is not None:
+            kept += ends
+        above = _joined(ends) if ends else None
+    result = torch.cat(outputs).index_select(0, plan.source)
+    if gateway is None:
+        return result
+    return _export_states(result, States(*(part.index_select(0, plan.left) for part in _joined(kept))), gateway, layer)
+
+
+def _name_of_cache(mixer: nn.Module) -> str:
+    """The argument of a mixer's cache: transformers 5.24 drops one that comes by the name of before."""
+    return "cache" if "cache" in inspect.signature(type(mixer).forward).parameters else "cache_params"
+
+
+def _joined(states: list[States]) -> States:
+    if len(states) == 1:
+        return states[0]
+    return States(*(torch.cat(parts) for parts in zip(*states, strict=True)))
+
+
+def _started(above: States | None, call: RowCall) -> States | None:
+    """The initial state of each row of a call; None if all rows start at the top of a tree."""
+    return None if above is None else States(*(part.index_select(0, call.start) for part in above))
+
+
+def _received(boundary: Boundary, layer: int, device: torch.device) -> States | None:
+    """The states that a partition starts from, as leaves whose gradients are added to the gateway above."""
+    if boundary.above is None or boundary.slots.size == 0:
+        return None
+    gateway, slots = boundary.above, to_device(boundary.slots, device)
+    states = States(*(part.index_select(0, slots) for part in gateway.read(layer)))
+    if torch.is_grad_enabled():
+        for name, part in zip(States._fields, states, strict=True):
+            part.requires_grad_(True).register_hook(  # type: ignore[no-untyped-call]
+                partial(gateway.add_gradient, layer, name, slots)
+            )
+    return states
+
+
+class _ExportStates(torch.autograd.Function):
+    """A layer's output unchanged; its backward adds the state gradients that partitions below have left in the gateway.
+
+    It is attached to the output, which always gets a gradient; a state that only other partitions read gets none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, recurrent: Tensor, context: Tensor, gateway: StateGateway, layer: int
+    ) -> Tensor:
+        ctx.gateway, ctx.layer, ctx.dtypes = gateway, layer, (recurrent.dtype, context.dtype)
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        below = ctx.gateway.take_gradient(ctx.layer)
+        if below is None:
+            return (*grads, None, None, None, None)
+        recurrent, context = (part.to(dtype) for part, dtype in zip(below, ctx.dtypes, strict=True))
+        return (*grads, recurrent, context, None, None)
+
+
+def _export_states(output: Tensor, states: States, gateway: StateGateway, layer: int) -> Tensor:
+    gateway.export(layer, states)
+    return _ExportStates.apply(output, *states, gateway, layer)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class CallCache:
+    """The cache of one call of one layer.
+
+    Example: for rows of 4 tokens and K = 4, `update_conv_state` returns 7 columns, 3 of context and the 4 new ones, and
+    the mixer drops the first 3 outputs.
+    """
+
+    record_past = True
+    """Tells the layer not to update states in place."""
+
+    def __init__(self, states: States | None) -> None:
+        """`states`: the initial state of each row; None if all start from zero."""
+        self._given = states
+        self._inputs: Tensor | None = None
+        self._num_new = 0
+        self._last: Tensor | None = None
+
+    def ends(self, rows: Tensor, length: Tensor) -> States:
+        """States after the last token of some rows; call it after the layer has run.
+
+        Args:
+            rows: int64, of the call.
+            length: int64 [B] tokens of each row of the call.
+        """
+        assert self._inputs is not None, "the layer has not shown its convolution's inputs"
+        assert self._last is not None, "the layer has not updated its state"
+        inputs = self._inputs[rows]
+        num_columns = inputs.shape[-1] - self._num_new
+        # Column K - 1 + i is token i: the K - 1 columns before token `length`.
+        columns = length[rows][:, None] + torch.arange(num_columns, device=rows.device)
+        context = inputs.gather(2, columns[:, None].expand(-1, inputs.shape[1], -1))
+        return States(self._last[rows], context)
+
+    def update_conv_state(
+        self, inputs: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 1, **options: object
+    ) -> Tensor:
+        """The convolution's inputs [B, D, L] with their context in front: [B, D, K - 1 + L]."""
+        self._num_new = inputs.shape[-1]
+        if self._given is None:
+            self._inputs = F.pad(inputs, (conv_kernel_size - 1, 0))
+        else:
+            self._inputs = torch.cat([self._given.context.to(inputs.dtype), inputs], -1)
+        return self._inputs
+
+    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **options: object) -> Tensor:
+        """Captures the states after the last column of each row."""
+        self._last = states
+        return states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """None: contexts are part of `update_conv_state`; only generation reads them here."""
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The initial states of the rows."""
+        return None if self._given is None else self._given.recurrent
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the rows have initial states."""
+        return self._given is not None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: states must not be updated in place."""
+        return True
+
+    @property
+    def layers(self) -> "CallCache":
+        """The cache itself, as the cache of every layer."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> "CallCache":
+        return self
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        """None, see `get_conv_state`."""
+        return {0: None}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        """The initial states of the rows."""
+        return {0: self.get_recurrent_state(0)}
+
+
+CLOSED = -1e4
+"""softplus and sigmoid of this, plus any bias that a trained model has, are exactly 0 in float64 and below."""
+
+
+class Gate(NamedTuple):
+    """A projection whose last `num_columns` outputs decide how far a token moves the state; None: all of them."""
+
+    projection: nn.Module
+    num_columns: int | None
+
+
+def gates_of(mixer: nn.Module) -> list[Gate]:
+    """The gates of a mixer.
+
+    Raises:
+        UnsupportedError: a mixer whose gates are not known, or cannot be closed, by name.
+    """
+    name = type(mixer).__name__
+    limit: Any = getattr(mixer, "time_step_limit", (0.0, float("inf")))
+    if limit[0] > 0:
+        raise UnsupportedError(
+            f"{name} has time_step_limit={tuple(limit)}: with a lower bound above 0 padding would move the state; set "
+            "it to (0.0, inf) in the config"
+        )
+    if hasattr(mixer, "in_proj_ba"):
+        return [Gate(mixer.in_proj_ba, None)]  # type: ignore[arg-type]
+    if hasattr(mixer, "in_proj_a") and hasattr(mixer, "in_proj_b"):
+        return [Gate(mixer.in_proj_a, None), Gate(mixer.in_proj_b, None)]  # type: ignore[arg-type]
+    if hasattr(mixer, "in_proj") and hasattr(mixer, "dt_bias"):
+        return [Gate(mixer.in_proj, mixer.dt_bias.shape[0])]  # type: ignore[arg-type, index]
+    raise UnsupportedError(f"recurrent layer {name} is not known: supported are Gated DeltaNet and Mamba-2 layers")
+
+
+@contextmanager
+def closed_gates(mixer: nn.Module, padding: Tensor | None) -> Iterator[None]:
+    """Context manager that closes a mixer's gates at padding (bool [B, L]); None closes nothing.
+
+    Example: of the rows [5, 6, 7] and [5, padding, padding] the second ends in the state after its 5.
+    """
+    if padding is None:
+        yield
+        return
+    with ExitStack() as undo:
+        for gate in gates_of(mixer):
+            handle = gate.projection.register_forward_hook(partial(_close, padding, gate.num_columns))
+            undo.callback(handle.remove)
+        yield
+
+
+def _close(
+    padding: Tensor, num_columns: int | None, module: nn.Module, args: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    """A forward hook that overwrites gates at padding."""
+    width = output.shape[-1]
+    is_gate = torch.arange(width, device=output.device) >= width - (num_columns or width)
+    return output.masked_fill(padding[..., None] & is_gate, CLOSED)

@@ -1,0 +1,163 @@
+"""A judge: a language model behind an OpenAI-compatible URL that scores responses, asked once for each text."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from treering.config.judge import JudgeConfig
+from treering.data.rendering.thoughts import answer_part
+from treering.errors import InputError, StateError
+from treering.files.writing import write_text
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+"""Environment variable with the key that requests carry; without it they carry none."""
+
+_AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
+"""HTTP statuses of a server that may answer later."""
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+class Judge(JudgeConfig):
+    """A reward for groups, called as TRL calls rewards.
+
+    Replies are kept on disk by what was asked, so that a resumed run and a second run get the same ones.
+
+    Example: with the template "Is {response} a colour? 0 or 1" and the pattern "([01])", a model that replies "1, it
+    is." gives the score 1.0.
+    """
+
+    url: str
+    model: str
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | Exception]:
+        """The score of each completion, or why it has none.
+
+        Only what follows a completion's thought is judged; a completion without that gets 0, and is not asked about.
+        """
+        rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
+        answers = [answer_part(_text_of(completion)) for completion in completions]
+        questions = [
+            self._question({**row, "prompt": _text_of(prompt), "response": answer}) if answer.strip() else None
+            for row, prompt, answer in zip(rows, prompts, answers, strict=True)
+        ]
+        # Equal ones are asked once.
+        unique = list(dict.fromkeys(question for question in questions if question is not None))
+        with ThreadPoolExecutor(self.max_concurrent) as threads:
+            scores = dict(zip(unique, threads.map(self._score, unique), strict=True))
+        return [0.0 if question is None else scores[question] for question in questions]
+
+    def _question(self, values: Mapping[str, Any]) -> str:
+        def fill(match: re.Match[str]) -> str:
+            if match[1] not in values:
+                raise InputError(
+                    f"task.judge.template has {{prompt}}, {{response}} and columns, got {match[0]}; they are "
+                    f"{', '.join(values)}"
+                )
+            return str(values[match[1]])
+
+        return _PLACEHOLDER.sub(fill, self.template)
+
+    def _score(self, question: str) -> float | Exception:
+        try:
+            return _number(self._reply(question), self.pattern)
+        except (InputError, StateError, OSError) as error:
+            return error
+
+    def _reply(self, question: str) -> str:
+        body = {
+            **self.parameters,
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+        }
+        data = json.dumps(body, sort_keys=True).encode()
+        file = self.cache / f"{blake2b(data, digest_size=16).hexdigest()}.json"
+        reply = _kept(file)
+        if reply is None:
+            reply = self._ask(data)
+            self.cache.mkdir(parents=True, exist_ok=True)
+            write_text(file, json.dumps({"reply": reply}))
+        return reply
+
+    def _ask(self, data: bytes) -> str:
+        """The reply; failures that may pass are tried again after 1, 2, 4, ... seconds."""
+        for attempt in range(self.num_retries):
+            try:
+                return self._attempt(data)
+            except HTTPError as error:
+                if error.code not in _AGAIN:
+                    raise self._refused(error) from error
+            except (OSError, HTTPException):
+                pass
+            time.sleep(2.0**attempt)
+        try:
+            return self._attempt(data)
+        except HTTPError as error:
+            raise self._refused(error) from error
+        except (OSError, HTTPException) as error:
+            raise StateError(
+                f"the judge at {self.url} answers within task.judge.time_limit_s = "
+                f"{self.time_limit_s:g}, and it failed {self.num_retries + 1} times, at last with "
+                f"{type(error).__name__}: {error}; start it, or correct task.judge.url"
+            ) from error
+
+    def _attempt(self, data: bytes) -> str:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        request = Request(f"{self.url.rstrip('/')}/chat/completions", data, headers)
+        with urlopen(request, timeout=self.time_limit_s) as response:
+            answer = response.read()
+        try:
+            text = json.loads(answer)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise StateError(f"a judge answers with choices, got {answer!r:.200}; check task.judge.url") from error
+        # A reply that only thinks, or was cut before its text, has none.
+        if not isinstance(text, str):
+            raise StateError(f"a judge answers with text, got {answer!r:.200}; raise its max_tokens")
+        return text
+
+    def _refused(self, error: HTTPError) -> StateError:
+        text = error.read(200).decode(errors="replace")
+        return StateError(f"the judge at {self.url} refused with {error.code}: {text}; correct task.judge")
+
+
+def _kept(file: Path) -> str | None:
+    """The reply in a file; None if it is missing or damaged."""
+    try:
+        return str(json.loads(file.read_bytes())["reply"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _number(reply: str, pattern: str | None) -> float:
+    try:
+        if pattern is not None:
+            return float(re.findall(pattern, reply)[-1])
+        return float(json.loads(reply[reply.index("{") : reply.rindex("}") + 1])["score"])
+    except (ValueError, LookupError, TypeError) as error:
+        wanted = 'a JSON object with a number "score"' if pattern is None else f"a number that {pattern} finds"
+        raise InputError(f"the reply of a judge has {wanted}, got {reply!r:.100}; say so in the template") from error
+
+
+def _text_of(value: Any) -> str:
+    """A text, or the messages of a chat one after another; of parts of a message those that are text."""
+    if isinstance(value, str):
+        return value
+    texts = [_content_of(message) for message in value]
+    if len(texts) == 1:
+        return texts[0]
+    return "\n\n".join(f"{message['role']}: {text}" for message, text in zip(value, texts, strict=True))
+
+
+def _content_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

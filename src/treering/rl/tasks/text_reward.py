@@ -1,0 +1,348 @@
+"""The reward of a response: one function, ready or the user's, or a weighted sum of several."""
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+from treering.errors import ConfigError, InputError
+from treering.rl.tasks.judge import Judge
+from treering.rl.tasks.ready_rewards import NAMED_REWARDS, check_answer, find_reward
+from treering.rl.tasks.task import Prompt, Score, as_score, checked_reward
+from treering.rl.user_code import contained, in_copy, in_words, place_of_function
+
+SIGNATURES = (
+    "def reward(prompt, text), or def reward(prompts, completions) for a group at once, each with parameters that are "
+    "columns of the prompts file, or with **columns for all of them"
+)
+_GROUP = ("prompts", "completions")
+_TEXTS = ("text", "response", "completion", "output", "generation", "solution_str")
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoundReward:
+    """A reward function and the columns that it takes."""
+
+    label: str
+    """Its name in metrics."""
+    function: Callable[..., object]
+    takes_group: bool
+    """Whether it is called once for a group, as TRL calls rewards."""
+    is_async: bool
+    """Whether its calls are coroutines, which run at the same time."""
+    columns: tuple[str, ...]
+    """Names of the columns that it is called with."""
+
+    def start(self, prompt: Prompt, texts: Sequence[str]) -> list[object]:
+        """Calls the function: the result for each text, or one for all if it takes groups.
+
+        An exception stands for a call that raised, and awaitables are not awaited yet.
+        """
+        columns = {name: prompt.columns.get(name) for name in self.columns}
+        if not self.takes_group:
+            return [_called(self.function, prompt, text, **columns) for text in texts]
+        size = len(texts)
+        given: dict[str, object] = {name: [value] * size for name, value in columns.items()}
+        value = prompt.columns.get("prompt")
+        if value is None:
+            value = prompt.columns.get("question")
+        completions = [[{"role": "assistant", "content": text}] if isinstance(value, list) else text for text in texts]
+        if "prompts" in _parameters(self.function) or _takes_any(self.function):
+            given["prompts"] = [value] * size
+        return [_called(self.function, completions=completions, **given)]
+
+    def scores(self, results: Sequence[object], num_texts: int) -> list[Score | Exception]:
+        """The score of each text, or its error, from the awaited results of `start`."""
+        if self.takes_group:
+            results = self._split(results[0], num_texts)
+        return [self._score(result) for result in results]
+
+    def _split(self, answer: object, num_texts: int) -> Sequence[object]:
+        if isinstance(answer, Exception):
+            return [answer] * num_texts
+        parts = None if isinstance(answer, str | Mapping) else _listed(answer)
+        if parts is not None and len(parts) == num_texts:
+            return parts
+        got = f"{answer!r:.60} ({type(answer).__name__})" if parts is None else f"{len(parts)}"
+        return [
+            InputError(
+                f"a reward of a group returns a list of one reward for each of its {num_texts} completions, and "
+                f"{self.label} at {place_of_function(self.function)} returned {got}; return None for one without reward"
+            )
+        ] * num_texts
+
+    def _score(self, result: object) -> Score | Exception:
+        if isinstance(result, Exception):
+            return result
+        try:
+            return as_score(result)
+        except InputError as error:
+            return InputError(f"{place_of_function(self.function)}: {error}")
+
+
+def bind(label: str, function: Callable[..., object], columns: Collection[str]) -> BoundReward:
+    """Binds a function to the columns of a prompts file by the names of its parameters.
+
+    Raises:
+        ConfigError: a signature that is none of `SIGNATURES`, or a parameter that is no column.
+
+    Example: with the columns "prompt" and "unit", `def reward(prompt, text, unit)` is called with the unit of each
+    prompt, `def reward(completions, **columns)` once for a group with `prompts` and `unit` as lists, and
+    `def reward(text)` is refused.
+    """
+    parameters = _parameters(function)
+    takes_group = _GROUP[1] in parameters
+    if takes_group:
+        given: tuple[str, ...] = _GROUP
+    else:
+        given = tuple(name for name, each in parameters.items() if each.kind in _BY_POSITION)[:2]
+        _check_first(function, given, columns)
+    others = [each for name, each in parameters.items() if name not in given]
+    _check_columns(function, others, columns)
+    names = {each.name for each in others}
+    wanted = [name for name in columns if name not in given and (_takes_any(function) or name in names)]
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return BoundReward(
+        label=label, function=function, takes_group=takes_group, is_async=is_async, columns=tuple(wanted)
+    )
+
+
+def _check_first(function: Callable[..., object], first: Sequence[str], columns: Collection[str]) -> None:
+    """The first two parameters are the prompt and the text; an underscore begins the name of one that is not used."""
+    has_any = any(each.kind is Parameter.VAR_POSITIONAL for each in _parameters(function).values())
+    names = [*first, *["prompt", "text"][len(first) :]] if has_any else [*first]
+    # A parameter of another name, or a column in their place, would silently get the prompt or the text.
+    known = ({"prompt"}, set(_TEXTS) - set(columns) | {"text"})
+    if len(names) == 2 and all(name[:1] == "_" or name in own for name, own in zip(names, known, strict=True)):
+        return
+    raise ConfigError(
+        f"a reward is {SIGNATURES}; got {_described(function)}; rename or add its parameters (text may be "
+        f"{', '.join(_TEXTS[1:-1])} or {_TEXTS[-1]})"
+    )
+
+
+def _check_columns(function: Callable[..., object], others: Sequence[Parameter], columns: Collection[str]) -> None:
+    variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    needed = [each.name for each in others if each.kind not in variable and each.default is Parameter.empty]
+    missing = [name for name in needed if name not in columns]
+    if missing:
+        raise ConfigError(
+            f"a reward is {SIGNATURES}; got {_described(function)}, and {', '.join(missing)} is no column: they are "
+            f"{', '.join(columns) or 'none'}; rename it, or give it a default"
+        )
+
+
+def _described(function: Callable[..., object]) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"def {name}{inspect.signature(function)} at {place_of_function(function)}"
+
+
+def _parameters(function: Callable[..., object]) -> Mapping[str, Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        # Compiled code may not say.
+        return {name: Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("prompt", "text")}
+
+
+def _takes_any(function: Callable[..., object]) -> bool:
+    return any(each.kind is Parameter.VAR_KEYWORD for each in _parameters(function).values())
+
+
+def _called(function: Callable[..., object], *args: object, **columns: object) -> object:
+    try:
+        return function(*args, **columns)
+    except Exception as error:
+        return error
+
+
+def _listed(answer: Any) -> list[object] | None:
+    """The items of a list, an array or a tensor; None of what has no items."""
+    try:
+        return list(answer)
+    except TypeError:
+        return None
+
+
+_MISTAKES = (AttributeError, ImportError, InputError, NameError, TypeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedReward:
+    """One of several rewards.
+
+    Example: `WeightedReward(name="rewards.py:short", weight=0.2)`
+    """
+
+    name: str
+    """See `find_reward`."""
+    weight: float = 1.0
+
+
+class TextReward:
+    """A weighted sum of rewards on the text of responses.
+
+    A reward that returns None is left out of the sum; if all do, so is the response of its group.
+
+    Example: of `exact_answer` with weight 1 and a reward 0.5 with weight 0.2, a right answer gets 1.1, and the numbers
+    "exact_answer" 1.0 and "short" 0.5.
+    """
+
+    def __init__(
+        self, reward: str | Sequence[WeightedReward], folders: Sequence[Path], judge: Judge | None = None
+    ) -> None:
+        """Finds the functions.
+
+        Args:
+            reward: one by its name, or several.
+            folders: where files and modules are looked up, see `find_reward`.
+            judge: the reward "judge"; None if there is none.
+
+        Raises:
+            ConfigError: no reward, two of one name, or one that is not found.
+        """
+        parts = [WeightedReward(name=reward)] if isinstance(reward, str) else list(reward)
+        self._parts = {part.name.rpartition(":")[2]: part for part in parts}
+        if not parts or len(self._parts) < len(parts):
+            names = ", ".join(part.name for part in parts) or "none"
+            raise ConfigError(f"rewards are one or more functions of different names, got {names}; rename or drop some")
+        self.name = " + ".join(part.name for part in parts)
+        """For errors: the names of the rewards."""
+        self._judge = judge
+        self._functions: dict[str, Callable[..., object]] = {
+            label: judge if judge is not None and part.name == "judge" else find_reward(part.name, folders)
+            for label, part in self._parts.items()
+        }
+        self._rewards: list[BoundReward] = []
+        # One event loop for all calls: clients that a reward keeps belong to the loop in which they were made.
+        self._runner = asyncio.Runner()
+        weakref.finalize(self, self._runner.close)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether one of the rewards is no ready one."""
+        return any(part.name not in NAMED_REWARDS for part in self._parts.values())
+
+    @property
+    def takes_groups(self) -> bool:
+        """Whether `scores` gets whole groups: a reward needs one, or is a coroutine, of which many run at a time."""
+        return any(reward.takes_group or reward.is_async for reward in self._rewards)
+
+    def check_answer(self, answer: str | None) -> None:
+        """Refuses an answer that a ready reward cannot use; see `ready_rewards.check_answer`."""
+        for part in self._parts.values():
+            check_answer(part.name, answer)
+
+    def bind(self, columns: Collection[str]) -> None:
+        """Checks the signatures of the functions against the columns of the prompts file; see `bind`."""
+        self._rewards = [bind(label, function, columns) for label, function in self._functions.items()]
+
+    def scores(
+        self, prompt: Prompt, texts: Sequence[str], answers: Sequence[str] | None = None
+    ) -> list[Score | Exception]:
+        """The score of each response, or why it has none.
+
+        Args:
+            prompt: of the responses.
+            texts: what rewards of your own read.
+            answers: what ready ones read, the texts after the thoughts; None: where tags in the texts show it.
+        """
+        ready = [*NAMED_REWARDS.values(), self._judge]
+        started = [
+            reward.start(prompt, texts if answers is None or reward.function not in ready else answers)
+            for reward in self._rewards
+        ]
+        self._await(started)
+        parts = [reward.scores(done, len(texts)) for reward, done in zip(self._rewards, started, strict=True)]
+        return [self._sum(scores) for scores in zip(*parts, strict=True)]
+
+    def try_on(self, prompt: Prompt, time_limit_s: float = 60.0) -> None:
+        """Calls rewards of your own once, on the prompt's answer or an empty text, in a copy of this process.
+
+        Nothing counts it. What raises for an empty text may mean to, unless it is a mistake in the code.
+
+        Raises:
+            InputError: one raises, returns no reward, or takes longer than `time_limit_s`.
+        """
+        if not self.is_own:
+            return
+        try:
+            error = in_copy(lambda: self._trial_error(prompt), time_limit_s)
+        except TimeoutError:
+            raise InputError(
+                f"a reward may take runtime.reward_time_limit_s = {time_limit_s:g} s, and {self.name} on prompt "
+                f"{prompt.prompt_id!r} with the text {(prompt.answer or '')!r:.60} took longer in its trial call; give "
+                "what it waits for a time limit, or raise the setting"
+            ) from None
+        if error:
+            raise InputError(
+                f"a reward returns a number for every text, or None to leave it out, and {self.name} on prompt "
+                f"{prompt.name} with the text {(prompt.answer or '')!r:.60} raised {error}; correct it"
+            )
+
+    def _trial_error(self, prompt: Prompt) -> str:
+        text = prompt.answer or ""
+        try:
+            with contained():
+                scores = self.scores(prompt, [text, text] if self.takes_groups else [text])
+        except InputError as error:
+            return "" if prompt.answer is None else in_words(error)
+        for score in scores:
+            if isinstance(score, Exception) and (prompt.answer is not None or isinstance(score, _MISTAKES)):
+                return in_words(score)
+        return ""
+
+    def _sum(self, scores: Sequence[Score | Exception]) -> Score | Exception:
+        numbers: dict[str, float] = {}
+        terms = []
+        for (label, part), score in zip(self._parts.items(), scores, strict=True):
+            if isinstance(score, Exception):
+                return score
+            numbers |= {f"{label}/{name}": number for name, number in score.numbers.items()}
+            if score.reward is None:
+                continue
+            terms.append(part.weight * score.reward)
+            if len(scores) > 1:
+                numbers[label] = score.reward
+        try:
+            return Score(reward=checked_reward(sum(terms)) if terms else None, numbers=numbers)
+        except InputError as error:
+            return error
+
+    def _await(self, started: Sequence[list[object]]) -> None:
+        """Replaces awaitables by their results; all run at the same time."""
+        places = [
+            (results, i) for results in started for i, result in enumerate(results) if inspect.isawaitable(result)
+        ]
+        if not places:
+            return
+        done = self._run([results[i] for results, i in places])
+        for (results, i), result in zip(places, done, strict=True):
+            results[i] = result
+
+    def _run(self, awaitables: Sequence[object]) -> list[object]:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._runner.run(_settled(awaitables))
+        # The caller has a loop of its own in this thread, as notebooks do.
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(self._runner.run, _settled(awaitables)).result()
+
+
+async def _settled(awaitables: Sequence[object]) -> list[object]:
+    """The results in order; an exception stands for one that raised."""
+
+    async def settle(awaitable: object) -> object:
+        try:
+            return await awaitable  # type: ignore[misc]
+        except Exception as error:
+            return error
+
+    return await asyncio.gather(*map(settle, awaitables))

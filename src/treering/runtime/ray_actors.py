@@ -1,0 +1,443 @@
+"""Starts the processes of a run as Ray actors, whose weights are in Ray's object store.
+
+Ray places the processes, tells of their deaths, ends what they have started, and brings weights to their hosts. It
+restarts nothing (`max_restarts=0`): the controller does, and keeps the account.
+"""
+
+import io
+import math
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from treering.errors import ConfigError, StateError, TreeringError
+from treering.extras import require
+from treering.runtime.messages import Ready, Recipe, WithWeights
+from treering.runtime.process import Actor, ActorDied, Kind, Role
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+_CAUSE_CHARS = 200
+_TO_ACTOR, _FROM_ACTOR = "to_actor", "from_actor"
+"""Concurrency groups of `LoopingActor`: its messages come and go while its role works."""
+
+_Answer: TypeAlias = tuple[list[Any], Any]
+"""Messages, and the weights that the last one carries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Failed:
+    """From an actor: its role has raised an error."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What an actor has in common with the controller."""
+
+    folder: str
+    """The working directory."""
+    num_threads: int
+    """Torch's threads: Ray would leave an actor as many as it reserves CPUs."""
+
+    def apply(self) -> None:
+        """Run where the controller does, if that is here, and send to stderr what this process writes to stdout.
+
+        The controller's stdout, to which Ray would copy it, holds nothing but the run's result.
+        """
+        torch.set_num_threads(self.num_threads)
+        with suppress(OSError):
+            os.chdir(self.folder)
+        with suppress(OSError):
+            os.dup2(2, 1)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
+
+
+class SteppingActor:
+    """An actor that answers one message after another, in its main thread: it alone may set signal handlers.
+
+    Example: a reward worker, or a trainer.
+    """
+
+    def begin(self, role: Callable[[Any], Role], settings: Any, weights: Any, setup: Setup) -> _Answer:
+        """Make the role; return its first messages."""
+        setup.apply()
+        try:
+            self._role = role(_joined(settings, weights))
+        except Exception as error:
+            return [Failed(error=_picklable(error))], None
+        return self._answer()
+
+    def do(self, message: Any, weights: Any) -> _Answer:
+        """Let the role take a message and do what there is to do; return its messages."""
+        try:
+            self._role.do(_joined(message, weights))
+        except Exception as error:
+            return [Failed(error=_picklable(error))], None
+        return self._answer()
+
+    def _answer(self) -> _Answer:
+        messages: list[Any] = []
+        try:
+            while self._role.is_busy:
+                messages += self._role.advance()
+        except Exception as error:
+            messages.append(Failed(error=_picklable(error)))
+        last, weights = _parted(messages[-1] if messages else None)
+        return [*messages[:-1], *([] if last is None else [last])], weights
+
+
+class LoopingActor:
+    """An actor whose role works in a thread of its own, while messages come and go.
+
+    Example: a rollout worker.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def begin(self, role: Callable[[Any], Role], settings: Any, weights: Any, setup: Setup) -> _Answer:
+        """Make the role and start its thread."""
+        setup.apply()
+        threading.Thread(target=self._work, args=(role, _joined(settings, weights)), daemon=True).start()
+        return [], None
+
+    def post(self, message: Any, weights: Any) -> None:
+        """Receive a message."""
+        self._inbox.put(_joined(message, weights))
+
+    def take(self) -> _Answer:
+        """Wait for messages of the role; return all that there are."""
+        messages = [self._outbox.get()]
+        while not self._outbox.empty():
+            messages.append(self._outbox.get())
+        return messages, None
+
+    def _work(self, role: Callable[[Any], Role], settings: Any) -> None:
+        try:
+            worker = role(settings)
+            while True:
+                # Waits for a message where there is nothing else to do.
+                if not worker.is_busy:
+                    worker.do(self._inbox.get())
+                while not self._inbox.empty():
+                    worker.do(self._inbox.get())
+                for message in worker.advance():
+                    self._outbox.put(message)
+        except Exception as error:
+            self._outbox.put(Failed(error=_picklable(error)))
+
+
+class RayActor:
+    """The controller's side of an actor."""
+
+    def __init__(self, handle: "ActorHandle[Any]", *, is_looping: bool, is_on_this_host: bool) -> None:
+        """Wait for the answer to `begin`, which was called."""
+        self._handle = handle
+        self._is_on_this_host = is_on_this_host
+        self._pid: int | None = None
+        self._is_looping = is_looping
+        self._calls: deque[tuple[ObjectRef[Any], ObjectRef[Any]]] = deque()
+        self.has_answer = False
+        """Whether the oldest call has an answer; set by `RayActors.wait`."""
+
+    def begin(self, role: Callable[[Any], Role], settings: Any) -> None:
+        """Start the role."""
+        message, weights = _parted(settings)
+        begun = self._handle.begin.options(num_returns=2)
+        self._calls.append(
+            begun.remote(role, message, weights, Setup(folder=os.getcwd(), num_threads=torch.get_num_threads()))
+        )
+        if self._is_looping:
+            self._take()
+
+    @property
+    def oldest(self) -> "ObjectRef[Any]":
+        """The answer of the oldest open call; only where there is one."""
+        return self._calls[0][0]
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a call is open."""
+        return bool(self._calls)
+
+    def send(self, message: object) -> None:
+        """See `Actor`."""
+        sent, weights = _parted(message)
+        if self._is_looping:
+            self._handle.post.options(concurrency_group=_TO_ACTOR).remote(sent, weights)
+        else:
+            self._calls.append(self._handle.do.options(num_returns=2).remote(sent, weights))
+
+    def receive(self) -> list[Any]:
+        """See `Actor`."""
+        import ray
+
+        found: list[Any] = []
+        while self.has_answer:
+            try:
+                found += self._answer()
+            except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError) as death:
+                if found:
+                    return found
+                raise ActorDied(_cause(death)) from None
+            self._calls.popleft()
+            if self._is_looping and not self._calls:
+                self._take()
+            self.has_answer = self.is_asked and bool(ray.wait([self.oldest], timeout=0)[0])
+        return found
+
+    def kill(self) -> None:
+        """See `Actor`. A process in which a reward has forked or left a thread may not hear Ray's word."""
+        import ray
+
+        if self._is_on_this_host and self._pid is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self._pid, signal.SIGKILL)
+        self._pid = None
+        ray.kill(self._handle, no_restart=True)
+
+    def _take(self) -> None:
+        taking = self._handle.take.options(concurrency_group=_FROM_ACTOR, num_returns=2)
+        self._calls.append(taking.remote())
+
+    def _answer(self) -> list[Any]:
+        import ray
+
+        messages: list[Any] = ray.get(self.oldest)
+        for message in messages:
+            if isinstance(message, Failed):
+                raise message.error
+            if isinstance(message, Ready):
+                self._pid = message.pid
+        if messages and isinstance(messages[-1], WithWeights):
+            messages[-1] = replace(messages[-1], weights=self._calls[0][1])
+        return messages
+
+
+class RayActors:
+    """The `Actors` of a run on Ray.
+
+    Uses Ray as the program has initialised it, else the cluster that `RAY_ADDRESS` names, else a Ray of its own on this
+    machine, which ends with the run.
+
+    Example: `PipelineLoop(model, task, PipelineSpec(..., actors=RayActors(num_rollout_workers=2)))`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rollout_workers: int,
+        num_trainer_ranks: int = 1,
+        worker_cpus: float = 1.0,
+        worker_gpus: float | None = None,
+        trainer_gpus: float | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            num_rollout_workers: of the run.
+            num_trainer_ranks: of its trainer.
+            worker_cpus: logical CPUs of a rollout worker; a trainer rank takes one, a reward worker none.
+            worker_gpus: GPUs of a rollout worker; None: an equal share of those that the cluster has, at most one.
+            trainer_gpus: GPUs of a trainer rank, likewise.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+        """
+        require(f"runtime.workers = {num_rollout_workers}", "ray")
+        self._counts: Mapping[Kind, int] = {
+            "rollout_worker": num_rollout_workers,
+            "reward_worker": 1,
+            "trainer": num_trainer_ranks,
+        }
+        self._cpus: Mapping[Kind, float] = {"rollout_worker": worker_cpus, "reward_worker": 0.0, "trainer": 1.0}
+        self._gpus: Mapping[Kind, float | None] = {
+            "rollout_worker": worker_gpus,
+            "reward_worker": 0.0,
+            "trainer": trainer_gpus,
+        }
+        self._owns_ray = False
+        self._classes: dict[Kind, Any] = {}
+        self.is_one_host = True
+
+    def open(self, recipe: Recipe) -> None:
+        """See `Actors`."""
+        import ray
+
+        if type(recipe).__module__ == "__main__":
+            raise ConfigError(
+                f"actors import the recipe's class, and {type(recipe).__name__} is defined in the program that was "
+                "started, which they cannot import; move it into a module"
+            )
+        if not ray.is_initialized():
+            # Also of a cluster, `ray.shutdown` ends only what this program has begun.
+            self._owns_ray = True
+            self._start_ray()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self.is_one_host = len({node["NodeManagerAddress"] for node in nodes}) == 1
+        gpus = self._gpus_by_kind(sum(float(node["Resources"].get("GPU", 0.0)) for node in nodes))
+        try:
+            check_room("CPU", [node["Resources"].get("CPU", 0.0) for node in nodes], self._cpus, self._counts)
+            check_room("GPU", [node["Resources"].get("GPU", 0.0) for node in nodes], gpus, self._counts)
+        except ConfigError:
+            self.close()
+            raise
+        # One class for all actors of a kind, as Ray keeps each for good.
+        self._classes = {kind: _actor_class(kind, self._cpus[kind], gpus[kind]) for kind in self._counts}
+
+    def start(self, kind: Kind, role: Callable[[Any], Role], settings: Any) -> RayActor:
+        """See `Actors`."""
+        actor = RayActor(self._classes[kind].remote(), is_looping=_is_looping(kind), is_on_this_host=self.is_one_host)
+        actor.begin(role, settings)
+        return actor
+
+    def put(self, weights: Any) -> Any:
+        """See `Actors`."""
+        import ray
+
+        return ray.put(weights)
+
+    def get(self, ref: Any) -> Any:
+        """See `Actors`.
+
+        Raises:
+            StateError: the host that had the weights is gone.
+        """
+        import ray
+
+        try:
+            return ray.get(ref)
+        except ray.exceptions.ObjectLostError as error:
+            raise StateError(
+                "weights of a step are on a host of the cluster, and it is gone; start again from the last checkpoint"
+            ) from error
+
+    def wait(self, actors: Iterable[Actor], timeout_s: float) -> None:
+        """See `Actors`."""
+        import ray
+
+        asked = {each.oldest: each for each in actors if isinstance(each, RayActor) and each.is_asked}
+        if not asked:
+            return
+        if ray.wait(list(asked), timeout=timeout_s)[0]:
+            for ref in ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
+                asked[ref].has_answer = True
+
+    def close(self) -> None:
+        """See `Actors`."""
+        import ray
+
+        if self._owns_ray:
+            ray.shutdown()
+        self._owns_ray = False
+
+    def _start_ray(self) -> None:
+        """Connect to the cluster of RAY_ADDRESS, or start a Ray on this machine that reports nothing to its makers."""
+        import ray
+
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            ray.init(address=address, logging_level="warning")
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # With an actor end the processes that a reward or an environment has started.
+        os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
+        # Ray lets actors run at a low priority, at which every other program holds a run up.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        needed = sum(number * self._cpus[kind] for kind, number in self._counts.items())
+        # Logical ones: a laptop runs more workers than it has processors.
+        num_cpus = max(os.cpu_count() or 1, math.ceil(needed))
+        try:
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level="warning")
+        except Exception as error:
+            self.close()
+            raise StateError(
+                f"Ray starts within half a minute, and here it did not ({str(error)[:_CAUSE_CHARS]}); start again when "
+                "the machine is less busy, or run `ray start --head` and set RAY_ADDRESS=auto"
+            ) from error
+
+    def _gpus_by_kind(self, num_gpus: float) -> dict[Kind, float]:
+        """GPUs of a process of each kind, where none are given an equal share."""
+        num_takers = sum(self._counts[kind] for kind in self._counts if self._gpus[kind] is None)
+        share = 1.0 / max(1, math.ceil(num_takers / num_gpus)) if num_gpus else 0.0
+        return {kind: share if gpus is None else gpus for kind, gpus in self._gpus.items()}
+
+
+def check_room(resource: str, free: Sequence[float], needs: Mapping[Kind, float], counts: Mapping[Kind, int]) -> None:
+    """Check that every process fits a node, and all of them the cluster.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    total = sum(counts[kind] * need for kind, need in needs.items())
+    setting = f"runtime.worker_{resource.lower()}s"
+    if total > sum(free):
+        raise ConfigError(
+            f"the cluster has room for all processes, and {counts['rollout_worker']} rollout workers and "
+            f"{counts['trainer']} trainer ranks take {total:g} {resource}s where it has {sum(free):g}; lower "
+            f"{setting}, runtime.workers or runtime.trainer_ranks"
+        )
+    if max(needs.values()) > max(free, default=0.0):
+        raise ConfigError(
+            f"a process runs on one node, and one takes {max(needs.values()):g} {resource}s where no node has more "
+            f"than {max(free, default=0.0):g}; lower {setting}"
+        )
+
+
+def _actor_class(kind: Kind, num_cpus: float, num_gpus: float) -> Any:
+    import ray
+
+    groups = {"concurrency_groups": {_TO_ACTOR: 1, _FROM_ACTOR: 1}} if _is_looping(kind) else {}
+    kinds = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=0, max_task_retries=0, **groups)
+    return kinds(LoopingActor if _is_looping(kind) else SteppingActor)
+
+
+def _is_looping(kind: Kind) -> bool:
+    return kind == "rollout_worker"
+
+
+def _parted(message: Any) -> tuple[Any, Any]:
+    """A message without its weights, and these: Ray replaces references by what they refer to in arguments alone."""
+    if isinstance(message, WithWeights) and message.weights is not None:
+        return replace(message, weights=None), message.weights
+    return message, None
+
+
+def _joined(message: Any, weights: Any) -> Any:
+    return message if weights is None else replace(message, weights=weights)
+
+
+def _cause(death: Exception) -> str:
+    """What Ray says of an actor that has ended, in one line."""
+    lines = [line.strip() for line in str(death).splitlines() if line.strip()]
+    return f"Ray's message: {lines[-1][:_CAUSE_CHARS] if lines else type(death).__name__}"
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error with its traceback as a note, or a StateError with its text if it cannot be pickled."""
+    error.add_note(f"raised in a worker:\n{''.join(traceback.format_exception(error))}")
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copied = None
+    if type(copied) is type(error) and str(copied) == str(error):
+        return error
+    text = str(error) if isinstance(error, TreeringError) else f"{type(error).__name__}: {error}"
+    return StateError(f"{text} (raised in a worker)")

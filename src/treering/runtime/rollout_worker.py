@@ -1,0 +1,328 @@
+"""The rollout workers: an engine in its own process samples the requests that the controller sends, or runs episodes.
+
+They keep no state that matters: what ran on a worker that dies is sampled again elsewhere, with the same tokens.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from treering.engine.protocol import Engine, EngineStats, Rollout, RolloutKey
+from treering.history.store.reader import HistoryReader
+from treering.rl.drafting import make_drafter
+from treering.rl.environments.environment import Environment, EnvironmentTask
+from treering.rl.environments.episodes import Episode, Episodes, Run
+from treering.runtime.messages import (
+    BeginStep,
+    CloseEnvironment,
+    EndedWork,
+    EnvironmentClosed,
+    GiveUp,
+    Ready,
+    RefreshHistory,
+    ReportReceived,
+    SampleRequests,
+    WorkerSettings,
+)
+from treering.runtime.weights import load_weights
+from treering.schedule.measured_latency import PassTimes
+
+_REPORT_S = 0.2
+"""Least seconds between progress reports."""
+
+_ALIVE_S = 10.0
+"""Most seconds without a message while a worker samples, except during one pass."""
+
+_TICK_S = 0.05
+"""How often a worker looks for messages while its episodes run."""
+
+
+class StepEngine:
+    """The engine of a rollout worker; every step begins with weights and history as the controller says.
+
+    Example: after `begin` of a step with policy version 3, `engine.version` is 3.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Build the model, and no engine yet; the history is read in a folder, if the worker drafts."""
+        self.step = 0
+        """Number of the present step."""
+        self._recipe = settings.recipe
+        self._model = settings.recipe.make_model()
+        self._history = None if settings.history is None else HistoryReader(settings.history)
+        has_drafts = settings.drafts is not None and self._history is not None
+        self._drafter = make_drafter(self._history, settings.drafts) if has_drafts else None  # type: ignore[arg-type]
+        self._engine: Engine | None = None
+        self._before = EngineStats()
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a step has begun."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the present step."""
+        assert self._engine is not None, "a step begins before its requests come"
+        return self._engine
+
+    def begin(self, message: BeginStep) -> bool:
+        """Begin a step with an idle engine; return whether it is a new one."""
+        self.step = message.step
+        if self._drafter is not None:
+            self.refresh_history()
+            # The drafter's measurements are those of a step.
+            self._drafter.load_state(self._drafter.state())
+            if self._engine is not None:
+                self._engine.refresh_history()
+        if self._engine is not None and self._engine.version == message.policy_version:
+            # The weights are the same, but an engine's caches of the previous step would change rounding.
+            self._engine = None
+        else:
+            load_weights(message.weights, self._model)
+        if self._engine is not None:
+            self._engine.update_weights(message.policy_version)
+            return False
+        self._engine = self._recipe.make_engine(self._model, self._drafter, message.policy_version)
+        self._before = self._engine.stats
+        return True
+
+    def take_stats(self) -> EngineStats:
+        """Return what the engine has counted since the previous call."""
+        before, self._before = self._before, self.engine.stats
+        return self._before.since(before)
+
+    def refresh_history(self) -> None:
+        """Load the published history from its folder."""
+        if self._history is not None:
+            self._history.refresh()
+
+
+class PassTimer:
+    """Times the forward passes of an engine.
+
+    A pass is timed from the end of the previous one, so that message handling counts; after a pause, from its own
+    start. An engine's first pass is left out: it compiles, allocates, and measures draft costs.
+
+    Example: 5 passes over 3, 3, 3, 2 and 1 rows record the times of the last four.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock`: returns seconds."""
+        self._clock = clock
+        self._times = PassTimes()
+        self._before = EngineStats()
+        self._since_s: float | None = None
+        self._is_first = True
+
+    def note_engine(self, stats: EngineStats) -> None:
+        """Starts timing a new engine with these counts."""
+        self._before, self._since_s, self._is_first = stats, None, True
+
+    def note_load(self, seconds: float) -> None:
+        """Records the time of a weight load."""
+        self._times.note_load(seconds)
+
+    def begin(self) -> None:
+        """Marks the start of a pass."""
+        if self._since_s is None:
+            self._since_s = self._clock()
+
+    def end(self, stats: EngineStats, *, num_unfinished: int) -> None:
+        """Marks the end of a pass, with the engine's counts and unfinished requests."""
+        assert self._since_s is not None, "a pass begins before it ends"
+        now_s = self._clock()
+        before, seconds = self._before, now_s - self._since_s
+        self._before = stats
+        self._since_s = now_s if num_unfinished else None
+        if stats.num_forwards == before.num_forwards:
+            return
+        if self._is_first:
+            self._is_first = False
+            return
+        self._times.note_pass(
+            seconds,
+            num_rows=stats.num_rows - before.num_rows,
+            num_prefilled=stats.num_prefilled - before.num_prefilled,
+            num_sampled=stats.num_sampled - before.num_sampled,
+            num_passes=stats.num_forwards - before.num_forwards,
+        )
+
+    def pause(self) -> None:
+        """Leaves out the time until the next pass, because all running rollouts were removed."""
+        self._since_s = None
+
+    def take(self) -> PassTimes:
+        """The times since the previous call."""
+        times, self._times = self._times, PassTimes()
+        return times
+
+
+class RolloutWorker:
+    """The role of a worker that samples rollouts: an engine, its current step, and counters."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Build the model."""
+        self._own = StepEngine(settings)
+        self._busy_s = 0.0
+        self._reports = False
+        self._reported_s = self._sent_s = 0.0
+        self._is_report_received = True
+        self._ended: list[Rollout] = []
+        self._given: list[Rollout] | None = None
+        self._timer = PassTimer()
+        self._is_new = True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has rollouts to sample, or something to say."""
+        return self._is_new or self._is_sampling or self._given is not None or bool(self._ended)
+
+    @property
+    def _is_sampling(self) -> bool:
+        return self._own.has_engine and self._own.engine.num_unfinished > 0
+
+    def do(self, message: Any) -> None:
+        """Take a message of the controller."""
+        started = time.perf_counter()
+        if isinstance(message, BeginStep):
+            self._begin(message)
+        elif isinstance(message, SampleRequests):
+            self._own.engine.submit(message.requests)  # type: ignore[arg-type]
+        elif isinstance(message, GiveUp):
+            self._give(message.keys)
+        elif isinstance(message, ReportReceived):
+            self._is_report_received = True
+        elif isinstance(message, RefreshHistory):
+            self._own.refresh_history()
+        self._busy_s += time.perf_counter() - started
+
+    def advance(self) -> list[Any]:
+        """Run one engine pass; return a message if rollouts ended or were given up, or a report is due."""
+        if self._is_new:
+            self._is_new = False
+            return [Ready(pid=os.getpid())]
+        if self._is_sampling:
+            self._ended += self._pass()
+        is_due = self._is_report_due or (self._is_sampling and time.perf_counter() >= self._sent_s + _ALIVE_S)
+        return [self._message()] if self._ended or self._given is not None or is_due else []
+
+    @property
+    def _is_report_due(self) -> bool:
+        """Whether to report progress; never before the last report was received, so that few are under way."""
+        is_time = time.perf_counter() >= self._reported_s + _REPORT_S
+        return self._reports and self._is_report_received and is_time and self._is_sampling
+
+    def _pass(self) -> list[Rollout]:
+        engine, started = self._own.engine, time.perf_counter()
+        self._timer.begin()
+        rollouts = engine.step()
+        self._timer.end(engine.stats, num_unfinished=engine.num_unfinished)
+        self._busy_s += time.perf_counter() - started
+        return rollouts
+
+    def _message(self) -> EndedWork:
+        """The results since the previous message."""
+        engine = self._own.engine
+        self._sent_s = time.perf_counter()
+        (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
+        busy_s, self._busy_s = self._busy_s, 0.0
+        progress = engine.progress() if self._is_report_due else {}
+        if progress:
+            self._reported_s, self._is_report_received = time.perf_counter(), False
+        return EndedWork(
+            step=self._own.step,
+            ended=rollouts,
+            given=given,
+            progress=progress,
+            stats=self._own.take_stats(),
+            busy_s=busy_s,
+            times=self._timer.take(),
+        )
+
+    def _give(self, keys: Sequence[RolloutKey]) -> None:
+        out = self._own.engine.abort(keys)
+        self._given = [rollout for rollout in out if rollout.finish_reason == "abort"]
+        self._ended += [rollout for rollout in out if rollout.finish_reason != "abort"]
+        if not self._is_sampling:
+            self._timer.pause()
+
+    def _begin(self, message: BeginStep) -> None:
+        started, is_first = time.perf_counter(), not self._own.has_engine
+        self._sent_s = started
+        self._reports = message.reports
+        if self._own.begin(message):
+            self._timer.note_engine(self._own.engine.stats)
+        if not is_first:
+            # Leave out the first engine of a process: it compiles, which happens only once.
+            self._timer.note_load(time.perf_counter() - started)
+
+
+class EpisodeWorker:
+    """The role of a worker that runs episodes: an engine, an environment, and the episodes of the current step."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Build the model and the environment."""
+        self._own = StepEngine(settings)
+        task = settings.recipe.make_task()
+        assert isinstance(task, EnvironmentTask), "the controller checks it"
+        self._task = task
+        self._episodes: Episodes | None = None
+        self._num_open = 0
+        self._sent_s = 0.0
+        self._answers: list[Any] = [Ready(pid=os.getpid())]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether episodes run, or there is something to say."""
+        return self._num_open > 0 or bool(self._answers)
+
+    def do(self, message: Any) -> None:
+        """Take a message of the controller."""
+        if isinstance(message, BeginStep):
+            self._begin(message)
+        elif isinstance(message, SampleRequests):
+            self._start([each for each in message.requests if isinstance(each, Episode)])
+        elif isinstance(message, RefreshHistory) and self._episodes is not None:
+            # In the thread of the engine, which drafts from it.
+            self._episodes.in_engine(self._own.refresh_history)
+        elif isinstance(message, CloseEnvironment):
+            self._close()
+
+    def advance(self) -> list[Any]:
+        """Wait a little for runs to end; return a message if some have, or it is time to be heard."""
+        answers, self._answers = self._answers, []
+        if answers or self._episodes is None or self._num_open == 0:
+            return answers
+        runs = self._episodes.take(_TICK_S)
+        self._num_open -= len(runs)
+        is_due = time.perf_counter() >= self._sent_s + _ALIVE_S
+        return [self._message(runs)] if runs or is_due else []
+
+    def _begin(self, message: BeginStep) -> None:
+        if self._episodes is not None:
+            self._episodes.close()
+        self._own.begin(message)
+        self._episodes = Episodes(self._own.engine, self._task)
+
+    def _start(self, episodes: list[Episode]) -> None:
+        assert self._episodes is not None, "a step begins before its episodes come"
+        if self._num_open == 0:
+            self._sent_s = time.perf_counter()
+        self._num_open += len(episodes)
+        self._episodes.start(episodes)
+
+    def _message(self, runs: list[Run]) -> EndedWork:
+        """The results since the previous message."""
+        now_s = time.perf_counter()
+        busy_s, self._sent_s = now_s - self._sent_s, now_s
+        return EndedWork(step=self._own.step, ended=runs, stats=self._own.take_stats(), busy_s=busy_s)
+
+    def _close(self) -> None:
+        if self._episodes is not None:
+            self._episodes.close()
+        self._num_open = 0
+        if isinstance(self._task.environment, Environment):
+            self._task.environment.close()
+        self._answers.append(EnvironmentClosed())

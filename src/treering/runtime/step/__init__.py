@@ -1,1 +1,0 @@
-"""One step while it is sampled: its plan, its rollouts and their migration."""

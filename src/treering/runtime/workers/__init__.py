@@ -1,1 +1,0 @@
-"""The code of the child processes."""

@@ -1,0 +1,362 @@
+"""HistoPipe: a search for the plan with the least simulated makespan, and policies by name."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treering.errors import ConfigError
+from treering.schedule.calibration import PRIOR_SIGMA, CalibratedLengths
+from treering.schedule.cluster import Cluster, Shape, is_among, shape_of
+from treering.schedule.placement import Fifo, PlacementPlan, PlanPolicy, place
+from treering.schedule.policy import Assignment, Forecast, PlanRequest, Policy
+from treering.schedule.simulator import bound_s, simulate, with_training
+from treering.schedule.traces import Trace, TraceStep
+from treering.schedule.turns import even_turns
+
+_MAX_WORKERS = 32
+_MIN_WORKERS = 8
+_MAX_ROLLOUTS = 4096
+"""Larger clusters and steps are simulated by a sample: fewer workers, with their share of the rollouts."""
+
+_STEPS_PER_TURN = 4
+"""Simulated steps for each step that runs at the same time; with fewer, start and end count too much."""
+
+_NUM_DRAWS = 5
+"""Sampled traces: the first selects candidates, the others evaluate the best of them, whose results on the first are
+biased by the selection."""
+
+_NUM_FINALISTS = 5
+
+_USUAL_TRAINING = 0.07
+"""Assumed update time if none is known, as a share of a step's work, about as in RhymeRL (section 3). If updates took
+no time, running steps at the same time would seem free."""
+
+_CLEARLY = 1.005
+"""The present plan stays if its makespan is at most this many times the best one, or shorter on any sampled trace,
+because a change costs a step and predictions are uncertain."""
+
+_CLOSE = 0.98
+"""Lower bound over makespan at which the search stops."""
+
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.45)
+"""Shares of long rollouts to try first."""
+
+_WORKER_SHARES = (0.3, 0.45, 0.55, 0.65, 0.8)
+"""Shares of workers for long rollouts to try first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SearchProblem:
+    """A small enough cluster, and traces with sampled lengths, to simulate candidates on."""
+
+    cluster: Cluster
+    traces: tuple[Trace, ...]
+
+
+def search_problem(request: PlanRequest, calibrated: CalibratedLengths, *, seed: int) -> SearchProblem:
+    """Make the search problem of a request: its forecasts, corrected, repeated to enough steps, with sampled errors.
+
+    An update time of 0 counts as unknown.
+    """
+    cluster = request.cluster
+    num_workers = _num_planned(cluster.num_workers, request.forecasts[0].num_rollouts)
+    small = replace(cluster, num_workers=num_workers)
+    num_steps = _STEPS_PER_TURN * (cluster.staleness + 1)
+    ahead = [request.forecasts[i % len(request.forecasts)] for i in range(num_steps)]
+    sampled = [_sampled(forecast, num_workers / cluster.num_workers) for forecast in ahead]
+    random = np.random.default_rng(seed)
+    traces = [_drawn(sampled, calibrated, cluster.max_tokens, random) for _ in range(_NUM_DRAWS)]
+    if small.latency.training_s == 0:
+        small = with_training(small, traces[0], _USUAL_TRAINING)
+    return SearchProblem(cluster=small, traces=tuple(traces))
+
+
+def _num_planned(num_workers: int, num_rollouts: int) -> int:
+    enough = max(round(num_workers * _MAX_ROLLOUTS / num_rollouts), _MIN_WORKERS)
+    return min(num_workers, enough, _MAX_WORKERS)
+
+
+def search(problem: SearchProblem, present: PlacementPlan | None = None) -> PlacementPlan:
+    """Return the plan with the least simulated makespan; the present one, unless another is clearly better.
+
+    The search simulates the plain plans on the first trace. Unless one comes close to the lower bound, it adds a coarse
+    grid of long-rollout workers and the neighbours of the grid's best. Then it simulates the best few on the other
+    traces. Earlier candidates win ties.
+    """
+    candidates = _Candidates(problem)
+    candidates.add([] if present is None else [present])
+    candidates.add(plain_plans(problem.cluster))
+    if candidates.of_bound() < _CLOSE:
+        candidates.add(_grid(problem.cluster))
+        for width in (2, 1):
+            candidates.add(_around(candidates.best_with_long_workers(), problem.cluster, width))
+    return candidates.winner(present)
+
+
+def plain_plans(cluster: Cluster) -> list[PlacementPlan]:
+    """Return the plans without long-rollout workers, simplest first."""
+    turns = range(1, min(cluster.staleness + 1, cluster.num_workers) + 1)
+    found = [PlacementPlan(name=_name("longest first", turn), num_turns=turn, stealing="queued") for turn in turns]
+    if cluster.staleness == 0:
+        return found
+    groups = PlacementPlan(name="equal groups", placing="equal_counts")
+    found.append(groups)
+    if cluster.rebalancing == "running":
+        found.append(replace(found[0], name="longest first, tails gathered", moving="consolidate"))
+        found.append(replace(groups, name="equal groups, moves", moving="drain"))
+    return found
+
+
+class _Candidates:
+    def __init__(self, problem: SearchProblem) -> None:
+        self._problem = problem
+        self._first: dict[PlacementPlan, float] = {}
+
+    def add(self, plans: Iterable[PlacementPlan]) -> None:
+        for plan in plans:
+            if plan not in self._first:
+                self._first[plan] = self._makespan(plan, self._problem.traces[0])
+
+    def of_bound(self) -> float:
+        """Return the lower bound over the least makespan so far, on the first trace."""
+        return bound_s(self._problem.traces[0], self._problem.cluster) / min(self._first.values())
+
+    def best_with_long_workers(self) -> PlacementPlan | None:
+        found = [plan for plan in self._first if plan.num_long_workers]
+        return min(found, key=self._first.__getitem__, default=None)
+
+    def winner(self, present: PlacementPlan | None) -> PlacementPlan:
+        finalists = sorted(self._first, key=self._first.__getitem__)[:_NUM_FINALISTS]
+        finalists += [present] if present is not None and present not in finalists else []
+        makespans = {plan: self._makespans(plan) for plan in finalists}
+        best = min(makespans, key=lambda plan: sum(makespans[plan]))
+        if present is None or _is_clearly_less(makespans[best], makespans[present]):
+            return best
+        return present
+
+    def _makespans(self, plan: PlacementPlan) -> list[float]:
+        return [self._makespan(plan, trace) for trace in self._problem.traces[1:]]
+
+    def _makespan(self, plan: PlacementPlan, trace: Trace) -> float:
+        return simulate(PlanPolicy(plan), trace, workers=self._problem.cluster).makespan_s
+
+
+def _is_clearly_less(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether makespans are shorter on every trace, and clearly shorter in sum."""
+    return all(one < other for one, other in zip(some, others, strict=True)) and _CLEARLY * sum(some) < sum(others)
+
+
+def _name(base: str, num_turns: int) -> str:
+    return base if num_turns == 1 else f"{base}, {num_turns} turns"
+
+
+def _grid(cluster: Cluster) -> list[PlacementPlan]:
+    turns = min(cluster.staleness + 1, cluster.num_workers)
+    return [
+        plan
+        for share in _SHARES
+        for worker_share in _WORKER_SHARES
+        for plan in _with_long_workers(cluster, turns, share, round(worker_share * (cluster.num_workers // turns)))
+    ]
+
+
+def _with_long_workers(cluster: Cluster, num_turns: int, share: float, num_long: int) -> list[PlacementPlan]:
+    """Return the plan, or none if the long or the other rollouts would have no worker."""
+    num_workers = cluster.num_workers // num_turns
+    if not (1 <= num_long < num_workers and 0 < share < 1):
+        return []
+    name = _name(f"{num_long / num_workers:.0%} of workers for the longest {share:.0%}", num_turns)
+    return [PlacementPlan(name=name, num_turns=num_turns, long_share=share, num_long_workers=num_long)]
+
+
+def _around(best: PlacementPlan | None, cluster: Cluster, width: int) -> list[PlacementPlan]:
+    if best is None:
+        return []
+    shares = [round(best.long_share * (1 + 0.15 * change), 4) for change in (-width, 0, width)]
+    counts = [best.num_long_workers + change for change in (-width, 0, width)]
+    around = [_with_long_workers(cluster, best.num_turns, share, count) for share in shares for count in counts]
+    variants = []
+    if best.stealing == "off":
+        variants.append(replace(best, name=f"{best.name}, stealing", stealing="queued"))
+    if best.moving == "off" and cluster.rebalancing == "running":
+        variants.append(replace(best, name=f"{best.name}, moves", moving="drain"))
+    return [*chain.from_iterable(around), *variants]
+
+
+def rescaled(plan: PlacementPlan, num_workers: int, planned_for: int) -> PlacementPlan:
+    """Return the plan for a cluster of another size, with the same share of long-rollout workers."""
+    if num_workers == planned_for or not plan.num_long_workers:
+        return plan
+    now, before = num_workers // plan.num_turns, planned_for // plan.num_turns
+    return replace(plan, num_long_workers=min(max(round(plan.num_long_workers * now / before), 1), now - 1))
+
+
+def _sampled(forecast: Forecast, share: float) -> Forecast:
+    """Return a share of the predictions, evenly spaced in rank; if it is 1, all of them in their order."""
+    if share == 1:
+        return forecast
+    num = max(round(share * forecast.num_rollouts), 1)
+    ranks = ((np.arange(num) + 0.5) * forecast.num_rollouts / num).astype(np.int64)
+    chosen = np.argsort(forecast.lengths, kind="stable")[ranks]
+    return Forecast(
+        lengths=forecast.lengths[chosen],
+        prompts=forecast.prompts[chosen],
+        num_turns=None if forecast.num_turns is None else forecast.num_turns[chosen],
+        wait_s=None if forecast.wait_s is None else forecast.wait_s[chosen],
+    )
+
+
+def _drawn(
+    ahead: Sequence[Forecast], calibrated: CalibratedLengths, max_tokens: int, random: np.random.Generator
+) -> Trace:
+    steps = []
+    for predicted in ahead:
+        likeliest = calibrated.lengths(predicted.lengths, max_tokens)
+        lengths = np.rint(calibrated.draw(predicted.lengths, max_tokens, random)).astype(np.int64)
+        forecast = replace(predicted, lengths=likeliest, prompts=np.arange(likeliest.size))
+        turns = None
+        if predicted.num_turns is not None and predicted.wait_s is not None:
+            turns = even_turns(lengths, predicted.num_turns, predicted.wait_s)
+        steps.append(TraceStep(lengths=lengths, forecast=forecast, turns=turns))
+    return Trace(steps=tuple(steps), max_tokens=max_tokens)
+
+
+class HistoPipe(Policy):
+    """Searches a family of plans for the least simulated makespan of the next steps.
+
+    The paper's alternating equal groups (RhymeRL, arXiv 2508.18588, section 6.2) are one of them. Others are longest
+    first, turns of disjoint workers, and workers that run only the longest rollouts. The best plan depends on whether
+    total work or the longest rollout dominates. Predictions are corrected by the errors of earlier ones.
+
+    Example:
+        >>> policy = HistoPipe()
+        >>> assignment = policy.assign(request)                                                     # doctest: +SKIP
+        >>> policy.choices                                                                          # doctest: +SKIP
+        ('longest first, 2 turns',)
+    """
+
+    def __init__(self, *, sigma: float = PRIOR_SIGMA, replan_every: int = 4, seed: int = 0) -> None:
+        """Make a policy for one run.
+
+        Args:
+            sigma: spread of log(length / prediction) until the first step has ended.
+            replan_every: steps until the next search, doubled after each search that keeps the plan. A search also runs
+                at the first step after a finished one, and when the latency is outside the range that the present plan
+                was found for.
+            seed: seed of the sampled lengths.
+
+        Raises:
+            ConfigError: `sigma` is below 0, or `replan_every` below 1.
+        """
+        if not sigma >= 0 or replan_every < 1:
+            raise ConfigError(
+                f"sigma must be at least 0 and replan_every at least 1, got sigma={sigma} and "
+                f"replan_every={replan_every}; correct them"
+            )
+        self._calibrated = CalibratedLengths(sigma)
+        self._replan_every = self._interval = replan_every
+        self._seed = seed
+        self._plan: PlacementPlan | None = None
+        self._found: PlacementPlan | None = None
+        self._num_workers = 0
+        self._planned_for = 0
+        self._has_learnt = False
+        self._shapes: list[Shape] = []
+        """Shapes of the latencies that the present plan was found for."""
+        self._choices: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """Name in configurations."""
+        return "histopipe"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The plan used for each step so far."""
+        return tuple(self._choices)
+
+    def learn(self, step: int, predicted: NDArray[np.float64], lengths: NDArray[np.int64]) -> None:
+        """Update the correction of predictions by a finished step."""
+        self._calibrated.learn(predicted, lengths)
+
+    def assign(self, request: PlanRequest) -> Assignment:
+        """Place the step by the present plan, after a search for a better one if a search is due."""
+        plan = self._planned(request)
+        self._choices.append(plan.name)
+        forecast, cluster = request.forecasts[0], request.cluster
+        lengths = self._calibrated.lengths(forecast.lengths, cluster.max_tokens)
+        return place(plan, lengths, forecast.prompts, step=request.step, cluster=cluster, wait_s=forecast.wait_s)
+
+    def _planned(self, request: PlanRequest) -> PlacementPlan:
+        is_due = request.step >= self._planned_for + self._interval
+        is_first_learnt = self._calibrated.has_learnt and not self._has_learnt
+        shape = shape_of(request.cluster.latency, request.cluster.num_slots)
+        is_other = not is_among(shape, self._shapes)
+        if self._plan is None or is_due or is_first_learnt or is_other:
+            problem = search_problem(request, self._calibrated, seed=self._seed)
+            num_workers = problem.cluster.num_workers
+            # A plan found for a sample of another size does not apply to this sample.
+            before = self._found if num_workers == self._num_workers else None
+            self._found = search(problem, before)
+            is_same = self._found == before
+            if not is_same:
+                self._interval = self._replan_every
+            elif is_due:
+                self._interval *= 2
+            self._num_workers = num_workers
+            self._plan = rescaled(self._found, request.cluster.num_workers, num_workers)
+            self._planned_for = request.step
+            self._shapes = [*self._shapes, shape] if is_same else [shape]
+            self._has_learnt = self._calibrated.has_learnt
+        return self._plan
+
+    def state(self) -> dict[str, Any]:
+        """Return the present plan, and when it was made."""
+        plans = {"plan": self._plan, "found": self._found}
+        known = {name: asdict(plan) for name, plan in plans.items() if plan is not None}
+        numbers = {
+            "planned_for": self._planned_for,
+            "interval": self._interval,
+            "num_workers": self._num_workers,
+            "shapes": [list(shape) for shape in self._shapes],
+        }
+        return {**known, **numbers, "has_learnt": self._has_learnt}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the plan from a `state`."""
+        self._plan, self._found = (
+            PlacementPlan(**state[name]) if name in state else None for name in ("plan", "found")
+        )
+        self._planned_for, self._interval = state["planned_for"], state["interval"]
+        self._num_workers, self._has_learnt = state["num_workers"], state["has_learnt"]
+        self._shapes = [(shape[0], shape[1]) for shape in state.get("shapes", [])]
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
+    {
+        "fifo": Fifo,
+        "longest_first": lambda: PlanPolicy(PlacementPlan(name="longest_first")),
+        "histopipe": HistoPipe,
+    }
+)
+"""Policy factories. All of them move work, not results."""
+
+
+def make_policy(name: str) -> Policy:
+    """Make the policy of that name.
+
+    Raises:
+        ConfigError: the name is unknown.
+
+    Example: `make_policy("histopipe").name` is "histopipe".
+    """
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=1) or ["histopipe"]
+        raise ConfigError(f"a schedule must be one of {', '.join(POLICIES)}, got {name!r}; did you mean {near[0]!r}?")
+    return POLICIES[name]()

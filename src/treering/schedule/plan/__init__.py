@@ -1,1 +1,0 @@
-"""Plans of where rollouts run: HistoPipe, its search, and baselines."""

@@ -1,1 +1,0 @@
-"""Predicts rollout lengths, and measures the quality of predictions."""

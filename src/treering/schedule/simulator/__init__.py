@@ -1,1 +1,0 @@
-"""Simulation in virtual time: steps, events, timelines and lower bounds."""

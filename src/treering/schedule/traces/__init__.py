@@ -1,1 +1,0 @@
-"""Traces to simulate: logged, replayed or drawn at random."""

@@ -1,0 +1,600 @@
+"""The routes of Tinker's protocol under `/api/v1`: what clients ask, and the answers that they read.
+
+A request that computes is answered by a promise, named by its number so that one sent again runs once; its answer is
+fetched by `retrieve_future`.
+"""
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from treering.errors import ConfigError, InputError, TreeringError, UnsupportedError
+from treering.extras import require, satisfies
+from treering.model.tree_model import TreeModel
+from treering.rl.model_samplers import EngineOptions, SamplerPool, SamplerWeights
+from treering.serving.bodies import Fields, logprobs_of, take_sampling
+from treering.serving.server import Refusal, RouteHelp, refusal_of
+from treering.serving.tinker.checkpoints import Checkpoints, SavedModel
+from treering.serving.tinker.sessions import Holdings, Promise, TrainedModel
+from treering.serving.tinker.training_thread import Job, TokenCounts, TrainingThread
+from treering.serving.tinker.wire import read_batch, read_head, sample_answer, take_matrix, take_prompt_chunks
+from treering.train.loop.checkpoint import load_weights
+from treering.train.loop.trainee import SharedBase, Trainee, TraineeOptions
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+TESTED = ">=0.38,<0.39"
+"""Releases of the client."""
+POLL_S = 20.0
+"""Longest time that a poll waits for an answer; clients give up after 45."""
+_ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+_RUN = re.compile(r"[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
+_Answer = Callable[[Fields], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerOptions:
+    """What clients may hold, and where checkpoints are."""
+
+    folder: Path
+    num_positions: int
+    engine: EngineOptions
+    stop_tokens: tuple[int, ...] = ()
+    tokenizer: str | None = None
+    """Folder or hub id that clients load their tokenizer from; None: the model's name."""
+    max_tokens: int = 16_384
+    """Distinct tokens that training computes at one time."""
+    max_sessions: int = 64
+    max_models: int = 16
+    session_timeout_s: float = 300.0
+    shares: bool = True
+    """Whether what data have in common is computed once, also that of requests that wait in a row; off: all alone."""
+    log: Callable[[str], None] = print
+    """Gets a line at each optim_step."""
+
+
+class TinkerRoutes:
+    """Answers the clients of one base model, for `treering.serving.Server`."""
+
+    def __init__(self, model: Any, name: str, options: TinkerOptions) -> None:
+        """Starts the thread that trains.
+
+        Raises:
+            MissingExtraError: the client's package or PEFT is not installed.
+        """
+        require("treering serve --train", "tinker")
+        require("treering serve --train", "peft")
+        self._options, self._base = options, SharedBase(model, name)
+        self._vocab_size = TreeModel.of(model).vocab_size
+        self._checkpoints = Checkpoints(options.folder)
+        self._thread = TrainingThread(merges=options.shares)
+        self._pool = SamplerPool(self._base, options.engine)
+        self._held = Holdings(
+            max_sessions=options.max_sessions, max_models=options.max_models, timeout_s=options.session_timeout_s
+        )
+        self._reaper: asyncio.Task[None] | None = None
+
+    def routes(self, help: RouteHelp) -> "list[web.RouteDef]":
+        """What a server adds to its own."""
+        from aiohttp import web
+
+        root = "/api/v1/"
+
+        def body(answer: _Answer) -> Callable[["web.Request"], Awaitable["web.Response"]]:
+            async def respond(request: "web.Request") -> "web.Response":
+                return web.json_response(await answer(Fields(await help.read_json(request), "the body")))
+
+            return help.guarded(respond)
+
+        def path(answer: Callable[..., Any]) -> Callable[["web.Request"], Awaitable["web.Response"]]:
+            async def respond(request: "web.Request") -> "web.Response":
+                found = answer(*request.match_info.values())
+                return web.json_response(found) if found is not None else web.Response(status=204)
+
+            return help.guarded(respond)
+
+        async def forward_backward(request: "web.Request") -> "web.Response":
+            return web.json_response(self._forward_backward(await help.read_raw(request)))
+
+        async def retrieve(request: "web.Request") -> "web.Response":
+            found = await self._retrieve(Fields(await help.read_json(request), "the body"))
+            if isinstance(found, bytes):
+                return web.Response(body=found, content_type="application/x-protobuf")
+            return web.json_response(found)
+
+        posts = {
+            "client/config": self._config,
+            "client/dynamic_config": self._dynamic_config,
+            "telemetry": self._telemetry,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "load_weights": self._load_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+            "cancel_future": self._cancel,
+            "weights_info": self._weights_info,
+        }
+        run = root + "training_runs/{run}"
+        return [
+            *(web.post(root + name, body(answer)) for name, answer in posts.items()),
+            web.post(root + "forward_backward", help.guarded(forward_backward)),
+            web.post(root + "retrieve_future", help.guarded(retrieve)),
+            web.post(root + "sessions/{id}/finish", path(self._finish)),
+            web.get(root + "sessions/{id}", path(self._get_session)),
+            web.get(root + "healthz", path(lambda: {"status": "ok"})),
+            web.get(root + "get_server_capabilities", path(self._capabilities)),
+            web.get(root + "samplers/{id}", path(self._get_sampler)),
+            web.get(root + "training_runs", path(self._runs)),
+            web.get(root + "checkpoints", path(lambda: self._list("*"))),
+            web.get(run, path(self._run)),
+            web.get(run + "/checkpoints", path(self._list)),
+            web.delete(run + "/checkpoints/{kind}/{name}", path(self._delete)),
+            web.get(root + "treering/stats", path(self.stats)),
+        ]
+
+    async def close(self) -> None:
+        """Ends training and sampling; what is open fails."""
+        if self._reaper is not None:
+            self._reaper.cancel()
+        await asyncio.to_thread(self._thread.close)
+        await self._pool.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the server began."""
+        return {
+            "sessions": len(self._held.sessions),
+            "models": sum(len(each.models) for each in self._held.sessions.values()),
+            "training": _counts(self._thread.counts),
+            "sampling": self._pool.stats(),
+        }
+
+    async def _config(self, fields: Fields) -> dict[str, Any]:
+        _check_release(fields)
+        return {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": True}
+
+    async def _dynamic_config(self, fields: Fields) -> dict[str, Any]:
+        _check_release(fields)
+        return {"sample_cancel_enabled": True}
+
+    async def _telemetry(self, fields: Fields) -> dict[str, Any]:
+        return {"status": "accepted"}
+
+    def _capabilities(self) -> dict[str, Any]:
+        card = {"model_name": self._base.name, "max_context_length": self._options.num_positions}
+        return {"supported_models": [card | {"trainable": True, "sampleable": True}]}
+
+    async def _create_session(self, fields: Fields) -> dict[str, Any]:
+        _check_release(fields)
+        session = self._held.open(fields.take("user_metadata", dict, {}))
+        if self._reaper is None:
+            self._reaper = asyncio.create_task(self._reap())
+        return {"type": "create_session", "session_id": session.id}
+
+    async def _heartbeat(self, fields: Fields) -> dict[str, Any]:
+        self._held.session(fields.need("session_id", str))
+        return {"type": "session_heartbeat"}
+
+    def _finish(self, session_id: str) -> None:
+        self._held.session(session_id).is_finished = True
+
+    def _get_session(self, session_id: str) -> dict[str, Any]:
+        session = self._held.session(session_id)
+        return {
+            "training_run_ids": list(session.models),
+            "sampler_ids": list(session.samplers),
+            "user_metadata": session.metadata,
+        }
+
+    async def _reap(self) -> None:
+        """Frees what clients held that have gone."""
+        while True:
+            await asyncio.sleep(min(10.0, self._options.session_timeout_s / 4))
+            for session in self._held.take_silent():
+                for model_id in session.models:
+                    self._thread.drop(model_id)
+                    await self._pool.drop(model_id)
+
+    async def _create_model(self, fields: Fields) -> dict[str, Any]:
+        session_id, number = fields.need("session_id", str), fields.take("model_seq_id", int, 0)
+        if (known := self._held.promise(f"{session_id}:train:{number}:0")) is not None:
+            return known.ticket()
+        self._check_name(fields.need("base_model", str))
+        _check_adam(fields)
+        lora = Fields(fields.take("lora_config", dict, {"rank": 0}), "lora_config")
+        seed = lora.take_any("seed", (int,), None)
+        names = ("train_mlp", "train_attn", "train_unembed")
+        kinds = {name: lora.take(name, bool, True) for name in names}
+        options = TraineeOptions(rank=lora.take("rank", int, 0), seed=seed, **kinds)
+        lora.end()
+        if not 0 <= options.rank <= 1024:
+            raise InputError(f"rank of lora_config lies in [0, 1024], 0 trains all weights, got {options.rank}")
+        model = self._held.add_model(session_id, number, options, fields.take("user_metadata", dict, {}))
+
+        def create() -> dict[str, Any]:
+            model.trainee = self._trainee(options)
+            return {"type": "create_model", "model_id": model.id}
+
+        return self._promised(f"{model.id}:0", Job(model_id=model.id, run=create)).ticket()
+
+    def _trainee(self, options: TraineeOptions) -> Trainee:
+        return Trainee(self._base, options, max_tokens=self._options.max_tokens, shares=self._options.shares)
+
+    async def _get_info(self, fields: Fields) -> dict[str, Any]:
+        model = self._held.model(fields.need("model_id", str))
+        name, rank = self._base.name, model.options.rank
+        return {
+            "type": "get_info",
+            "model_data": {"model_name": name, "tokenizer_id": self._options.tokenizer, "arch": self._arch()},
+            "model_id": model.id,
+            "is_lora": rank > 0,
+            "lora_rank": rank or None,
+            "model_name": name,
+        }
+
+    def _arch(self) -> str:
+        return str(self._base.model.config.model_type)
+
+    def _promised(self, name: str, job: Job) -> Promise:
+        """A promise of a job that no other waits for."""
+        self._thread.submit(job)
+        return self._held.give(name, asyncio.wrap_future(job.answer), model_id=job.model_id)
+
+    def _in_order(self, model: TrainedModel, seq_id: int, make: Callable[[], Job]) -> dict[str, Any]:
+        """Runs a job after all earlier ones of its model; a request that came before gets its promise again."""
+        name = f"{model.id}:{seq_id}"
+        if seq_id and (known := self._held.promise(name)) is not None:
+            return known.ticket()
+        try:
+            job = make()
+        except TreeringError:
+            # Later requests do not wait for one that was refused.
+            model.enqueue(self._thread, seq_id, None)
+            raise
+        model.enqueue(self._thread, seq_id, job)
+        name = name if seq_id else f"{model.id}:{uuid.uuid4().hex}"
+        return self._held.give(name, asyncio.wrap_future(job.answer), model_id=model.id).ticket()
+
+    def _forward_backward(self, raw: bytes) -> dict[str, Any]:
+        record = read_head(raw)
+        model = self._held.model(record.model_id)
+
+        def make() -> Job:
+            batch = read_batch(record, num_positions=self._options.num_positions, vocab_size=self._vocab_size)
+            return Job(model_id=model.id, batch=batch, trainee=model.ready, counts=model.counts)
+
+        return self._in_order(model, record.seq_id, make)
+
+    def _job(self, fields: Fields, make: Callable[[TrainedModel], Callable[[], Any]]) -> dict[str, Any]:
+        """Runs what a body asks of its model, in order."""
+        model = self._held.model(fields.need("model_id", str))
+        seq_id = fields.take("seq_id", int, 0)
+        return self._in_order(model, seq_id, lambda: Job(model_id=model.id, run=make(model)))
+
+    async def _optim_step(self, fields: Fields) -> dict[str, Any]:
+        def make(model: TrainedModel) -> Callable[[], Any]:
+            if fields.take("optimizer_params", dict, {}):
+                raise UnsupportedError("optim_params are AdamParams, and these are of another optimizer; send those")
+            adam = Fields(fields.need("adam_params", dict), "adam_params")
+            params = {name: adam.take(name, float, default) for name, default in _ADAM.items()}
+            adam.end()
+            wrong = next((name for name, value in params.items() if value < 0), None)
+            if wrong or max(params["beta1"], params["beta2"]) >= 1:
+                raise InputError(f"adam_params are at least 0 and betas below 1, got {params}; correct them")
+            return lambda: self._step(model, params)
+
+        return self._job(fields, make)
+
+    def _step(self, model: TrainedModel, params: Mapping[str, float]) -> dict[str, Any]:
+        norm = model.ready().step(params)
+        model.num_steps += 1
+        flat, computed = (
+            getattr(model.counts, name) - getattr(model.logged, name) for name in ("flat_tokens", "computed_tokens")
+        )
+        model.logged = TokenCounts(**_counts(model.counts))
+        drafts = self._pool.stats(model.id)
+        self._options.log(
+            f"{model.id} step {model.num_steps}: {flat} flat tokens, {computed} computed; sampled "
+            f"{drafts['tokens_per_forward']:.2f} tokens per forward, {drafts['accepted_tokens']} drafts accepted so far"
+        )
+        values = {"grad_norm": norm, "flat_tokens": float(flat), "computed_tokens": float(computed)}
+        return {"metrics": {f"treering/{name}": value for name, value in values.items()}}
+
+    async def _save_weights(self, fields: Fields) -> dict[str, Any]:
+        return self._job(fields, lambda model: self._saving(model, fields, "weights"))
+
+    def _saving(self, model: TrainedModel, fields: Fields, kind: str) -> Callable[[], dict[str, Any]]:
+        name = fields.need("path", str)
+        path = f"tinker://{model.id}/{kind}/{name}"
+        self._checkpoints.place(path)
+        ttl_s = fields.take_any("ttl_seconds", (int,), None)
+        overwrites = fields.take("overwrite", bool, False) or kind != "weights"
+        facts = {
+            "base_model": self._base.name,
+            "base": self._base.checksum,
+            "options": model.options.facts(),
+            "user_metadata": fields.take("user_metadata", dict, {}) or None,
+        }
+
+        def save() -> dict[str, Any]:
+            trainee = model.ready()
+            self._checkpoints.save(
+                path,
+                lambda folder: trainee.save(folder, with_optimizer=kind == "weights"),
+                facts,
+                ttl_s=ttl_s,
+                overwrites=overwrites,
+            )
+            return {"path": path, "type": "save_weights" if kind == "weights" else "save_weights_for_sampler"}
+
+        return save
+
+    async def _save_for_sampler(self, fields: Fields) -> dict[str, Any]:
+        def make(model: TrainedModel) -> Callable[[], Any]:
+            if fields.take("kind", str, "snapshot") not in ("snapshot", "inflight"):
+                raise InputError("kind of the body is snapshot or inflight; set one of them")
+            number = fields.take_any("sampling_session_seq_id", (int,), None)
+            if number is None:
+                return self._saving(model, fields, "sampler_weights")
+            session = self._held.session(model.id.partition(":")[0])
+            name = f"{session.id}:sample:{number}"
+
+            def save() -> dict[str, Any]:
+                session.samplers[name] = model.weights_now()
+                return {"sampling_session_id": name, "type": "save_weights_for_sampler"}
+
+            return save
+
+        return self._job(fields, make)
+
+    async def _load_weights(self, fields: Fields) -> dict[str, Any]:
+        path, with_optimizer = fields.need("path", str), fields.take("optimizer", bool, False)
+        session_id = fields.take_any("session_id", (str,), None)
+        if session_id is None:
+            return self._job(fields, lambda model: self._loading(model, self._find(path), with_optimizer))
+        number = fields.take("model_seq_id", int, 0)
+        if (known := self._held.promise(f"{session_id}:train:{number}:0")) is not None:
+            return known.ticket()
+        _check_adam(fields)
+        saved = self._find(path)
+        options = TraineeOptions(**saved.facts["options"])
+        model = self._held.add_model(session_id, number, options, fields.take("user_metadata", dict, {}))
+        load = self._loading(model, saved, with_optimizer)
+        return self._promised(f"{model.id}:0", Job(model_id=model.id, run=load)).ticket()
+
+    def _find(self, path: str, kind: str = "weights") -> SavedModel:
+        """A checkpoint of this base model."""
+        saved = self._checkpoints.find(path)
+        if saved.facts["base"] != self._base.checksum:
+            raise InputError(f"{path} is of another base model, {saved.facts['base_model']!r}; serve that one")
+        if kind == "weights" != path.split("/")[-2]:
+            raise InputError(f"training goes on from .../weights/NAME, got {path}; save_state writes one")
+        return saved
+
+    def _loading(self, model: TrainedModel, saved: SavedModel, with_optimizer: bool) -> Callable[[], dict[str, Any]]:
+        if TraineeOptions(**{**saved.facts["options"], "seed": model.options.seed}) != model.options:
+            raise InputError(f"{saved.path} has {saved.facts['options']}, and the model {model.options.facts()}")
+
+        def load() -> dict[str, Any]:
+            trainee = model.trainee or self._trainee(model.options)
+            trainee.load(saved.folder, with_optimizer=with_optimizer)
+            model.trainee = trainee
+            return {"path": saved.path, "model_id": model.id, "type": "load_weights"}
+
+        return load
+
+    async def _create_sampler(self, fields: Fields) -> dict[str, Any]:
+        session = self._held.session(fields.need("session_id", str))
+        name = f"{session.id}:sample:{fields.take('sampling_session_seq_id', int, 0)}"
+        if name not in session.samplers:
+            base_model, path = fields.take("base_model", str, ""), fields.take("model_path", str, "")
+            session.samplers[name] = self._weights_of(base_model, path)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def _weights_of(self, base_model: str, path: str) -> SamplerWeights:
+        if base_model or not path:
+            self._check_name(base_model)
+        if not path:
+            return SamplerWeights(owner="", name="")
+        saved = self._find(path, "any")
+
+        def load(model: nn.Module) -> None:
+            load_weights(model, saved.folder)
+
+        owner = path.removeprefix("tinker://").partition("/")[0]
+        options = TraineeOptions(**saved.facts["options"])
+        return SamplerWeights(owner=owner, name=f"{path} {saved.facts['time']}", options=options, load=load)
+
+    def _sampler(self, name: str) -> SamplerWeights:
+        found = self._held.session(name.partition(":")[0]).samplers.get(name)
+        if found is None:
+            raise Refusal(404, f"there is no sampler {name!r:.80}; create a sampling client first")
+        return found
+
+    def _get_sampler(self, name: str) -> dict[str, Any]:
+        path = self._sampler(name).name.partition(" ")[0]
+        return {
+            "sampler_id": name,
+            "base_model": self._base.name,
+            "model_path": path if path.startswith("tinker://") else None,
+        }
+
+    async def _sample(self, fields: Fields) -> dict[str, Any]:
+        name, seq_id = fields.take("sampling_session_id", str, ""), fields.take("seq_id", int, 0)
+        request_id = f"{name}:{seq_id}" if name else f"once:{uuid.uuid4().hex}"
+        if name and (known := self._held.promise(request_id)) is not None:
+            return known.ticket()
+        base_model, path = fields.take("base_model", str, ""), fields.take("model_path", str, "")
+        weights = self._sampler(name) if name else self._weights_of(base_model, path)
+        run, num_samples = self._sampling(fields, weights)
+        ids = [f"{request_id}:{i}" for i in range(num_samples)]
+        return self._held.give(request_id, asyncio.ensure_future(run), sample_sequence_ids=ids).ticket()
+
+    def _sampling(self, fields: Fields, weights: SamplerWeights) -> tuple[Awaitable[bytes], int]:
+        """What computes the answer of `asample`, and how many samples it has."""
+        prompt = take_prompt_chunks(fields)
+        if int(prompt.max()) >= self._vocab_size:
+            raise InputError(f"prompt holds token ids below {self._vocab_size}, got {prompt.max()}; correct it")
+        given: dict[str, Any] = fields.need("sampling_params", dict)
+        stop = given.pop("stop", None)
+        stops = [stop] if isinstance(stop, str) else stop
+        if stops is not None:
+            ids = [each for each in stops if not isinstance(each, str)]
+            given |= {"stop_token_ids": ids, "stop": [each for each in stops if isinstance(each, str)]}
+            given["ignore_eos"] = True
+        wants_logprobs = fields.take("prompt_logprobs", bool, False)
+        num_left = self._options.num_positions - prompt.size
+        # Scoring a prompt that fills the context leaves no room for the token that comes with it.
+        only_scores = wants_logprobs and num_left == 0 and given.get("max_tokens") == 1
+        params = Fields({**given, "n": fields.take("num_samples", int, 1)}, "sampling_params")
+        asked = take_sampling(
+            params,
+            num_left=num_left + only_scores,
+            default_max_tokens=None,
+            num_context=prompt.size,
+            ends=self._options.stop_tokens,
+        )
+        params.end()
+        top_prompt, top_sampled = (fields.take(f"topk_{name}_logprobs", int, 0) for name in ("prompt", "sample"))
+        most = min(self._vocab_size - 1, (1 << 24) // prompt.size)
+        if not (0 <= top_prompt <= most and 0 <= top_sampled <= most):
+            raise InputError(f"top-k log-probs are of at most {most} tokens here, got {max(top_prompt, top_sampled)}")
+        last_n = fields.take("prompt_logprobs_last_n", int, prompt.size)
+        matrix = take_matrix(fields, "target_prompt_logprobs", prompt.size - 1, self._vocab_size)
+        fields.refuse_unless("prompt_alt_tokens_k", (0,), "is not served; ask for topk_prompt_logprobs")
+        fields.refuse_unless(
+            "record_stability_info", (False,), "is of stable_reinforce, which has no published definition; set loss_fn="
+            "importance_sampling"
+        )  # fmt: skip
+        fields.ignore("type")
+        fields.end()
+
+        async def run() -> bytes:
+            rollouts, scores = [], None
+            if not only_scores:
+                rollouts = await self._pool.sample(weights, prompt, asked.sampling, asked.num_samples, asked.seed)
+            if wants_logprobs or top_prompt or matrix is not None:
+                targets = None if matrix is None else matrix[0]
+                scores = await self._pool.score(weights, prompt, targets=targets, top_k=top_prompt)
+            tops = []
+            if top_sampled:
+                whole = [np.concatenate([prompt, each.tokens]) for each in rollouts]
+                found = await asyncio.gather(*(self._pool.score(weights, each, top_k=top_sampled) for each in whole))
+                tops = [each.top for each in found if each.top is not None]
+            return sample_answer(
+                prompt.size,
+                [(each.tokens, logprobs_of(each, asked), each.finish_reason) for each in rollouts]
+                or [(prompt[:0], [], "length")] * asked.num_samples,
+                scores,
+                tops,
+                has_logprobs=wants_logprobs,
+                last_n=last_n,
+                layout=None if matrix is None else matrix[1],
+            )
+
+        return run(), asked.num_samples
+
+    async def _retrieve(self, fields: Fields) -> dict[str, Any] | bytes:
+        name = fields.need("request_id", str)
+        promise = self._held.promise(name)
+        if promise is None:
+            raise Refusal(
+                410, f"there is no request {name!r:.80} here: its session has ended, or the server is another"
+            )
+        self._held.sessions.get(name.partition(":")[0])
+        await asyncio.wait([promise.answer], timeout=POLL_S)
+        if not promise.answer.done():
+            raise Refusal(408, f"{name} is still computed; ask again")
+        if promise.answer.cancelled():
+            return {"error": "it was cancelled, or its session has ended", "category": "user"}
+        if (error := promise.answer.exception()) is not None:
+            refusal = refusal_of(error)
+            return {"error": refusal.text, "category": "user" if refusal.status < 500 else "server"}
+        found: dict[str, Any] | bytes = promise.answer.result()
+        return found
+
+    async def _cancel(self, fields: Fields) -> dict[str, Any]:
+        promise = self._held.promise(fields.need("request_id", str))
+        if promise is not None:
+            promise.answer.cancel()
+        return {}
+
+    async def _weights_info(self, fields: Fields) -> dict[str, Any]:
+        saved = self._checkpoints.find(fields.need("tinker_path", str), checks=False)
+        return _about(saved.facts)
+
+    def _runs(self) -> dict[str, Any]:
+        runs = sorted({saved.path.split("/")[2] for saved in self._checkpoints.all()})
+        cursor = {"offset": 0, "limit": max(1, len(runs)), "total_count": len(runs)}
+        return {"training_runs": [self._run(run) for run in runs], "cursor": cursor}
+
+    def _run(self, run: str) -> dict[str, Any]:
+        saved = self._saved(run)
+        if not saved:
+            raise Refusal(404, f"there is no training run {run!r:.80} with a checkpoint here")
+        cards = [each.card() for each in saved]
+        training, sampler = ([c for c in cards if c["checkpoint_type"] == kind] for kind in ("training", "sampler"))
+        about = _about(saved[-1].facts)
+        return {
+            "training_run_id": run,
+            "base_model": about["base_model"],
+            "model_owner": "local",
+            "is_lora": about["is_lora"],
+            "lora_rank": about.get("lora_rank"),
+            "last_request_time": cards[-1]["time"],
+            "last_checkpoint": training[-1] if training else None,
+            "last_sampler_checkpoint": sampler[-1] if sampler else None,
+        }
+
+    def _saved(self, run: str) -> list[SavedModel]:
+        if run != "*" and not _RUN.fullmatch(run):
+            raise Refusal(404, f"a training run is SESSION:train:NUMBER, got {run!r:.80}")
+        return list(self._checkpoints.all(run))
+
+    def _list(self, run: str) -> dict[str, Any]:
+        return {"checkpoints": [saved.card() for saved in self._saved(run)]}
+
+    def _delete(self, run: str, kind: str, name: str) -> None:
+        self._checkpoints.remove(f"tinker://{run}/{kind}/{name}")
+
+    def _check_name(self, name: str) -> None:
+        if name != self._base.name:
+            raise Refusal(404, f"this server has the model {self._base.name!r}, got {name!r:.200}; name it")
+
+
+def _counts(counts: TokenCounts) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in TokenCounts.__slots__}
+
+
+def _about(facts: Mapping[str, Any]) -> dict[str, Any]:
+    options = dict(facts["options"])
+    rank = options.pop("rank")
+    kinds = {name: options[name] for name in ("train_mlp", "train_attn", "train_unembed")}
+    return {"base_model": facts["base_model"], "is_lora": rank > 0, **({"lora_rank": rank, **kinds} if rank else {})}
+
+
+def _check_adam(fields: Fields) -> None:
+    kind = fields.take("optimizer_config", dict, {}).get("type", "adamw")
+    if kind != "adamw":
+        raise UnsupportedError(f"optimizer_config is AdamOptimizerConfig, got the type {kind!r:.80}; leave it out")
+
+
+def _check_release(fields: Fields) -> None:
+    """Refuses releases of the client that were not tested, by name."""
+    release = fields.need("sdk_version", str)
+    if satisfies(release, TESTED) is not True:
+        raise ConfigError(
+            f"this server is tested with the client tinker{TESTED}, got {release!r:.40}; install one of these"
+        )

@@ -1,0 +1,136 @@
+"""Log-probs of branches without gradients, one by one or as their mean; each distinct token is computed once.
+
+K branches   N tokens of a unit   T tokens of a branch
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import nn
+
+from treering.arrays import BoolArray, Float64Array
+from treering.model.checks import check_no_hooks
+from treering.model.context import is_active, tree_attention
+from treering.model.forward import FILLER, check_forest, hidden_states, without_gradients
+from treering.model.tree_model import TreeModel
+from treering.ranks.group import RankGroup
+from treering.train.entries import read_entries
+from treering.train.objectives.sft import sft
+from treering.train.partitioned import Unit, num_forwards, score_unit
+from treering.train.progress import OnProgress, PhaseProgress
+from treering.train.scoring import Scorer
+from treering.train.step import plan_step, units_of
+from treering.tree.forest import Forest
+
+
+def branch_logprobs(
+    model: nn.Module | TreeModel,
+    forests: Sequence[Forest],
+    loss_masks: Sequence[BoolArray],
+    *,
+    max_tokens: int | None,
+    temperature: float = 1.0,
+    backend: str = "auto",
+    group: RankGroup | None = None,
+    on_progress: OnProgress | None = None,
+) -> list[Float64Array]:
+    """The log-probs of the masked tokens of every branch, in partitions of the trees that exceed `max_tokens`.
+
+    Args:
+        model: see `backward`; its mode is left as it is.
+        forests: K branches, forests in order; of this rank.
+        loss_masks: K masks, bool [T] each.
+        max_tokens: computed at one time; None sets no limit.
+        temperature: divides the logits.
+        backend: of the attention; ignored inside `tree_attention`.
+        group: ranks of a prepared model, all of which call this; None for one rank, or for a whole model on each.
+        on_progress: hears of tokens that are scored.
+
+    Returns:
+        K arrays, float64 [T] each; 0 at tokens that are not masked and at first tokens.
+
+    Raises:
+        InputError: a token outside the model's vocabulary, or masks that do not fit the branches.
+        UnsupportedError: a model that would not be exact.
+
+    Example: branches [5, 6, 7] and [5, 6, 8] with masks [0, 0, 1] are scored in one pass over 4 tokens.
+    """
+    parts, group = TreeModel.of(model), RankGroup() if group is None else group
+    check_no_hooks(parts)
+    for forest in forests:
+        check_forest(forest, parts)
+    objective = sft(loss_masks)
+    read_entries(forests, objective)
+    scorer = Scorer(
+        parts=without_gradients(parts, forests), temperature=temperature, entropy_of="none", value_head=None
+    )
+    plan = plan_step(forests, objective, max_tokens, device=parts.device)
+    units = units_of(plan)
+    num_passes = sum(map(num_forwards, units))
+    # Before the first pass, which gathers weights where they are sharded.
+    most_passes = max(group.gather(num_passes))
+    progress = PhaseProgress("scoring", plan.num_tokens, on_progress)
+    found, num_done = [np.zeros(mask.size) for mask in loss_masks], 0
+    with nullcontext() if is_active(parts) else tree_attention(parts, backend), torch.no_grad():
+        for unit in units:
+            _score_into(found, unit, loss_masks, scorer, in_step=group.size > 1, progress=progress)
+            num_done += unit.forest.num_tokens
+            progress.reach(num_done)
+        for _ in range(num_passes, most_passes):
+            scorer.zero(hidden_states(scorer.parts, FILLER))
+        if parts.shards is not None:
+            # A checkpoint reads what is sharded.
+            parts.shards.release()
+    return found
+
+
+def _score_into(
+    found: list[Float64Array],
+    unit: Unit,
+    loss_masks: Sequence[BoolArray],
+    scorer: Scorer,
+    *,
+    in_step: bool,
+    progress: PhaseProgress,
+) -> None:
+    paths = [unit.forest.path(i) for i in range(unit.branches.size)]
+    wanted = np.zeros(unit.forest.num_tokens, bool)
+    for branch, path in zip(unit.branches, paths, strict=True):
+        wanted[path[1:][loss_masks[branch][1:]]] = True
+    if num_forwards(unit) == 0 or not (in_step or wanted.any()):
+        return
+    scores = score_unit(unit, wanted, scorer, in_step=in_step, progress=progress)
+    logprobs = scores.logprobs.double().cpu().numpy()
+    for branch, path in zip(unit.branches, paths, strict=True):
+        found[branch] = np.where(loss_masks[branch], logprobs[path], 0.0)
+
+
+def mean_loss(
+    model: nn.Module | TreeModel,
+    forests: Sequence[Forest],
+    loss_masks: Sequence[BoolArray],
+    max_tokens: int | None = None,
+    *,
+    group: RankGroup | None = None,
+    backend: str = "auto",
+    on_progress: OnProgress | None = None,
+) -> tuple[float, int]:
+    """The mean negative log-probability of all masked tokens of all ranks, and how many there are.
+
+    A token that branches share counts once per branch, as in flat sequences. The temperature is 1. Arguments and errors
+    as in `branch_logprobs`.
+
+    Example:
+        >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
+        >>> mean_loss(model, [forest], [np.array([0, 1, 1], bool)] * 2)       # doctest: +SKIP
+        (3.47, 4)
+    """
+    group = RankGroup() if group is None else group
+    logprobs = branch_logprobs(
+        model, forests, loss_masks, max_tokens=max_tokens, backend=backend, group=group, on_progress=on_progress
+    )
+    own = [sum(float(each[1:].sum()) for each in logprobs), sum(int(mask[1:].sum()) for mask in loss_masks)]
+    total, count = (sum(values) for values in zip(*group.gather(own), strict=True))
+    return -total / max(count, 1), int(count)

@@ -1,0 +1,273 @@
+"""What fits into memory: how many tokens a step computes at one time, and which activations of partitions stay.
+
+`max_tokens="auto"` takes what the device's free memory holds by measured bytes per token, halved if it does not fit.
+"""
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from treering.model.forward import hidden_states
+from treering.model.layers import Layers, layers_of
+from treering.model.tree_model import TreeModel
+from treering.ranks.group import RankGroup, agreeing
+from treering.ranks.setup import RanksMode
+from treering.tree.forest import Forest
+
+USABLE_SHARE = 0.8
+"""Share of free memory to use; the rest is for gateway gradients, temporaries and fragmentation."""
+
+
+MaxTokens: TypeAlias = int | Literal["auto"] | None
+"""Most distinct tokens that are computed at one time; "auto" goes by free memory, None sets no limit."""
+
+DEFAULT_TOKENS = 16_384
+"""What "auto" is on a CPU, where memory is seldom short."""
+
+LEAST_TOKENS = 256
+"""Below it an out-of-memory error is passed on: the weights themselves leave no room."""
+
+_HEAD_SHARE = 1 / 4
+"""Share of the free memory that is left to logits and temporaries."""
+
+_BUDGETS: WeakKeyDictionary[nn.Module, dict[Layers, int]] = WeakKeyDictionary()
+"""The smallest number so far for a model and the way its layers run, so that most of its steps are planned alike."""
+
+T = TypeVar("T")
+
+
+def tokens_that_fit(parts: TreeModel, weights: Iterable[Tensor], mode: RanksMode | None = None) -> int:
+    """Return the most tokens whose activations fit into free memory; call it inside `tree_attention`.
+
+    Memory is read in each step, and the number only falls: nothing is held back for an optimizer, whose state lowers
+    the number once it exists. Left free are the gradients that do not exist yet, and a share for logits.
+    `DEFAULT_TOKENS` if the decoder is frozen and saves nothing.
+
+    Args:
+        parts: of the model.
+        weights: of the model, and of a value head.
+        mode: how ranks keep step; None where one rank trains alone.
+
+    Example: 40 GB free and 1 MB a token give 29,952 tokens for a model whose gradients exist.
+    """
+    if parts.device.type != "cuda":
+        return DEFAULT_TOKENS
+    budgets, layers = _BUDGETS.setdefault(parts.decoder, {}), layers_of(parts.decoder)
+    found = _measured(parts, weights, mode)
+    budgets[layers] = min(found, budgets.get(layers, found))
+    return budgets[layers]
+
+
+def run_by_memory(parts: TreeModel, weights: Iterable[Tensor], run: Callable[[int], T], first: Callable[[], int]) -> T:
+    """Runs a step with as many tokens at a time as fit, and again with half of them where memory runs out.
+
+    Args:
+        parts: of the model.
+        weights: whose gradients the step adds; those that had none have none when it starts again.
+        run: the step, by the number of tokens.
+        first: the number to begin with.
+
+    Raises:
+        torch.OutOfMemoryError: with `LEAST_TOKENS`, or where gradients of earlier steps would be lost.
+
+    Warns:
+        RuntimeWarning: memory ran out, with both numbers.
+    """
+    weights, tokens = list(weights), first()
+    had_gradients = any(weight.grad is not None for weight in weights)
+    while True:
+        try:
+            return run(tokens)
+        except torch.OutOfMemoryError as error:
+            # The traceback holds the frames, and so the tensors, of the failed step; reference cycles hold others.
+            failure = error.with_traceback(None)
+        if had_gradients or tokens <= LEAST_TOKENS:
+            raise failure
+        for weight in weights:
+            weight.grad = None
+        gc.collect()
+        if parts.device.type == "cuda":
+            torch.cuda.empty_cache()
+        _BUDGETS.setdefault(parts.decoder, {})[layers_of(parts.decoder)] = tokens // 2
+        warnings.warn(
+            f"memory ran out with {tokens:,} tokens at a time, so the step runs again with {tokens // 2:,}, as will "
+            "later ones; a smaller number from the start, instead of auto, saves the attempt",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        tokens //= 2
+
+
+def fewest_on_ranks(group: RankGroup, own: Callable[[], int]) -> int:
+    """Return the fewest tokens that any rank has room for; every rank calls it with a function that finds its own.
+
+    Raises:
+        StateError: on every rank, if another one raised in `own`.
+    """
+    with agreeing(group) as agreement:
+        agreement.what, agreement.max_tokens = 'max_tokens="auto"', own()
+    return agreement.max_tokens
+
+
+def _measured(parts: TreeModel, weights: Iterable[Tensor], mode: RanksMode | None = None) -> int:
+    each = bytes_per_token(parts)
+    if parts.shards is not None:
+        parts.shards.release()
+    if each == 0:
+        return DEFAULT_TOKENS
+    to_come = sum(_bytes_to_come(weight, parts, mode) for weight in weights)
+    fitting = int((free_memory(parts.device) * (1 - _HEAD_SHARE) - to_come) / each)
+    return max(LEAST_TOKENS, fitting // LEAST_TOKENS * LEAST_TOKENS)
+
+
+def _bytes_to_come(weight: Tensor, parts: TreeModel, mode: RanksMode | None) -> int:
+    """What a step allocates for a weight: its gradient, and for a shard that is gathered the whole of both."""
+    from torch.distributed.tensor import DTensor
+
+    is_shard = isinstance(weight, DTensor)
+    # Ranks sum gradients of whole weights apart from those that exist.
+    needs_gradient = weight.requires_grad and (weight.grad is None or (mode is not None and not is_shard))
+    num_bytes = needs_gradient * (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes
+    if not is_shard or mode != "gathered":
+        return num_bytes
+    dtype = weight.dtype if parts.shards is None or parts.shards.dtype is None else parts.shards.dtype
+    return num_bytes + (1 + weight.requires_grad) * weight.numel() * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParentsChoice:
+    """What becomes of a partition's activations while those below it run.
+
+    Attributes:
+        parents: "keep": they stay, and nothing is computed twice. "recompute": they are dropped and computed again
+            before the backward; keys and values stay. Both give the same gradients.
+        reason: for a log.
+    """
+
+    parents: Literal["keep", "recompute"]
+    reason: str
+
+
+def choose_parents(parts: TreeModel, chain_tokens: int) -> ParentsChoice:
+    """Choose to keep activations if they fit into free memory, else to recompute them, which costs one forward.
+
+    Args:
+        parts: the model; the caller is inside `tree_attention`.
+        chain_tokens: tokens of the longest chain of partitions.
+
+    Example: a chain of 10,000 tokens at 1 MB each is kept in 20 GB of free memory, and recomputed with 5 GB.
+    """
+    needed, free = chain_tokens * bytes_per_token(parts), free_memory(parts.device)
+    reason = (
+        f"the longest chain of partitions holds {chain_tokens:,} tokens, about {needed / 1e9:.2f} GB of activations, "
+        f"and {free / 1e9:.2f} GB are free"
+    )
+    return ParentsChoice(parents="keep" if needed <= free else "recompute", reason=reason)
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that activations may take on the model's device."""
+    if device.type == "cpu":
+        return _free_host_bytes() * USABLE_SHARE
+    if device.type != "cuda":
+        return float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + unused) * USABLE_SHARE
+
+
+def _free_host_bytes() -> int:
+    """On Linux the memory available without swapping; elsewhere all physical memory."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0]) * 1024 if available else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+PROBE_TOKENS = (19, 53)
+"""Two lengths to compare saved bytes at: the difference cancels the constant part. No number of heads or head size is
+one of them: compilers would take the two for the same size, and make one more graph."""
+
+
+def saved_bytes(run: Callable[[], object], parts: TreeModel) -> int:
+    """Bytes that a forward saves for its backward: storages that are not weights, each counted once.
+
+    Args:
+        run: the forward; its result has no backward.
+        parts: of the model; its weights are not counted.
+    """
+    weights = _weight_storages(parts)
+    storages: dict[int, int] = {}
+    held: list[Tensor] = []
+
+    # There is no backward, so nothing is packed: a tensor with its graph would be held by that graph and never freed.
+    # Compiling this would specialise graphs on addresses.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def pack(tensor: Tensor) -> None:
+        if _storage(tensor) not in weights:
+            storages[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            held.append(tensor.detach())
+
+    with saved_tensors_hooks(pack, _unread):
+        result = run()
+    del result
+    return sum(storages.values())
+
+
+_MEASURED: WeakKeyDictionary[nn.Module, dict[object, float]] = WeakKeyDictionary()
+
+
+def bytes_per_token(parts: TreeModel) -> float:
+    """Bytes that a forward saves per token, from two short forwards; call it inside `tree_attention`.
+
+    Measured once for a model in a state (what is trained, dtypes, mode, checkpointing, attention), and then kept as
+    long as the model is.
+    """
+    known = _MEASURED.setdefault(parts.decoder, {})
+    state = _state_of(parts)
+    if state not in known:
+        known[state] = _measure_bytes_per_token(parts)
+    return known[state]
+
+
+def _state_of(parts: TreeModel) -> object:
+    """What decides how much a forward saves."""
+    device = parts.device.type
+    # Shards are measured by all ranks together, what is gathered by one alone: neither may know what the other does.
+    weights = [(type(weight), weight.dtype, weight.requires_grad) for weight in parts.decoder.parameters()]
+    modules = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in parts.decoder.modules()]
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    how = (cast, parts.config._attn_implementation, layers_of(parts.decoder))
+    return device, how, hash(tuple(weights)), hash(tuple(modules))
+
+
+def _measure_bytes_per_token(parts: TreeModel) -> float:
+    few, more = (
+        saved_bytes(lambda n=n: hidden_states(parts, Forest.from_sequences([[0] * n])), parts)  # type: ignore[misc]
+        for n in PROBE_TOKENS
+    )
+    return (more - few) / (PROBE_TOKENS[1] - PROBE_TOKENS[0])
+
+
+def _unread(packed: None) -> Tensor:
+    raise AssertionError("a forward that is only measured has no backward")
+
+
+def _weight_storages(parts: TreeModel) -> set[int]:
+    return {_storage(weight) for module in (parts.decoder, parts.head) for weight in module.parameters()}
+
+
+def _storage(tensor: Tensor) -> int:
+    # Addresses are used again while a forward of shards runs, and shards themselves have none.
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,188 @@
+"""How a step computes hidden states and scores edges, and the vectors that take a loss's gradient to the scores.
+
+Any backward splits in two: the gradient of the loss with respect to the scores, and the model's vector-Jacobian product
+with it. `joined_leaves`, `split_gradients` and `vector_product` hold the tensors in between.
+
+    N tokens
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from treering.arrays import Int64Array
+from treering.attention import TreeLayout
+from treering.attention.layout import to_device
+from treering.model.divergence import Divergence, divergence_rows
+from treering.model.edges import EdgeScores, EdgeTable, LossOf, loss_on_kernels, score_edges, scored_on_head
+from treering.model.forward import hidden_states
+from treering.model.logits import EntropyOf
+from treering.model.scoring import takes_kernels
+from treering.model.teacher import TargetRows
+from treering.model.tree_model import TreeModel
+from treering.train.router_losses import Routing
+from treering.tree.forest import Forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scorer:
+    """The model and the options that every forward of a step shares.
+
+    Attributes:
+        parts: of the model.
+        temperature: divides the logits.
+        entropy_of: "all" if the objective reads entropies.
+        value_head: hidden state to value, if the objective reads values.
+        reads_logprobs: False leaves log-probs and entropies at 0.
+        divergence: from the teacher, if the objective reads it.
+        targets: the teacher's distributions of the unit that is scored; None where no edge of it is.
+        routing: the router losses of the step; None without them.
+    """
+
+    parts: TreeModel
+    temperature: float
+    entropy_of: EntropyOf
+    value_head: nn.Module | None
+    reads_logprobs: bool = True
+    divergence: Divergence | None = None
+    targets: TargetRows | None = None
+    routing: Routing | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the model computes on."""
+        return self.parts.device
+
+    def forward(
+        self,
+        forest: Forest,
+        branches: Int64Array | None = None,
+        layout: TreeLayout | None = None,
+        positions: NDArray[np.integer[Any]] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [N, C], and with gradients the router loss; `branches` [N] counts those through each token."""
+        if self.routing is None:
+            return hidden_states(self.parts, forest, layout, positions), None
+        assert branches is not None
+        return self.routing.forward(lambda: hidden_states(self.parts, forest, layout, positions), branches)
+
+    def no_scores(self, num_edges: int) -> EdgeScores:
+        """Zeros in the format of `scores`."""
+        weight = next(self.parts.embedding.parameters())
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        logprobs, entropy, values, divergence = torch.zeros(4, num_edges, dtype=dtype, device=self.device)
+        return EdgeScores(
+            logprobs=logprobs,
+            entropy=entropy,
+            values=None if self.value_head is None else values,
+            divergence=None if self.divergence is None else divergence,
+        )
+
+    def scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
+        """Scores of the table's edges, whose tokens are those of `forest`."""
+        return scored_on_head(self.parts, lambda head, rows: self._scores(head, rows, forest, table), hidden)
+
+    def loss(self, hidden: Tensor, forest: Forest, table: EdgeTable, loss_of: LossOf) -> Tensor:
+        """The sum of `loss_of` over all edges of the table, in parts of it where that computes logits only once."""
+        parts, shards = self.parts, self.parts.shards
+        reads_more = self.value_head is not None or self.divergence is not None or not self.reads_logprobs
+        is_whole = table.edges.size > 0 and not reads_more
+        own_head = parts.head if shards is None else shards.head
+        if not (is_whole and takes_kernels(own_head, hidden, parts.softcap)):
+            return loss_of(slice(0, table.edges.size), self.scores(hidden, forest, table))
+
+        def on_head(head: nn.Module, rows: Tensor) -> Tensor:
+            assert isinstance(head, nn.Linear)
+            return loss_on_kernels(
+                parts,
+                rows,
+                head,
+                loss_of,
+                temperature=self.temperature,
+                table=table,
+                entropy_of=self.entropy_of,
+            )
+
+        total: Tensor = on_head(own_head, hidden) if shards is None else shards.on_head(on_head, hidden)
+        return total
+
+    def zero(self, hidden: Tensor) -> Tensor:
+        """0 with gradients of 0 for the weights that ranks must reduce although they score nothing."""
+        return 0.0 * hidden[0, 0] if self.parts.shards is None else self.parts.shards.zero(hidden)
+
+    def _scores(self, head: nn.Module, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
+        scores = self.no_scores(table.edges.size)
+        if self.reads_logprobs:
+            scores = score_edges(
+                self.parts,
+                hidden,
+                head,
+                temperature=self.temperature,
+                table=table,
+                entropy_of=self.entropy_of,
+                value_head=self.value_head,
+            )
+        if self.divergence is None or self.targets is None or table.edges.size == 0:
+            return scores
+        by_row = divergence_rows(
+            hidden[to_device(table.rows, hidden.device)],
+            head,
+            self.targets.of(forest, table),
+            self.divergence,
+            vocab_size=self.parts.num_logits,
+            softcap=self.parts.softcap,
+            logit_divisor=self.parts.logit_divisor,
+        )
+        return replace(scores, divergence=by_row[to_device(table.edge_row, hidden.device)])
+
+
+def put_scores(everywhere: EdgeScores, scores: EdgeScores, table: EdgeTable) -> None:
+    """Writes the scores of a table's edges, without gradients, to their packed indices in `everywhere` [N]."""
+    at = to_device(table.edges, everywhere.logprobs.device)
+    for target, part in _pairs(everywhere, scores):
+        target.index_copy_(0, at, part.detach().to(target.dtype))
+
+
+def joined_leaves(scores: Sequence[EdgeScores]) -> EdgeScores:
+    """Scores of several forests one after another, as leaves that take gradients."""
+    return _by_field(scores, lambda tensors: torch.cat(tensors).requires_grad_())
+
+
+def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores]:
+    """The leaves' gradients split into forests of these sizes; zeros if a leaf has no gradient."""
+    ends = np.cumsum(sizes).tolist()
+
+    def part(leaf: Tensor, number: int) -> Tensor:
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        return gradient[ends[number] - sizes[number] : ends[number]]
+
+    return [
+        _by_field([leaves], lambda tensors, number=number: part(tensors[0], number))  # type: ignore[misc]
+        for number in range(len(sizes))
+    ]
+
+
+def vector_product(scores: EdgeScores, vectors: EdgeScores, edges: Int64Array) -> Tensor:
+    """A scalar whose gradient with respect to the scores is the vectors at their edges, packed indices."""
+    at = to_device(edges, scores.logprobs.device)
+    products = [(score * vector[at]).sum() for score, vector in _pairs(scores, vectors) if score.requires_grad]
+    return sum(products, start=scores.logprobs.new_zeros(()))
+
+
+def _pairs(left: EdgeScores, right: EdgeScores) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors of each kind of score that both hold."""
+    for field in fields(EdgeScores):
+        both = getattr(left, field.name), getattr(right, field.name)
+        if both[0] is not None and both[1] is not None:
+            yield both
+
+
+def _by_field(scores: Sequence[EdgeScores], combine: Callable[[list[Tensor]], Tensor]) -> EdgeScores:
+    """Combines the tensors of each kind of score; a kind that none has stays None."""
+    tensors = {field.name: [getattr(one, field.name) for one in scores] for field in fields(EdgeScores)}
+    return EdgeScores(**{name: None if parts[0] is None else combine(parts) for name, parts in tensors.items()})  # type: ignore[arg-type]

@@ -1,0 +1,215 @@
+"""Log-probs of any tokens at the states of sequences, and gradients through them; a shared state is computed once.
+
+A loss elsewhere scores the next token of its sequence. Here each state may have targets of its own: another token than
+the next one, or several, such as the likeliest of a teacher. Targets are scored and never computed as tokens.
+
+    B sequences   T tokens of a sequence   k targets of a state   E distinct pairs of a state and a target
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from treering.arrays import Float64Array, Int64Array
+from treering.errors import InputError, StateError
+from treering.model.checks import check_no_hooks
+from treering.model.context import is_active, tree_attention
+from treering.model.edges import EdgeScores, EdgeTable, LossOf
+from treering.model.forward import check_forest
+from treering.model.three_pass import backward_of, begin_step
+from treering.model.tree_model import TreeModel
+from treering.train.memory import choose_parents
+from treering.train.partitioned import PartitionedStep, Unit
+from treering.train.scoring import Scorer
+from treering.train.step import FILL_TOKENS, units_of
+from treering.tree.forest import Forest
+from treering.tree.partition import PartitionedTree
+from treering.tree.plan import plan_batch
+
+LossOfTargets = Callable[[int, Tensor], Tensor]
+"""(number of a sequence, log-probs of its targets in their shape) -> its part of the loss, a scalar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TargetScores:
+    """The result of `score_targets`.
+
+    Attributes:
+        logprobs: B arrays, float64, in the shape of the targets.
+        losses: B numbers, 0 without a loss.
+        num_flat_tokens: of the sequences, one by one.
+        num_computed_tokens: distinct ones, and those that partitions computed twice.
+    """
+
+    logprobs: list[Float64Array]
+    losses: list[float]
+    num_flat_tokens: int
+    num_computed_tokens: int
+
+
+def score_targets(
+    model: nn.Module | TreeModel,
+    sequences: Sequence[Sequence[int] | NDArray[np.integer[Any]]],
+    targets: Sequence[Int64Array],
+    *,
+    loss: LossOfTargets | None = None,
+    trains: bool = True,
+    max_tokens: int | None = None,
+    backend: str = "auto",
+) -> TargetScores:
+    """Scores targets at every state of some sequences, and adds the gradients of a loss on their log-probs to `.grad`.
+
+    Args:
+        model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either.
+        sequences: B times int [T], T >= 1.
+        targets: B times int64 [T] or [T, k], k >= 1: row t is scored at the state after token t.
+        loss: the sum of its values is the loss; None computes none.
+        trains: whether the loss's gradients are computed.
+        max_tokens: distinct tokens computed at one time; a larger tree runs in partitions. None sets no limit.
+        backend: attention backend; ignored inside `tree_attention`.
+
+    Raises:
+        InputError: targets that do not fit their sequence or the vocabulary; no gradient has been added then.
+        StateError: a loss that is no finite number; some gradients may have been added.
+        UnsupportedError: a model that would not be exact.
+
+    Example:
+        >>> scores = score_targets(model, [[5, 6], [5, 7]], [[6, 8], [[7, 9], [8, 8]]])       # doctest: +SKIP
+        >>> scores.logprobs[1].shape, scores.num_flat_tokens, scores.num_computed_tokens      # doctest: +SKIP
+        ((2, 2), 4, 3)
+    """
+    parts = TreeModel.of(model)
+    check_no_hooks(parts)
+    targets = [np.asarray(each, np.int64) for each in targets]
+    forest = Forest.from_sequences(sequences)
+    check_forest(forest, parts)
+    _check_targets(forest, targets, parts.vocab_size)
+    trains = trains and loss is not None
+    if trains and not any(weight.requires_grad for weight in parts.model.parameters()):
+        raise StateError("gradients need weights that are trained, and all of this model are frozen; unfreeze some")
+    fill_tokens = None if max_tokens is None else FILL_TOKENS.get(parts.device.type)
+    units = units_of(plan_batch([forest], max_tokens, fill_tokens=fill_tokens, cut_tokens=fill_tokens))
+    scorer = Scorer(parts=parts, temperature=1.0, entropy_of="none", value_head=None)
+    found: list[Float64Array] = [np.zeros(0)] * len(targets)
+    losses = [0.0] * len(targets)
+    num_computed = 0
+    begin_step()
+    with nullcontext() if is_active(parts) else tree_attention(parts, backend):
+        for unit in units:
+            slots = _Slots.of(unit, targets)
+            num_computed += unit.forest.num_tokens
+            if isinstance(unit, PartitionedTree):
+                logprobs = _scores_in_partitions(unit, slots.table, scorer).requires_grad_(trains)
+            else:
+                with torch.set_grad_enabled(trains):
+                    hidden, _ = scorer.forward(unit.forest)
+                    logprobs = scorer.scores(hidden, unit.forest, slots.table).logprobs
+            if loss is not None:
+                total = slots.total(logprobs, loss, losses)
+                if trains and isinstance(unit, PartitionedTree):
+                    num_computed += _train_partitions(unit, slots.table, scorer, logprobs, total)
+                elif trains:
+                    backward_of(total)
+            for number, values in slots.by_branch(logprobs.detach()):
+                found[number] = values.double().cpu().numpy()
+    return TargetScores(
+        logprobs=found,
+        losses=losses,
+        num_flat_tokens=int(forest.num_branch_tokens),
+        num_computed_tokens=num_computed,
+    )
+
+
+def _check_targets(forest: Forest, targets: Sequence[Int64Array], vocab_size: int) -> None:
+    if len(targets) != forest.num_branches:
+        raise InputError(f"every sequence has targets, got {len(targets)} for {forest.num_branches} sequences")
+    for number, (each, length) in enumerate(zip(targets, forest.branch_length.tolist(), strict=True)):
+        if each.ndim not in (1, 2) or each.shape[0] != length or each.size == 0:
+            raise InputError(
+                f"targets are [{length}] or [{length}, k] for a sequence of {length} tokens, got {list(each.shape)} "
+                f"for sequence {number}; align them"
+            )
+        if not 0 <= int(each.min()) <= int(each.max()) < vocab_size:
+            raise InputError(
+                f"targets are token ids below {vocab_size}, got {each.min()}..{each.max()} for sequence {number}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Slots:
+    """The distinct pairs (state, target) of a unit: a table of E edges, and where each branch finds its own."""
+
+    table: EdgeTable
+    branches: Int64Array
+    places: list[Int64Array]
+    """For each branch, in the shape of its targets."""
+
+    @classmethod
+    def of(cls, unit: Unit, targets: Sequence[Int64Array]) -> "_Slots":
+        forest, own = unit.forest, [targets[number] for number in unit.branches]
+        paths, offsets = forest.paths()
+        per_state = [each.size // each.shape[0] for each in own]
+        states = np.repeat(paths.astype(np.int64), np.repeat(per_state, np.diff(offsets)))
+        tokens = np.concatenate([each.ravel() for each in own])
+        width = int(tokens.max()) + 1
+        pairs, place = np.unique(states * width + tokens, return_inverse=True)
+        rows, edge_row = np.unique(pairs // width, return_inverse=True)
+        table = EdgeTable(
+            rows=rows, edges=np.arange(pairs.size), edge_row=edge_row.astype(np.int64), targets=pairs % width
+        )
+        ends = np.cumsum([each.size for each in own])[:-1]
+        places = [flat.reshape(each.shape) for flat, each in zip(np.split(place, ends), own, strict=True)]
+        return cls(table=table, branches=unit.branches, places=places)
+
+    def by_branch(self, logprobs: Tensor) -> list[tuple[int, Tensor]]:
+        """The number of each sequence, and the log-probs of its targets."""
+        places = [torch.from_numpy(place).to(logprobs.device) for place in self.places]
+        return [(int(number), logprobs[place]) for number, place in zip(self.branches, places, strict=True)]
+
+    def total(self, logprobs: Tensor, loss: LossOfTargets, losses: list[float]) -> Tensor:
+        """The loss of the unit; that of each sequence goes into `losses`."""
+        terms = [(number, loss(number, values)) for number, values in self.by_branch(logprobs)]
+        for number, term in terms:
+            losses[number] = float(term.detach())
+            if not np.isfinite(losses[number]):
+                raise StateError(
+                    f"the loss of sequence {number} is {losses[number]}; lower the learning rate, or check its values"
+                )
+        return torch.stack([term for _, term in terms]).sum()
+
+
+def _scores_in_partitions(unit: PartitionedTree, table: EdgeTable, scorer: Scorer) -> Tensor:
+    """Log-probs of a table [E], without gradients."""
+    logprobs = scorer.no_scores(table.edges.size).logprobs
+
+    def put(_: int, own: EdgeTable, hidden: Tensor) -> None:
+        at = torch.from_numpy(own.edges).to(logprobs.device)
+        logprobs[at] = scorer.scores(hidden, unit.forest, own).logprobs.to(logprobs.dtype)
+
+    PartitionedStep(unit, table, scorer).sweep(put)
+    return logprobs
+
+
+def _train_partitions(unit: PartitionedTree, table: EdgeTable, scorer: Scorer, logprobs: Tensor, total: Tensor) -> int:
+    """Adds the gradients of a partitioned tree, whose loss sees whole sequences; returns tokens computed again."""
+    total.backward()  # type: ignore[no-untyped-call]
+    vector = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
+    keeps = choose_parents(scorer.parts, chain_tokens=unit.chain_tokens).parents == "keep"
+    step = PartitionedStep(unit, table, scorer, keeps=keeps)
+
+    def loss_of(_: int, part: EdgeTable) -> LossOf:
+        own = vector[torch.from_numpy(part.edges).to(vector.device)]
+
+        def product(at: slice, scores: EdgeScores) -> Tensor:
+            return (scores.logprobs * own[at]).sum()
+
+        return product
+
+    step.backward(loss_of)
+    return unit.forest.num_tokens + step.num_recomputed

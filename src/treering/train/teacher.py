@@ -1,0 +1,219 @@
+"""The teacher of a step: its distributions of the states of a unit, computed by a model or given per branch.
+
+N tokens   R states   K branches   F flat entries   k tokens per state
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treering.arrays import BoolArray, Float64Array, Int64Array
+from treering.attention.layout import to_device
+from treering.errors import InputError
+from treering.model.checks import check_whole
+from treering.model.context import is_active, tree_attention
+from treering.model.divergence import Divergence
+from treering.model.edges import EdgeTable, edge_table
+from treering.model.forward import check_forest, hidden_states, without_gradients
+from treering.model.teacher import TargetRows, TeacherTopK, check_top_k, states_of
+from treering.model.tree_model import TreeModel
+from treering.train.entries import BatchEntries, Selection
+from treering.train.objective import Distillation, GivenScores
+from treering.train.partitioned import PartitionedStep, Unit
+from treering.train.scoring import Scorer
+from treering.tree.forest import Forest
+from treering.tree.partition import PartitionedTree
+
+MAX_TOTAL = 1.001
+"""Most that the probabilities of a state's k tokens may sum to; rounding in bfloat16 stays below."""
+
+
+class GivenTargets:
+    """The given scores of K branches as those of states.
+
+    Example: branches [5, 6, 7] and [5, 6, 8] have one state after 6, for which both must give the same scores.
+    """
+
+    def __init__(self, scores: Sequence[GivenScores], branch_length: Int64Array, num_logits: int) -> None:
+        """Raises InputError for scores of another number of branches or tokens."""
+        if len(scores) != branch_length.size:
+            raise InputError(f"a teacher scores every branch, got scores of {len(scores)} for {branch_length.size}")
+        for branch, (ids, _) in enumerate(scores):
+            if ids.shape[0] != branch_length[branch]:
+                raise InputError(
+                    f"teacher scores of branch {branch} have one row per token ({branch_length[branch]}), got "
+                    f"{ids.shape[0]}"
+                )
+        width = scores[0][0].shape[1] if scores else 1
+        if width >= num_logits:
+            raise InputError(f"a teacher gives fewer tokens per state than the vocabulary of {num_logits}, got {width}")
+        self._num_logits = num_logits
+        self._ids = np.concatenate([np.zeros((0, width), np.int64), *(ids for ids, _ in scores)])
+        self._logprobs = np.concatenate([np.zeros((0, width)), *(logprobs for _, logprobs in scores)])
+        self._offsets = np.cumsum([0, *branch_length])
+
+    def targets(self, forest: Forest, selected: Selection) -> TargetRows:
+        """The scores of the states before the selected entries' tokens.
+
+        Raises:
+            InputError: scores that are no distribution, or that differ between branches that share a state.
+        """
+        parents = forest.parent[selected.edges].astype(np.int64)
+        states, first, state_of = np.unique(parents, return_index=True, return_inverse=True)
+        entries = selected.entries[first]
+        ids, logprobs = self._ids[entries], self._logprobs[entries]
+        differs = (self._ids[selected.entries] != ids[state_of]) | (
+            self._logprobs[selected.entries] != logprobs[state_of]
+        )
+        if differs.any():
+            at = int(np.flatnonzero(differs.any(1))[0])
+            raise InputError(
+                f"branches that share tokens have one teacher there: {self._named(int(selected.entries[at]))} and "
+                f"{self._named(int(entries[state_of[at]]))} follow the same tokens with different scores; score each "
+                "distinct token once, as treering.score does"
+            )
+        self._check(entries, ids, logprobs)
+        return TargetRows(
+            states=states, rows=TeacherTopK(ids=torch.from_numpy(ids), logprobs=torch.from_numpy(logprobs))
+        )
+
+    def _check(self, entries: Int64Array, ids: Int64Array, logprobs: Float64Array) -> None:
+        ordered = np.sort(ids, 1)
+        foreign = (ids < 0) | (ids >= self._num_logits)
+        twice = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            fine = (np.exp(logprobs).sum(1) <= MAX_TOTAL) & np.isfinite(logprobs).all(1)
+        for bad, rule in (
+            (foreign.any(1), f"token ids lie in the student's vocabulary of {self._num_logits}"),
+            (twice, "each token id occurs once per state"),
+            (~fine, "log-probs are finite and their probabilities sum to 1 at most"),
+        ):
+            if bad.any():
+                at = int(np.flatnonzero(bad)[0])
+                raise InputError(
+                    f"teacher scores: {rule}, got ids {ids[at].tolist()} with log-probs {logprobs[at].tolist()} at "
+                    f"{self._named(int(entries[at]))}; is this the teacher's own tokenizer and its full softmax?"
+                )
+
+    def _named(self, entry: int) -> str:
+        branch = int(np.searchsorted(self._offsets, entry, side="right")) - 1
+        return f"branch {branch}, token {entry - int(self._offsets[branch])}"
+
+
+def teacher_parts(
+    distillation: Distillation | None, *, student: TreeModel, forests: Sequence[Forest]
+) -> TreeModel | None:
+    """The parts of a teacher that is a model; None for one that is not.
+
+    Raises:
+        InputError: its vocabulary is not the student's, or lacks a token of the forests.
+        ConfigError: `top_k` is not below it.
+        UnsupportedError: a model that would not be exact.
+    """
+    if distillation is None or not isinstance(distillation.teacher, nn.Module):
+        return None
+    parts = TreeModel.of(distillation.teacher)
+    check_whole(parts, "a teacher")
+    if parts.num_logits != student.num_logits:
+        raise InputError(
+            f"a teacher shares the student's tokenizer, and its head has {parts.num_logits} tokens where the student's "
+            f"has {student.num_logits}; take a teacher of the same vocabulary"
+        )
+    for forest in forests:
+        check_forest(forest, parts)
+    check_top_k(distillation.top_k, parts)
+    return without_gradients(parts, forests)
+
+
+class StepTeacher:
+    """A teacher that is a model or given scores.
+
+    Attributes:
+        divergence: from it, at its temperature.
+    """
+
+    def __init__(
+        self,
+        distillation: Distillation,
+        *,
+        student: TreeModel,
+        forests: Sequence[Forest],
+        temperature: float,
+        backend: str,
+    ) -> None:
+        """`temperature` is the step's, `backend` that of the attention of a teacher that is a model.
+
+        Raises:
+            InputError: given scores of another number of branches or tokens; see also `teacher_parts`.
+        """
+        own = distillation.temperature
+        self.divergence = Divergence(
+            kind=distillation.kind, beta=distillation.beta, temperature=temperature if own is None else own
+        )
+        self._top_k = distillation.top_k
+        self._backend = backend
+        self._parts = teacher_parts(distillation, student=student, forests=forests)
+        self._given = None
+        if not isinstance(distillation.teacher, nn.Module):
+            lengths = np.concatenate([np.zeros(0, np.int64), *(forest.branch_length for forest in forests)])
+            self._given = GivenTargets(distillation.teacher, lengths, student.num_logits)
+
+    def active(self) -> AbstractContextManager[object]:
+        """Enters `tree_attention` of a teacher that is a model, unless the caller has.
+
+        Raises:
+            UnsupportedError: a teacher in training mode with dropout.
+        """
+        if self._parts is None or is_active(self._parts):
+            return nullcontext()
+        return tree_attention(self._parts, self._backend)
+
+    def check(self, units: Sequence[Unit], entries: BatchEntries) -> None:
+        """Checks given scores, before the first gradient; a model has none.
+
+        Raises:
+            InputError: see `GivenTargets.targets`.
+        """
+        if self._given is not None:
+            for unit in units:
+                self._given.targets(unit.forest, entries.select(unit.forest, unit.branches))
+
+    def targets(self, unit: Unit, selected: Selection) -> TargetRows:
+        """The distributions of the states before the selected tokens, of which there is at least one."""
+        if self._given is not None:
+            return self._given.targets(unit.forest, selected)
+        assert self._parts is not None
+        wanted = selected.wanted(unit.forest)
+        if isinstance(unit, PartitionedTree):
+            states, hidden = _states_of_partitions(self._parts, unit, wanted)
+        else:
+            states, hidden = _states_of_forest(self._parts, unit.forest, wanted)
+        rows = states_of(self._parts, hidden)
+        top_k, temperature = self._top_k, self.divergence.temperature
+        return TargetRows(states=states, rows=rows if top_k is None else rows.top(top_k, temperature))
+
+
+def _states_of_forest(parts: TreeModel, forest: Forest, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
+    """The states before the wanted tokens, int64 [R], and the teacher's hidden states there, without gradients."""
+    states = edge_table(forest, wanted).rows
+    with torch.no_grad():
+        hidden = hidden_states(parts, forest)
+        return states, hidden[to_device(states, hidden.device)]
+
+
+def _states_of_partitions(parts: TreeModel, unit: PartitionedTree, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
+    """As `_states_of_forest`, in the partitions of the student."""
+    scorer = Scorer(parts=parts, temperature=1.0, entropy_of="none", value_head=None)
+    states: list[Int64Array] = []
+    hidden: list[Tensor] = []
+
+    def collect(number: int, table: EdgeTable, own: Tensor) -> None:
+        states.append(unit.partitions[number].tokens[table.rows].astype(np.int64))
+        hidden.append(own[to_device(table.rows, own.device)])
+
+    PartitionedStep(unit, edge_table(unit.forest, wanted), scorer).sweep(collect)
+    order = np.argsort(np.concatenate(states))
+    return np.concatenate(states)[order], torch.cat(hidden)[to_device(order, scorer.device)]

@@ -1,1 +1,0 @@
-"""Plans what is computed together: packing, cutting, balancing, and their costs."""

@@ -1,0 +1,166 @@
+"""`treering init`: what it writes runs as it is, with sizes that fit, and nothing is overwritten."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli import runs
+from tests.cli.hub_cache import save_model, save_tokenizer
+from treering.cli.toml import comments, pair
+from treering.data import Trajectory, write_trajectories
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}30 {% endif %}"
+
+
+@pytest.fixture
+def folder(folder: Path) -> Path:
+    """The current folder, with a model of 32 ids that was made for 24 positions, and its tokenizer."""
+    model = save_model(folder / "model")
+    save_tokenizer(model)
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "unk_token": "0"})
+    )
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    return folder
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    return runs.call(monkeypatch, *words), *capsys.readouterr()
+
+
+def write_set(path: Path, num_tasks: int) -> None:
+    """Tasks of two trajectories of five tokens that share three; the last three tokens are trained."""
+    mask = np.array([0, 0, 1, 1, 1], np.bool_)
+    rows = [
+        Trajectory(task_id=task, tokens=np.array([1, 2, task % 20, 20, last], np.int32), loss_mask=mask)
+        for task in range(num_tasks)
+        for last in (21, 22)
+    ]
+    write_trajectories(path, rows)
+
+
+def summary_of(out: str) -> dict[str, Any]:
+    return json.loads(out[out.index("{") :])
+
+
+def test_a_file_for_trajectories_trains_as_it_is(folder, monkeypatch, capsys):
+    write_set(folder / "traces.jsonl", 20)
+    code, out, _ = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", "--json")
+    assert (code, json.loads(out)) == (0, {"config": "sft.toml", "command": "treering sft sft.toml"})
+    text = (folder / "sft.toml").read_text()
+    words = " ".join(text.replace("\n#", "").split())
+    # The first four of five tokens of each task are shared.
+    assert (
+        "Format treering: 40 trajectories of 20 tasks with 200 tokens, of which 120 are distinct (sharing 0.40)"
+        in words
+    )
+    assert "The longest sequence has 5 tokens, the largest tree 6 distinct" in words
+    settings = tomllib.loads(text)
+    assert settings["data"] == {"files": ["traces.jsonl"]}
+    # Two trees a step: 10 steps an epoch, three epochs.
+    assert (settings["train"]["trees_per_step"], settings["train"]["num_epochs"]) == (2, 3)
+    code, out, err = call(monkeypatch, capsys, "sft", "sft.toml", "--json")
+    assert code == 0, err
+    summary = summary_of(out)
+    assert (summary["num_steps"], summary["run_dir"]) == (30, "runs/traces-sft")
+    assert "Passes over the tasks: 30 steps." in words
+
+
+def test_sequences_above_the_context_of_the_model_are_cut_to_it(folder, monkeypatch, capsys):
+    mask = np.arange(30) > 1
+    rows = [Trajectory(task_id=n, tokens=np.arange(n, n + 30, dtype=np.int32) % 32, loss_mask=mask) for n in range(20)]
+    write_trajectories(folder / "traces.jsonl", rows)
+    assert call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model")[0] == 0
+    data = tomllib.loads((folder / "sft.toml").read_text())["data"]
+    assert (data["max_length"], data["overlong"]) == (24, "cut")
+    code, _, err = call(monkeypatch, capsys, "sft", "sft.toml", "train.num_steps=4", "--json")
+    assert code == 0, err
+    assert "20 of 20 sequences cut to data.max_length = 24" in " ".join(err.split())
+    (folder / "sft.toml").write_text((folder / "sft.toml").read_text().replace("max_length = 24", "max_length = 30"))
+    code, _, err = call(monkeypatch, capsys, "sft", "sft.toml", "train.num_steps=4", "run.dir=long", "--json")
+    assert code == 2
+    assert "20 of 20 are too long: set data.max_length = 24 and data.overlong" in " ".join(err.split())
+
+
+def test_a_file_for_prompts_trains_as_it_is(folder, monkeypatch, capsys):
+    lines = [{"prompt": f"{i} {i + 1}", "answer": str(i)} for i in range(4)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, err = call(monkeypatch, capsys, "init", "prompts.jsonl", "--model", "model", "--rl", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["command"] == "treering train train.toml"
+    text = (folder / "train.toml").read_text()
+    settings = tomllib.loads(text)
+    # Prompts of two numbers and what the template opens a turn with, of 24 positions.
+    assert settings["sampling"]["max_tokens"] == 24 - 3
+    assert (settings["rl"]["prompts_per_step"], settings["rl"]["num_epochs"]) == (1, 3)
+    assert "4 prompts, 4 of them with an answer" in " ".join(text.replace("\n#", "").split())
+    code, out, err = call(monkeypatch, capsys, "train", "train.toml", "--json")
+    assert code == 0, err
+    num_steps = summary_of(out)["num_steps"]
+    assert f"Passes over the prompts: {num_steps} steps." in text
+
+
+def test_nothing_is_overwritten_and_paths_hold_where_another_folder_is_named(folder, monkeypatch, capsys):
+    write_set(folder / "traces.jsonl", 2)
+    (folder / "sft.toml").write_text("mine")
+    code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model")
+    assert code == 2
+    assert "init overwrites nothing, and sft.toml exists" in err
+    assert (folder / "sft.toml").read_text() == "mine"
+    (folder / "conf").mkdir()
+    code, out, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", "--out", "conf/a.toml")
+    assert (code, out) == (0, "wrote conf/a.toml\nNext: treering sft conf/a.toml\n")
+    settings = tomllib.loads((folder / "conf" / "a.toml").read_text())
+    assert settings["data"]["files"] == [str(folder / "traces.jsonl")]
+    assert settings["model"]["path"] == str(folder / "model")
+    assert call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", "--out", "no/a.toml")[0] == 2
+    (folder / "prompts.jsonl").write_text('{"prompt": "1 2", "answer": "3"}\n')
+    (folder / "own.py").write_text("def short(prompt, text): return -len(text)\n")
+    words = ["prompts.jsonl", "--model", "model", "--rl", "--reward", "own.py:short", "--out", "conf/b.toml"]
+    assert call(monkeypatch, capsys, "init", *words)[0] == 0
+    assert tomllib.loads((folder / "conf" / "b.toml").read_text())["task"]["reward"] == f"{folder / 'own.py'}:short"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "part"),
+    [([1, 32], [0, 1], "token ids up to 32, and model knows 32"), ([1, 2], [0, 0], "no trained token")],
+)
+def test_data_that_could_not_be_trained_is_refused_before_anything_is_written(
+    folder, monkeypatch, capsys, tokens, mask, part
+):
+    row = Trajectory(task_id=1, tokens=np.array(tokens, np.int32), loss_mask=np.array(mask, np.bool_))
+    write_trajectories(folder / "bad.jsonl", [row])
+    code, _, err = call(monkeypatch, capsys, "init", "bad.jsonl", "--model", "model")
+    assert code == 2
+    assert part in err
+    assert not (folder / "sft.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [(["--rl", "--format", "trl"], "--rl reads prompts, got trl"), (["--reward", "a:b"], "without --rl")],
+)
+def test_options_of_the_other_kind_of_file_are_refused(folder, monkeypatch, capsys, options, part):
+    write_set(folder / "traces.jsonl", 1)
+    code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "model", *options)
+    assert code == 2
+    assert part in err
+
+
+def test_a_model_without_a_configuration_is_refused_by_name(folder, monkeypatch, capsys):
+    write_set(folder / "traces.jsonl", 1)
+    (folder / "empty").mkdir()
+    code, _, err = call(monkeypatch, capsys, "init", "traces.jsonl", "--model", "empty")
+    assert code == 2
+    assert "empty/config.json is a JSON object, and this one cannot be read" in err
+
+
+def test_no_text_of_a_file_ends_its_comment_or_its_value():
+    assert comments("a\nb = 1\u2028c\x85d") == "# a b = 1 c d\n"
+    text = 'a "b"\n\x7f\\ é'
+    assert tomllib.loads(pair("key", text, "two\nlines")) == {"key": text}
