@@ -73,7 +73,7 @@ def test_what_stands_where_a_file_belongs_is_named_in_one_line(commands: Command
     path.mkdir() if what == "folder" else os.mkfifo(path)
     line = commands.refused("train")
     assert name in line
-    assert re.search("move it|remove it", line)
+    assert re.search("move it|remove it|remove the file", line)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

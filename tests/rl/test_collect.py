@@ -144,7 +144,7 @@ def test_what_is_no_finite_number_counts_as_raising(reward: object) -> None:
     collected = run(task=Fake(reward=lambda rollout: reward))
     assert (collected.num_reward_errors, collected.num_rollouts) == (9, 0)
     assert [group.rollouts for group in collected.groups] == [(), (), ()]
-    assert "a reward is one finite number" in collected.reward_errors[0]
+    assert "a reward must be one finite number" in collected.reward_errors[0]
     assert f"({type(reward).__name__}); return a float" in collected.reward_errors[0]
 
 

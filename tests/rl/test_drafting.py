@@ -113,7 +113,7 @@ def test_an_unknown_state_is_one_warning_and_drops_the_feedback(damage: str) -> 
     else:
         state |= {"costs.num_tokens": torch.tensor([1, 2]), "costs.seconds": torch.tensor([2.0, 1.0])}
     drafting, fresh = Drafting(), Drafting().state()
-    with pytest.warns(UserWarning, match="learns anew") as caught:
+    with pytest.warns(UserWarning, match="starts fresh") as caught:
         drafting.load_state(state)
     assert len(caught) == 1
     assert same(drafting.state(), fresh)

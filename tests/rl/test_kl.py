@@ -120,7 +120,7 @@ def test_adapters_have_the_base_model_as_reference_and_no_copy_of_it() -> None:
     ("changes", "message"),
     [
         ({"kl": 0.1, "kl_in": "reward", "old_logprobs": "recomputed"}, "reads the engine's log-probs"),
-        ({"kl": 0.1}, "without `reference`"),
+        ({"kl": 0.1}, "needs `reference`"),
         ({"kl": -0.1}, "kl: expected greater than or equal to 0, got -0.1"),
         ({"kl_in": "rewards"}, "kl_in: expected 'loss' or 'reward'"),
     ],

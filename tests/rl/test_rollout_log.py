@@ -88,6 +88,6 @@ def test_a_line_that_a_kill_left_half_written_is_cut_off(tmp_path: Path) -> None
 def test_a_new_run_refuses_the_rollouts_of_another_and_leaves_them_alone(tmp_path: Path) -> None:
     written(tmp_path)
     before = steps_in(tmp_path)
-    with pytest.raises(StateError, match=r"epoch-000.jsonl is there; choose another run folder"):
+    with pytest.raises(StateError, match=r"epoch-000.jsonl; choose another run folder"):
         RolloutLog(tmp_path)
     assert steps_in(tmp_path) == before

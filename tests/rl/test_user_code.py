@@ -34,7 +34,7 @@ def raises(error: BaseException) -> None:
     "error", [KeyboardInterrupt("mine"), SystemExit(3), SystemExit(), GeneratorExit(), Private("out")], ids=repr
 )
 def test_what_would_end_the_program_is_an_error_of_the_task(error: BaseException) -> None:
-    with pytest.raises(InputError, match=f"may not end the run, and it raised {type(error).__name__}"):
+    with pytest.raises(InputError, match=f"must not end the run, got {type(error).__name__}"):
         raises(error)
 
 

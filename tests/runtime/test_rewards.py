@@ -28,7 +28,7 @@ def test_an_exception_that_ends_programs_costs_a_rollout_and_no_process() -> Non
     num_errors = 2 * len(tasks.RAISING)
     counts = (report.num_reward_errors, account.reward_errors, account.reward_worker_deaths)
     assert counts == (num_errors, num_errors, 0)
-    assert all(any(f"it raised {name}: bye" in message for message in report.reward_errors) for name in tasks.RAISING)
+    assert all(any(f"got {name}: bye" in message for message in report.reward_errors) for name in tasks.RAISING)
     assert is_complete(account, 8)
 
 

@@ -23,23 +23,23 @@ EPSILON = 1e-6
 
 
 def group_advantages(rewards: NDArray[np.float64], estimator: Estimator) -> NDArray[np.float64]:
-    """The advantages of one group, in its order.
+    """Return the advantages of one group, in its order.
 
     The standard deviation is the sample's, with G - 1 in the denominator, as in TRL and verl. Groups with equal rewards
     or a single rollout have advantages of exactly 0.
 
     Args:
         rewards: float64 [G], finite.
-        estimator: see `Estimator`.
+        estimator: how rewards are compared, see `Estimator`.
 
     Returns:
         float64 [G].
 
     Raises:
         ConfigError: an unknown estimator.
-        InputError: rewards that are not a flat list of finite numbers, or whose differences float64 cannot hold.
+        InputError: rewards are not a flat list of finite numbers, or float64 cannot hold their differences.
 
-    Example: rewards [1, 0, 0, 0] have the mean 0.25 and the standard deviation 0.5: grpo gives [1.5, -0.5, -0.5, -0.5],
+    Example: rewards [1, 0, 0, 0] have mean 0.25 and standard deviation 0.5: grpo gives [1.5, -0.5, -0.5, -0.5],
     dr_grpo [0.75, -0.25, -0.25, -0.25] and rloo [1, -1/3, -1/3, -1/3].
     """
     if estimator not in get_args(Estimator):
@@ -61,10 +61,10 @@ def group_advantages(rewards: NDArray[np.float64], estimator: Estimator) -> NDAr
 
 
 def scaled(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
-    """Divides numbers above 1 by a power of two, which rounds nothing, so that their sums and squares are finite.
+    """Divide numbers above 1 by a power of two, which is exact, so that their sums and squares stay finite.
 
     Returns:
-        The numbers, at most 1 in size, and the exponent e of their factor 2^-e; 0 if they are no larger.
+        The numbers, at most 1 in magnitude, and the exponent e of their factor 2^-e; 0 if nothing was divided.
 
     Example: [3, -8] gives [0.1875, -0.5] and 4; [0.5, 0.25] stays, with 0.
     """
@@ -73,7 +73,7 @@ def scaled(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
 
 
 def unscaled(values: NDArray[np.float64], exponent: int) -> NDArray[np.float64]:
-    """The inverse of `scaled`.
+    """Undo `scaled`.
 
     Raises:
         InputError: a number is too large for float64.
@@ -82,7 +82,7 @@ def unscaled(values: NDArray[np.float64], exponent: int) -> NDArray[np.float64]:
         restored: NDArray[np.float64] = np.ldexp(values, exponent)
     if not np.isfinite(restored).all():
         raise InputError(
-            f"rewards of a group differ by numbers that float64 can hold, got differences up to 2^{exponent + 1}; "
+            f"float64 must hold the differences of a group's rewards, got differences up to 2^{exponent + 1}; "
             "divide the rewards"
         )
     return restored
@@ -91,16 +91,16 @@ def unscaled(values: NDArray[np.float64], exponent: int) -> NDArray[np.float64]:
 Float64s: TypeAlias = NDArray[np.float64]
 
 BranchAdvantages: TypeAlias = Float64s | list[Float64s]
-"""float64 [B], or, where calls have rewards of their own, one array per branch with an entry per token."""
+"""float64 [B], or one array per branch with an entry per token if calls have their own rewards."""
 
 
 def branch_advantages(group: Group, estimator: Estimator) -> BranchAdvantages:
-    """The advantages of a group's branches, in its order.
+    """Return the advantages of a group's branches, in its order.
 
-    Where calls have rewards, the k-th calls of all runs are compared; a run with fewer calls is worth its own reward
-    there.
+    If calls have rewards, the k-th calls of all runs are compared; a run with fewer calls counts with its own reward.
 
-    Example: runs with the rewards 1 and 0, of two branches and one, have the dr_grpo advantages [0.5, 0.5, -0.5].
+    Example: a run of two branches with reward 1 and a run of one branch with reward 0 have the dr_grpo advantages
+    [0.5, 0.5, -0.5].
     """
     runs = group.runs
     if runs is None:
@@ -118,13 +118,13 @@ def branch_advantages(group: Group, estimator: Estimator) -> BranchAdvantages:
 
 
 def branch_weights(groups: Sequence[Group], normalizer: Normalizer) -> list[float]:
-    """What the advantages of all branches are multiplied with, so that each run counts as one sequence.
+    """Return the factors of all branches' advantages that make each run count as one sequence.
 
-    A mean over sequences then is one over runs, and a mean inside a sequence is one over all trained tokens of the run.
-    Policy losses are proportional to advantages; a KL or an entropy bonus in the loss counts branches.
+    A mean over sequences becomes one over runs, and a mean inside a sequence one over all trained tokens of the run.
+    Policy losses are proportional to advantages; a KL or an entropy bonus in the loss still counts branches.
 
-    Example: of a run with two branches of 30 and 10 trained tokens and one with a single branch, three branches in all,
-    sequence_mean has the weights 0.75 * 3/2, 0.25 * 3/2 and 3/2.
+    Example: two runs, one with branches of 30 and 10 trained tokens and one with a single branch, have the
+    sequence_mean weights 0.75 * 3/2, 0.25 * 3/2 and 3/2.
     """
     if normalizer not in ("sequence_mean", "sequence_sum", "tree_mean"):
         return [1.0 for group in groups for _ in group.rollouts]
@@ -132,7 +132,7 @@ def branch_weights(groups: Sequence[Group], normalizer: Normalizer) -> list[floa
     num_counted = sum(len(group.rollouts) if _counts_branches(group) else group.rewards.size for group in groups)
     found: list[float] = []
     for group in groups:
-        # A tree is a mean of its own.
+        # A tree's mean is taken inside the tree, so only its own branches and runs count.
         sizes = (len(group.rollouts), group.rewards.size) if normalizer == "tree_mean" else (num_branches, num_counted)
         ratio = 1.0 if _counts_branches(group) and normalizer == "tree_mean" else sizes[0] / sizes[1]
         found += [ratio * share for share in _shares(group, normalizer)]
@@ -144,7 +144,7 @@ def _counts_branches(group: Group) -> bool:
 
 
 def _shares(group: Group, normalizer: Normalizer) -> list[float]:
-    """Of each branch, its share of the trained tokens of its run where those are averaged; else 1."""
+    """Return each branch's share of its run's trained tokens if they are averaged, else 1."""
     if group.runs is None or _counts_branches(group) or normalizer != "sequence_mean":
         return [1.0] * len(group.rollouts)
     trained = np.array([int(rollout.loss_mask[1:].sum()) for rollout in group.rollouts], np.float64)
@@ -154,7 +154,7 @@ def _shares(group: Group, normalizer: Normalizer) -> list[float]:
 
 
 def _worth(rewards: Float64s, turn_rewards: Sequence[Sequence[float]], num_calls: int) -> Float64s:
-    """float64 [K, R]: what each run earns from its k-th call on, for the K calls of the longest run."""
+    """Return what each run earns from its k-th call on, for the K calls of the longest run: float64 [K, R]."""
     table = np.zeros((num_calls, rewards.size))
     for run, values in enumerate(turn_rewards):
         table[: len(values), run] = values
@@ -162,13 +162,12 @@ def _worth(rewards: Float64s, turn_rewards: Sequence[Sequence[float]], num_calls
 
 
 Baseline = Literal["parent", "siblings", "leave_one_out", "root", "tree_rl", "tree_grpo"]
-"""What a node's value is compared with; see `tree_advantages`."""
+"""Value that a node is compared with; the formulas are in `tree_advantages`."""
 
 ScaleRewards = Literal["none", "group"]
-"""none: rewards as they are. group: divided by the standard deviation of their group, plus 1e-6 (TRL's word)."""
+"""none: raw rewards. group: divided by the standard deviation of their group, plus 1e-6 (named as in TRL)."""
 
 Ids = Sequence[int] | Sequence[str] | NDArray[np.integer[Any]]
-"""One id per branch."""
 
 
 def tree_advantages(
@@ -180,39 +179,38 @@ def tree_advantages(
     groups: Ids | None = None,
     trees: Ids | None = None,
 ) -> list[Float64Array]:
-    """Step-level advantages: how much better a node of the tree is than what it is compared with.
+    """Return step-level advantages: how much better a node of the tree is than its baseline.
 
-    Every branch ends in a leaf of its own. A node is a maximal run of tokens that the same branches pass through: a
-    segment, split where a branch ends inside it. The value V(n) is the mean reward of the branches through n, each
-    counted once, duplicates and branches that end inside others' paths too. p(n) is the node above n. The root is the
-    start of the group, before its first token, and V(root) the mean reward of the group. The advantage A(n) is by
-    `baseline`:
+    Every branch ends in its own leaf. A node is a maximal run of tokens that the same branches pass through: a segment,
+    split where a branch ends inside it. V(n) is the mean reward of the branches through n; duplicates and branches that
+    end inside others' paths count once each. p(n) is the node above n. The root is the start of the group, before its
+    first token, and V(root) is the mean reward of the group. `baseline` defines the advantage A(n):
 
     - parent: V(n) - V(p(n)).
-    - siblings: V(n) less the mean of V over the children of p(n), n too, each child counted once (the step groups of
-      TreeRPO, arXiv 2506.05183, unscaled). Branches that end at p(n) are one more child, whose value is their mean
+    - siblings: V(n) minus the mean of V over the children of p(n) including n, each child counted once (the step groups
+      of TreeRPO, arXiv 2506.05183, unscaled). Branches that end at p(n) are one more child, whose value is their mean
       reward.
     - leave_one_out: the same without n itself in the mean (RLOO, arXiv 2402.14740, at each branch point).
     - root: V(n) - V(root). On policy it has the gradient of one advantage r - V(root) per branch (with shared="sum",
       masks that are equal on shared tokens, and a normalizer that weighs branches equally: not sequence_mean).
-    - tree_rl: (V(n) - V(root) + V(n) - V(p(n))) / sqrt(L(n)) with L(n) branches through n: TreeRL's global and local
-      advantage and its weight (arXiv 2506.11902).
+    - tree_rl: (V(n) - V(root) + V(n) - V(p(n))) / sqrt(L(n)), where L(n) branches pass through n: TreeRL's global and
+      local advantage and its weight (arXiv 2506.11902).
     - tree_grpo: the mean over the branches through n of (r - mean) / (std + 1e-6) in the branch's group plus the same
       in its tree: Tree-GRPO's inter-tree and intra-tree advantages (arXiv 2509.21240, and the estimator "tree" of its
-      code), which it gives to whole branches. On policy the gradient is the same, as for root.
+      code, which gives them to whole branches). On policy the gradient is the same, as for root.
 
-    Without siblings there is nothing to compare: the tokens that all branches of a group share have the advantage 0
-    (tree_grpo: within rounding), and so has a group whose rewards are equal. For a prompt whose completions differ from
-    their first token on, parent, siblings and root give Dr. GRPO's r - mean, with scale_rewards="group" GRPO's, and
-    leave_one_out gives RLOO's.
+    A node without siblings has nothing to be compared with: tokens that all branches of a group share have advantage 0
+    (tree_grpo: within rounding), and so does a group with equal rewards. If a prompt's completions differ from their
+    first token on, parent, siblings and root give Dr. GRPO's r - mean (GRPO's advantage with scale_rewards="group"),
+    and leave_one_out gives RLOO's.
 
     Args:
         forest: of K branches.
         leaf_rewards: K finite numbers, in the order of the branches.
         baseline: see above.
-        scale_rewards: see `ScaleRewards`. The deviation is the sample's. Not for tree_grpo, which divides already.
+        scale_rewards: see `ScaleRewards`. Uses the sample deviation. Refused for tree_grpo, which divides already.
         groups: K strings or integers, equal for rollouts of the same prompt. By default every tree of the forest is a
-            group, as in normalizer="tree_mean"; give it if prompts share their first token, or if rollouts of a prompt
+            group, as in normalizer="tree_mean". Needed if prompts share their first token, or if rollouts of a prompt
             do not.
         trees: K strings or integers, for tree_grpo: equal for rollouts that were branched from the same first rollout.
             The forest cannot tell: independent rollouts may begin with the same tokens.
@@ -222,11 +220,11 @@ def tree_advantages(
         have the same values at tokens that they share. O(N + F) time and memory.
 
     Raises:
-        InputError: rewards or ids that are not one per branch, a reward that is not finite, or rewards whose
-            differences float64 cannot hold.
-        ConfigError: an unknown option, `trees` missing or out of place, or scaled rewards with tree_grpo.
+        InputError: rewards or ids are not one per branch, a reward is not finite, or float64 cannot hold their
+            differences.
+        ConfigError: an unknown option, `trees` missing or without tree_grpo, or scaled rewards with tree_grpo.
 
-    Example: two answers leave a common step.
+    Example: two answers share a step.
         >>> forest = Forest.from_sequences([[1, 3, 5], [1, 3, 6], [1, 4]])
         >>> [advantages.tolist() for advantages in tree_advantages(forest, [9, 3, 0])]
         [[0.0, 2.0, 3.0], [0.0, 2.0, -3.0], [0.0, -4.0]]
@@ -250,7 +248,7 @@ def tree_advantages(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Nodes:
-    """The nodes of one group in packed order; they cover its tokens without gaps.
+    """Nodes of one group in packed order, covering its tokens without gaps.
 
     Attributes:
         start: int64 [M], first token of each.
@@ -291,7 +289,7 @@ def _of_nodes(nodes: _Nodes, baseline: Baseline) -> Float64Array:
         case "siblings":
             return value - child_sum / num_children
         case "leave_one_out":
-            # An only child is the one root of its group, which is compared with nothing.
+            # Only the root of a group can be an only child; it is compared with nothing.
             return np.where(num_children > 1, value - (child_sum - value) / np.maximum(num_children - 1, 1), 0.0)
         case "root":
             return over_root
@@ -336,7 +334,7 @@ def _tree_grpo_scores(rewards: Float64Array, trees: Sequence[int | str]) -> Floa
 
 
 def _groups(forest: Forest, groups: Ids | None) -> Iterator[tuple[Int64Array, Forest]]:
-    """The branches of each group with their forest."""
+    """Yield the branches of each group with their forest."""
     if groups is None:
         yield from zip(forest.branches_by_tree(), forest.trees(), strict=True)
         return
@@ -385,9 +383,9 @@ def _check_options(baseline: Baseline, scale_rewards: ScaleRewards, trees: Ids |
     if (baseline == "tree_grpo") != (trees is not None):
         raise ConfigError(
             f'trees belong to baseline="tree_grpo" and only to it, got {baseline!r} and '
-            f"{'no trees' if trees is None else 'trees'}; say which rollouts were branched from the same one"
+            f"{'no trees' if trees is None else 'trees'}; say which rollouts share a first rollout"
         )
     if baseline == "tree_grpo" and scale_rewards != "none":
         raise ConfigError(
-            f'baseline="tree_grpo" divides by deviations already, got scale_rewards={scale_rewards!r}; leave it out'
+            f'baseline="tree_grpo" divides by deviations already, got scale_rewards={scale_rewards!r}; remove it'
         )

@@ -1,4 +1,4 @@
-"""Turns groups of rollouts into a training batch: forests, masks, advantages and sampling log-probs.
+"""Turn groups of rollouts into a training batch: forests, masks, advantages and log-probs.
 
 Shapes: K branches (rollouts of trained groups, groups in order, then rollouts).
 """
@@ -24,11 +24,11 @@ from treering.types import LossMask, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RlBatch:
-    """The data of one update.
+    """Data of one update.
 
-    Groups with equal rewards are left out: their advantages are zero, so they add nothing to the gradient. They do not
-    count in the denominators either, so that the size of an update does not depend on how many prompts are too easy or
-    too hard (no difference with `normalizer="constant"`).
+    Groups with equal rewards are dropped: their advantages are zero, so they add nothing to the gradient. They do not
+    count in the denominators either, so the size of an update does not depend on how many prompts are too easy or too
+    hard (with `normalizer="constant"` this makes no difference).
     """
 
     trees: StepBatch
@@ -36,19 +36,19 @@ class RlBatch:
     advantages: list[float | NDArray[np.float64]]
     """K numbers, or arrays with an entry per token; weighted so that runs count alike (`branch_weights`)."""
     group_advantages: list[BranchAdvantages]
-    """Of each group of the step, including those not trained, and without weights."""
+    """Unweighted advantages of each group of the step, trained or not."""
     old_logprobs: list[Logprobs]
-    """K arrays, float64 [T] each: with the temperature only; 0 at tokens that were not sampled."""
+    """K arrays, float64 [T] each: log-probs after temperature only; 0 at tokens that were not sampled."""
     behaviour_logprobs: list[Logprobs]
-    """K arrays, float64 [T] each: of the distribution sampled from; 0 at tokens that were not sampled."""
+    """K arrays, float64 [T] each: log-probs of the distribution sampled from; 0 at tokens that were not sampled."""
     num_zero_variance: int
     """Groups whose rewards are all equal."""
     num_empty_groups: int
     """Groups without any rollout."""
     trained: tuple[Group, ...] = ()
-    """The groups that the branches are of."""
+    """Groups that the branches belong to."""
     ref_logprobs: list[Logprobs] | None = None
-    """K arrays, float64 [T] each: of the reference; None without a KL in the loss."""
+    """K arrays, float64 [T] each: log-probs of the reference; None without a KL in the loss."""
 
 
 def make_rl_batch(
@@ -59,11 +59,11 @@ def make_rl_batch(
     keeps_equal: bool = False,
     normalizer: Normalizer = "token_mean",
 ) -> RlBatch:
-    """The batch of a step's groups; with `keeps_equal` those with equal rewards are trained too.
+    """Make the batch of a step's groups; with `keeps_equal`, groups with equal rewards are trained too.
 
-    `normalizer`: that of the loss, for the weights of runs with several branches.
+    `normalizer` is the loss's, and decides the weights of runs with several branches.
 
-    Example: groups with rewards [1, 0], [1, 1] and [] train the first; one has zero variance, one is empty.
+    Example: of groups with rewards [1, 0], [1, 1] and [], the first is trained; one has zero variance, one is empty.
     """
     advantages = [branch_advantages(group, estimator) for group in groups]
     is_zero = [not any(np.any(values) for values in of_group) for of_group in advantages]
@@ -91,7 +91,7 @@ def make_rl_batch(
 
 
 def share_of(batch: RlBatch, group: RankGroup) -> RlBatch:
-    """This rank's branches of a step by cost; what describes groups stays that of the whole step."""
+    """Return this rank's branches of a step, split by cost; values about groups stay those of the whole step."""
     share = share_batch(batch.trees, group)
     return replace(
         batch,
@@ -103,17 +103,17 @@ def share_of(batch: RlBatch, group: RankGroup) -> RlBatch:
 
 
 def own_tokens(groups: Sequence[Group]) -> list[LossMask]:
-    """Of each branch, groups in order, the sampled tokens that no earlier branch of its run has: bool [T].
+    """Return masks of sampled tokens that no earlier branch of the same run has: bool [T] per branch, groups in order.
 
-    Example: where both branches of a run train its first call, the second one's mask has only its later calls.
+    Example: if both branches of a run train its first call, the second one's mask has only its later calls.
     """
     return [mask for group in groups for mask in _own_tokens(group)]
 
 
 def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[Group]:
-    """The groups with each rollout's reward less its penalty; one per rollout, groups in order.
+    """Return the groups with each rollout's penalty subtracted from its reward; penalties have groups in order.
 
-    A run's reward is less the penalties of all of its branches.
+    A run's reward loses the penalties of all its branches.
 
     Example: a group with rewards [1, 0] and penalties [0.25, 0.5] gets the rewards [0.75, -0.5].
     """
@@ -122,16 +122,16 @@ def with_penalties(groups: Sequence[Group], penalties: Sequence[float]) -> list[
 
 
 def overlong_penalties(groups: Sequence[Group], *, max_tokens: int, buffer: int, factor: float) -> list[float]:
-    """DAPO's length penalty of each rollout, groups in order (arXiv 2503.14476, equation 13).
+    """Return DAPO's length penalty of each rollout, groups in order (arXiv 2503.14476, equation 13).
 
     Raises:
-        ConfigError: runs of episodes, whose branches are contexts rather than responses.
+        ConfigError: the rollouts are episodes, whose branches are contexts rather than responses.
 
     Example: with max_tokens=10, buffer=4 and factor=1, rollouts of 6, 7 and 10 tokens lose 0, 0.25 and 1.
     """
     if any(group.runs is not None for group in groups):
         raise ConfigError(
-            f"overlong_buffer is for tasks whose rollout is one response, got {buffer} with episodes; set None, and "
+            f"overlong_buffer needs tasks whose rollout is one response, got {buffer} with episodes; set None, and "
             "let the environment's reward count turns"
         )
     lengths = [rollout.num_tokens for group in groups for rollout in group.rollouts]
@@ -160,7 +160,7 @@ def _penalised(group: Group, penalties: NDArray[np.float64]) -> Group:
 
 
 def empty_batch() -> RlBatch:
-    """A batch of no groups."""
+    """Return a batch without groups."""
     return make_rl_batch([], estimator="grpo", layout="tree")
 
 

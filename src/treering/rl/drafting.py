@@ -1,4 +1,4 @@
-"""The history of a run's rollouts and the drafter that reads it, saved and restored together."""
+"""History of a run's rollouts and the drafter that reads it, saved and restored together."""
 
 import warnings
 from collections.abc import Mapping
@@ -24,16 +24,16 @@ _SIZES, _SECONDS = _COSTS = ("costs.num_tokens", "costs.seconds")
 
 
 class Drafting:
-    """A history store and its drafter. Losing either costs speed, never changes a token.
+    """A history store and its drafter. Losing either costs speed and never changes a token.
 
     Example: after `drafting.add(rollout)` and `drafting.publish()`, an engine with `drafting.drafter` drafts from it.
     """
 
     def __init__(self, options: DraftOptions | None = None, folder: Path | None = None) -> None:
-        """`folder`: where other processes read the history; an existing history there is dropped. None: in memory.
+        """Open a store: in `folder`, for other processes to read (its old history is dropped), or in memory.
 
         Raises:
-            StateError: another process writes to the folder, or it is not a folder.
+            StateError: another process writes to the folder, or the path is not a folder.
         """
         self.options = options or DraftOptions()
         self.folder = folder
@@ -45,36 +45,36 @@ class Drafting:
 
     @property
     def snapshot(self) -> Mapping[PromptId, PromptIndex]:
-        """The published indexes, also after `load`; a `Drafting` is a `SnapshotSource`."""
+        """Published indexes, current also after `load`; this makes a `Drafting` a `SnapshotSource`."""
         return self.store.snapshot
 
     def add(self, rollout: Rollout) -> None:
-        """Adds a finished rollout. If its prompt had no history, its siblings soon draft from it."""
+        """Add a finished rollout. If its prompt had no history, its siblings soon draft from it."""
         version = int(rollout.versions.max(initial=0))
         self.store.add(rollout.prompt_id, [rollout.tokens], version)
-        # If earlier steps have filled a prompt's index, a few siblings add too little to rebuild it within the step.
+        # A prompt that earlier steps filled gains too little from a few siblings to rebuild its index within the step.
         if rollout.prompt_id in self._new or not self.knows(rollout.prompt_id):
             self._new.add(rollout.prompt_id)
             self._num_unpublished += 1
-        # Publish at every doubling: then all index builds together cost about twice the last one.
+        # Publish at every doubling, so that all index builds together cost about twice the last one.
         if self._num_unpublished >= max(self.options.publish_new_after, self._num_published):
             self.store.publish()
             self._num_published += self._num_unpublished
             self._num_unpublished = 0
 
     def add_rest(self, rollout: Rollout, tokens: TokenIds) -> None:
-        """Adds what was rehearsed of a finished rollout after a change, as one more rollout of its prompt."""
+        """Add the rehearsed tokens of a finished rollout after its first change, as one more rollout of its prompt."""
         if tokens.size > 0:
             self.store.add(rollout.prompt_id, [tokens], int(rollout.versions.max(initial=0)))
 
     def knows(self, prompt_id: PromptId) -> bool:
-        """Whether a prompt has published history."""
+        """Return whether a prompt has published history."""
         return prompt_id in self.snapshot
 
     def publish(self) -> None:
-        """Ends a step: publishes all added rollouts, and resets the drafter's per-step measurements.
+        """End a step: publish all added rollouts and reset the drafter's per-step measurements.
 
-        Drops the state of the rows that ran, so that a run resumed from `state` and the saved history drafts like one
+        Drop the state of the rows that ran, so that a run resumed from `state` and the saved history drafts like one
         that continues.
         """
         self.store.publish()
@@ -84,13 +84,13 @@ class Drafting:
         self._num_unpublished = self._num_published = 0
 
     def save(self, file: Path) -> None:
-        """Writes the history after the last whole step to a file, atomically."""
+        """Write the history after the last whole step to a file, atomically."""
         self.store.save(file, self._whole)
 
     def load(self, file: Path) -> None:
-        """Loads the history; a missing or damaged file is a warning and an empty history.
+        """Load the history; a missing or damaged file gives a warning and an empty history.
 
-        Makes a new drafter with the old one's state: recreate engines that hold the old drafter.
+        Make a new drafter with the old one's state: engines that hold the old drafter must be made again.
         """
         options, state = self.options, self.state()
         saved = HistoryStore.load(file, max_bytes=options.max_bytes, max_epochs=options.max_epochs)
@@ -102,37 +102,37 @@ class Drafting:
         self.load_state(state)
 
     def close(self) -> None:
-        """Releases the folder; the published history stays readable here."""
+        """Release the folder; the published history stays readable here."""
         self.store.close()
 
     def state(self) -> dict[str, Tensor]:
-        """The drafter's feedback and the engine's measured costs, as tensors."""
+        """Return the drafter's feedback and the engine's measured costs, as tensors."""
         costs = self.drafter.costs
         measured = {} if costs is None else {_SIZES: costs.num_tokens, _SECONDS: costs.seconds}
         arrays = {**self.drafter.state(), **measured}
         return {name: torch.from_numpy(np.array(values)) for name, values in arrays.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Resumes from a `state`; one of another version of Treering is a warning, and the drafter starts anew."""
+        """Resume from a `state`; one of another version of Treering gives a warning, and the drafter starts fresh."""
         arrays = {name: values.numpy().copy() for name, values in state.items()}
         costs = {name: arrays.pop(name) for name in _COSTS if name in arrays}
         try:
             known = _costs_of(costs)
             self.drafter.load_state(arrays)
         except InputError as error:
-            warnings.warn(f"the drafter learns anew, because its saved state is of another kind: {error}", stacklevel=2)
+            warnings.warn(f"the drafter starts fresh, because its saved state does not fit: {error}", stacklevel=2)
             return
         self.drafter.use_costs(known)
 
     def _open_store(self) -> HistoryStore:
         if self.folder is not None:
-            # Drop the history that an earlier run left in the folder.
+            # Drop the history of an earlier run in the folder.
             HistoryStore(self.folder, max_bytes=1).close()
         return HistoryStore(self.folder, max_bytes=self.options.max_bytes, max_epochs=self.options.max_epochs)
 
 
 def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
-    """A drafter that reads a store, or the folder of another process's store.
+    """Make a drafter that reads a store, or the folder of another process's store.
 
     Example: two engines use two drafters of one store; each learns from its own rows.
     """
@@ -145,7 +145,7 @@ def make_drafter(store: SnapshotSource, options: DraftOptions) -> Drafter:
 
 
 def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
-    """The costs of saved columns, None if there are none.
+    """Return the costs of saved columns, or None without them.
 
     Raises:
         InputError: invalid columns.
@@ -156,7 +156,7 @@ def _costs_of(columns: Mapping[str, NDArray[Any]]) -> VerifyCosts | None:
 
 
 def _copied(source: HistoryStore, target: HistoryStore) -> HistoryStore:
-    """Copies a store's rollouts into the target and publishes them."""
+    """Copy a store's rollouts into the target and publish them."""
     for prompt_id, index in source.snapshot.items():
         for version, text in sorted(index.texts().items()):
             rollouts = np.split(text, np.flatnonzero(text == MARKER)[1:])

@@ -1,4 +1,4 @@
-"""Rewards of held-out prompts, and of episodes of held-out tasks; nothing enters a history, a drafter or a step."""
+"""Rewards of held-out prompts and episodes. Nothing of them enters a history, a drafter or a training step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from treering.train.progress import OnProgress, PhaseProgress
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that one of k samples passes.
+    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) of the chance that at least one of k samples passes.
 
-    It is the share of the subsets of k samples that hold one that has passed.
+    It is the share of all subsets of k samples with a sample that passed.
 
     Example:
         >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
@@ -31,11 +31,11 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def mean_pass_at_k(num_samples: int, num_passed: Sequence[int]) -> dict[int, float]:
-    """The mean over prompts by k, for the powers of two up to the number of samples.
+    """Return the mean over prompts of `pass_at_k` by k, for the powers of two up to the number of samples.
 
     Args:
-        num_samples: of each prompt.
-        num_passed: how many of them passed, by prompt; at least one prompt.
+        num_samples: samples of each prompt.
+        num_passed: samples that passed, by prompt; at least one prompt.
 
     Example:
         >>> mean_pass_at_k(4, [1, 0])
@@ -50,9 +50,9 @@ class EvalOptions:
     """How held-out prompts are sampled and judged.
 
     Attributes:
-        sampling: of all; the task's stops are added.
+        sampling: sampling parameters; the task's stops are added.
         num_samples: rollouts per prompt.
-        pass_reward: least reward of a rollout that passes.
+        pass_reward: smallest reward that passes.
     """
 
     sampling: Sampling
@@ -66,14 +66,14 @@ class EvalOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """The rewards of held-out prompts, or of each agent's runs of held-out tasks.
+    """Rewards of held-out prompts, or of each agent's runs of held-out tasks.
 
     Attributes:
-        reward: mean over the rollouts with a reward, or the runs, whose calls' rewards count; None if there is none.
+        reward: mean over rollouts with a reward, or over runs including their calls' rewards; None without any.
         pass_at: mean chance that one of k samples passes, by k; a rollout without a reward does not pass.
-        length_mean: tokens of a rollout with a reward, or of all branches of a run; None if there is none.
+        length_mean: tokens of a rollout with a reward, or of all branches of a run; None without any.
         num_reward_errors: rollouts whose reward raised.
-        reward_errors: the first messages.
+        reward_errors: the first error messages.
     """
 
     reward: float | None
@@ -83,7 +83,7 @@ class EvalReport:
     reward_errors: tuple[str, ...] = ()
 
     def values(self) -> dict[str, float]:
-        """The metrics, by the names of `treering.metrics`; those of rewards only if there are any."""
+        """Return the metrics by the names of `treering.metrics`; reward metrics only if there are rewards."""
         own: dict[str, float | None] = {
             metrics.EVAL_REWARD: self.reward,
             **{f"{metrics.EVAL_PASS_AT}{k}": value for k, value in self.pass_at.items()},
@@ -96,8 +96,8 @@ class EvalReport:
 class HeldOutRewards:
     """Measures a policy on held-out prompts.
 
-    Each measurement has an engine of its own, without a drafter, so that the engine of training keeps what it has. The
-    noise is that of draw 0 each time, which makes the values of two steps comparable.
+    Each measurement uses its own engine without a drafter, so the training engine's caches stay. Its noise is always
+    that of draw 0, which makes the values of two steps comparable.
 
     Example:
         >>> options = EvalOptions(sampling=Sampling(max_tokens=64), num_samples=4)
@@ -109,10 +109,16 @@ class HeldOutRewards:
     def __init__(
         self, task: Task, make_engine: Callable[[], Engine], options: EvalOptions, group: RankGroup | None = None
     ) -> None:
-        """`make_engine` makes an engine of the present weights; several ranks (`group`) share the prompts.
+        """Set up the measurement; several ranks (`group`) share the prompts.
+
+        Args:
+            task: held-out prompts and their rewards.
+            make_engine: makes an engine with the current weights.
+            options: how prompts are sampled and judged.
+            group: ranks of the run.
 
         Raises:
-            InputError: no prompt, or two prompts of one id.
+            InputError: no prompt, or two prompts with the same id.
         """
         check_prompts(task)
         self._task, self._make_engine, self._options = task, make_engine, options
@@ -120,7 +126,7 @@ class HeldOutRewards:
         self._group = RankGroup() if group is None else group
 
     def __call__(self, on_progress: OnProgress | None = None) -> EvalReport:
-        """Measures the present weights.
+        """Measure the current weights.
 
         Raises:
             InputError: the engine refuses a prompt.
@@ -145,7 +151,7 @@ class HeldOutRewards:
 
 
 def eval_seed(seed: int) -> int:
-    """The seed of an engine for evaluation, from that of training: no rollout of the two has the same noise.
+    """Derive an evaluation engine's seed from the training seed, so that their rollouts never share noise.
 
     Example:
         >>> eval_seed(0) == eval_seed(0), eval_seed(0) == 0

@@ -27,11 +27,11 @@ from treering.train.loop.reference import MakeReference
 from treering.types import PromptId
 
 EngineFactory: TypeAlias = Callable[[Drafter | None, int], Engine]
-"""Makes an engine from a drafter (None: no speculation) and the policy version of the model's current weights."""
+"""Makes an engine from a drafter (None: no speculation) and the policy version of the model's weights."""
 
 
 class RlLoop(Resumable[RlStepReport]):
-    """Trains a model on the rewards of its own rollouts.
+    """Train a model on the rewards of its own rollouts.
 
     The engine is made at the first step, after a resumed run has loaded the model's weights.
 
@@ -60,7 +60,7 @@ class RlLoop(Resumable[RlStepReport]):
         rollout_model: nn.Module | None = None,
         reference: MakeReference | None = None,
     ) -> None:
-        """Puts the model in training mode, with gradient checkpointing as the options say.
+        """Put the model in training mode, with gradient checkpointing if the options ask for it.
 
         Args:
             model: the trained model; the engine copies its weights after every update.
@@ -69,15 +69,15 @@ class RlLoop(Resumable[RlStepReport]):
             optim: the optimiser.
             options: of sampling and training.
             drafting: history of earlier rollouts; None disables speculation (the off-switch).
-            teacher: of an on-policy distillation, with `options.distill`.
-            group: ranks that share the prompts to sample and the trees to train, of a prepared model.
+            teacher: model to distill from, with `options.distill`.
+            group: ranks of a prepared model, which share the prompts to sample and the trees to train.
             rollout_model: whole copy of a sharded model, which the engine reads; the loop copies the weights into it.
-            reference: makes the model of `options.kl`, with the weights that the run began with; called at the first
-                update, and not for adapters on one rank, whose reference is the model without them.
+            reference: makes the reference model of `options.kl` with the run's initial weights. Called at the first
+                update, except for adapters on one rank, whose reference is the model without them.
 
         Raises:
-            InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
-            UnsupportedError: router losses for a model without routers.
+            InputError: no prompt, two prompts with the same id, or too few model positions for a prompt's rollouts.
+            UnsupportedError: router losses are set for a model without routers.
         """
         self.model = model
         self._task = task
@@ -104,36 +104,36 @@ class RlLoop(Resumable[RlStepReport]):
 
     @property
     def num_steps_done(self) -> int:
-        """Steps since the start of the run, also those before a resume and those that trained nothing."""
+        """Steps since the start of the run, including those before a resume and those that trained nothing."""
         return self._num_steps_done
 
     @property
     def version(self) -> int:
-        """Policy version of the weights: updates since the start of the run."""
+        """Policy version of the weights: the number of updates since the start of the run."""
         return self._version
 
     @property
     def latest(self) -> list[Trajectory]:
-        """The rollouts of the latest step as trajectories with advantages; empty before the first."""
+        """Rollouts of the latest step as trajectories with advantages; empty before the first step."""
         return self._latest
 
     @property
     def engine(self) -> Engine:
-        """The engine, made at the first access; all ranks make theirs at a time."""
+        """The engine, made at first access; all ranks must access it together."""
         if self._engine is None:
             self._copy_weights(trained_only=False)
             self._engine = self._make_engine(None if self._drafting is None else self._drafting.drafter, self._version)
         return self._engine
 
     def policy(self) -> nn.Module:
-        """The whole model with the present weights; all ranks ask for theirs at a time."""
+        """Return the whole model with the current weights; all ranks must call it together."""
         self._copy_weights(trained_only=False)
         return self.model if self._rollout_model is None else self._rollout_model
 
     def step(self) -> RlStepReport:
-        """Samples the next step's prompts, trains on their rewards, and updates the engine's weights.
+        """Sample the next step's prompts, train on their rewards, and update the engine's weights.
 
-        If every group has equal rewards, and no teacher and no KL counts besides, weights and policy version stay.
+        If every group has equal rewards, and the loss has no teacher and no KL, weights and policy version stay.
 
         Raises:
             InputError: a prompt does not fit into the engine; the weights are unchanged.
@@ -168,7 +168,7 @@ class RlLoop(Resumable[RlStepReport]):
         )
 
     def state(self) -> dict[str, Any]:
-        """Step, version, draws, and the states of optimiser and drafters, of which each rank has its own."""
+        """Return step, version, draws, and the states of optimiser and drafters; each rank has its own drafter."""
         return {
             "num_steps_done": self._num_steps_done,
             "num_batches": self._num_batches,
@@ -177,12 +177,12 @@ class RlLoop(Resumable[RlStepReport]):
             "optimizer": self._trainer.state(),
             "episodes": self._sampler.state(),
             "rehearsal": self._rehearsal_state,
-            # Of several ranks those after the latest step, so that none has to ask the others here.
+            # With several ranks, the states after the latest step, so that no rank has to ask the others here.
             "drafter": self._drafters or self._drafter_state,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state` of a loop over the same parameters, with a new engine.
+        """Resume from a `state` of a loop over the same parameters, with a new engine.
 
         Raises:
             StateError: the state belongs to a model with other parameters.
@@ -206,20 +206,20 @@ class RlLoop(Resumable[RlStepReport]):
         self._engine = None
 
     def save_hints(self, file: Path) -> None:
-        """Writes the history, if there is one."""
+        """Write the history, if there is one."""
         if self._drafting is not None:
             self._drafting.save(file)
 
     def load_hints(self, file: Path) -> None:
-        """Loads the history; a missing or damaged file is a warning, and costs speed."""
+        """Load the history; a missing or damaged file gives a warning and costs speed."""
         if self._drafting is not None:
             self._drafting.load(file)
         self._engine = None
 
     def _collect(self, engine: Engine) -> tuple[Collected, int, dict[PromptId, int]]:
-        """The groups of the next step, with the batches of prompts sampled for the run and the draws after it.
+        """Sample the groups of the next step; return them, the batches sampled so far, and the draws after the step.
 
-        With dynamic sampling they end with the last group that is needed; what was sampled after it is dropped.
+        With dynamic sampling the groups end with the last one that is needed; later rollouts are dropped.
         """
         options, num_batches, draws = self._options, self._num_batches, dict(self._draws)
         parts: list[Collected] = []
@@ -254,12 +254,12 @@ class RlLoop(Resumable[RlStepReport]):
             self._engine = None
 
     def _note_drafter(self) -> None:
-        """Keeps what the drafter and the rehearsal know after a whole step: the next one may be dropped."""
+        """Keep the state of drafter and rehearsal after a whole step, since the next one may be dropped."""
         self._drafter_state = None if self._drafting is None else self._drafting.state()
         self._rehearsal_state = self._sampler.rehearsal.state()
 
     def _gather_engines(self, stats: EngineStats) -> EngineStats:
-        """The counts of all ranks; notes what their drafters have learnt."""
+        """Return the counts of all ranks; keep what their drafters have learnt."""
         if self._group.size == 1:
             return stats
         learnt = self._drafter_state or {}

@@ -1,9 +1,9 @@
-"""Engines for several trained models, each of which moves to the weights that a call names.
+"""Engines for several trained models, each of which loads the weights that a call names.
 
-An engine copies weights, so a few are kept, and the one that was quiet for longest makes room. A model keeps its
-history: what it sampled is drafted from under its next weights. Prompts that wait to be scored share one pass.
+An engine copies weights, so only a few are kept; the longest idle one makes room. A model keeps its history, so
+earlier rollouts are drafted under its next weights. Prompts that wait to be scored share one forward pass.
 
-    N tokens of a prompt   K targets of a position
+    N tokens of a prompt   K targets per position
 """
 
 import asyncio
@@ -39,19 +39,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplerWeights:
-    """Weights that can be sampled from: a name for them, and how they are read."""
+    """Weights to sample from: their name, and how to load them."""
 
     owner: str
-    """The trained model that they are of; "" is the base model."""
+    """Name of the trained model that has these weights; "" is the base model."""
     name: str
     options: TraineeOptions | None = None
     load: Callable[[PreTrainedModel], None] = lambda _: None
-    """Puts them into a model of these options."""
+    """Loads them into a model with these options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How much room each engine has."""
+    """Limits of each engine."""
 
     max_batch: int
     max_tokens: int
@@ -69,17 +69,17 @@ class _Scoring:
 
 
 TopTokens = tuple[Int64Array, NDArray[np.float64]]
-"""Token ids and log-probs [N, k] each: row t is of the distribution of token t."""
+"""Token ids and log-probs [N, k] each: row t is for the distribution of token t."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptScores:
-    """What a model says of a sequence's tokens.
+    """Log-probs of a sequence's tokens.
 
     Attributes:
-        logprobs: [N] of its tokens, NaN for the first.
-        targets: [N - 1, K] of the targets asked for.
-        top: the likeliest tokens and their log-probs, [N, k] each: row t is of the distribution of token t.
+        logprobs: [N], NaN for the first token.
+        targets: [N - 1, K], for the requested targets.
+        top: likeliest tokens and their log-probs, [N, k] each: row t is for the distribution of token t.
     """
 
     logprobs: NDArray[np.float64]
@@ -88,10 +88,10 @@ class PromptScores:
 
 
 class ModelSampler:
-    """The engine of one model, in a thread of its own, with the history of what it sampled."""
+    """Engine of one model in its own thread, with the history of its rollouts."""
 
     def __init__(self, model: PreTrainedModel, options: EngineOptions) -> None:
-        """`model`: read by this engine alone."""
+        """Start the engine; no other engine may read `model`."""
         self._model = model
         self._drafting = Drafting()
         self._engine = TorchEngine(
@@ -112,7 +112,7 @@ class ModelSampler:
         self._waiting: _Scoring | None = None
         self._max_scored = options.max_tokens
         self.num_open = 0
-        """Calls, those that wait included."""
+        """Open calls, including waiting ones."""
         self.num_scored = self.num_score_passes = 0
 
     @property
@@ -123,14 +123,14 @@ class ModelSampler:
     async def sample(
         self, weights: SamplerWeights, context: TokenIds, sampling: Sampling, num_samples: int, seed: int | None
     ) -> list[Rollout]:
-        """Samples under some weights: answers of a call with a seed are its own, any other's are new ones."""
+        """Sample under some weights: a call with a seed gives the same answers again, any other gives new ones."""
         name = f"{call_id(context):x}"
         turn = nullcontext() if seed is None else self._turns.setdefault(name, asyncio.Lock())
         async with self._under(weights), turn:
             first = 0 if seed is not None else self._counts[name]
             self._counts[name] += num_samples
             requests = [
-                # A prompt's history is found by its tokens, and what runs of it at one time are siblings.
+                # A prompt's history is found by its tokens; requests that run together are siblings.
                 Request(
                     prompt_id=name if seed is None else f"{name} with a seed",
                     prompt=context,
@@ -151,7 +151,7 @@ class ModelSampler:
     async def score(
         self, weights: SamplerWeights, prompt: TokenIds, *, targets: Int64Array | None = None, top_k: int = 0
     ) -> PromptScores:
-        """Scores a sequence under some weights; what waits at that time is one forest."""
+        """Score a sequence under some weights; sequences that wait at the same time share one forest."""
         answer: Future[PromptScores] = Future()
         async with self._under(weights):
             with self._lock:
@@ -164,7 +164,7 @@ class ModelSampler:
 
     @asynccontextmanager
     async def _under(self, weights: SamplerWeights) -> AsyncIterator[None]:
-        """Lets the block run under some weights, in turn: calls under others end first."""
+        """Run the block under some weights, after calls under other weights have ended."""
         async with self._gate:
             if weights.name != self._weights:
                 while self._num_inside:
@@ -220,7 +220,7 @@ class ModelSampler:
             first = last
 
     def _score_forest(self, prompts: Sequence[tuple[TokenIds, Int64Array | None, int]]) -> list[PromptScores]:
-        """One pass for the log-probs of all, and one more where likeliest tokens are asked for."""
+        """Run one pass for the log-probs of all prompts, and one more if likeliest tokens are requested."""
         self.num_scored += sum(prompt.size for prompt, _, _ in prompts)
         self.num_score_passes += 1
         asked = [_targets(prompt, targets) for prompt, targets, _ in prompts]
@@ -243,13 +243,13 @@ class ModelSampler:
         return found
 
     def close(self) -> None:
-        """Ends the thread; open calls fail."""
+        """End the thread; open calls fail."""
         self.host.close()
         self._drafting.close()
 
 
 def _targets(prompt: TokenIds, more: Int64Array | None) -> Int64Array:
-    """The next token of each state, and the targets asked for, [N, 1 + K]; there is none after the last."""
+    """Return the next token and the requested targets of each position, [N, 1 + K]; 0 as the last one's next token."""
     following = np.append(prompt[1:], 0).astype(np.int64)[:, None]
     if more is None:
         return following
@@ -257,10 +257,10 @@ def _targets(prompt: TokenIds, more: Int64Array | None) -> Int64Array:
 
 
 class SamplerPool:
-    """The engines of all models, the last few of them."""
+    """Engines of the most recently used models."""
 
     def __init__(self, base: SharedBase, options: EngineOptions) -> None:
-        """`base`: its own engine is made with the first call."""
+        """Set up an empty pool; the engine of `base` is made at its first call."""
         self._base, self._options = base, options
         self._samplers: OrderedDict[str, ModelSampler] = OrderedDict()
         self._lock = asyncio.Lock()
@@ -270,13 +270,13 @@ class SamplerPool:
     async def sample(
         self, weights: SamplerWeights, context: TokenIds, sampling: Sampling, num_samples: int, seed: int | None = None
     ) -> list[Rollout]:
-        """See `ModelSampler.sample`."""
+        """Sample from a model's engine, see `ModelSampler.sample`."""
         return await self._with(weights, lambda own: own.sample(weights, context, sampling, num_samples, seed))
 
     async def score(
         self, weights: SamplerWeights, prompt: TokenIds, *, targets: Int64Array | None = None, top_k: int = 0
     ) -> PromptScores:
-        """See `ModelSampler.score`."""
+        """Score with a model's engine, see `ModelSampler.score`."""
         return await self._with(weights, lambda sampler: sampler.score(weights, prompt, targets=targets, top_k=top_k))
 
     async def _with(self, weights: SamplerWeights, use: Callable[[ModelSampler], Awaitable[T]]) -> T:
@@ -312,14 +312,14 @@ class SamplerPool:
         return ModelSampler(model, self._options)
 
     async def drop(self, owner: str) -> None:
-        """Ends the engine of a model."""
+        """End the engine of a model."""
         sampler = self._samplers.pop(owner, None)
         if sampler is not None:
             self._ended = _sum([self._ended, sampler.stats])
             await asyncio.to_thread(sampler.close)
 
     def stats(self, owner: str | None = None) -> dict[str, float]:
-        """Counts so far: of all engines, or of that of a model."""
+        """Return the counts so far: of all engines, or of one model's."""
         samplers = [each for name, each in list(self._samplers.items()) if owner in (None, name)]
         total = _sum([*([self._ended] if owner is None else []), *(each.stats for each in samplers)])
         return {
@@ -334,7 +334,7 @@ class SamplerPool:
         }
 
     async def close(self) -> None:
-        """Ends all engines."""
+        """End all engines."""
         for owner in list(self._samplers):
             await self.drop(owner)
 

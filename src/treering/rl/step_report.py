@@ -1,4 +1,4 @@
-"""What a step reports and logs: counts, times and means, and its rollouts as trajectories with advantages."""
+"""Report of a step: counts, times and means, and its rollouts as trajectories with advantages."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,27 +24,27 @@ from treering.train.loop.update import Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutReport(RolloutCounts):
-    """The rollouts of a step. Averages leave out empty rollouts and those without a reward."""
+    """Rollouts of a step. Averages exclude empty rollouts and those without a reward."""
 
     num_rollouts: int
     """Rollouts with a reward."""
     num_tokens: int
-    """Their tokens; of an environment those of all branches, contexts included."""
+    """Their tokens; for an environment, the tokens of all branches, contexts included."""
     reward_mean: float | None
-    """None if there is no rollout."""
+    """None without rollouts."""
     reward_std: float | None
-    """Population standard deviation over all of them; None if there is no rollout."""
+    """Population standard deviation over all of them; None without rollouts."""
     num_groups: int
-    """Prompts."""
+    """Prompts of the step."""
     num_zero_variance: int
     """Groups with equal rewards, which are not trained."""
     num_empty_groups: int
     """Groups without any rollout."""
     number_means: Mapping[str, float] = field(default_factory=dict)
-    """Means of the numbers that the task gave beside its rewards, by name."""
+    """Means by name of the numbers that the task returned with its rewards."""
 
     def values(self) -> dict[str, float]:
-        """The metrics, by the names of `treering.metrics`."""
+        """Return the metrics by the names of `treering.metrics`."""
         found: dict[str, float] = {
             metrics.NUM_ROLLOUTS: self.num_rollouts,
             metrics.ZERO_VARIANCE_SHARE: self.num_zero_variance / self.num_groups,
@@ -65,30 +65,30 @@ class RolloutReport(RolloutCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Wall seconds of a step."""
+    """Wall-clock seconds of a step."""
 
     rollout_s: float
     """Sampling and rewards."""
     train_s: float
     """Advantages, forests, gradients and the optimiser."""
     update_s: float
-    """Updating the engine's weights and the history."""
+    """Update of the engine's weights and the history."""
     step_s: float
     """The whole step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpan:
-    """When a process worked on a step, in seconds of `time.time`; gaps between spans are idle."""
+    """Time that a process worked on a step, in seconds of `time.time`; gaps between spans are idle."""
 
     worker: int | None
     """Number of the rollout worker; None for the trainer."""
     started_s: float
     ended_s: float
     busy_s: float
-    """Seconds of it with work."""
+    """Seconds with work."""
     num_rollouts: int
-    """Turns that ended there; of the trainer, 0."""
+    """Turns that ended on the worker; 0 for the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +100,18 @@ class Overlap:
     bubble: float
     """Idle fraction of the workers' time in this step; 0 is best."""
     staleness: int
-    """Steps between the weights that sampled the step and those that it trained."""
+    """Steps between the weights that sampled this step and the weights it trained."""
     num_stolen: int
-    """Rollouts that started on another worker than planned, because the planned one was busy."""
+    """Rollouts that started on another worker because the planned one was busy."""
     num_moved: int
-    """Migrations of a running rollout to another worker."""
+    """Moves of a running rollout to another worker."""
     num_resampled: int
-    """Rollouts restarted because their worker died."""
+    """Rollouts that restarted because their worker died."""
     spans: tuple[WorkerSpan, ...] = ()
-    """Of the workers that had a share of the step, and of the trainer."""
+    """Spans of the trainer and of every worker with a share of the step."""
 
     def values(self) -> dict[str, float]:
-        """The metrics, by the names of `treering.metrics`."""
+        """Return the metrics by the names of `treering.metrics`."""
         return {
             metrics.TRAINER_WAIT_S: self.trainer_wait_s,
             metrics.BUBBLE: self.bubble,
@@ -124,7 +124,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStepReport:
-    """The report of one step.
+    """Report of one step.
 
     Attributes:
         step: its number, from 1.
@@ -132,9 +132,9 @@ class RlStepReport:
         version: policy version that sampled it.
         rollouts: the sampled rollouts.
         engine: the engine's counts in this step.
-        update: the update; None if every group had equal rewards, and the weights stayed.
+        update: the update; None if every group had equal rewards and the weights stayed.
         phases: the time of each phase; overlapping phases add up to more than the step.
-        overlap: metrics of a run with several processes; None in a single process.
+        overlap: metrics of a run with several processes; None with one process.
     """
 
     step: int
@@ -152,7 +152,7 @@ class RlStepReport:
         return self.engine.num_sampled / self.phases.rollout_s
 
     def values(self) -> dict[str, float]:
-        """The metrics, by the names of `treering.metrics`; those of an update only if there was one."""
+        """Return the metrics by the names of `treering.metrics`; those of an update only if there was one."""
         own: dict[str, float] = {
             metrics.EPOCH: self.epoch,
             metrics.VERSION: self.version,
@@ -170,14 +170,14 @@ class RlStepReport:
         if stats.num_rehearsed or stats.num_verified:
             own[metrics.REHEARSED] = stats.num_rehearsed
             own[metrics.REHEARSAL_KEPT] = stats.num_kept / max(stats.num_verified, 1)
-            # As if kept tokens had taken as long as all: others took longer, so this is too little.
+            # Assume that kept tokens cost as much as others. The others cost more, so this is a lower bound.
             own[metrics.REHEARSAL_SAVED_S] = self.phases.rollout_s * stats.num_kept / max(stats.num_sampled, 1)
         optional = (part.values() for part in (self.update, self.overlap) if part is not None)
         return own | self.rollouts.values() | {name: value for part in optional for name, value in part.items()}
 
 
 def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_groups: int) -> RolloutReport:
-    """Summarises the collected groups.
+    """Summarise the collected groups.
 
     Example: groups with rewards [1, 0] and [1, 1] have a mean of 0.75 and a standard deviation of 0.433.
     """
@@ -197,13 +197,13 @@ def rollout_report(collected: Collected, *, num_zero_variance: int, num_empty_gr
 
 
 def _mean(numbers: Sequence[float]) -> float:
-    """Of numbers whose sum may be too large for float64."""
+    """Return the mean of numbers whose sum may be too large for float64."""
     values, exponent = scaled(np.array(numbers, np.float64))
     return float(np.ldexp(values.mean(), exponent))
 
 
 def total_stats(parts: Iterable[EngineStats]) -> EngineStats:
-    """The sum of several counts.
+    """Return the sum of several engines' counts.
 
     Example: 240 tokens in 80 rows and 60 in 20 rows are 300 in 100: 3.0 tokens per forward.
     """
@@ -218,19 +218,17 @@ def as_trajectories(
     step: int,
     advantages: Sequence[BranchAdvantages] | None = None,
 ) -> list[Trajectory]:
-    """One trajectory per rollout, groups in order and rollouts within them.
+    """Return one trajectory per rollout, groups in order and rollouts within them.
 
-    Of pictures they hold the placeholders alone.
-
-    `task_id` is the prompt's id, `trial` the sample number, `version` that of the last token. `logprobs` are those of
-    the distribution sampled from, 0.0 on the prompt and on what an environment wrote. `reward` is a run's with those of
-    its calls.
+    Images are kept as placeholders only. `task_id` is the prompt's id, `trial` the sample number, `version` that of the
+    last token. `logprobs` are those of the distribution sampled from, 0.0 on the prompt and on text of an environment.
+    `reward` includes the rewards of a run's calls.
 
     Args:
-        groups: of one step.
+        groups: groups of one step.
         epoch: pass over the prompts.
-        step: optimizer step that they were sampled for.
-        advantages: of the branches of each group, which may have one per token; None leaves them out.
+        step: optimizer step that the rollouts were sampled for.
+        advantages: advantages of each group's branches, numbers or an array per branch; None stores none.
 
     Raises:
         InputError: the advantages do not match the groups.
@@ -240,8 +238,8 @@ def as_trajectories(
     """
     if advantages is not None and [len(values) for values in advantages] != [len(g.rollouts) for g in groups]:
         raise InputError(
-            f"advantages have one number per rollout: groups of {[len(g.rollouts) for g in groups]}, advantages of "
-            f"{[len(values) for values in advantages]}; align them"
+            f"advantages must have one entry per rollout, got groups of {[len(g.rollouts) for g in groups]} and "
+            f"advantages of {[len(values) for values in advantages]}; align them"
         )
     found = []
     for i, group in enumerate(groups):
@@ -252,12 +250,10 @@ def as_trajectories(
 
 
 def _of_run(trajectory: Trajectory, group: Group, runs: Runs, rollout: int) -> Trajectory:
-    """A branch with what its episode has earned, and what it is a part of."""
     return replace(trajectory, reward=float(group.returns[runs.of[rollout]]), episode=_episode(runs, rollout))
 
 
 def _episode(runs: Runs, rollout: int) -> EpisodePart:
-    """What a branch of an episode is a part of."""
     turns, run = runs.turns[rollout], runs.of[rollout]
     edges = np.flatnonzero(np.diff(turns, prepend=-1, append=-1))
     spans = [
@@ -304,12 +300,12 @@ class RolloutLog:
     def __init__(
         self, folder: Path, *, resume_step: int | None = None, expected: Mapping[int, int | None] | None = None
     ) -> None:
-        """Damage to earlier steps is a warning (`treering.files.step_lines.reopen`).
+        """Open the log; damage to earlier steps gives a warning (`treering.files.step_lines.reopen`).
 
         Args:
             folder: created with the first step.
             resume_step: the last step to keep; later lines are cut off. None means a new run.
-            expected: lines by step, as `treering.metrics.num_logged` gives them; a step that it lacks should have some.
+            expected: lines by step from `treering.metrics.num_logged`; a step that is not listed should have some.
 
         Raises:
             StateError: a new run finds existing files, or a file cannot be read or written.
@@ -318,7 +314,7 @@ class RolloutLog:
         files = [file for file in sorted(folder.glob("epoch-*.jsonl")) if _NAME.fullmatch(file.name)]
         if resume_step is None and files:
             raise StateError(
-                f"a new run starts without rollouts, and {files[0]} is there; choose another run folder, or remove it"
+                f"a new run must start without rollouts, got {files[0]}; choose another run folder, or remove the file"
             )
         steps = range(1, (resume_step or 0) + 1)
         reopen(files, len(steps), {step: (expected or {}).get(step) for step in steps}, log=folder)

@@ -76,7 +76,7 @@ def _policy_objective(options: RlOptions, batch: RlBatch) -> Objective:
 
 
 def known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
-    """The log-probs, unless an engine could not give them.
+    """Return the log-probs if the engine gave all of them.
 
     Raises:
         StateError: some are NaN.
@@ -84,7 +84,7 @@ def known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
     num_unknown = sum(int(np.isnan(values).sum()) for values in old_logprobs)
     if num_unknown > 0:
         raise StateError(
-            f"ratios need the policy's log-prob of every token, and the engine gave none for {num_unknown} tokens; set "
+            f"policy ratios need the log-prob of every token, and the engine gave none for {num_unknown} tokens; set "
             'old_logprobs="recomputed"'
         )
     return old_logprobs
@@ -92,13 +92,13 @@ def known(old_logprobs: list[Logprobs]) -> list[Logprobs]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trained:
-    """The result of training a step's groups.
+    """Result of training a step's groups.
 
     Example: groups with rewards [1, 0] and [1, 1]: one group has zero variance, and 2 rollouts are trained.
     """
 
     group_advantages: list[BranchAdvantages]
-    """Of the branches of each group."""
+    """Advantages of the branches of each group."""
     num_rollouts: int
     """Trained rollouts."""
     num_zero_variance: int
@@ -106,11 +106,11 @@ class Trained:
     num_empty_groups: int
     """Groups without any rollout."""
     update: Update | None
-    """The update, or several as one; None if every group had equal rewards, and the weights stayed."""
+    """The update, or several combined; None if every group had equal rewards and the weights stayed."""
 
 
 class Trainer:
-    """A model with its optimiser and the objective of a run.
+    """Trains a model with an optimiser and the objective of a run.
 
     Example:
         >>> trainer = Trainer(model, OptimOptions(learning_rate=1e-5), options)              # doctest: +SKIP
@@ -127,20 +127,20 @@ class Trainer:
         group: RankGroup | None = None,
         reference: MakeReference | None = None,
     ) -> None:
-        """Puts the model in training mode, with gradient checkpointing as the options say; leaves the teacher as it is.
+        """Put the model in training mode, with gradient checkpointing if the options ask for it.
 
         Several ranks (`group`, of a prepared model) get the same groups and share them by cost. `reference` is called
-        before the first update, and only if `options.kl` needs a model of its own.
+        before the first update, and only if `options.kl` needs a separate model. The teacher stays as it is.
 
         Raises:
-            ConfigError: no parameter of the model is trainable, a teacher without `options.distill` or the other way
-                round, or `options.kl` without a reference.
-            InputError: a teacher of another vocabulary.
+            ConfigError: no parameter is trainable, only one of teacher and `options.distill` is given, or `options.kl`
+                has no reference.
+            InputError: the teacher has another vocabulary.
             UnsupportedError: router losses for a model without routers, or a model that cannot recompute activations.
         """
         check_routers(model, options.router_losses)
         check_teacher(model, teacher, options, options.objective)
-        # The objective refuses wrong clips, divisors and caps now, and not after the first rollouts.
+        # Let the objective refuse wrong clips, divisors and caps now, before the first rollouts.
         self._weighting = weighting_of(options)
         self._teacher = teacher
         self._options = options
@@ -152,13 +152,13 @@ class Trainer:
         self._updater = Updater(model, optim, options, group=self._group)
 
     def train(self, step: int, groups: Sequence[Group], *, on_progress: OnProgress | None = None) -> Trained:
-        """Updates the weights, unless every group has equal rewards, and no teacher and no KL counts besides.
+        """Update the weights, unless every group has equal rewards and the loss has no teacher and no KL.
 
-        `on_progress` hears how far the gradients of the first update are, see `backward`; it may end the step, and
-        after that update nothing does.
+        `on_progress` receives the progress of the first update's gradients (see `backward`) and may end the step; after
+        that update nothing can end it.
 
         Raises:
-            StateError: gradients are not finite; the weights are those before the update.
+            StateError: gradients are not finite; the weights are those before the failed update.
         """
         with num_threads(self._options.num_train_threads, self._model):
             return self._train(step, groups, on_progress)
@@ -173,7 +173,7 @@ class Trainer:
         batch = self._batch(groups, keeps_equal=keeps_equal)
         update = None
         if batch.trees.num_tasks > 0:
-            # All are scored before the first update.
+            # Score all parts before the first update.
             parts = [self._scored(part, in_loss) for part in self._minibatches(batch)]
             update = combined(self._update(step, parts, on_progress))
             if kl is not None:
@@ -187,7 +187,7 @@ class Trainer:
         )
 
     def shaped(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The groups with the length penalty in their rewards."""
+        """Return the groups with the length penalty in their rewards."""
         options = self._options
         if options.overlong_buffer is None:
             return groups
@@ -200,11 +200,11 @@ class Trainer:
         return with_penalties(groups, penalties)
 
     def differs(self, group: Group) -> bool:
-        """Whether the rewards of a group differ, with the length penalty, so that it has advantages other than 0."""
+        """Return whether a group's rewards, with the length penalty, differ, so that some advantages are not 0."""
         return bool(self._batch(self.shaped([group]), keeps_equal=False).trained)
 
     def _minibatches(self, batch: RlBatch) -> list[RlBatch]:
-        """The parts of a batch with one update each."""
+        """Split a batch into parts that get one update each."""
         num_parts = min(self._options.num_minibatches, len(batch.trained))
         if num_parts == 1:
             return [batch]
@@ -212,7 +212,7 @@ class Trainer:
         return [self._batch(batch.trained[start:stop], keeps_equal=True) for start, stop in pairwise(edges)]
 
     def _scored(self, batch: RlBatch, reference: Reference | None) -> RlBatch:
-        """This rank's share, with the log-probs of the reference and of the policy before its updates, if needed."""
+        """Return this rank's share, with log-probs of the reference and of the policy before its updates if needed."""
         options = self._options
         own = share_of(batch, self._group)
         if reference is not None:
@@ -232,7 +232,7 @@ class Trainer:
         return replace(own, old_logprobs=old)
 
     def _update(self, step: int, parts: Sequence[RlBatch], on_progress: OnProgress | None) -> list[Update]:
-        """One update for each part, as often as there are iterations."""
+        """Update once per part and iteration."""
         options, updates = self._options, list[Update]()
         for part in [*parts] * options.num_iterations:
             update = self._updater.update(
@@ -248,7 +248,7 @@ class Trainer:
         return updates
 
     def _penalised(self, groups: Sequence[Group], reference: Reference) -> tuple[list[Group], float]:
-        """The groups with the KL in their rewards, and its mean over sampled tokens; ranks score a share each."""
+        """Return the groups with the KL in their rewards, and its mean per sampled token; ranks score a share each."""
         batch = self._batch(groups, keeps_equal=True)
         old = known(batch.old_logprobs)
         share = share_batch(batch.trees, self._group)
@@ -273,17 +273,19 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """The optimiser's state, all tensors and numbers.
+        """Return the optimiser's state, all tensors and numbers.
 
         Raises:
             StateError: an error ended the latest step after some of its updates.
         """
         if self._is_between_updates:
-            raise StateError("a step ended between its updates, and only whole ones are saved; go on from a checkpoint")
+            raise StateError(
+                "only whole steps are saved, and a step failed between its updates; resume from a checkpoint"
+            )
         return self._updater.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state` of a trainer over the same parameters.
+        """Resume from a `state` of a trainer over the same parameters.
 
         Raises:
             StateError: the state belongs to a model with other parameters.
@@ -300,7 +302,7 @@ def _reference_of(
         return Reference(model, None, options)
     if make is None:
         raise ConfigError(
-            f"a KL compares with the weights that the run began with, and kl is {options.kl} without `reference`; give "
-            "a function that makes them, or set kl=0"
+            f"kl={options.kl} compares with the run's initial weights and needs `reference`; pass a function that "
+            "makes the reference model, or set kl=0"
         )
     return Reference(model, make, options)

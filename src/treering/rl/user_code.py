@@ -1,6 +1,6 @@
-"""Runs a task's rewards so that they cannot end the run, fork it, or move it to another folder.
+"""Run a task's rewards so that they cannot end the run, fork it, or change its working directory.
 
-It also says where in that code an error was raised.
+Errors in that code are reported with their file and line.
 """
 
 import importlib
@@ -27,23 +27,23 @@ _OTHERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""How the files of code that is not the user's begin."""
+"""Prefixes of files that are not the user's code."""
 
 _MAX_ANSWER_BYTES = 4096
-"""A pipe takes as many without a reader."""
+"""A pipe holds at least this many bytes without a reader."""
 
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Runs a block of user code.
+    """Run a block of user code.
 
-    An exception that would end the program, such as `SystemExit` or a `KeyboardInterrupt` that the code itself raises,
-    becomes an InputError; Ctrl-C stays one, even if the code swallows it. A forked copy of the process ends at the end
-    of the block, and the working directory is what it was.
+    An exception that would end the program, such as `SystemExit` or a `KeyboardInterrupt` raised by the code itself,
+    becomes an InputError. A real Ctrl-C stays one, even if the code swallows it. A process forked by the code exits at
+    the end of the block, and the working directory is restored.
 
     Raises:
         InputError: the code raised an exception that is not an `Exception`.
-        KeyboardInterrupt, Interrupted: the user or the system interrupts the run.
+        KeyboardInterrupt, Interrupted: the user or the system interrupted the run.
 
     Example: `with contained(): sys.exit()` raises InputError, and Ctrl-C during `with contained(): time.sleep(9)`
     raises KeyboardInterrupt.
@@ -60,29 +60,29 @@ def contained() -> Iterator[None]:
                     raise
                 if not interrupts:
                     name = type(error).__name__
-                    raise InputError(f"a task may not end the run, and it raised {name}: {error}; catch it") from error
+                    raise InputError(f"a task must not end the run, got {name}: {error}; catch it") from error
         if interrupts:
             raise KeyboardInterrupt
     finally:
         if os.getpid() != process:
-            # A fork returned from the block twice; only the original continues the run.
+            # The code forked, so the block returns twice; only the original continues the run.
             os._exit(0)
         _return_to(folder)
 
 
 def in_copy(call: Callable[[], str], time_limit_s: float) -> str:
-    """What a call returns in a forked copy of this process, which user code may crash, or leave in any state.
+    """Return the result of a call in a forked copy of this process, which user code may crash or leave in any state.
 
-    It is empty if the copy ends without an answer.
+    The result is empty if the copy ends without an answer.
 
     Raises:
-        TimeoutError: it takes longer.
+        TimeoutError: the call takes longer than the limit.
 
     Example: `in_copy(lambda: "found", 1.0)` is "found", and `in_copy(lambda: os._exit(1), 1.0)` is "".
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Of threads, which the copy does not have: it only calls, and ends.
+        # Python warns about forking with threads. The copy only makes the call and exits, so it needs none.
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process == 0:
@@ -101,7 +101,7 @@ def in_copy(call: Callable[[], str], time_limit_s: float) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An error of user code as text: where it was raised, if that is in the user's code, its type and its message.
+    """Return an error of user code as text: its place in the user's code if known, its type and its message.
 
     Example: "rewards.py:7: ValueError: no number".
     """
@@ -110,9 +110,9 @@ def in_words(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str | None:
-    """The "FILE:LINE" of the user's code that raised, or None if it was not the user's code.
+    """Return the "FILE:LINE" of the user's code that raised, or None if other code did.
 
-    It is the innermost place outside of Treering, Python's library and installed packages.
+    This is the innermost place outside of Treering, Python's library and installed packages.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_short(error.filename)}:{error.lineno}"
@@ -123,15 +123,15 @@ def place_of(error: BaseException) -> str | None:
 
 
 def place_of_frame(frame: FrameType) -> str | None:
-    """The innermost "FILE:LINE" of the user's code that a thread runs; None if it runs none."""
+    """Return the innermost "FILE:LINE" of the user's code that a thread runs, or None."""
     found = [each for each in traceback.extract_stack(frame) if not each.filename.startswith(_OTHERS)]
     return f"{_short(found[-1].filename)}:{found[-1].lineno}" if found else None
 
 
 def place_of_function(function: object) -> str:
-    """The "FILE:LINE" where a function begins; its name if it is no Python function.
+    """Return the "FILE:LINE" where a function begins, or its name if it is not a Python function.
 
-    Example: "rewards.py:3" of a function in the current folder, "len" of `len`.
+    Example: "rewards.py:3" for a function in the current folder, "len" for `len`.
     """
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     if code is None:
@@ -140,7 +140,7 @@ def place_of_function(function: object) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    """The error's text; a user's exception may fail to give one."""
+    """Return the error's text, also if the error's `__str__` raises."""
     try:
         return str(error)
     except Exception as other:
@@ -148,14 +148,13 @@ def _text_of(error: BaseException) -> str:
 
 
 def _short(file: str) -> str:
-    """Relative to the current folder, if the file is inside."""
     path, folder = Path(file), _folder()
     return str(path.relative_to(folder)) if folder is not None and path.is_relative_to(folder) else file
 
 
 @contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """Yields a list that gets an entry for each Ctrl-C in the block, if Python's own handler would raise for it."""
+    """Yield a list that gets an entry for each Ctrl-C in the block, if Python's own handler would raise for it."""
     seen: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -174,7 +173,7 @@ def _noted_interrupts() -> Iterator[list[int]]:
 
 
 def _folder() -> str | None:
-    """The working directory; None if it was removed."""
+    """Return the working directory, or None if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -188,18 +187,18 @@ def _return_to(folder: str | None) -> None:
 
 
 def load_own(what: str, name: str, folders: Sequence[Path] = (Path(),)) -> ModuleType:
-    """The module of "file.py:name" or "package.module:name".
+    """Import the module of "file.py:name" or "package.module:name".
 
-    Files are looked up in the folders in order. Modules are too, before the rest of Python's import path; the folders
-    stay on the path of this process, because the code may import more when it is called.
+    Files are looked up in the folders in order, and so are modules, before the rest of Python's import path. The
+    folders stay on this process's path, because the code may import more when it is called.
 
     Args:
-        what: is named, for errors: "reward" for one.
-        name: see above.
-        folders: see above.
+        what: kind of object for errors, such as "reward".
+        name: file or module, a colon, and a name in it.
+        folders: where files and modules are looked up first.
 
     Raises:
-        ConfigError: no such file or module, or code that cannot be imported (with its file and line).
+        ConfigError: the file or module does not exist, or importing it raises (with its file and line).
 
     Example: `load_own("reward", "rewards.py:short", [Path("conf")])` is the module of `conf/rewards.py`.
     """
@@ -214,8 +213,8 @@ def load_own(what: str, name: str, folders: Sequence[Path] = (Path(),)) -> Modul
             return importlib.import_module(module) if file is None else _run_file(what, file)
     except Exception as error:
         raise ConfigError(
-            f"the {what} {name!r} is imported, and that raises {in_words(error)}; correct it, or the spelling; it is "
-            f"looked up in {', '.join(own)} and on Python's path"
+            f"importing the {what} {name!r} raises {in_words(error)}; correct the code or the spelling; looked up in "
+            f"{', '.join(own)} and on Python's path"
         ) from error
 
 
@@ -223,18 +222,18 @@ def _located(what: str, name: str, file: str, folders: Sequence[Path]) -> Path:
     found = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if found is None:
         listed = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in folders))
-        raise ConfigError(f"the {what} {name!r} is in a file, and {file} is not in {listed}; check the path")
+        raise ConfigError(f"the {what} {name!r} needs a file: {file} is not in {listed}; check the path")
     return found.absolute()
 
 
 def _run_file(what: str, file: Path) -> ModuleType:
-    """Runs a file as a module of its own, whatever other modules its name has."""
+    """Run a file as a new module, even if its name belongs to another module."""
     name = f"treering_{what}_{blake2b(str(file).encode(), digest_size=4).hexdigest()}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Data classes and pickles look their module up.
+    # Data classes and pickle look the module up by name.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -1,6 +1,6 @@
-r"""Chained sums: numbers drawn the same on every machine, their text in sixteen characters, and right solutions.
+r"""Chained sums: numbers drawn the same on every machine, written in sixteen characters, with correct solutions.
 
-A small model can learn the task, and a program can check it.
+A small model can learn the task, and a program can check the answers.
 
     2+3+4:2+3=5;5+4=9.\n    the header of every prompt: one question with its response
     17+5+30:                the question
@@ -22,7 +22,7 @@ from treering.train.loop.batches import TrainingTask
 from treering.types import TokenIds
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Decoding of an id without a symbol; a policy with a larger vocabulary may sample one."""
+"""Decoded form of an id without a symbol; a policy with a larger vocabulary may sample one."""
 
 
 Terms = tuple[int, ...]
@@ -33,21 +33,21 @@ _WORDS_PER_BLOCK = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermsSpec:
-    """Which sums to draw; equal specs give equal sums.
+    """Sums to draw; equal specs give equal sums.
 
     Example: the defaults give 64 sums of 3 to 5 numbers from 1 to 99.
     """
 
     num_prompts: int = 64
-    """Distinct sums."""
+    """Number of distinct sums."""
     seed: int = 0
     """Seed of the draws."""
     min_terms: int = 3
-    """Numbers of a sum, at least; 2 or more."""
+    """Fewest numbers of a sum; 2 or more."""
     max_terms: int = 5
-    """Numbers of a sum, at most."""
+    """Most numbers of a sum."""
     max_number: int = 99
-    """Numbers lie in [1, max_number]."""
+    """Numbers are in [1, max_number]."""
     num_skipped: int = 0
     """Sums drawn first and skipped, so that two specs with one seed can be disjoint."""
 
@@ -71,9 +71,9 @@ class TermsSpec:
 
 
 def draw_terms(spec: TermsSpec) -> list[Terms]:
-    """The distinct sums of a spec. The number of terms is drawn first, uniformly.
+    """Draw the distinct sums of a spec. The number of terms is drawn first, uniformly.
 
-    A spec with more prompts starts with those of a spec with fewer.
+    A spec with more prompts starts with the sums of a spec with fewer.
 
     Example: `draw_terms(TermsSpec(num_prompts=2, num_skipped=3))` are the last two of
     `draw_terms(TermsSpec(num_prompts=5))`.
@@ -87,7 +87,7 @@ def draw_terms(spec: TermsSpec) -> list[Terms]:
 
 
 class _Words:
-    """Raw words of a bit generator: NumPy guarantees its stream for ever, unlike that of distributions."""
+    """Raw words of a bit generator: NumPy keeps this stream fixed across versions, unlike those of distributions."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.Philox(key=seed)
@@ -100,14 +100,14 @@ class _Words:
 
 
 Parts = list[tuple[str, bool]]
-"""Consecutive texts, each with whether the policy writes it."""
+"""Consecutive texts, each with True if the policy writes it."""
 
 
 class SumTask(Task):
-    """Distinct sums as prompts; the prompt id is the sum, such as "17+5+30", and the answer its result."""
+    """Distinct sums as prompts; the prompt id is the sum, such as "17+5+30", and the answer is its result."""
 
     symbols: ClassVar[str]
-    """The vocabulary: distinct characters, of which the i-th is token i."""
+    """Vocabulary: distinct characters; the i-th is token i."""
     stop_symbols: ClassVar[str]
     """Symbols that end a turn."""
 
@@ -121,7 +121,7 @@ class SumTask(Task):
         max_number: int = 99,
         num_skipped: int = 0,
     ) -> None:
-        """Draws the sums; see `TermsSpec` for the arguments and their ConfigError."""
+        """Draw the sums; arguments and errors are those of `TermsSpec`."""
         self._spec = TermsSpec(
             num_prompts=num_prompts,
             seed=seed,
@@ -136,12 +136,12 @@ class SumTask(Task):
     @staticmethod
     @abstractmethod
     def prompt_text(terms: Terms) -> str:
-        """The text of a prompt, header and question."""
+        """Return the text of a prompt: header and question."""
 
     @staticmethod
     @abstractmethod
     def solution_parts(terms: Terms) -> Parts:
-        """The correct trajectory after that prompt."""
+        """Return the correct trajectory after that prompt."""
 
     @property
     def vocab_size(self) -> int:
@@ -150,16 +150,16 @@ class SumTask(Task):
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The ids of `stop_symbols`."""
+        """Ids of `stop_symbols`."""
         return tuple(self.encode(self.stop_symbols).tolist())
 
     @property
     def num_others(self) -> int:
-        """Number of prompts of the same kind that `held_out` can draw."""
+        """Number of further prompts of the same kind that `held_out` can draw."""
         return self._spec.num_possible - self._spec.num_skipped - self._spec.num_prompts
 
     def held_out(self, num_prompts: int) -> Self:
-        """A task with other prompts of the same kind, disjoint from this task's.
+        """Return a task with other prompts of the same kind, disjoint from this task's.
 
         Example: `ChainedSums(64).held_out(16)` has the 65th to 80th prompt of `ChainedSums(80)`.
         """
@@ -168,24 +168,24 @@ class SumTask(Task):
         return type(self)(**{name: getattr(spec, name) for name in spec.__slots__})
 
     def solutions(self) -> list[TrainingTask]:
-        """The correct trajectory of each prompt, trained where the policy writes: for a supervised warm start."""
+        """Return each prompt's correct trajectory for a supervised warm start, trained where the policy writes."""
         pairs = zip(self._prompts, self._terms, strict=True)
         return [self._solution(prompt, self.solution_parts(terms)) for prompt, terms in pairs]
 
     @classmethod
     def encode(cls, text: str) -> TokenIds:
-        """Token ids int32 [T]; raises InputError for a character outside the vocabulary.
+        """Return token ids int32 [T]; raise InputError for a character outside the vocabulary.
 
         Example: with the symbols "ab+", "a+b" is [0, 2, 1].
         """
         unknown = [symbol for symbol in text if symbol not in cls.symbols]
         if unknown:
-            raise InputError(f"text is written in the symbols {cls.symbols!r}, got {unknown[0]!r}; remove it")
+            raise InputError(f"text must use the symbols {cls.symbols!r}, got {unknown[0]!r}; remove it")
         return np.array([cls.symbols.index(symbol) for symbol in text], np.int32)
 
     @classmethod
     def decode(cls, tokens: TokenIds) -> str:
-        """The text of token ids; one without a symbol becomes `UNKNOWN`."""
+        """Return the text of token ids; an id without a symbol becomes `UNKNOWN`."""
         return "".join(cls.symbols[i] if 0 <= i < len(cls.symbols) else UNKNOWN for i in tokens.tolist())
 
     def _solution(self, prompt: Prompt, parts: Parts) -> TrainingTask:
@@ -203,7 +203,7 @@ class SumTask(Task):
 
 
 def sum_text(terms: Terms) -> str:
-    """The text of the sum.
+    """Return the text of the sum.
 
     Example: (17, 5, 30) is "17+5+30".
     """
@@ -216,14 +216,14 @@ _FINAL = re.compile(r"[^.]*=([0-9]{1,18})\.")
 class ChainedSums(SumTask):
     """Sums of 3 to 5 numbers, answered with the chain of partial sums; reward 1.0 for a correct total, else 0.0.
 
-    Example: the sum 17+5+30 is a prompt of 27 tokens, including the header; its correct response has 17.
+    Example: the sum 17+5+30 has a prompt of 27 tokens, including the header, and a correct response of 17.
     """
 
     symbols: ClassVar[str] = "0123456789+=;:.\n"
     stop_symbols: ClassVar[str] = "."
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> float:
-        """1.0 if the number between the last "=" and the final "." is the sum, else 0.0.
+        """Return 1.0 if the number between the last "=" and the final "." is the sum, else 0.0.
 
         Example: for 17+5+30, "17+5=23;22+30=52." and "=052." get 1.0; "17+5=22;22+30=52" and "52." get 0.0.
         """
@@ -232,12 +232,12 @@ class ChainedSums(SumTask):
 
     @staticmethod
     def prompt_text(terms: Terms) -> str:
-        """The header, the question and a colon."""
+        """Return the header, the question and a colon."""
         return f"{_HEADER}{sum_text(terms)}:"
 
     @staticmethod
     def solution_parts(terms: Terms) -> Parts:
-        """The chain of partial sums, all written by the policy."""
+        """Return the chain of partial sums, all written by the policy."""
         return [(_chain(terms), True)]
 
 

@@ -1,4 +1,4 @@
-"""What the loop trains on: prompts, rewards of rollouts, and what a reward may return."""
+"""Tasks: prompts, rewards of rollouts, and the values that a reward may return."""
 
 import copy
 import hashlib
@@ -18,25 +18,25 @@ from treering.types import PromptId, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward with the numbers that are logged beside it."""
+    """A reward and numbers to log with it."""
 
     reward: float | None
-    """Finite; None abstains: its rollout is left out of its group."""
+    """Finite; None abstains, and the rollout is dropped from its group."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """By name; the run logs their means as "rewards/NAME"."""
+    """Numbers by name; the run logs their means as "rewards/NAME"."""
 
 
 RewardValue: TypeAlias = float | Mapping[str, Any] | Score | None
-"""What a reward may return; see `as_score`."""
+"""Values that a reward may return; see `as_score`."""
 
 
 def as_score(value: object) -> Score:
-    """Validates what a reward returned.
+    """Validate the value that a reward returned.
 
-    A mapping has the reward under "reward", which may be None, and numbers under other names, of which None is none.
+    A mapping has the reward under "reward", which may be None, and numbers under other names; None means no number.
 
     Raises:
-        InputError: a number that is not one finite number, or a name that is no text.
+        InputError: a number is not one finite number, or a name is not text.
 
     Example: `as_score({"reward": 1, "length": 7, "tools": None})` is `Score(reward=1.0, numbers={"length": 7.0})`.
     """
@@ -45,36 +45,36 @@ def as_score(value: object) -> Score:
     if not isinstance(value, Mapping) or "reward" not in value:
         return Score(reward=None if value is None else checked_reward(value))
     if not all(isinstance(name, str) and name for name in value):
-        raise InputError(f"the numbers beside a reward have names, got {list(value)!r:.60}; use text as keys")
+        raise InputError(f"numbers returned with a reward need names, got {list(value)!r:.60}; use text as keys")
     numbers = {name: checked_reward(number) for name, number in value.items() if number is not None}
     return Score(reward=numbers.pop("reward", None), numbers=numbers)
 
 
 def checked_reward(reward: object) -> float:
-    """Validates a reward and returns it as float: a number of any type, or an array or tensor of one element.
+    """Validate a reward and return it as float: a number of any type, or an array or tensor of one element.
 
     Raises:
-        InputError: not one finite number.
+        InputError: the reward is not one finite number.
 
     Example: 1, True, Decimal("0.5"), np.float32(0.5) and torch.tensor([0.5]) are numbers; "1", None, [1.0], NaN and
-    a tensor of two are refused.
+    a tensor of two elements are refused.
     """
     number = _item(reward)
     try:
         value = float(number) if isinstance(number, Real | Decimal) else math.nan
     except (OverflowError, ValueError):
-        # An integer or a fraction that is too large, or a signalling NaN.
+        # An integer or fraction is too large, or this is a signalling NaN.
         value = math.nan
     if not math.isfinite(value):
         raise InputError(
-            f"a reward is one finite number, an array or tensor that holds one, or None, got {reward!r:.60} "
+            f"a reward must be one finite number, an array or tensor that holds one, or None, got {reward!r:.60} "
             f"({type(reward).__name__}); return a float"
         )
     return value
 
 
 def _item(reward: object) -> object:
-    """The one element of an array or tensor of any library; other objects as they are."""
+    """Return the one element of an array or tensor of any library, and other objects as they are."""
     item = getattr(reward, "item", None)
     if not callable(item):
         return reward
@@ -86,33 +86,33 @@ def _item(reward: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """The prompt of a group of rollouts.
+    """Prompt of a group of rollouts.
 
     Example: `Prompt(prompt_id="17+5", tokens=np.array([1, 7, 10, 5], np.int32), answer="22")`
     """
 
     prompt_id: PromptId
-    """Stable across epochs and machines: a data set key, else `prompt_id_of(tokens)`."""
+    """Stable across epochs and machines: a dataset key, else `prompt_id_of(tokens)`."""
     tokens: TokenIds
     """int32 [P], P >= 1."""
     pictures: tuple[PlacedPicture, ...] = ()
-    """Its pictures, at the model's own placeholders among the tokens."""
+    """Images, each at the model's placeholders among the tokens."""
     answer: str | None = None
-    """The reference answer for the reward; None if it needs none."""
+    """Reference answer for the reward; None if it needs none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What else the reward may read, by name: every field of the prompt in its file, as it stands there."""
+    """All fields of the prompt in its file, by name and unchanged, for the reward to read."""
     where: str = ""
-    """Its place, such as FILE:LINE; "" where it is from no file."""
+    """Place in a file, such as FILE:LINE; "" without a file."""
 
     def __post_init__(self) -> None:
         if self.prompt_id == "":
-            raise InputError('a prompt_id is an integer or text with a character, got ""; name the prompt')
+            raise InputError('a prompt_id must be an integer or nonempty text, got ""; name the prompt')
         check_prompt(self.prompt_id, self.tokens)
         check_pictures(self.prompt_id, self.pictures, self.tokens)
 
     @property
     def name(self) -> str:
-        """What errors call it: its id, and its place, as the id may be a hash.
+        """Name in errors: the id, and the place, since the id may be a hash.
 
         Example: "'4f1a' (prompts.jsonl:3)".
         """
@@ -120,12 +120,12 @@ class Prompt:
 
     @property
     def content(self) -> bytes:
-        """Its tokens and what its pictures show: equal only for equal prompts."""
+        """Tokens and image contents as bytes, equal only for equal prompts."""
         return _content(self.tokens, self.pictures)
 
 
 def prompt_id_of(tokens: TokenIds, pictures: Sequence[PlacedPicture] = ()) -> str:
-    """The id of a prompt without a key: 32 hexadecimal digits, a hash of its token ids and of what its pictures show.
+    """Return the id of a prompt without a key: 32 hexadecimal digits, a hash of its token ids and images.
 
     Example: the prompts [5, 6] and [5, 6, 0] have different ids, the same on every machine.
     """
@@ -138,7 +138,7 @@ def _content(tokens: TokenIds, pictures: Sequence[PlacedPicture]) -> bytes:
 
 
 class Task(ABC):
-    """Prompts with a reward for a response; several turns are an environment's (`treering.rl.environments`)."""
+    """Prompts with a reward for one response; several turns need an environment (`treering.rl.environments`)."""
 
     _prompts: Sequence[Prompt] = ()
 
@@ -148,7 +148,7 @@ class Task(ABC):
         return self._prompts
 
     def subset(self, prompts: Sequence[Prompt]) -> Self:
-        """The same task with some of its prompts, in their order.
+        """Return the same task with some of its prompts, in their order.
 
         Example: `ChainedSums(64).subset(ChainedSums(64).prompts[:8])` has eight sums.
         """
@@ -160,7 +160,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Upper bound of the token ids of prompts; a policy needs at least this vocabulary."""
+        """Upper bound of the prompts' token ids; a policy needs at least this vocabulary."""
 
     @property
     @abstractmethod
@@ -174,22 +174,21 @@ class Task(ABC):
 
     @property
     def reward_name(self) -> str:
-        """The name of the reward function in errors."""
+        """Name of the reward function in errors."""
         return f"{type(self).__module__}.{type(self).__qualname__}.reward"
 
     @abstractmethod
     def reward(self, prompt: Prompt, rollout: Rollout) -> RewardValue:
-        """The reward of a finished rollout: a finite number, None to abstain, or either with more; see `as_score`."""
+        """Return the reward of a finished rollout: a finite number, None to abstain, or a mapping; see `as_score`."""
 
     @property
     def rewards_groups(self) -> bool:
-        """Whether finished rollouts wait for their group, which `reward_group` then gets in place of `reward`."""
+        """Whether finished rollouts wait for their group and go to `reward_group` instead of `reward`."""
         return False
 
     def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[RewardValue | Exception]:
-        """The rewards of a prompt's finished rollouts, in order of their samples.
+        """Return the rewards of a prompt's finished rollouts, in order of their samples.
 
-        Rollouts without a token are not among them. An exception in the result leaves its rollout out; one that is
-        raised leaves all out.
+        Rollouts without tokens are not passed. An exception in the result drops its rollout; a raised one drops all.
         """
         return [self.reward(prompt, rollout) for rollout in rollouts]
