@@ -102,7 +102,7 @@ def test_a_family_of_your_own_trains_once_it_is_registered() -> None:
     register_family(Family(model_type="own_llama", liger_activation="silu"))
     register_family(Family(model_type="own_llama", liger_activation="silu"))
     assert forward(model, FOREST).logprobs[1] < 0
-    with pytest.raises(ConfigError, match="'own_llama' is registered with other parts"):
+    with pytest.raises(ConfigError, match="'own_llama' is registered as Family"):
         register_family(Family(model_type="own_llama"))
     del FAMILIES["own_llama"]
 

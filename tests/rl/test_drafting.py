@@ -73,7 +73,7 @@ def test_prompts_with_history_wait_for_the_end_of_the_step() -> None:
 
 def test_options_reach_the_drafter() -> None:
     for changes, tokens in (({}, 2), ({"max_draft": 1}, 1), ({"sources": ("own",)}, 0), ({"min_acceptance": 1.0}, 0)):
-        drafting = Drafting(DraftOptions(**{"min_acceptance": 0.01, "shape": "chain", **changes}))
+        drafting = Drafting(DraftOptions(**{"min_acceptance": 0.01, **changes}))
         drafting.add(rollout_of("a", 0))
         drafting.publish()
         assert drafting.drafter.propose(rows_of("a", 5)).tokens.size == tokens

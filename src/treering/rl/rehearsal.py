@@ -3,13 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+import numpy as np
 
 from treering.engine.protocol import Engine, EngineStats, Request, Rollout, RolloutKey
-from treering.ranks.group import RankGroup
 from treering.types import TokenIds
+
+if TYPE_CHECKING:
+    from treering.ranks.group import RankGroup
 
 Rehearse = Literal["auto", "on", "off"]
 
@@ -63,13 +65,13 @@ class Rehearsal:
 
     def end(self, engine: Engine) -> None:
         """Takes what was rehearsed; of "auto" the beginning that is likely enough to stay."""
-        taken = engine.take_rehearsals() if self.is_on else {}
+        taken = engine.take_rehearsals()
         most = self._most_tokens(engine.row_price / 2)
         self.tokens = {key: tokens[:most] for key, tokens in taken.items() if tokens.size > 0}
 
-    def note(self, stats: EngineStats, lengths: Sequence[int], group: RankGroup) -> None:
+    def note(self, stats: EngineStats, lengths: Sequence[int], group: "RankGroup") -> None:
         """Learns from a batch: what was kept of its rehearsals, and how long its rollouts were; shared by all ranks."""
-        parts = group.gather((self.tokens, stats)) if self.is_on and group.size > 1 else [(self.tokens, stats)]
+        parts = group.gather((self.tokens, stats)) if group.size > 1 else [(self.tokens, stats)]
         self.tokens = {key: tokens for own, _ in parts for key, tokens in own.items()}
         self._num_kept = _KEPT_COUNTS * self._num_kept + sum(own.num_kept for _, own in parts)
         self._num_changed = _KEPT_COUNTS * self._num_changed + sum(own.num_changed for _, own in parts)
@@ -85,13 +87,13 @@ class Rehearsal:
     def state(self) -> dict[str, Any]:
         """For a checkpoint; a loop that loses it decodes what was rehearsed, which gives the same tokens."""
         return {
-            "tokens": [[*key, torch.from_numpy(tokens.copy())] for key, tokens in self.tokens.items()],
+            "tokens": [[*key, tokens.tolist()] for key, tokens in self.tokens.items()],
             "counts": [self._num_kept, self._num_changed, self._length, self._num_rests],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores a `state`."""
-        self.tokens = {tuple(key): tokens.numpy() for *key, tokens in state["tokens"]}
+        self.tokens = {tuple(key): np.array(tokens, np.int32) for *key, tokens in state["tokens"]}
         self._num_kept, self._num_changed, self._length, self._num_rests = state["counts"]
 
     def _chosen(self, engine: Engine, requests: Sequence[Request]) -> Sequence[Request]:

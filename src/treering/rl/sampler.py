@@ -164,7 +164,8 @@ class Sampler:
             else partial(collect, order=self._order(own), rehearsed=self.rehearsal.tokens)
         )
         before = engine.stats
-        if self.rehearsal.is_on and not is_environment:
+        rehearses = self.rehearsal.is_on and not is_environment
+        if rehearses:
             self.rehearsal.begin(engine, self._early_requests(prompts, following, draws))
         try:
             collected = sample(
@@ -178,10 +179,12 @@ class Sampler:
                 on_progress=progress.add,
             )
         finally:
-            self.rehearsal.end(engine)
+            if rehearses:
+                self.rehearsal.end(engine)
         joined = self._joined(prompts, collected, finished)
-        lengths = [rollout.num_tokens for group in joined.groups for rollout in group.rollouts]
-        self.rehearsal.note(engine.stats.since(before), lengths, self._group)
+        if rehearses:
+            lengths = [rollout.num_tokens for group in joined.groups for rollout in group.rollouts]
+            self.rehearsal.note(engine.stats.since(before), lengths, self._group)
         if is_environment:
             self._forecast.observe(joined.groups)
         return joined

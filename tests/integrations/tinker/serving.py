@@ -5,6 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("tinker", reason="needs Tinker's client: make tinker-test")
+
 import tinker
 
 from tests.models import build, build_float64

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tinker
 import torch
+
+pytest.importorskip("tinker", reason="needs Tinker's client: make tinker-test")
+
+import tinker
 from tinker import types
 
 from tests.integrations.tinker.serving import EOS, NAME, NUM_POSITIONS, client, datum, serving
