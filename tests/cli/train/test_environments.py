@@ -75,7 +75,7 @@ def test_held_out_tasks_are_evaluated_and_never_trained(trained: Commands) -> No
 @pytest.mark.parametrize(
     ("overrides", "rule"),
     [
-        (["task.class=envs.py:Broken", "runtime.workers=1"], "at most 50% of a step's episodes may fail"),
+        (["task.class=envs.py:Broken", "runtime.workers=1"], "task.max_failed allows 50%"),
         (["task.class=envs.py:Nothing"], "has none named 'Nothing'"),
         (["task.num_prompts=3"], 'kind = "environment" has no num_prompts, which belong to "sums"'),
         (["runtime.workers=1", "runtime.rebalance=running"], "stay on the worker where they began"),

@@ -98,11 +98,11 @@ def test_a_run_repeats_whatever_ids_the_traces_have(mode: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "text"),
     [
-        ("altered", "1 of its 2 sampled messages are no call, and 1 of 2 calls are no message"),
-        ("lost", "0 of its 1 sampled messages are no call, and 1 of 2 calls are no message"),
-        ("invented", "1 of its 3 sampled messages are no call, and 0 of 2 calls are no message"),
-        ("unrewarded", "'agent' has none"),
-        ("cold", "the policy samples with the run's temperature = 1.0"),
+        ("altered", "1 of 2 sampled messages have no call and 1 of 2 calls have no message"),
+        ("lost", "0 of 1 sampled messages have no call and 1 of 2 calls have no message"),
+        ("invented", "1 of 3 sampled messages have no call and 0 of 2 calls have no message"),
+        ("unrewarded", "agent 'agent' has no reward"),
+        ("cold", "an agent asked for temperature = 0.5"),
     ],
 )
 def test_a_trace_that_differs_from_the_calls_fails_its_episode_by_name(mode: str, text: str) -> None:

@@ -125,7 +125,7 @@ def test_what_is_not_there_ends_in_one_line_that_names_no_package_to_fetch(pytho
 def test_a_tool_server_that_its_program_would_not_find_is_refused_before_an_agent_waits(
     python: str, tokenizer: Path
 ) -> None:
-    text = r"the tool server in served_taskset starts as a program of its own.*PYTHONPATH does not reach it"
+    text = r"the tool server in served_taskset runs as its own program.*PYTHONPATH does not reach it"
     with pytest.raises(ConfigError, match=text), environment_of(python, tokenizer, "served_taskset"):
         pass
 

@@ -1,4 +1,4 @@
-"""Trains on environments of verifiers v1, which run in an interpreter of their own."""
+"""Train on environments of verifiers v1, which run in their own interpreter."""
 
 from treering.integrations.verifiers.environment import VerifiersEnvironment
 

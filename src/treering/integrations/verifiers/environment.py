@@ -1,10 +1,10 @@
-"""Environments of verifiers v1 as an environment of the loop.
+"""Run environments of verifiers v1 as an environment of the loop.
 
     trainer: engine <- session <- token server (loopback)
                                        ^ calls, with the episode's identity in cache_salt
     worker:  verifiers, its harnesses and tools -> traces, with structure, agents and rewards
 
-What is trained is the log of an episode's calls, and its traces have to agree with it.
+The log of an episode's calls is what is trained on; the traces must agree with it.
 """
 
 import asyncio
@@ -32,42 +32,42 @@ from treering.serving.server import Caller, Server, ServerSettings
 from treering.types import TokenIds
 
 Ids = tuple[bytes, bytes]
-"""The ids of a call: its context, and what was sampled."""
+"""Token ids of a call as bytes: its context, and the sampled tokens."""
 
 
 def ids_of(call: Call) -> Ids:
-    """The ids of a call of the log."""
+    """Return the ids of a logged call."""
     return call.context.tobytes(), call.rollout.tokens.astype(np.int32).tobytes()
 
 
 def check_calls(trace: Trace, calls: Sequence[Call], name: str) -> None:
-    """Compares the messages that a trace says were sampled with the calls that it made.
+    """Check that the sampled messages of a trace match the calls that were answered.
 
     Args:
         trace: of a trained agent.
-        calls: of the log, those that came with the trace's id.
-        name: of the agent, for errors.
+        calls: logged calls that carried the trace's id.
+        name: the agent's, for errors.
 
     Raises:
-        InputError: a sampled message without such a call, or a call without a message.
+        InputError: a sampled message without a call, or a call without a message.
     """
     said, logged = Counter(sampled_ids(trace)), Counter(map(ids_of, calls))
     strange, lost = (said - logged).total(), (logged - said).total()
     if strange or lost:
         raise InputError(
-            f"the trace of agent {name!r} does not match the calls that were answered: {strange} of its "
-            f"{said.total()} sampled messages are no call, and {lost} of {logged.total()} calls are no message; ask "
-            "the policy by the endpoint alone, and keep its answers as they are"
+            f"the trace of agent {name!r} does not match its answered calls: {strange} of {said.total()} sampled "
+            f"messages have no call and {lost} of {logged.total()} calls have no message; sample only from the "
+            "policy's endpoint and keep its answers unchanged"
         )
 
 
 def sampled_ids(trace: Trace, nodes: Iterable[int] | None = None) -> list[Ids]:
-    """What the sampled messages of a trace, or those of the given nodes, were sampled after, and their ids.
+    """Return the ids of a trace's sampled messages: of all nodes, or of the given ones.
 
     Raises:
-        InputError: a sampled message whose ids are not known, or not in one piece.
+        InputError: the ids of a sampled message are unknown or not contiguous.
 
-    Example: nodes with the ids [5, 6] and, sampled, [7, 8] with the mask [False, True] are one call: [5, 6, 7] -> [8].
+    Example: nodes with ids [5, 6] and, sampled, [7, 8] with mask [False, True] are one call: [5, 6, 7] -> [8].
     """
     paths: dict[int, TokenIds] = {}
     found = []
@@ -79,14 +79,14 @@ def sampled_ids(trace: Trace, nodes: Iterable[int] | None = None) -> list[Ids]:
             continue
         own = np.flatnonzero(node.mask)
         if own.size == 0 or own[-1] - own[0] + 1 != own.size:
-            raise InputError(f"nodes[{i}] was sampled, and its ids are not known; ask the policy by the endpoint alone")
+            raise InputError(f"nodes[{i}] was sampled but its ids are unknown; sample only from the policy's endpoint")
         start = before.size + int(own[0])
         found.append((paths[i][:start].tobytes(), paths[i][start : start + own.size].tobytes()))
     return found
 
 
 def untrained_ids(trace: Trace) -> set[Ids]:
-    """The calls on no trained path of a trace, such as compactions that were not accepted."""
+    """Return the calls that are on no trained path of a trace, such as rejected compactions."""
     kept = {i for path in trace.paths() for i in path}
     return set(sampled_ids(trace, set(range(len(trace.nodes))) - kept))
 
@@ -95,37 +95,36 @@ _SHARED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class EpisodeSampler:
-    """A `Sampler` whose callers are episodes by their identity, and traces by their session.
+    """`Sampler` that finds the episode of a call by its identity, and the trace by its session.
 
-    What a trace asks is logged in the session of its episode under the trace's id. Noise does not depend on that id,
-    which is another one in each run.
+    Each call is logged in its episode's session under the trace's id. That id differs between runs, so noise does not
+    depend on it.
 
-    Example: the calls of the identity "q1|0|3" are answered by what `add("q1|0|3", session, loop)` has added.
+    Example: after `add("q1|0|3", session, loop)`, calls with the identity "q1|0|3" are answered by that session.
     """
 
     def __init__(self) -> None:
-        """Knows no episode."""
         self._episodes: dict[str, tuple[Session, asyncio.AbstractEventLoop]] = {}
 
     def add(self, identity: str, session: Session, loop: asyncio.AbstractEventLoop) -> None:
-        """Answers an episode's calls from now on, in the event loop of the session."""
+        """Answer an episode's calls in the event loop of its session, from now on."""
         self._episodes[identity] = session, loop
 
     def remove(self, identity: str) -> None:
-        """Refuses an episode's calls from now on."""
+        """Refuse an episode's calls from now on."""
         self._episodes.pop(identity, None)
 
     async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
-        """See `Sampler.sample`.
+        """Sample the answers to a call of an episode.
 
         Raises:
-            StateError: no such episode runs.
-            InputError: other sampling parameters than those of the run.
+            StateError: no such episode is running.
+            InputError: the sampling parameters differ from the run's.
             ContextFullError: the context is too long.
         """
         found = self._episodes.get(caller.identity or "")
         if found is None:
-            raise StateError(f"no episode {caller.identity!r} runs here; it has ended, or its calls lost cache_salt")
+            raise StateError(f"no episode {caller.identity!r} is running: it ended, or its calls dropped cache_salt")
         session, loop = found
         sampling = _sampling(session, context, asked)
         return [await self._ask(session, loop, caller, context, sampling) for _ in range(asked.num_samples)]
@@ -148,8 +147,8 @@ def _sampling(session: Session, context: TokenIds, asked: Asked) -> Sampling:
     other = [name for name in _SHARED if getattr(asked.sampling, name) != getattr(own, name)]
     if other:
         raise InputError(
-            f"the policy samples with the run's {other[0]} = {getattr(own, other[0])!r}, and an agent asked for "
-            f"{getattr(asked.sampling, other[0])!r}; remove it from the agent's sampling, or set sampling.{other[0]}"
+            f"an agent asked for {other[0]} = {getattr(asked.sampling, other[0])!r}, but the policy samples with the "
+            f"run's {getattr(own, other[0])!r}; remove it from the agent's sampling, or set sampling.{other[0]}"
         )
     return own.changed(
         max_tokens=session.limits.turn_tokens(context.size, asked.sampling.max_tokens),
@@ -159,41 +158,41 @@ def _sampling(session: Session, context: TokenIds, asked: Asked) -> Sampling:
 
 
 MODEL = "policy"
-"""The name of the policy, which agents ask for."""
+"""Model name that agents request."""
 UNTRAINED = "left out"
-"""The agent of calls on no trained path: attempts that were repeated, and compactions that were not accepted."""
+"""Agent of calls on no trained path: retried attempts and rejected compactions."""
 
 
 _START_S = 600.0
-"""How long loading may take."""
+"""Time limit of loading an environment, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersSettings:
-    """Which environment runs, and where.
+    """Choice of an environment, its settings, and the interpreter that runs it.
 
     Example: `VerifiersSettings(env="kuhn_poker", tokenizer="models/tiny")`
     """
 
     env: str
-    """Id of a taskset that is installed for `python`."""
+    """Id of a taskset installed for `python`."""
     tokenizer: str
-    """Folder of the tokenizer that renders chats."""
+    """Folder of the tokenizer that chats are rendered with."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """verifiers' own, of the environment."""
+    """Environment settings, passed on to verifiers."""
     renderer: Mapping[str, Any] = field(default_factory=dict)
-    """verifiers' own, of the renderer; empty: by the model's name."""
+    """Renderer settings, passed on to verifiers; empty: chosen by the model's name."""
     python: str = sys.executable
-    """An interpreter that has verifiers."""
+    """Interpreter that has verifiers installed."""
     max_tasks: int | None = None
-    """Tasks to keep from the start; None: all."""
+    """Number of tasks to keep, from the start; None: all."""
 
 
 class VerifiersEnvironment(Environment):
-    """Tasks and episodes of a taskset of verifiers.
+    """Environment whose tasks and episodes come from a taskset of verifiers.
 
-    Structure, agents and rewards are those of the traces that verifiers returns; ids, log-probs and versions are those
-    of the calls that were answered. Where the two differ the episode fails.
+    Structure, agents and rewards come from the traces that verifiers returns; ids, log-probs and versions come from the
+    calls that were answered. If the two disagree, the episode fails.
 
     Example:
         >>> settings = VerifiersSettings(env="kuhn_poker", tokenizer="models/tiny")             # doctest: +SKIP
@@ -201,16 +200,17 @@ class VerifiersEnvironment(Environment):
     """
 
     def __init__(self, settings: VerifiersSettings, command: Sequence[str] | None = None) -> None:
-        """Starts the worker and reads the tasks.
+        """Start the worker and read the tasks.
 
         Args:
-            settings: see there.
-            command: starts a worker; None: that of `settings.python`.
+            settings: the environment and its interpreter.
+            command: starts a worker; None: `settings.python` does.
 
         Raises:
-            ConfigError: verifiers or the taskset is not there, or it refuses the settings.
+            ConfigError: verifiers or the taskset is missing, or refuses the settings.
             MissingExtraError: aiohttp is not installed here.
         """
+        # Check now: a missing aiohttp would otherwise fail the first episode.
         # Before the first episode, which would fail by it.
         require("treering.serving", "aiohttp")
         self._settings = settings
@@ -223,11 +223,11 @@ class VerifiersEnvironment(Environment):
         self.tasks = [EnvTask(id=task["key"], data=task["hash"]) for task in tasks]
 
     async def run(self, task: EnvTask, policy: Policy) -> Outcome:
-        """See `Environment.run`.
+        """Run one episode and return its outcome.
 
         Raises:
-            StateError: the worker died, or verifiers says that the episode failed.
-            InputError: a trace that does not match the log, or has no reward.
+            StateError: the worker died, or verifiers reports that the episode failed.
+            InputError: a trace does not match the log, or has no reward.
         """
         session = policy.session
         identity = f"{task.id}|{session.draw}|{session.sample}"
@@ -237,17 +237,17 @@ class VerifiersEnvironment(Environment):
         finally:
             self._sampler.remove(identity)
         if not result["ok"]:
-            raise StateError(f"verifiers: {(result['errors'] or ['the episode is not ok and names no error'])[0]}")
+            raise StateError(f"verifiers: {(result['errors'] or ['the episode failed without naming an error'])[0]}")
         return outcome_of(session, result["traces"])
 
     def close(self) -> None:
-        """See `Environment.close`."""
+        """Stop the worker and the server."""
         self._worker.close()
         if self._server is not None:
             self._server.close()
 
     async def _answer(self, task: EnvTask, session: Session, identity: str) -> Mapping[str, Any]:
-        """Runs an episode; once more if the worker dies before it has asked anything."""
+        """Run an episode; try again if the worker dies before it has asked for anything."""
         for is_last in (False, True):
             worker = await asyncio.to_thread(self._ready, session)
             try:
@@ -275,7 +275,7 @@ class VerifiersEnvironment(Environment):
         return worker, answer["tasks"]
 
     def _ready(self, session: Session) -> WorkerProcess:
-        """The worker, started again if it died, with the server that it asks."""
+        """Return the worker, restarted if it died, after telling it the server's address."""
         with self._starting:
             if self._server is None:
                 self._server = Server(
@@ -294,12 +294,12 @@ class VerifiersEnvironment(Environment):
 
 
 def outcome_of(session: Session, traces: Sequence[Mapping[str, Any]]) -> Outcome:
-    """Gives the calls of a session to the agents of its traces, and returns their rewards.
+    """Assign a session's calls to the agents of its traces, and return their rewards.
 
-    The k-th trace of one agent, from the second on, is an agent of its own: "solver", "solver 2".
+    Later traces of the same agent are numbered: "solver", "solver 2".
 
     Raises:
-        InputError: a trace does not match the log, has no reward, or is none.
+        InputError: a trace does not match the log, has no reward, or is malformed.
     """
     runs = [decode_trace(trace["record"]) for trace in traces]
     names = _names(runs)
@@ -342,14 +342,14 @@ def _names(runs: Sequence[Trace]) -> list[str]:
 def _reward(run: Trace, name: str) -> float:
     if run.reward is None:
         raise InputError(
-            f"a trained agent has a reward, and {name!r} has none; give it one, in the task's @reward or in the "
-            "environment's finalize, or make it not trainable"
+            f"trained agent {name!r} has no reward; set one in the task's @reward or the environment's finalize, or "
+            "make the agent not trainable"
         )
     return run.reward
 
 
 def _numbers(trained: Mapping[str, Trace]) -> dict[str, float]:
-    """The metrics and the rewards of traces by name, after the agent's where there are several."""
+    """Return the metrics and rewards of traces by name, prefixed with the agent's if there are several."""
     numbers = {}
     for agent, run in trained.items():
         scores = {name: reward["score"] for name, reward in run.record.get("rewards", {}).items() if reward}

@@ -1,4 +1,4 @@
-"""The process in which verifiers runs episodes: records to it and from it, and its end with all that it started."""
+"""Run verifiers in a child process: exchange records with it, and stop it with everything that it started."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from typing import IO, Any
 from treering.errors import ConfigError, StateError
 
 _CLEAN_UP_S = 25.0
-"""How long a cancelled episode has to clean up; below `CLEAN_UP_S` of the loop, which awaits the answer."""
+"""Seconds that a cancelled episode has to clean up; below `CLEAN_UP_S` of the loop, which awaits the answer."""
 _END_S = _CLEAN_UP_S + 5.0
-"""How long a process may take to end by itself."""
+"""Seconds that the process has to exit by itself."""
 _MARK = "TREERING_VERIFIERS"
 _LAST_LINES = 20
 _MAX_LINE = 500
@@ -28,7 +28,7 @@ Record = Mapping[str, Any]
 
 
 class WorkerProcess:
-    """A process that is sent records, and answers episodes and its start.
+    """Child process that runs episodes on request.
 
     Example:
         >>> worker = WorkerProcess(["python", "worker.py"])                                     # doctest: +SKIP
@@ -38,10 +38,10 @@ class WorkerProcess:
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Starts it.
+        """Start the process.
 
         Raises:
-            ConfigError: there is no such program.
+            ConfigError: the program does not exist.
         """
         mark = uuid.uuid4().hex
         try:
@@ -68,34 +68,32 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes records."""
+        """Whether the process still takes records."""
         return not self._has_ended
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     def start(self, record: Record, *, time_limit_s: float) -> Record:
-        """Loads an environment; returns the record `tasks`.
+        """Load an environment; return its `tasks` record.
 
         Raises:
-            ConfigError: what the process refuses, in its words.
-            StateError: it dies, or takes longer.
+            ConfigError: the process refuses the settings; the message is the process's.
+            StateError: the process dies, or exceeds the time limit.
         """
         self.send({"type": "start", **record})
         try:
             answer = self._started.result(time_limit_s)
         except TimeoutError:
-            raise StateError(
-                f"an environment is loaded within {time_limit_s:g} s, and this one was not{self._said()}"
-            ) from None
+            raise StateError(f"the environment did not load within {time_limit_s:g} s{self._said()}") from None
         if answer["type"] == "refused":
             raise ConfigError(f"task.env: {answer['error']}")
         return answer
 
     def run(self, episode: str, record: Record) -> "Future[Record]":
-        """Starts an episode; the record `result` is its answer, and StateError if the process dies before."""
+        """Start an episode; the future gets its `result` record, or StateError if the process dies first."""
         answer: Future[Record] = Future()
         with self._lock:
             self._episodes[episode] = answer
@@ -106,7 +104,7 @@ class WorkerProcess:
         return answer
 
     def cancel(self, episode: str) -> None:
-        """Cancels an episode; kills the process if it does not say so in time, as one that is blocked."""
+        """Cancel an episode; kill the process if it does not answer in time because something blocks it."""
         with self._lock:
             answer = self._episodes.get(episode)
         if answer is None:
@@ -118,7 +116,7 @@ class WorkerProcess:
         patience.start()
 
     def send(self, record: Record) -> None:
-        """Writes a record.
+        """Write a record.
 
         Raises:
             StateError: the process has ended.
@@ -134,7 +132,7 @@ class WorkerProcess:
             raise self._death() from None
 
     def close(self) -> None:
-        """Ends the process, and kills what it started if that goes on."""
+        """Stop the process and kill what it started."""
         self._finalizer()
 
     def _kill_unless_answered(self, episode: str) -> None:
@@ -184,11 +182,11 @@ class WorkerProcess:
         return StateError(f"the process of verifiers ended with status {self._process.returncode}{self._said()}")
 
     def _said(self) -> str:
-        return f"; it said last: {self._last_lines[-1]}" if self._last_lines else ""
+        return f"; its last line: {self._last_lines[-1]}" if self._last_lines else ""
 
 
 def worker_command(python: str) -> list[str]:
-    """What starts the worker in an interpreter.
+    """Return the command that starts the worker in an interpreter.
 
     Example: `worker_command(".venv-env/bin/python")[0]` is ".venv-env/bin/python".
     """
@@ -201,14 +199,14 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def _end_all(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """Ends a process by the end of its input, then kills it and all that has its mark."""
+    """Close a process's input, wait for its exit, then kill it and every process with its mark."""
     with suppress(OSError, ValueError):
         _pipe(process.stdin).close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    # Programs of agents are in groups of their own.
+    # Programs of agents run in other process groups.
     for pid in _marked(mark):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -216,7 +214,7 @@ def _end_all(process: "subprocess.Popen[bytes]", mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes that were started with a mark in their environment; none where there is no /proc."""
+    """Return the processes whose environment has a mark; empty where /proc does not exist."""
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,7 +1,7 @@
-"""Runs episodes of verifiers v1 for a trainer, in an interpreter of its own: `python worker.py`. Imports no treering.
+"""Run episodes of verifiers v1 for a trainer, in a separate interpreter: `python worker.py`. Imports no treering.
 
-Records go over standard input and output, a JSON object a line. What verifiers or an environment prints goes to
-standard error. It ends when its input does, with everything that it started.
+Records go over standard input and output, one JSON object per line. Prints of verifiers and environments go to
+standard error. When its input ends, the worker stops with everything that it started.
 
     in:  start {env, settings, max_tasks}, serve {base_url, model, tokenizer, renderer, sampling},
          run {episode, key, salt}, cancel {episode}
@@ -12,6 +12,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,23 +24,24 @@ from dataclasses import dataclass
 from typing import Any
 
 VERSIONS = ((0, 4),)
-"""Minor versions that it was written for."""
+"""Supported minor versions."""
 _PATIENCE_S = 25.0
-_MAX_TEXT = 2000
+_MAX_TEXT = 190
+"""Characters of an error, so that the trainer's message around it stays within 300."""
 
 Record = Mapping[str, Any]
 Send = Callable[[Record], None]
 
 
 class RefusedError(Exception):
-    """What was asked cannot be run; the text is for the user."""
+    """The request cannot be run; the text is for the user."""
 
 
 def load(start: Record) -> tuple[Any, dict[str, Any]]:
-    """The environment of a `start` record and its tasks by key.
+    """Return the environment of a `start` record, and its tasks by key.
 
     Raises:
-        RefusedError: another verifiers, an unknown taskset, settings that it refuses, or equal keys.
+        RefusedError: an unsupported verifiers, an unknown taskset, refused settings, or duplicate keys.
     """
     check_version()
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -49,17 +51,17 @@ def load(start: Record) -> tuple[Any, dict[str, Any]]:
         config = resolve_env_config(with_defaults(start["settings"], taskset))
         env = load_environment(config)
     except ModuleNotFoundError as error:
-        # A name on the package index may belong to anybody, so this does not say what to install.
+        # Do not suggest a package to install: anybody may own that name on the package index.
         raise RefusedError(
-            f"no taskset {taskset!r} in {sys.executable}: {error.args[0].split('. ')[0]}; install the package that you "
-            "trust to have it there, from its own source, or put its folder on PYTHONPATH"
+            f"no taskset {taskset!r} in {sys.executable}: {error.args[0].split('. ')[0]}; install there, from its own "
+            "source, the package that you trust to have it, or put its folder on PYTHONPATH"
         ) from error
     check_tools(env)
     return env, tasks_of(env, start.get("max_tasks"))
 
 
 def check_version() -> None:
-    """Raises RefusedError where verifiers is not there, or has another minor version."""
+    """Raise RefusedError if verifiers is missing or has an unsupported version."""
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +73,7 @@ def check_version() -> None:
 
 
 def with_defaults(settings: Record, taskset: str) -> dict[str, Any]:
-    """The settings with the taskset's id, and each agent in a subprocess of this machine unless they say otherwise."""
+    """Return the settings with the taskset's id, and with agents in local subprocesses unless set otherwise."""
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type
 
@@ -88,9 +90,9 @@ def with_defaults(settings: Record, taskset: str) -> dict[str, Any]:
 
 
 def check_tools(env: Any) -> None:
-    """Refuses tool servers that verifiers could not start: `python -m MODULE` without PYTHONPATH, in another folder.
+    """Refuse tool servers that `python -m MODULE` could not start without PYTHONPATH, in another folder.
 
-    An agent would wait minutes for each of them.
+    An agent would wait for minutes for each of them.
     """
     task = type(env.taskset).task_type()
     servers = [*env.taskset.toolsets(env.taskset.config), *task.toolsets(env.taskset.config.task)]
@@ -102,26 +104,26 @@ def check_tools(env: Any) -> None:
         )
         if found.returncode:
             raise RefusedError(
-                f"the tool server in {module} starts as a program of its own, which does not find that module; install "
-                f"its package for {sys.executable}, PYTHONPATH does not reach it"
+                f"the tool server in {module} runs as its own program, which cannot import that module: PYTHONPATH "
+                f"does not reach it; install its package for {sys.executable}"
             )
 
 
 def tasks_of(env: Any, max_tasks: int | None) -> dict[str, Any]:
-    """The tasks by key, the first `max_tasks` of them."""
+    """Return the first `max_tasks` tasks by key."""
     taskset = env.taskset if max_tasks is None else env.taskset.take(max_tasks)
     if not taskset.bounded:
-        raise RefusedError("this taskset has no end; set task.max_prompts to how many tasks to train on")
+        raise RefusedError("this taskset is endless; set task.max_prompts to the number of tasks to train on")
     tasks: dict[str, Any] = {}
     for task in taskset:
         if tasks.setdefault(task.key, task) is not task:
-            raise RefusedError(f"tasks have distinct keys, and two have {task.key!r}; override Task.key")
+            raise RefusedError(f"keys of tasks must be distinct, but two tasks have {task.key!r}; override Task.key")
     return tasks
 
 
 @dataclass(kw_only=True)
 class Served:
-    """What episodes sample from."""
+    """Model that episodes sample from."""
 
     model: str
     client: Any
@@ -129,7 +131,7 @@ class Served:
 
 
 def served(record: Record) -> Served:
-    """The model of a `serve` record."""
+    """Return the model of a `serve` record."""
     from verifiers.v1 import TrainClientConfig
 
     client = TrainClientConfig(
@@ -143,17 +145,20 @@ def served(record: Record) -> Served:
 
 
 async def run_episode(env: Any, task: Any, model: Served, salt: str) -> dict[str, Any]:
-    """Runs one episode; its traces, and what went wrong."""
+    """Run one episode; return its traces and errors."""
     from verifiers.v1 import ModelContext
     from verifiers.v1.types import SamplingConfig
 
     sampling = SamplingConfig(**model.sampling, cache_salt=salt)
     (slot,) = env.slots(task, 1)
     episode = await env.run_slot(slot, ModelContext(model=model.model, client=model.client, sampling=sampling))
-    errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    errors = [failure_text(error.type, error.message) for error in episode.errors]
+    for trace in episode.traces:
+        if not trace.ok:
+            errors += [failure_text(error.type, error.message, agent=trace.agent.name) for error in trace.errors]
     return {
         "ok": episode.ok,
-        "errors": [f"{error.type}: {error.message}"[:_MAX_TEXT] for error in errors],
+        "errors": errors,
         "traces": [
             {
                 "id": trace.id,
@@ -165,11 +170,43 @@ async def run_episode(env: Any, task: Any, model: Served, salt: str) -> dict[str
     }
 
 
+def failure_text(kind: str, message: str, *, agent: str = "") -> str:
+    """Return an error of verifiers as one short line: its cause, and a fix if one is known.
+
+    Verifiers quotes the output of a program that failed, so its message may be a long traceback.
+
+    Example: ("HarnessError", "exit 1: Traceback ... KeyError: 1", agent="a") is "agent 'a' failed: KeyError: 1".
+    """
+    cause = cause_of(message) or f"{kind}: {_one_line(message)}"
+    text = f"agent {agent!r} failed: {cause}" if agent else cause
+    fix = "; set [task.renderer] name = ..." if "DefaultRenderer" in cause and "tool" in cause else ""
+    return _cut(text, _MAX_TEXT - len(fix)) + fix
+
+
+def cause_of(message: str) -> str:
+    """Return the exception that ends the last traceback of a message; empty if it has no traceback."""
+    # Lines of exception groups begin with bars.
+    lines = [re.sub(r"^ *(\| ?|\+-+$)", "", line) for line in message.splitlines()]
+    frames = [i for i, line in enumerate(lines) if re.match(r' +File "', line)]
+    rest = lines[frames[-1] + 1 :] if frames else []
+    while rest and (not rest[0].strip() or rest[0].startswith(" ")):
+        rest.pop(0)
+    return _one_line("\n".join(rest))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else text[: size - 3] + "..."
+
+
 class Worker:
-    """Reads records and answers them."""
+    """Loop that reads records and answers them."""
 
     def __init__(self, send: Send) -> None:
-        """`send` writes a record."""
+        """Answer records through `send`."""
         self._send = send
         self._env: Any = None
         self._tasks: dict[str, Any] = {}
@@ -178,7 +215,7 @@ class Worker:
         self._stack = AsyncExitStack()
 
     async def serve(self, inbox: "asyncio.Queue[Record | None]") -> None:
-        """Answers records until there are no more."""
+        """Answer records until the input ends."""
         async with self._stack:
             while (record := await inbox.get()) is not None:
                 await self._take(record)
@@ -222,24 +259,24 @@ class Worker:
 
 
 def in_words(error: BaseException) -> str:
-    """One line of an error; the sandbox that is not logged in exits the interpreter."""
+    """Return an error as one line, with a fix if a sandbox without a login exited the interpreter."""
     if isinstance(error, RefusedError):
         return str(error)
-    text = " ".join(str(error).split())[:_MAX_TEXT]
     if isinstance(error, SystemExit):
+        text = _cut(_one_line(str(error)), 60)
         return (
-            f"SystemExit: {text or 'no text'}; an environment must not exit, and a hosted runtime does without a "
+            f"SystemExit: {text or 'no text'}; an environment must not exit. A hosted runtime exits if it has no "
             'login: set runtime.type = "subprocess"'
         )
-    return f"{type(error).__name__}: {text}"
+    return failure_text(type(error).__name__, str(error))
 
 
 def main() -> None:
-    """Serves until standard input ends."""
+    """Answer records until standard input ends."""
     here = os.path.dirname(os.path.abspath(__file__))
-    # Files beside this one are no modules of an environment.
+    # Files in this folder must not shadow modules of an environment.
     sys.path[:] = [folder for folder in sys.path if folder != here]
-    # Whatever verifiers starts or prints has neither of the two.
+    # Keep the two pipes from whatever verifiers starts or prints.
     records, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -248,7 +285,7 @@ def main() -> None:
 
     def send(record: Record) -> None:
         with lock, suppress(BrokenPipeError):
-            # A reward that is no number is refused where it is read; not to answer would hold the episode up.
+            # Write NaN rewards too: the reader refuses them, and without an answer the episode would hang.
             answers.write(json.dumps(record).encode() + b"\n")
             answers.flush()
 
@@ -260,21 +297,21 @@ def main() -> None:
         for line in records:
             loop.call_soon_threadsafe(inbox.put_nowait, json.loads(line))
         loop.call_soon_threadsafe(inbox.put_nowait, None)
-        # An environment that blocks the loop does not keep it.
+        # Exit even if an environment blocks the loop.
         threading.Timer(_PATIENCE_S + 2.0, end, [1]).start()
 
     threading.Thread(target=read, daemon=True).start()
     serving = loop.create_task(Worker(send).serve(inbox))
     serving.add_done_callback(lambda _: loop.stop())
     while not serving.done():
-        # A task that raises SystemExit ends the loop besides; the episode that awaits it has the error.
+        # A task that raises SystemExit also stops the loop; the episode that awaits it gets the error.
         with suppress(SystemExit):
             loop.run_forever()
     end(0)
 
 
 def end(status: int) -> None:
-    """Ends this process and those of its group."""
+    """Exit with this process's group."""
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)

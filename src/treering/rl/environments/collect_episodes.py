@@ -222,8 +222,8 @@ def check_failures(error_counts: Mapping[str, int], num_episodes: int, max_faile
         return
     cause, count = Counter(error_counts).most_common(1)[0]
     raise StateError(
-        f"at most {max_failed:.0%} of a step's episodes may fail (task.max_failed), and {num_failed} of "
-        f"{num_episodes} did, {count} with {cause}; correct the environment, or raise it"
+        f"{cause} ({count} of {num_episodes} episodes; {num_failed} failed, and task.max_failed allows "
+        f"{max_failed:.0%})"
     )
 
 
