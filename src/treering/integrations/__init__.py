@@ -1,1 +1,1 @@
-"""Treering inside other projects: each package here imports its host on first use, and its types stop here."""
+"""Treering inside other projects: each package imports its host on first use, and no host type leaves it."""

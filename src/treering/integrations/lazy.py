@@ -1,4 +1,4 @@
-"""Public names of a host's package, imported on first use: their files need the host, or libraries it must not meet."""
+"""Import the public names of a host's package on first use, so that importing the package does not need the host."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -8,11 +8,11 @@ from treering.extras import require
 
 
 def names_from(package: str, homes: Mapping[str, str], *needs: str) -> Callable[[str], Any]:
-    """A package's `__getattr__` for names that stand in its files.
+    """Return a module `__getattr__` that imports each public name of a package on first use.
 
     Args:
-        package: its dotted name.
-        homes: the file of each name, relative to the package.
+        package: dotted name.
+        homes: file of each name, relative to the package.
         needs: libraries that every name needs.
 
     Example: `__getattr__ = names_from(__name__, {"TreeEngine": "engine"})`.

@@ -129,8 +129,8 @@ def test_rows_with_the_same_pictures_stand_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "setting", "rule"),
     [
-        (runs.distillation, None, "takes pictures, which are tested on trees in GRPOTrainer"),
-        (runs.sft, "torch_compile", "torch_compile=True, which is not tested with pictures"),
+        (runs.distillation, None, "takes images, which are tested on trees in GRPOTrainer"),
+        (runs.sft, "torch_compile", "torch_compile=True, which is not tested with images"),
         (runs.sft, "deepspeed", r"under DeepSpeed.*use DDP or FSDP2"),
     ],
 )

@@ -214,20 +214,20 @@ def test_a_later_turn_continues_its_rollout(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="drafts are one of auto, off"):
+    with pytest.raises(ConfigError, match="drafts must be one of auto, off"):
         HistoryRollouts(drafts="sometimes")
-    with pytest.raises(ConfigError, match=r"id_column='nme' is no column.*'prompt', 'id'"):
+    with pytest.raises(ConfigError, match=r"id_column='nme' is not a column.*'prompt', 'id'"):
         train(tmp_path, HistoryRollouts(id_column="nme"))
     with pytest.raises(ConfigError, match=r"generation_kwargs.*num_beams.*remove it"):
         train(tmp_path, HistoryRollouts(), generation_kwargs={"num_beams": 2})
     used = HistoryRollouts()
     train(tmp_path, used, max_steps=1)
-    with pytest.raises(StateError, match="for one trainer"):
+    with pytest.raises(StateError, match="serves one trainer"):
         train(tmp_path, used, max_steps=1)
     trainer = trainer_of(tmp_path, HistoryRollouts())
     with pytest.raises(StateError, match="rollout_func"):
         HistoryRollouts().attach(trainer)
-    with pytest.raises(ConfigError, match="know it by their hash, got id_column='id'"):
+    with pytest.raises(ConfigError, match="hash of its tokens, got id_column='id'"):
         HistoryRollouts(id_column="id").attach(trainer_of(tmp_path, None))
     with pytest.raises(UnsupportedError, match="this SimpleNamespace has no tools"):
         HistoryRollouts().attach(SimpleNamespace(rollout_func=None))

@@ -64,7 +64,7 @@ class Client:
     ("client", "error", "message"),
     [
         (Client(model="ngram"), ConfigError, "start it with TREERING_HISTORY=/runs/history .*--speculative-config"),
-        (Client(history="/elsewhere"), ConfigError, "the history /elsewhere, and this run records to /runs/history"),
+        (Client(history="/elsewhere"), ConfigError, "the history /elsewhere, but this run records to /runs/history"),
         (Client(problem="vllm #55005"), UnsupportedError, "vllm #55005; start it without"),
     ],
 )

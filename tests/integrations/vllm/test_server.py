@@ -118,7 +118,7 @@ def test_a_served_policy_drafts_from_the_run_s_history_and_follows_its_weights(
         stack.enter_context(mock.patch.object(VLLMClient, "init_communicator"))
         stack.enter_context(mock.patch.object(VLLMClient, "update_named_params", update))
         with (
-            pytest.raises(ConfigError, match=r"drafts from the history .*history, and this run records to .*other"),
+            pytest.raises(ConfigError, match=r"drafts from the history .*history, but this run records to .*other"),
             vllm_drafts(folder / "other"),
         ):
             helpers.make_trainer(folder / "model", folder / "out", **options)

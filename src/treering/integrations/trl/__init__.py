@@ -6,7 +6,7 @@
     share_prefixes(trainer)
     trainer.train()
 
-`TreeGRPOTrainer`, `TreeRLOOTrainer`, `TreeSFTTrainer` and `TreeDPOTrainer` are TRL's trainers with that line in them.
+`TreeGRPOTrainer`, `TreeRLOOTrainer`, `TreeSFTTrainer` and `TreeDPOTrainer` are TRL's trainers with that line built in.
 `HistoryRollouts` samples a trainer's rollouts with the embedded engine; `vllm_drafts` gives TRL's own vLLM drafts.
 """
 

@@ -1,8 +1,8 @@
-"""Which rows of a trainer stand together in micro-batches, and the bound of sharing that follows.
+"""Choose which rows of a trainer share a micro-batch, and bound the sharing that follows.
 
-TRL shuffles a generation batch before it splits it, so a prompt's rollouts fall into different micro-batches. Here
-groups stand in the order in which the shuffle shows them first, and rows of a group in the shuffle's order, so the
-order is that of TRL's own seed and no further random number is drawn.
+TRL shuffles a generation batch before splitting it, so a prompt's rollouts fall into different micro-batches. Here
+groups follow the shuffle by their first row, and rows inside a group keep the shuffle's order. The order therefore
+depends only on TRL's own seed, and no extra random number is drawn.
 """
 
 import json
@@ -29,19 +29,19 @@ _OTHER_ROWS = "this changes which rows an optimizer step sees (group_batches=Fal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """How rows fall into micro-batches."""
+    """How rows are distributed over micro-batches."""
 
     words: str
-    """For the line that a user reads."""
+    """Text for the line printed to the user."""
     bound: float | None
-    """Tokens of the stock path per distinct one; None where it cannot be told before training."""
+    """Ratio of the stock path's tokens to distinct tokens; None if unknown before training."""
 
 
 class TaskSampler(Sampler[int]):
-    """Indices of rows: `batch_size` neighbours in the order of their tokens at a time, these batches in random order.
+    """Sampler of row indices: batches of `batch_size` neighbours in token order, with the batches in random order.
 
-    Rows are sorted by their tokens, so rows of a task stand together, and those that share most are next to each
-    other. Every epoch has the same batches in another order; the short one is last.
+    Rows are sorted by their tokens, so rows of a task are adjacent, closest to those that they share most with. Every
+    epoch has the same batches in a different order; the short batch comes last.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class TaskSampler(Sampler[int]):
         seed: int,
         epoch: Callable[[], int],
     ) -> None:
-        """Sorts the rows.
+        """Sort the rows.
 
         Args:
-            sequences: token ids of each row, or other numbers that begin alike where rows do.
-            batch_size: rows of a micro-batch.
-            seed: of every epoch's order, with its number.
-            epoch: the number of the epoch that begins.
+            sequences: token ids of each row, or other numbers that share a prefix where rows do.
+            batch_size: rows per micro-batch.
+            seed: seeds the order of every epoch, with its number.
+            epoch: returns the number of the epoch that begins.
         """
         # Big-endian bytes compare as the numbers do.
         keys = [np.asarray(tokens, ">u4").tobytes() for tokens in sequences]
@@ -73,7 +73,7 @@ class TaskSampler(Sampler[int]):
         yield from self.order(self._epoch()).tolist()
 
     def order(self, epoch: int) -> NDArray[np.intp]:
-        """Indices of an epoch."""
+        """Return the row indices of an epoch."""
         rows, size = self._sorted, self._batch_size
         num_full = len(rows) // size
         batches = np.random.default_rng((self._seed, epoch)).permutation(num_full)
@@ -82,14 +82,14 @@ class TaskSampler(Sampler[int]):
 
 
 def keep_together(trainer: Any, kind: str, overrides: Overrides, *, is_on: bool | None) -> Batching:
-    """Makes a trainer keep groups or tasks together.
+    """Make a trainer keep groups or tasks together.
 
     Args:
-        trainer: of TRL.
-        kind: which one, see `requirements.TRAINERS`.
-        overrides: where replaced methods go.
-        is_on: whether anything is replaced; else only the bound is counted. None: unless gradients of rollouts would
-            change by that.
+        trainer: a TRL trainer.
+        kind: its entry of `TRAINERS`.
+        overrides: records the replaced methods.
+        is_on: whether to replace anything; if False, only the bound is counted. None: on unless it would change
+            gradients of rollouts.
 
     Raises:
         ConfigError: the dataset has no tokens to sort by, or the user chose another order.
@@ -106,7 +106,7 @@ def keep_together(trainer: Any, kind: str, overrides: Overrides, *, is_on: bool 
 
 
 def _changed_by_groups(trainer: Any) -> str:
-    """What of the gradient depends on which rollouts stand in one micro-batch; empty if nothing does."""
+    """Return what in the gradient depends on which rollouts share a micro-batch; empty if nothing does."""
     args = trainer.args
     found = {
         "a loss of its own": not trainer._compute_loss.__module__.startswith("trl."),
@@ -142,7 +142,7 @@ def _groups(trainer: Any, overrides: Overrides, *, is_on: bool | None) -> Batchi
 
 
 class _Regrouping:
-    """`_prepare_inputs` of a trainer with rollouts, regrouped after each generation."""
+    """`_prepare_inputs` of a trainer with rollouts that regroups rows after each generation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -160,7 +160,7 @@ class _Regrouping:
 def _tasks(trainer: Any, overrides: Overrides, *, is_on: bool) -> Batching:
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__"):
-        return Batching(words="rows keep the order of the stream, which has no other", bound=None)
+        return Batching(words="rows keep the order of the stream, which cannot be sorted", bound=None)
     if getattr(trainer.args, "packing", False):
         return Batching(words="packed rows keep their order", bound=None)
     if not is_on:
@@ -168,26 +168,26 @@ def _tasks(trainer: Any, overrides: Overrides, *, is_on: bool) -> Batching:
     strategy = trainer.args.train_sampling_strategy
     if strategy != "random":
         raise ConfigError(
-            f"group_batches=True orders rows by task, and train_sampling_strategy={strategy!r} by something else; "
-            "leave one of them out"
+            f"group_batches=True orders rows by task, which conflicts with train_sampling_strategy={strategy!r}; "
+            "remove one of them"
         )
     has_pictures = not IMAGE_COLUMNS.isdisjoint(dataset.column_names)
     sequences = keys_of_pictures(dataset) if has_pictures else sequences_of(dataset)
     if sequences is None:
         raise ConfigError(
-            f"group_batches=True sorts rows by input_ids or prompt_ids, and the dataset has {dataset.column_names}; "
+            f"group_batches=True needs a column input_ids or prompt_ids, but the dataset has {dataset.column_names}; "
             "set group_batches=False"
         )
     args = trainer.args
     seed = args.seed if args.data_seed is None else args.data_seed
-    # The state says where a resumed run is, whichever wrapper of the sampler forwards `set_epoch`.
+    # Read the epoch from the state: wrappers of the sampler need not forward `set_epoch`.
     sampler = TaskSampler(
         sequences, args.per_device_train_batch_size, seed, lambda: int((trainer.state.epoch or 0) + 1e-6)
     )
     overrides.replace("_get_train_sampler", lambda original, *given: sampler)
     if has_pictures:
         words = (
-            "rows with the same pictures stand together, so a step sees other rows (group_batches=False keeps its own)"
+            "rows with the same images stand together, so a step sees other rows (group_batches=False keeps its own)"
         )
         return Batching(words=words, bound=None)
     bound = dataset_bound(trainer, _micro_batches(sampler, args.per_device_train_batch_size))
@@ -205,19 +205,20 @@ MicroBatch = dict[str, Any]
 
 
 def regroup(batches: list[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches of one generation batch, their rows regrouped by prompt.
+    """Regroup the rows of one generation batch by prompt.
 
     Args:
-        batches: equally large, in order; rows with equal `prompt_ids`, `prompt_mask` and pictures are one group.
+        batches: micro-batches of equal size, in order; rows with equal `prompt_ids`, `prompt_mask` and images form a
+            group.
 
     Returns:
-        As many micro-batches, of the same sizes.
+        The same number of micro-batches, of the same sizes.
 
     Example: prompts [[a, b], [b, a]] become [[a, a], [b, b]].
     """
     if len(batches) < 2:
         return batches
-    # TRL holds the pictures of all rows one after another; here each row has its own.
+    # TRL concatenates the images of all rows; give each row its own.
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
     joined = {name: _joined([batch[name] for batch in batches]) for name in batches[0]}
     prompts = torch.cat([joined["prompt_mask"], joined["prompt_ids"]], dim=1).cpu().numpy()
@@ -231,7 +232,7 @@ def regroup(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def group_order(prompts: NDArray[Any]) -> NDArray[np.intp]:
-    """Indices of rows, equal rows together: groups by their first row, rows of a group in order.
+    """Return row indices that put equal rows together: groups by first row, rows of a group in order.
 
     Args:
         prompts: [rows, columns].
@@ -243,7 +244,7 @@ def group_order(prompts: NDArray[Any]) -> NDArray[np.intp]:
 
 
 def _picture_keys(pixels: list[Tensor] | None, num_rows: int) -> NDArray[np.int64]:
-    """int64 [rows, 2], equal for rows with equal pictures; [rows, 0] without pictures."""
+    """Return int64 [rows, 2], equal for rows with equal images; [rows, 0] without images."""
     if pixels is None:
         return np.empty((num_rows, 0), np.int64)
     digests = (blake2b(one.float().cpu().numpy().tobytes(), digest_size=16).digest() for one in pixels)
@@ -268,15 +269,15 @@ def _taken(value: Any, rows: NDArray[np.intp], num_rows: int) -> Any:
 
 
 IMAGE_COLUMNS = frozenset({"image", "images"})
-"""Columns in which TRL looks for pictures."""
+"""Columns in which TRL looks for images."""
 
 _TEXT_COLUMNS = ("messages", "prompt", "chosen", "completion", "text")
 _NUM_ROWS = 64
-"""Rows that are read at a time, with their encoded pictures."""
+"""Rows read at a time, with their encoded images."""
 
 
 def sequences_of(dataset: Any) -> list[list[int]] | None:
-    """Token ids of each row of a tokenised dataset; None where no columns have them.
+    """Return the token ids of each row of a tokenised dataset; None if no column has them.
 
     Example: a preference row with prompt_ids [1, 2] and chosen_ids [3] is [1, 2, 3].
     """
@@ -291,15 +292,15 @@ def sequences_of(dataset: Any) -> list[list[int]] | None:
 
 
 def keys_of_pictures(dataset: Any) -> list[NDArray[np.uint8]]:
-    """A key of each row: 16 bytes for each of its pictures in order, then its text.
+    """Return a sort key for each row: 16 bytes per image, in order, then its text.
 
-    Rows with the same pictures sort together, and among them those whose text begins alike. Pictures are compared by
-    their encoded bytes: which rows stand together depends on that, and which are merged does not.
+    Rows with the same images sort together, and among them rows whose text begins alike. Images are compared by their
+    encoded bytes; this decides only which rows are adjacent, not which are merged.
 
     Args:
         dataset: of TRL, with a column `image` or `images`.
 
-    Example: two rows with the same file and other questions have keys that begin with the same 16 bytes.
+    Example: two rows with the same file and different questions have keys that begin with the same 16 bytes.
     """
     columns = [name for name in (*sorted(IMAGE_COLUMNS), *_TEXT_COLUMNS) if name in dataset.column_names]
     tables = dataset.select_columns(columns).with_format("arrow").iter(batch_size=_NUM_ROWS)
@@ -313,7 +314,7 @@ def _key(row: Mapping[str, Any]) -> NDArray[np.uint8]:
 
 
 def _pictures(row: Mapping[str, Any]) -> Iterator[bytes]:
-    """What tells a row's pictures apart: their bytes, else what stands in their place, such as a path."""
+    """Yield what identifies each image of a row: its bytes, or its stand-in, such as a path."""
     for one in [row.get("image"), *(row.get("images") or ())]:
         if one is not None:
             content = one.get("bytes") if isinstance(one, Mapping) else None
@@ -321,15 +322,15 @@ def _pictures(row: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 _NUM_BATCHES = 32
-"""Micro-batches of which the bound of a dataset is counted."""
+"""Micro-batches over which the bound of a dataset is counted."""
 _NUM_PROMPTS = 64
 
 
 def dataset_bound(trainer: Any, batches: Iterable[Sequence[int]]) -> float:
-    """Tokens per distinct one over the first micro-batches of a dataset.
+    """Return the tokens per distinct token over the first micro-batches of a dataset.
 
     Args:
-        trainer: whose collator makes batches of its `train_dataset`.
+        trainer: its collator makes batches of its `train_dataset`.
         batches: row numbers of each micro-batch.
 
     Example: micro-batches of two equal rows have the bound 2.
@@ -345,7 +346,7 @@ def dataset_bound(trainer: Any, batches: Iterable[Sequence[int]]) -> float:
 
 
 def group_bound(*, num_prompt_tokens: float, num_completion_tokens: float, num_rows: int) -> float:
-    """Tokens per distinct one of `num_rows` completions of one prompt that share nothing but it.
+    """Return the tokens per distinct token of `num_rows` completions that share only their prompt.
 
     Example: 8 completions of 96 tokens after a prompt of 512 have the bound 3.8.
     """
@@ -354,7 +355,7 @@ def group_bound(*, num_prompt_tokens: float, num_completion_tokens: float, num_r
 
 
 def mean_prompt_tokens(trainer: Any) -> float | None:
-    """Mean tokens of the first prompts of a trainer's dataset; None where they cannot be told beforehand."""
+    """Return the mean length of a dataset's first prompts; None if it is unknown before training."""
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__") or getattr(trainer, "environment_factories", None) is not None:
         return None
@@ -364,6 +365,6 @@ def mean_prompt_tokens(trainer: Any) -> float | None:
 
 
 def _prompt(row: Mapping[str, Any]) -> Any:
-    """A row's prompt, with its pictures in their places."""
+    """Return a row's prompt with its images in place."""
     images = row.get("images") or ([] if row.get("image") is None else [row["image"]])
     return prepare_multimodal_messages(row["prompt"], images=images) if images else row["prompt"]

@@ -1,4 +1,4 @@
-"""What `HistoryRollouts` keeps between calls and in checkpoints: draws, and each prompt's latest rollouts."""
+"""State that `HistoryRollouts` keeps between calls and in checkpoints: draws, and each prompt's latest rollouts."""
 
 import json
 import time
@@ -18,36 +18,36 @@ from treering.history.store.store import HistoryStore
 from treering.types import PromptId, TokenIds, hash_of_prompt
 
 ID_COLUMNS = ("prompt_id", "id", "index")
-"""Columns of a dataset that hold ids of its prompts, where no column is named; the first one counts."""
+"""Columns that may hold prompt ids if no column is named; the first one found is used."""
 
 
 class PromptIds:
-    """Ids of prompts, and draws.
+    """Prompt ids of a dataset, and how often each prompt was drawn.
 
-    Example: a dataset with the columns "prompt" and "id" gives each prompt its id; another dataset's prompts are known
-    by a hash of their tokens.
+    Example: a dataset with the columns "prompt" and "id" names its prompts; other prompts are known by a hash of their
+    tokens.
     """
 
     def __init__(self, dataset: Any, column: str | None) -> None:
-        """Reads the ids of a dataset's prompts.
+        """Read the ids of a dataset's prompts.
 
         Args:
-            dataset: of the trainer; None, or one without columns, has no ids.
-            column: of the ids; None looks for one of `ID_COLUMNS`.
+            dataset: the trainer's; None, or one without columns, has no ids.
+            column: column with the ids; None: the first of `ID_COLUMNS`.
 
         Raises:
-            ConfigError: the column is missing, or holds something else than texts and whole numbers.
+            ConfigError: the column is missing, or has a value that is neither text nor a whole number.
         """
         columns = list(getattr(dataset, "column_names", None) or ())
         if column is not None and column not in columns:
-            raise ConfigError(f"id_column={column!r} is no column of the training data, which has {columns}; name one")
+            raise ConfigError(f"id_column={column!r} is not a column of the training data; choose one of {columns}")
         found = column or next((name for name in ID_COLUMNS if name in columns), None)
         can_read = found is not None and "prompt" in columns and hasattr(dataset, "__len__")
         self._ids = _read(dataset["prompt"], dataset[found], str(found)) if can_read else {}
         self._draws: dict[PromptId, int] = {}
 
     def of(self, prompt: Any, tokens: Sequence[int]) -> PromptId:
-        """The id of a prompt: its dataset's, else a hash of its token ids.
+        """Return a prompt's id: the dataset's, or a hash of its token ids.
 
         Example: two prompts with the same tokens have the same hash, in every process.
         """
@@ -55,17 +55,17 @@ class PromptIds:
         return hash_of_prompt(tokens) if known is None else known
 
     def draw(self, prompt_ids: Iterable[PromptId]) -> dict[PromptId, int]:
-        """The draws of the prompts of one call, counted from 0 for each prompt."""
+        """Return the draw of each prompt of one call and advance it; draws count from 0 per prompt."""
         found = {prompt_id: self._draws.get(prompt_id, 0) for prompt_id in prompt_ids}
         self._draws |= {prompt_id: draw + 1 for prompt_id, draw in found.items()}
         return found
 
     def state(self) -> list[tuple[PromptId, int]]:
-        """Draws so far, for a checkpoint."""
+        """Return the draws so far, for a checkpoint."""
         return list(self._draws.items())
 
     def load_state(self, state: Iterable[Sequence[Any]]) -> None:
-        """Continues counting from a `state`."""
+        """Continue counting from a saved state."""
         self._draws = {prompt_id: int(draw) for prompt_id, draw in state}
 
 
@@ -74,7 +74,7 @@ def _read(prompts: Iterable[Any], ids: Iterable[Any], column: str) -> Mapping[st
     for prompt, prompt_id in zip(prompts, ids, strict=True):
         if type(prompt_id) not in (str, int):
             raise ConfigError(
-                f"ids of prompts are texts or whole numbers, and {column!r} holds {prompt_id!r}; convert it"
+                f"prompt ids must be texts or whole numbers, but column {column!r} holds {prompt_id!r}; convert it"
             )
         found.setdefault(_key(prompt), prompt_id)
     return found
@@ -85,42 +85,41 @@ def _key(prompt: Any) -> str:
 
 
 _TOKEN_S = 3e-6
-"""Seconds of adding and indexing one token: 1.2 us were measured for 4,300 tokens on two slow cores."""
+"""Seconds to add and index one token; measured: 1.2 us for 4,300 tokens on two slow cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRollouts:
-    """A prompt's rollouts of its latest draw."""
+    """Rollouts of a prompt's latest draw."""
 
     version: int
-    """Policy version that ended them."""
+    """Policy version at which they ended."""
     draw: int = -1
-    """Their draw, which a call may go on with; -1 for one that has ended."""
+    """Their draw, if a later call may continue it; -1 if it has ended."""
     tokens: Mapping[int, TokenIds] = field(default_factory=dict)
-    """By sample."""
+    """Tokens by sample index."""
 
 
 class DraftHistory:
-    """Keeps each prompt's latest rollouts, and gives a drafter those of the prompts that run.
+    """Latest rollouts of each prompt, indexed for a drafter only when their prompts run again.
 
-    A run whose prompts never come again, or whose drafts do not pay, spends nothing on them but the memory of their
-    tokens.
+    A run whose prompts never repeat, or whose drafts do not pay off, spends only the memory of the tokens.
 
-    Example: after `keep` has the rollouts of "q" in its first draw, `prepare` with requests of its second makes them
+    Example: after `keep` gets the rollouts of "q" in draw 0, `prepare` with requests of draw 1 makes them available as
     drafts, if the budget of `costs` allows.
     """
 
     def __init__(self, costs: ObservedCosts) -> None:
-        """`costs` decides, and counts the seconds of the processor that indexing takes."""
+        """`costs` decides whether to index, and is charged the processor time that indexing takes."""
         self._costs = costs
         self._latest: dict[PromptId, KeptRollouts] = {}
         self._unread: set[PromptId] = set()
         self._store: HistoryStore | None = None
         self.drafter: Drafter | None = None
-        """Drafts from the history; None until there is some."""
+        """Drafter over the history; None while the history is empty."""
 
     def keep(self, rollouts: Iterable[Rollout], version: int) -> None:
-        """Takes finished rollouts or turns of rollouts, and the policy version that ended them."""
+        """Record finished rollouts, or turns of rollouts, and the policy version at which they ended."""
         for rollout in rollouts:
             before = self._latest.get(rollout.prompt_id)
             others = before.tokens if before is not None and before.draw == rollout.draw else {}
@@ -129,7 +128,7 @@ class DraftHistory:
             self._unread.add(rollout.prompt_id)
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Indexes earlier draws of the prompts of requests, if that is likely to pay."""
+        """Index earlier draws of the requested prompts, if that is likely to pay off."""
         running = {request.prompt_id: request.draw for request in requests if request.prompt_id in self._unread}
         due = {name: self._latest[name] for name, draw in running.items() if self._latest[name].draw != draw}
         num_tokens = sum(tokens.size for kept in due.values() for tokens in kept.tokens.values())
@@ -146,11 +145,11 @@ class DraftHistory:
         self._costs.note_overhead(time.process_time() - start)
 
     def latest(self) -> dict[PromptId, KeptRollouts]:
-        """The latest rollouts of every prompt, for a checkpoint."""
+        """Return the latest rollouts of every prompt, for a checkpoint."""
         return dict(self._latest)
 
     def load(self, latest: dict[PromptId, KeptRollouts]) -> None:
-        """Continues from `latest`."""
+        """Continue from saved `latest` rollouts."""
         self._latest, self._unread = dict(latest), set(latest)
 
 
@@ -158,7 +157,7 @@ _FILE = "tokens.npy"
 
 
 def save_state(checkpoint: Path, rank: int, version: int, ids: PromptIds, history: DraftHistory) -> None:
-    """Writes the state below a checkpoint's folder, whole or not at all."""
+    """Write the state into a checkpoint's folder, atomically."""
     latest = history.latest()
     rollouts = [tokens for kept in latest.values() for tokens in kept.tokens.values()]
     facts = {
@@ -172,10 +171,10 @@ def save_state(checkpoint: Path, rank: int, version: int, ids: PromptIds, histor
 
 
 def load_state(checkpoint: Path, rank: int, ids: PromptIds, history: DraftHistory) -> int:
-    """Reads a state back; returns its policy version.
+    """Read a state back; return its policy version.
 
     Raises:
-        StateError: it is damaged.
+        StateError: the state is damaged.
     """
     facts = read_facts(_folder(checkpoint, rank))
     tokens = np.load(_folder(checkpoint, rank) / _FILE)
@@ -191,10 +190,10 @@ def load_state(checkpoint: Path, rank: int, ids: PromptIds, history: DraftHistor
 
 
 def has_state(checkpoint: Path, rank: int) -> bool:
-    """Whether a checkpoint's folder holds the state of a process."""
+    """Return whether a checkpoint's folder has the state of a process."""
     return _folder(checkpoint, rank).is_dir()
 
 
 def _folder(checkpoint: Path, rank: int) -> Path:
-    # A parent for each process: writing one folder clears what a killed writer left beside it.
+    # One parent per process: writing a folder removes leftovers of killed writers next to it.
     return checkpoint / f"history_rollouts_{rank}" / "state"

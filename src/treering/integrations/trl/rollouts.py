@@ -1,4 +1,4 @@
-"""Rollouts of TRL's trainers from the embedded engine: batched, drafted from earlier epochs, with their log-probs."""
+"""Sample TRL rollouts with the embedded engine: batched, drafted from earlier epochs, with log-probs."""
 
 import warnings
 from collections import Counter
@@ -25,18 +25,17 @@ from treering.metrics import TOKENS_PER_FORWARD
 _OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters, by the names that TRL, Hugging Face and the engine share."""
 _IGNORED = frozenset({"use_cache", "pad_token_id", "bos_token_id", "disable_compile", "cache_implementation"})
-"""Arguments of `generate` that change no distribution."""
+"""Arguments of `generate` that do not change the distribution."""
 _READ = ("rollout_func", "tools", "environment_factories", "_generate_single_turn", "_tokenize_prompts", "_metrics")
-"""What is read or replaced of a trainer; only GRPOTrainer has all."""
+"""Attributes of a trainer that are read or replaced; only GRPOTrainer has all of them."""
 
 
 def sampling_of(trainer: Any) -> Sampling:
-    """The sampling parameters of a trainer, `generation_kwargs` included.
+    """Return a trainer's sampling parameters, including `generation_kwargs`.
 
     Raises:
-        ConfigError: an argument of `generate` that the engine has not.
+        ConfigError: an argument of `generate` that the engine does not have.
 
-    Example: `GRPOConfig(temperature=0.9, top_k=0, max_completion_length=64)` is temperature 0.9, all tokens, 64 tokens.
     """
     values = {name: getattr(trainer, name) for name in _OWN}
     limit, stops = trainer.max_completion_length, tuple(trainer.eos_token_ids)
@@ -56,7 +55,7 @@ def sampling_of(trainer: Any) -> Sampling:
 
 
 def check_rollout_trainer(trainer: Any) -> None:
-    """Refuses a trainer whose rollouts the engine in its process cannot sample, or not rightly.
+    """Check that the embedded engine can sample a trainer's rollouts correctly.
 
     Raises:
         UnsupportedError: another trainer, images, sharded weights, or another engine; names it.
@@ -64,72 +63,71 @@ def check_rollout_trainer(trainer: Any) -> None:
     missing = next((name for name in _READ if not hasattr(trainer, name)), None)
     if missing is not None:
         raise UnsupportedError(
-            f"HistoryRollouts samples for GRPOTrainer as in TRL 1.16, and this {type(trainer).__name__} has no "
-            f"{missing}; take that one, or leave HistoryRollouts out"
+            f"HistoryRollouts needs a GRPOTrainer as in TRL 1.16, but this {type(trainer).__name__} has no "
+            f"{missing}; use GRPOTrainer, or remove HistoryRollouts"
         )
     if trainer._is_vlm:
         raise UnsupportedError(
-            "HistoryRollouts samples from text alone, and this model takes images; use vLLM for its rollouts"
+            "HistoryRollouts samples text only, but this model takes images; use vLLM for its rollouts"
         )
     if trainer.use_vllm:
         raise UnsupportedError(
-            "HistoryRollouts samples from the model in the trainer's process, and use_vllm=True starts another engine; "
-            "set use_vllm=False, or leave HistoryRollouts out and make the trainer inside vllm_drafts"
+            "HistoryRollouts samples from the model in the trainer's process, but use_vllm=True starts another engine; "
+            "set use_vllm=False, or remove HistoryRollouts and create the trainer inside vllm_drafts"
         )
     kind = trainer.accelerator.distributed_type.value
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         raise UnsupportedError(
-            f"HistoryRollouts reads whole weights in every process, and {kind} shards them; use DDP, or vLLM for the "
+            f"HistoryRollouts reads whole weights in every process, but {kind} shards them; use DDP, or vLLM for the "
             "rollouts"
         )
 
 
 def check_text(images: Any, fields: Any) -> None:
-    """Refuses prompts with images.
+    """Check that prompts have no images.
 
     Raises:
         UnsupportedError: images, or other fields of a multimodal model.
     """
     if images is not None or fields:
-        raise UnsupportedError("HistoryRollouts samples from text alone, and a prompt holds images; leave them out")
+        raise UnsupportedError("HistoryRollouts samples text only, but a prompt has images; remove them")
 
 
 def check_single_turn(trainer: Any) -> None:
-    """Refuses a trainer whose rollouts have turns that `rollout_func` does not see.
+    """Check that a trainer's rollouts have one turn: `rollout_func` does not see later turns.
 
     Raises:
-        UnsupportedError: tools or environments.
+        UnsupportedError: the trainer has tools or environments.
     """
     if trainer.tools or getattr(trainer, "environment_factories", None):
         raise UnsupportedError(
-            "TRL calls rollout_func for the first turn only, and model.generate after each tool call; leave "
-            "rollout_func out and call HistoryRollouts().attach(trainer)"
+            "TRL calls rollout_func for the first turn only, and model.generate after each tool call; remove "
+            "rollout_func and call HistoryRollouts().attach(trainer)"
         )
 
 
 _SPARE, _SPARE_FOR_TURNS = 1.25, 3.0
-"""Slots of a new engine, over those that the present requests need; later turns find in spare ones what earlier turns
-computed."""
+"""Slots of a new engine relative to what the requests need; later turns reuse the cache that spare slots keep."""
 
 
 class TrainerEngine:
-    """Makes an engine when there are requests, and another one when they need more slots."""
+    """Creates an engine when requests arrive, and a larger one when they need more slots."""
 
     def __init__(self, costs: ObservedCosts, *, max_batch: int, num_threads: int | None) -> None:
-        """See `HistoryRollouts`."""
+        """Hold the options of `HistoryRollouts`."""
         self._costs, self._max_batch, self._num_threads = costs, max_batch, num_threads
         self._engine: TorchEngine | None = None
         self._drafter: Drafter | None = None
         self._num_slots = 0
         self.has_turns = False
-        """Whether rollouts are continued, so that the keys and values of finished ones are worth their slots."""
+        """Whether rollouts are continued, so that caching keys and values of finished ones pays off."""
         self.version = 0
-        """Policy version of the latest weights; 0 before the first."""
+        """Policy version of the latest weights; 0 before the first call."""
 
     def ready_for(self, requests: Sequence[Request], trainer: Any, drafter: Drafter | None) -> TorchEngine:
-        """The engine with the trainer's present weights, slots for the requests, and the drafter.
+        """Return the engine with the trainer's current weights, enough slots, and the drafter.
 
-        Example: the first call makes version 1; after an optimizer step the next one is version 2.
+        Example: the first call makes version 1; the next call after an optimizer step makes version 2.
         """
         num_slots = _num_slots(requests, self._max_batch)
         if self._engine is None or num_slots > self._num_slots:
@@ -144,7 +142,7 @@ class TrainerEngine:
         return self._engine
 
     def resume(self, version: int) -> None:
-        """Counts versions on from a checkpoint's."""
+        """Continue the version numbers of a checkpoint."""
         self.version = max(self.version, version)
         self._engine = None
 
@@ -165,14 +163,14 @@ class TrainerEngine:
 
 
 def _num_slots(requests: Sequence[Request], max_batch: int) -> int:
-    """Slots for the prompts of a call and for as many rollouts as run at once."""
+    """Return the slots for a call's prompts and for the rollouts that run at once."""
     prompts = {request.prompt.tobytes(): request.prompt.size for request in requests}
     longest = max(request.sampling.max_tokens for request in requests)
     return sum(prompts.values()) + longest * min(max_batch, len(requests))
 
 
 def _update(engine: TorchEngine) -> None:
-    """Reads the weights again if they have changed: the trainer stepped, or loaded others."""
+    """Reload the weights if they changed because the trainer stepped or loaded a checkpoint."""
     try:
         engine.update_weights(engine.version)
     except InputError:
@@ -181,7 +179,7 @@ def _update(engine: TorchEngine) -> None:
 
 @contextmanager
 def _own_forward(model: Any) -> Iterator[None]:
-    """Runs a model without Accelerate's autocast: the engine compares its logits with the weights' own."""
+    """Run a model without Accelerate's autocast: the engine compares its logits with the weights' own."""
     wrapped = model.__dict__.get("forward")
     if wrapped is None or not hasattr(model, "_original_forward"):
         yield
@@ -195,34 +193,33 @@ def _own_forward(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """A rollout with the tokens that its environment wrote after it."""
+    """Rollout plus the tokens that its environment wrote after it."""
 
     first: Request
-    """The request of its last turn."""
+    """Request of its last turn."""
     so_far: Rollout
 
     def request(self, max_new: int) -> Request:
-        """The request that continues it by at most `max_new` tokens."""
+        """Return a request that continues the rollout by at most `max_new` tokens."""
         limit = self.so_far.num_tokens + max_new
         return replace(self.first, sampling=self.first.sampling.changed(max_tokens=limit), so_far=self.so_far)
 
 
 class OpenTurns:
-    """The rollouts of the embedded engine's latest calls that a context may continue.
+    """Rollouts of the engine's latest calls that a context may continue.
 
-    Example: after the rollout 7 8 of the prompt 5 6, the context 5 6 7 8 9 is that rollout with the observed token 9.
+    Example: after the rollout 7 8 of the prompt 5 6, the context 5 6 7 8 9 continues it with the observed token 9.
     """
 
     def __init__(self) -> None:
-        """Starts without rollouts."""
         self._open: list[tuple[Int32Array, Request, Rollout]] = []
 
     def take(self, contexts: Sequence[Sequence[int]]) -> list[Turn | None]:
-        """The rollout that each context continues, each at most once; None for a context that begins a rollout."""
+        """Return the rollout that each context continues, each at most once; None for a new rollout."""
         return [self._take_one(np.asarray(context, np.int32)) for context in contexts]
 
     def put(self, requests: Sequence[Request], rollouts: Sequence[Rollout]) -> None:
-        """Takes the rollouts of a call; if all of them are first turns, they replace all earlier ones."""
+        """Add the rollouts of a call; if all of them are first turns, drop the earlier ones."""
         if all(request.so_far is None for request in requests):
             self._open.clear()
         for request, rollout in zip(requests, rollouts, strict=True):
@@ -236,40 +233,40 @@ class OpenTurns:
         ]
         if not fitting:
             return None
-        # The longest is the newest turn of its rollout.
+        # The longest match is the newest turn of its rollout.
         tokens, request, rollout = self._open.pop(max(fitting, key=lambda at: self._open[at][0].size))
         return Turn(first=request, so_far=rollout.observe(context[tokens.size :]))
 
 
 Drafts = Literal["auto", "off"]
-"""auto: where real steps show that drafts pay. off: none."""
+"""auto: draft once measured steps show that drafts pay off. off: no drafts."""
 Turns = tuple[list[list[int]], list[list[float]]]
-"""Tokens and log-probs of each rollout's new turn, as TRL passes them."""
+"""Tokens and log-probs of each rollout's new turn, as TRL expects them."""
 
 _NOT_COMPILED = (
-    "history drafts are not compiled yet, which takes some ten seconds of a processor once after installation; a run "
-    "that is too short to pay for it makes none. To compile them first: python -c 'import treering; "
+    "history drafts need compiling once after installation, about ten seconds of processor time; a run too short to "
+    "pay that back drafts nothing. To compile them first: python -c 'import treering; "
     "treering.Drafter(treering.HistoryStore()).warm_up()'"
 )
 
 
 class HistoryRollouts:
-    """Samples a trainer's rollouts with `TorchEngine`; give it to `rollout_func`, or `attach` it.
+    """Sampler of a trainer's rollouts on `TorchEngine`: pass it as `rollout_func`, or `attach` it.
 
-    A rollout depends on the weights, the prompt, the sampling parameters, the seed and its key alone: drafts and batch
-    size change no token (law 5). The weights are read again whenever they have changed. A trainer's checkpoints hold
-    the draws and each prompt's latest rollouts.
+    A rollout depends only on the weights, the prompt, the sampling parameters, the seed and its key: drafts and batch
+    size change no token (law 5). Weights are reloaded whenever they have changed. The trainer's checkpoints hold the
+    draws and each prompt's latest rollouts.
 
     Args:
-        id_column: column of the training data with ids of its prompts; None takes "prompt_id", "id" or "index", where
-            there is one, else a hash of a prompt's tokens.
-        drafts: see `Drafts`.
-        max_loss: share of the sampling time that drafts may cost without paying back.
+        id_column: dataset column with prompt ids; None: "prompt_id", "id" or "index" if present, else a hash of the
+            prompt's tokens.
+        drafts: "auto" drafts once measured steps show that it pays off, "off" never.
+        max_loss: largest share of sampling time that drafts may cost without paying back.
         max_batch: rollouts that run at once.
-        num_threads: torch threads while sampling; None: as for `TorchEngine`.
+        num_threads: torch threads while sampling; None: `TorchEngine` chooses.
 
     Raises:
-        ConfigError: unknown `drafts`, or another share.
+        ConfigError: unknown `drafts`, or `max_loss` out of range.
 
     Example:
         >>> rollouts = HistoryRollouts(id_column="id")                                       # doctest: +SKIP
@@ -286,9 +283,9 @@ class HistoryRollouts:
         max_batch: int = 64,
         num_threads: int | None = None,
     ) -> None:
-        """Waits for its trainer, which the first call or `attach` gives it."""
+        """Store the options; the first call or `attach` binds the trainer."""
         if drafts not in get_args(Drafts):
-            raise ConfigError(f"drafts are one of {', '.join(get_args(Drafts))}, got {drafts!r}; choose one")
+            raise ConfigError(f"drafts must be one of {', '.join(get_args(Drafts))}, got {drafts!r}")
         self._id_column, self._drafts = id_column, drafts
         self._is_compiled = is_compiled(propose)
         self._costs = ObservedCosts(max_loss=max_loss, load_s=LOAD_S if self._is_compiled else COMPILE_S)
@@ -298,15 +295,15 @@ class HistoryRollouts:
         self._first_step = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """TRL's `rollout_func`: a completion for each prompt, repeated prompts being a group.
+        """Return a completion for each prompt; equal prompts form a group. This is TRL's `rollout_func`.
 
         Returns:
-            "prompt_ids", "completion_ids" and "logprobs", one list per prompt; log-probs are of the sampled
-            distribution, as TRL's importance correction expects them.
+            "prompt_ids", "completion_ids" and "logprobs", one list per prompt. Log-probs are of the sampled
+            distribution, as TRL's importance correction expects.
 
         Raises:
-            ConfigError: sampling that the engine has not.
-            UnsupportedError: a trainer or model that the engine cannot serve rightly; names the reason.
+            ConfigError: sampling parameters that the engine does not have.
+            UnsupportedError: a trainer or model that the engine cannot sample correctly; names the reason.
         """
         self._bind(trainer)
         check_single_turn(trainer)
@@ -320,24 +317,24 @@ class HistoryRollouts:
         }
 
     def attach(self, trainer: Any) -> Callable[[], None]:
-        """Samples every turn of a trainer's rollouts, those after tool calls too; returns what undoes it.
+        """Sample every turn of a trainer's rollouts, also after tool calls; return a function that undoes it.
 
-        A later turn continues the rollout that it belongs to, whose keys and values the engine still has.
+        A later turn continues its rollout and reuses the cached keys and values.
 
         Raises:
-            ConfigError: an `id_column`: a turn is tokens alone, whose hash names the prompt.
+            ConfigError: `id_column` is set, but a turn has only tokens, so its prompt is known by their hash.
             StateError: the trainer has a `rollout_func`.
-            UnsupportedError: see `__call__`.
+            UnsupportedError: a trainer or model that the engine cannot sample correctly.
 
         Example: `HistoryRollouts().attach(trainer)` before `trainer.train()`, for a trainer with `tools`.
         """
         check_rollout_trainer(trainer)
         if trainer.rollout_func is not None:
-            raise StateError("a trainer with a rollout_func samples with that; leave it out, or do not attach another")
+            raise StateError("the trainer already samples with its rollout_func; remove that, or do not attach another")
         if self._id_column is not None:
             raise ConfigError(
-                "attached rollouts get the tokens of a prompt alone and know it by their hash, got id_column="
-                f"{self._id_column!r}; leave it out"
+                f"attached rollouts know a prompt only by the hash of its tokens, got id_column={self._id_column!r}; "
+                "remove it"
             )
         turns = OpenTurns()
         self._engine.has_turns = True
@@ -358,11 +355,11 @@ class HistoryRollouts:
         return rank
 
     def _bind(self, trainer: Any) -> None:
-        """Takes the trainer of the first call, and what its checkpoint holds."""
+        """Bind the trainer of the first call, and load its checkpoint's state."""
         if self._trainer is trainer:
             return
         if self._trainer is not None:
-            raise StateError("HistoryRollouts samples for one trainer, and another one called it; make one for each")
+            raise StateError("HistoryRollouts serves one trainer, but another one called it; create one for each")
         check_rollout_trainer(trainer)
         self._ids = PromptIds(trainer.train_dataset, self._id_column)
         self._trainer, self._first_step = trainer, trainer.state.global_step
@@ -375,8 +372,9 @@ class HistoryRollouts:
     def _resume(self, folder: Path | None) -> None:
         if folder is None:
             warnings.warn(
-                f"the run goes on at step {self._first_step}, and its rollouts have no state in args.output_dir or "
-                "args.resume_from_checkpoint: prompts are drawn as in a new run; name the checkpoint by the latter",
+                f"the run resumes at step {self._first_step}, but args.output_dir and args.resume_from_checkpoint have "
+                "no state of its rollouts, so prompts are drawn as in a new run; pass the checkpoint's path as "
+                "resume_from_checkpoint",
                 stacklevel=2,
             )
             return
@@ -386,11 +384,11 @@ class HistoryRollouts:
         save_state(folder, self._rank, self._engine.version, self._ids, self._history)
 
     def _first_turns(self, prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]]) -> list[Request]:
-        """Requests for a batch of prompts; equal prompts are samples of one group."""
+        """Return requests for a batch of prompts; equal prompts are samples of one group."""
         sampling = sampling_of(self._trainer)
         names = [self._ids.of(prompt, ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)]
         draws = self._ids.draw(dict.fromkeys(names))
-        # Processes sample their parts of a group apart, each with noise of its own.
+        # Processes sample their parts of a group separately, each with its own noise.
         samples = Counter({name: self._rank * len(prompts) for name in names})
         requests = []
         for name, ids in zip(names, prompt_ids, strict=True):
@@ -400,7 +398,7 @@ class HistoryRollouts:
         return requests
 
     def _sample_turns(self, turns: OpenTurns, contexts: Sequence[Sequence[int]]) -> Turns:
-        """New tokens and their log-probs after each context, which may continue a rollout."""
+        """Return new tokens and their log-probs after each context, which may continue a rollout."""
         limit = sampling_of(self._trainer).max_tokens
         continued = turns.take(contexts)
         fresh = [ids for ids, turn in zip(contexts, continued, strict=True) if turn is None]
@@ -414,7 +412,7 @@ class HistoryRollouts:
         return tokens, [rollout.logprobs[begin:].tolist() for rollout, begin in new]
 
     def _sample(self, requests: list[Request]) -> list[Rollout]:
-        """The rollouts of requests, in their order, under the trainer's present weights."""
+        """Return the rollouts of requests, in order, under the trainer's current weights."""
         if self._drafts == "auto":
             self._history.prepare(requests)
         engine = self._engine.ready_for(requests, self._trainer, self._history.drafter)
@@ -429,14 +427,14 @@ class HistoryRollouts:
     def _note_call(self, tokens_per_forward: float) -> None:
         model, state = self._trainer.model, self._trainer.state
         self._trainer._metrics["train" if model.training else "eval"][TOKENS_PER_FORWARD].append(tokens_per_forward)
-        # As far as known, the steps that are left take as long as those so far.
+        # Assume that the remaining steps take as long as those so far.
         num_done = state.global_step - self._first_step + 1
         num_left = max(0, state.max_steps - state.global_step - 1)
         self._costs.horizon_s = self._costs.total_s * (1 + num_left / num_done)
 
 
 class _SaveState(TrainerCallback):  # type: ignore[misc]
-    """Saves the state of rollouts with a trainer's checkpoints."""
+    """Callback that saves the state of rollouts with a trainer's checkpoints."""
 
     def __init__(self, rollouts: HistoryRollouts) -> None:
         self._rollouts = rollouts
@@ -446,7 +444,7 @@ class _SaveState(TrainerCallback):  # type: ignore[misc]
 
 
 def _resumed_folder(trainer: Any) -> Path | None:
-    """The folder of the checkpoint that a trainer was resumed from, if it has the state of rollouts."""
+    """Return the folder of the checkpoint that a trainer resumed from, if it has the state of rollouts."""
     given = trainer.args.resume_from_checkpoint
     named = [Path(given)] if isinstance(given, str) and given else []
     folders = [*named, Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"]

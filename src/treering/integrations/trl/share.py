@@ -1,4 +1,4 @@
-"""`share_prefixes`: a TRL trainer computes each shared prefix once, from its next training step on."""
+"""`share_prefixes`: make a TRL trainer compute each shared prefix once, from its next training step on."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,10 +26,10 @@ _MARK = "_treering_shared_prefixes"
 
 
 class SharedPrefixes:
-    """A trainer that shares prefixes; `undo` restores it."""
+    """Handle of a trainer that shares prefixes; `undo` restores the trainer."""
 
     def __init__(self, trainer: Any, *, backend: str, group_batches: bool | None, verify_first: bool) -> None:
-        """Patches; see `share_prefixes`."""
+        """Patch the trainer with the options of `share_prefixes`."""
         kind = kind_of(trainer)
         check_trainer(trainer)
         if verify_first:
@@ -59,16 +59,16 @@ class SharedPrefixes:
 
     @property
     def difference(self) -> Difference | None:
-        """What `verify_first` found; None before the first micro-batch with a gradient, or without it."""
+        """Result of `verify_first`; None without it, or before the first micro-batch with a gradient."""
         return self._first.difference if self._first else None
 
     @property
     def batching(self) -> Batching:
-        """Which rows stand together, and the bound that follows where it can be told."""
+        """Grouping of rows into micro-batches, and the resulting bound if it is known."""
         return self._batching
 
     def summary(self, roles: list[str]) -> str:
-        """One line: what is shared, which backend, the order of rows, the bound on this data."""
+        """Return one line: what is shared, the backend, the order of rows, and the bound on this data."""
         shared = " and ".join(roles)
         return (
             f"treering: {type(self._trainer).__name__} shares prefixes of its {shared} on backend "
@@ -76,7 +76,7 @@ class SharedPrefixes:
         )
 
     def undo(self) -> None:
-        """Restores the trainer and its models; a second call does nothing."""
+        """Restore the trainer and its models; a second call does nothing."""
         self._overrides.undo()
         for patched in self._patches:
             patched.undo()
@@ -110,28 +110,29 @@ class SharedPrefixes:
 def share_prefixes(
     trainer: Any, *, backend: str = "auto", group_batches: bool | None = None, verify_first: bool = True
 ) -> SharedPrefixes:
-    """Makes a TRL trainer compute each shared prefix once, forward and backward, in its policy and its reference.
+    """Make a TRL trainer compute each shared prefix once, forward and backward, in its policy and its reference.
 
-    Call it before `trainer.train()`. Losses, gradients and logged metrics stay those of the trainer, up to rounding;
-    evaluation and generation run as before. The trainer logs `tree/token_ratio` (tokens of the stock path per computed
-    one), `tree/sharing` (1 - its inverse) and `tree/tokens_computed`, summed over ranks since its last log.
+    Call it before `trainer.train()`. Losses, gradients and logged metrics equal the trainer's up to rounding;
+    evaluation and generation run as before. The trainer logs `tree/token_ratio` (the stock path's tokens per computed
+    token), `tree/sharing` (1 - its inverse) and `tree/tokens_computed`, summed over ranks since its last log.
 
     Args:
         trainer: a GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or DistillationTrainer of TRL.
-        backend: see `treering.tree_attention`.
-        group_batches: rollouts of a prompt (GRPO, RLOO) and rows of a task (SFT, DPO, KTO without KL) stand together in
-            micro-batches. None does so unless gradients of rollouts would change (bnpo, an entropy quantile or bonus,
-            losses of routers, generations of several steps). The printed line names what changes: logged means of
+        backend: backend of `treering.tree_attention`.
+        group_batches: put rollouts of a prompt (GRPO, RLOO) or rows of a task (SFT, DPO, KTO without KL) into the same
+            micro-batch. None: yes, unless it would change gradients of rollouts (bnpo, an entropy quantile or bonus,
+            router losses, generations of several steps). The printed line names what changes: logged means of
             micro-batches, and in SFT, DPO and KTO the rows of an optimizer step.
-        verify_first: compares the first micro-batch's gradients with the stock path's: three more passes, once.
+        verify_first: compare the first micro-batch's gradients with the stock path's; costs three more passes, once.
 
     Returns:
+        Handle whose `undo()` restores the trainer.
         A handle; `undo()` restores the trainer.
 
     Raises:
         UnsupportedError: a trainer, model or setting that would not be exact; names it and the fix.
-        StateError: the trainer shares already, or its model is wrapped; while training, gradients of the first
-            micro-batch that differ by more than rounding.
+        StateError: the trainer already shares, or its model is wrapped; while training: gradients of the first
+            micro-batch differ by more than rounding.
         ConfigError: `group_batches` without tokens to group by.
 
     Example:

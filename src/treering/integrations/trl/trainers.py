@@ -1,4 +1,4 @@
-"""TRL's trainers that share prefixes from the start, with TRL's own configurations."""
+"""TRL's trainers with prefix sharing built in; they take TRL's own configurations."""
 
 from typing import Any
 
@@ -8,8 +8,6 @@ from treering.integrations.trl.share import SharedPrefixes, share_prefixes
 
 
 class _Sharing:
-    """Calls `share_prefixes` on what the next class makes."""
-
     shared_prefixes: SharedPrefixes
 
     def __init__(
@@ -20,7 +18,7 @@ class _Sharing:
         verify_first: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Takes what the trainer of TRL takes, and the options of `share_prefixes`."""
+        """Create TRL's trainer from its own arguments, and call `share_prefixes` with the options given here."""
         super().__init__(*args, **kwargs)
         self.shared_prefixes = share_prefixes(
             self, backend=backend, group_batches=group_batches, verify_first=verify_first

@@ -1,7 +1,7 @@
-"""The first micro-batch twice: its gradients on trees must be those of the stock path, up to rounding.
+"""Run the first micro-batch twice: its gradients on trees must equal those of the stock path up to rounding.
 
-Rounding has no fixed size: it depends on the number format, the model, the loss. So the stock path is run again on
-micro-batches a few columns wider, with embeddings moved by at most one rounding, and what that changes is the
+Rounding has no fixed size: it depends on the number format, the model and the loss. So the stock path runs again on
+slightly wider micro-batches, with embeddings changed by at most one rounding; the resulting difference is the
 yardstick.
 """
 
@@ -27,52 +27,51 @@ from treering.ranks.units import reducing, units_of
 
 TIMES_YARDSTICK = 16.0
 TIMES_EPSILON = 16.0
-"""The bound is the larger of 16 yardsticks and 16 units in the last place; a wrong tree is at 1e-1 and beyond."""
+"""The bound is the larger of 16 yardsticks and 16 units in the last place; a wrong tree differs by 1e-1 or more."""
 MAX_BOUND = 0.2
-"""In low precision rounding alone may reach the size of an error; shifted labels, the classic one, cost 0.32."""
+"""Upper limit of the bound: in low precision rounding alone may look like an error (shifted labels cost 0.32)."""
 MAX_YARDSTICK_EPSILONS = 1024.0
 MAX_YARDSTICK = 0.1
-"""A yardstick beyond the smaller of the two is not rounding: a token depends on its batch, or on noise."""
+"""A yardstick above the smaller of the two is not rounding: a token depends on its batch, or on noise."""
 _EXTRA_COLUMNS = 8
 _OF_BACKWARD: dict[str, Any] = {"grad": None, "_backward_hooks": None, "_post_accumulate_grad_hooks": {}}
-"""What backward writes to or calls, of each weight, and the value without any: torch keeps hooks that None replaces."""
+"""Per-weight attributes that backward writes or calls, and their empty values; torch's hooks must not be None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far gradients are from the stock path's, L2 over all parameters, relative to its norm."""
+    """L2 distances between gradients over all parameters, relative to the norm of the stock path's."""
 
     tree: float
-    """Those of the tree."""
+    """Distance of the tree's gradients."""
     yardstick: float
-    """Those of the stock path with other rounding."""
+    """Distance of the stock path's gradients under different rounding."""
     bound: float
-    """The largest that counts as rounding."""
+    """Largest distance that counts as rounding."""
 
 
 class FirstMicroBatch:
-    """Compares gradients of the first micro-batch that has any; leaves the run as it was."""
+    """Comparison of the first micro-batch that has gradients; leaves the run unchanged."""
 
     def __init__(self, trainer: Any, patches: list[TreePatch]) -> None:
-        """Nothing is compared yet."""
         self._trainer = trainer
         self._patches = patches
         self.difference: Difference | None = None
-        """What was found; None before."""
+        """Result; None before the comparison."""
 
     def check(self, compute_loss: Callable[..., Tensor], inputs: Any, num_items: Any) -> None:
-        """Compares, unless an earlier micro-batch did, or all gradients are zero.
+        """Compare gradients, unless an earlier micro-batch did, or all gradients are zero.
 
-        Every rank of a run calls this at the same time, and all raise if one does.
+        All ranks of a run call this at the same time; if one raises, all do.
 
         Args:
             compute_loss: the trainer's own.
-            inputs: of the micro-batch.
+            inputs: the micro-batch.
             num_items: `num_items_in_batch` of the optimizer batch.
 
         Raises:
-            StateError: they differ by more than rounding, or rounding is too large to tell; with the figures. A weight
-                has changed.
+            StateError: gradients differ by more than rounding, rounding is too large to tell (with the figures), or a
+                weight has changed.
         """
         if self.difference is not None:
             return
@@ -87,7 +86,7 @@ class FirstMicroBatch:
 
         units = units_of(model)
         if units and getattr(self._trainer, "_is_vlm", False):
-            # The stock path, which comes first, would wait forever.
+            # Check first: the stock path would wait forever.
             check_pictures_together(has_pictures=inputs.get("pixel_values") is not None)
         with ExitStack() as stack:
             stack.enter_context(reducing(units))
@@ -103,30 +102,30 @@ class FirstMicroBatch:
         self._judge(square_apart({}, stock), tree, yardstick, epsilon, is_sharded=bool(units))
 
     def _judge(self, norm: float, tree: float, yardstick: float, epsilon: float, *, is_sharded: bool) -> None:
-        """Takes squares: of each rank's gradients, or of its part of theirs, which are sums over the ranks."""
+        """Judge squared distances: per rank, or per shard to be summed over ranks."""
         accelerator = self._trainer.accelerator
         squares = torch.tensor([[norm, tree, yardstick]], dtype=torch.float32, device=accelerator.device)
         squares = accelerator.reduce(squares, reduction="sum") if is_sharded else accelerator.gather(squares)
         norm = float(squares[:, 0].max())
         if norm == 0 or not math.isfinite(norm):
             return
-        # A rank whose own gradients are all 0 has no norm to measure by, and must have none on trees.
+        # A rank whose gradients are all 0 has no norm to compare with; its gradients on trees must be 0 too.
         relative = (squares[:, 1:] / squares[:, :1]).where(squares[:, 1:] != 0, 0.0).sqrt()
         tree, yardstick = relative.amax(0).tolist()
         limit = min(MAX_YARDSTICK_EPSILONS * epsilon, MAX_YARDSTICK)
         if not yardstick <= limit:
             raise StateError(
                 f"other rounding of the stock path moves the first micro-batch's gradients by {yardstick:.1e} of their "
-                f"norm, beyond {limit:.1e}, so trees cannot be compared: a layer averages over its batch or draws "
-                "noise, or the dtype is too coarse; compare in float32, then set verify_first=False if that is exact"
+                f"norm, above {limit:.1e}, so trees cannot be compared: a layer averages over its batch or draws "
+                "noise, or the dtype is too coarse; compare in float32 and, if that is exact, set verify_first=False"
             )
         bound = min(max(TIMES_YARDSTICK * yardstick, TIMES_EPSILON * epsilon), MAX_BOUND)
         self.difference = Difference(tree=tree, yardstick=yardstick, bound=bound)
         if not tree <= bound:
             raise StateError(
-                f"the first micro-batch's gradients on trees are those of the stock path up to rounding, and here they "
-                f"differ by {tree:.1e} of their norm, beyond {bound:.1e} (other rounding of the stock path moves them "
-                f"by {yardstick:.1e}); train without share_prefixes and report the model and the trainer's arguments"
+                f"the first micro-batch's gradients on trees differ from the stock path's by {tree:.1e} of their norm, "
+                f"above {bound:.1e} (other rounding of the stock path moves them by {yardstick:.1e}); train without "
+                "share_prefixes, and report the model and the trainer's arguments"
             )
 
     @contextmanager
@@ -138,7 +137,7 @@ class FirstMicroBatch:
 
 
 def square_apart(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
-    """The squared L2 distance over all parameters; a gradient that only one side has is 0 on the other.
+    """Return the squared L2 distance over all parameters; a gradient missing on one side counts as 0.
 
     Example: gradients [3, 0] and [0, 4] of one parameter have the squared distance 25.
     """
@@ -150,12 +149,12 @@ def square_apart(gradients: dict[str, Tensor], stock: dict[str, Tensor]) -> floa
 
 
 def _gradients(loss: Tensor, model: nn.Module, *, is_left_alone: bool) -> dict[str, Tensor]:
-    """Those of the parameters that have one, by name.
+    """Return the gradients of the parameters that have one, by name.
 
     Args:
         loss: of `model`.
-        model: trained.
-        is_left_alone: the parameters get none, as DeepSpeed takes what one gets for its own step.
+        model: trained model.
+        is_left_alone: leave `.grad` unset, as DeepSpeed would use it for its own step.
     """
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not is_left_alone:
@@ -166,16 +165,16 @@ def _gradients(loss: Tensor, model: nn.Module, *, is_left_alone: bool) -> dict[s
 
 
 def _own_part(gradient: Any) -> Tensor:
-    """The rank's part of a sharded gradient; any other as it is."""
+    """Return the rank's shard of a sharded gradient; any other gradient unchanged."""
     own: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     return own
 
 
 def _epsilon(model: nn.Module, trainer: Any) -> float:
-    """The unit in the last place of the coarsest numbers that the model computes with.
+    """Return the unit in the last place of the coarsest numbers that the model computes with.
 
-    It is never finer than that of float32, in which layers take norms and a router's softmax whatever the weights are.
-    Accelerate turns autocast on inside the model's forward.
+    It is at least float32's, in which layers compute norms and a router's softmax whatever the weights are. Accelerate
+    turns autocast on inside the model's forward.
     """
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     own = dtypes.get(trainer.accelerator.mixed_precision, torch.float32)
@@ -185,12 +184,12 @@ def _epsilon(model: nn.Module, trainer: Any) -> float:
 
 @contextmanager
 def _untouched(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Restores gradients, random states, metrics and the trainer's other attributes on exit.
+    """Restore gradients, random states, metrics and the trainer's other attributes on exit.
 
     Hooks on weights do not run inside: optimizers that step within backward (LOMO, layerwise GaLore) would train.
 
     Raises:
-        StateError: a weight has changed, by a hook that cannot be left out.
+        StateError: a hook that cannot be skipped has changed a weight.
     """
     before = dict(trainer.__dict__)
     metrics = deepcopy(trainer._metrics)
@@ -219,14 +218,14 @@ def _untouched(trainer: Any, model: nn.Module) -> Iterator[None]:
     if changed:
         raise StateError(
             f"comparing the first micro-batch's gradients changed the weight {changed[0]!r}: an optimizer steps within "
-            "backward, by a hook that the comparison cannot leave out; start again with verify_first=False"
+            "backward through a hook that the comparison cannot skip; restart with verify_first=False"
         )
 
 
 def _sums(weights: dict[str, nn.Parameter]) -> dict[str, float]:
-    """The sum of each weight: `_version` would not count what a hook writes to `weight.data`.
+    """Return the sum of each weight; `_version` would miss what a hook writes to `weight.data`.
 
-    ZeRO-3 gathers a weight when it likes, and keeps the rank's part as `ds_tensor`.
+    ZeRO-3 gathers a weight at any time and keeps the rank's shard as `ds_tensor`.
     """
     if not weights:
         return {}
@@ -237,9 +236,9 @@ def _sums(weights: dict[str, nn.Parameter]) -> dict[str, float]:
 
 @contextmanager
 def _rounded_otherwise(model: nn.Module, epsilon: float) -> Iterator[None]:
-    """Inside, the model gets batches some columns wider, and embeddings that differ by at most one rounding."""
+    """Give the model slightly wider batches, and embeddings that differ by at most one rounding."""
     causal_lm: Any = unwrap(model).model
-    # The module that the batch comes into, around the decoder where the model takes pictures.
+    # The module that receives the batch; in image models it contains the decoder.
     inner, embedding = causal_lm.base_model, causal_lm.get_input_embeddings()
     generator = torch.Generator().manual_seed(0)
 

@@ -1,7 +1,7 @@
-"""`vllm_drafts`: the vLLM of a TRL trainer, in its process or a server, drafts from the run's earlier rollouts.
+"""`vllm_drafts`: make the vLLM of a TRL trainer, in its process or on a server, draft from the run's earlier rollouts.
 
-TRL makes its vLLM inside the trainer and has no argument for drafts, so they are set up around the making. Both vLLMs
-draft by `HistoryProposer`. Around each batch, history is read before and a record is kept after.
+TRL creates its vLLM inside the trainer and has no argument for drafts, so they are set up around that creation. Both
+vLLMs draft with `HistoryProposer`. History is reloaded before each batch, and the batch is recorded after it.
 """
 
 import json
@@ -29,25 +29,24 @@ from treering.metrics import ACCEPTANCE, TOKENS_PER_FORWARD
 from treering.types import PromptId
 
 NamedRollout = tuple[PromptId, Int32Array]
-"""A rollout's tokens int32 [R], and the id of its prompt."""
+"""Id of a prompt, and a rollout's tokens int32 [R]."""
 
 
 class JoinedTurns:
-    """Joins the turns of a trainer's vLLM to rollouts.
+    """Turns of a trainer's vLLM, joined to rollouts.
 
-    Prompts have the ids by which the drafter inside vLLM knows them: hashes of their tokens.
+    Prompts have the ids that the drafter inside vLLM uses: hashes of their tokens.
 
-    Example: after `add([[5, 6]], [[7]])` and `add([[5, 6, 7, 8]], [[9]])`, `take()` is one rollout of the prompt 5 6,
-    with the tokens 7 8 9.
+    Example: after `add([[5, 6]], [[7]])` and `add([[5, 6, 7, 8]], [[9]])`, `take()` returns one rollout of the prompt
+    5 6, with the tokens 7 8 9.
     """
 
     def __init__(self) -> None:
-        """Knows no prompts."""
         self._prompts = PromptTable()
         self._rollouts: dict[PromptId, list[Int32Array]] = {}
 
     def add(self, contexts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-        """Takes the completion of each context; a context that continues a rollout of the batch is its next turn."""
+        """Add the completion of each context; a context that continues a rollout of the batch is its next turn."""
         for context, completion in zip(contexts, completions, strict=True):
             tokens = np.asarray(context, np.int32)
             prompt_id, size = self._prompts.find(tokens, ())
@@ -58,7 +57,7 @@ class JoinedTurns:
             rollouts.append(np.concatenate([so_far, np.asarray(completion, np.int32)]))
 
     def take(self) -> list[NamedRollout]:
-        """The rollouts since the last call."""
+        """Return the rollouts since the last call."""
         taken = [(prompt_id, rollout) for prompt_id, rollouts in self._rollouts.items() for rollout in rollouts]
         self._rollouts = {}
         return taken
@@ -69,52 +68,54 @@ def _continues(so_far: Int32Array, rollout: Int32Array) -> bool:
 
 
 class VLLMHost(Protocol):
-    """The drafter of a trainer's vLLM, as this process sees it."""
+    """Drafter of a trainer's vLLM, as seen from this process."""
 
     def refresh(self) -> None:
-        """Lets the drafter read the newest history."""
+        """Make the drafter read the newest history."""
 
     def counts(self) -> EngineStats:
-        """What it has counted of rows and drafts, and nothing else; another process's counts are 0 here."""
+        """Return its counts of rows and drafts only; 0 here for a drafter of another process."""
 
 
 def check_sampling(trainer: Any, generation: Any) -> None:
-    """Refuses trainers and settings that drafts do not go with.
+    """Refuse trainers and settings that do not work with drafts.
 
     Args:
-        trainer: of TRL.
+        trainer: a TRL trainer.
         generation: its `VLLMGeneration`, before vLLM has started.
 
     Raises:
-        UnsupportedError: names what is set, and what works.
+        UnsupportedError: names what is set and what works.
     """
     kind = kind_of(trainer)
     if kind not in ROLLOUT_TRAINERS:
-        raise UnsupportedError(f"vllm_drafts is for {' and '.join(ROLLOUT_TRAINERS)}, got {kind}; make it outside")
+        raise UnsupportedError(
+            f"vllm_drafts works with {' and '.join(ROLLOUT_TRAINERS)}, got {kind}; create it outside"
+        )
     if generation.mode == "colocate" and generation.tensor_parallel_size > 1:
         raise UnsupportedError(
-            "the ranks of a tensor-parallel vLLM would draft each for itself, got vllm_tensor_parallel_size="
-            f"{generation.tensor_parallel_size}; set it to 1, or make the trainer outside vllm_drafts"
+            "ranks of a tensor-parallel vLLM would each draft separately, got vllm_tensor_parallel_size="
+            f"{generation.tensor_parallel_size}; set it to 1, or create the trainer outside vllm_drafts"
         )
     if generation.min_p:
         raise UnsupportedError(
-            f"vLLM verifies no drafts under min_p, got min_p={generation.min_p}; leave it out, or make the trainer "
+            f"vLLM cannot verify drafts under min_p, got min_p={generation.min_p}; remove it, or create the trainer "
             "outside vllm_drafts"
         )
 
 
 @contextmanager
 def colocated_settings(folder: Path, max_draft: int) -> Iterator[dict[str, Any]]:
-    """Inside, an `LLM` that is made with these arguments drafts from the history of a folder."""
+    """Yield the arguments with which an `LLM` created inside drafts from the history of a folder."""
     with environment_with({HISTORY_VARIABLE: str(folder)}):
         yield {"speculative_config": speculative_config(max_draft), "worker_extension_cls": EXTENSION}
 
 
 class Colocated:
-    """The LLM in the trainer's process."""
+    """LLM in the trainer's process."""
 
     def __init__(self, llm: Any) -> None:
-        """Checks how it verifies.
+        """Check how the LLM verifies drafts.
 
         Raises:
             UnsupportedError: drafts would change what it samples.
@@ -123,26 +124,26 @@ class Colocated:
         self._llm = llm
 
     def refresh(self) -> None:
-        """See `VLLMHost`."""
+        """Make the drafter read the newest history."""
         self._llm.collective_rpc("treering_refresh")
 
     def counts(self) -> EngineStats:
-        """See `VLLMHost`."""
+        """Return the drafter's counts."""
         return _counts_of(self._llm.collective_rpc("treering_stats")[0])
 
 
 class Served:
-    """A server, which the main process of a run calls."""
+    """vLLM server that a run's main process calls."""
 
     def __init__(self, client: Any, folder: Path) -> None:
-        """Checks that the server drafts from the folder's history.
+        """Check that the server drafts from the folder's history.
 
         Args:
-            client: TRL's `VLLMClient`; None in other processes than the main one.
-            folder: of the history, absolute.
+            client: TRL's `VLLMClient`; None except in the main process.
+            folder: absolute path of the history.
 
         Raises:
-            ConfigError: it does not draft, or from another history; has the command that works.
+            ConfigError: it does not draft, or drafts from another history; gives the command that works.
             UnsupportedError: drafts would change what it samples.
         """
         self._client = client
@@ -159,26 +160,28 @@ class Served:
         found = self._call("treering_stats")["history"]
         if found != str(folder):
             raise ConfigError(
-                f"the vLLM server at {client.base_url} drafts from the history {found}, and this run records to "
+                f"the vLLM server at {client.base_url} drafts from the history {found}, but this run records to "
                 f"{folder}; start it with {HISTORY_VARIABLE}={folder}"
             )
         problem = self._call("treering_verify", "rejection")
         if problem is not None:
-            raise UnsupportedError(f"drafts would change what the vLLM server samples: {problem}; start it without")
+            raise UnsupportedError(
+                f"drafts would change what the vLLM server samples: {problem}; start it without drafts"
+            )
 
     def refresh(self) -> None:
-        """See `VLLMHost`."""
+        """Make the drafter read the newest history."""
         if self._client is not None:
             self._call("treering_refresh")
 
     def counts(self) -> EngineStats:
-        """See `VLLMHost`."""
+        """Return the drafter's counts; 0 except in the main process."""
         if self._client is None:
             return EngineStats()
         return _counts_of(self._call("treering_stats"))
 
     def _call(self, method: str, *args: str) -> Any:
-        """What the server's first worker answers."""
+        """Return the answer of the server's first worker."""
         url = f"{self._client.base_url}/collective_rpc"
         answer = self._client.session.post(url, json={"method": method, "args": args})
         answer.raise_for_status()
@@ -190,19 +193,19 @@ def _counts_of(stats: dict[str, Any]) -> EngineStats:
 
 
 class VLLMBatches:
-    """Records what a trainer's vLLM samples.
+    """Recorder of what a trainer's vLLM samples.
 
-    Processes of a run call their vLLM as often as their tools ask, each by itself, and end a batch together: there the
-    main process takes the rollouts of all.
+    Each process of a run calls its vLLM as often as its tools need; all end a batch together, and the main process
+    then takes everyone's rollouts.
     """
 
     def __init__(self, trainer: Any, generation: Any, host: VLLMHost, folder: Path) -> None:
-        """Stands around each batch from now on.
+        """Wrap each batch from now on.
 
         Args:
-            trainer: of TRL, which logs the metrics.
+            trainer: TRL trainer that logs the metrics.
             generation: its `VLLMGeneration`.
-            host: its vLLM, as this process sees it.
+            host: its vLLM, as seen from this process.
             folder: of the history.
 
         Raises:
@@ -251,30 +254,30 @@ class VLLMBatches:
 
 
 def _next_version(store: HistoryStore) -> int:
-    """Above those of the rollouts that are there: a resumed run's are newer."""
+    """Return a version above those of the stored rollouts, so that a resumed run's rollouts are newer."""
     newest = newest_first(store.snapshot)[:1]
     return 1 + max((int(store.snapshot[prompt_id].versions[0]) for prompt_id in newest), default=-1)
 
 
 @contextmanager
 def vllm_drafts(history: Path | str, *, max_draft: int = 16) -> Iterator[None]:
-    """Lets the vLLM of a trainer that is made inside draft from its earlier rollouts.
+    """Make the vLLM of a trainer that is created inside draft from its earlier rollouts.
 
-    The distribution of rollouts and their log-probs stay: vLLM verifies drafts. Each batch is recorded when it is
-    sampled, and drafted from when its prompts come again. The trainer logs `rollout/tokens_per_forward` (tokens of a
+    The distribution of rollouts and their log-probs do not change: vLLM verifies drafts. Each batch is recorded when it
+    is sampled, and serves as drafts when its prompts return. The trainer logs `rollout/tokens_per_forward` (tokens per
     row and step, 1.0 without drafts) and `rollout/acceptance` (the share of drafted tokens that was accepted).
 
-    With `vllm_mode="colocate"` the drafter is set up here. With `vllm_mode="server"` the server is started with it, on
-    the same history: `docs/trl.md` has the command.
+    With `vllm_mode="colocate"` the drafter is set up here. With `vllm_mode="server"`, start the server with it, on the
+    same history: `docs/trl.md` has the command.
 
     Args:
-        history: folder of a `HistoryStore`, missing or not, that one run at a time writes. All processes of the run,
-            and the server, must see it.
-        max_draft: tokens per draft, 1 to 64; with a server its own setting counts.
+        history: folder of a `HistoryStore`, created if missing; one run at a time may write it. All processes of the
+            run, and the server, must see it.
+        max_draft: tokens per draft, 1 to 64; a server uses its own setting.
 
     Raises:
-        StateError: no trainer with `use_vllm=True` was made inside, or another process writes the history.
-        UnsupportedError: a trainer or setting that drafts do not go with, or a vLLM that samples wrongly with drafts.
+        StateError: no trainer with `use_vllm=True` was created inside, or another process writes the history.
+        UnsupportedError: a trainer or setting that does not work with drafts, or a vLLM that samples wrongly with them.
         ConfigError: a server that does not draft, or drafts from another history.
 
     Example:
@@ -290,13 +293,13 @@ def vllm_drafts(history: Path | str, *, max_draft: int = 16) -> Iterator[None]:
         yield
     if not making.has_started:
         raise StateError(
-            "vllm_drafts sets up the vLLM of a trainer that is made inside it, and none was; make the trainer in its "
-            "with block, with use_vllm=True"
+            "vllm_drafts sets up the vLLM of a trainer that is created inside it, but none was; create the trainer in "
+            "its with block, with use_vllm=True"
         )
 
 
 class _Making:
-    """The making of a trainer with its vLLM."""
+    """Creation of a trainer and its vLLM, intercepted."""
 
     def __init__(self, folder: Path, max_draft: int) -> None:
         self._folder, self._max_draft = folder, max_draft
@@ -304,12 +307,12 @@ class _Making:
         self.has_started = False
 
     def note_trainer(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Makes a trainer's base; the next vLLM is its."""
+        """Create a trainer's base class, and remember the trainer for the next vLLM."""
         self._trainer = trainer
         original(trainer, *args, **kwargs)
 
     def start(self, original: Callable[..., None], generation: Any) -> None:
-        """Starts the trainer's vLLM with drafts."""
+        """Start the trainer's vLLM with drafts."""
         require("vllm_drafts", "vllm")
         check_sampling(self._trainer, generation)
         host = self._host(original, generation)

@@ -4,7 +4,7 @@
       "model": "treering.integrations.vllm.HistoryProposer", "num_speculative_tokens": 16}'
 
 with `TREERING_HISTORY` set to the folder of a `HistoryStore`. Importing this package imports neither torch, numba nor
-vLLM: numba imported before vLLM's CPU worker starts crashes it.
+vLLM: vLLM's CPU worker crashes if numba was imported before it starts.
 """
 
 from typing import TYPE_CHECKING

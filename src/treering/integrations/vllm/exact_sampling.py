@@ -1,6 +1,6 @@
 """Exact verification of drafts in vLLM's worker: each token is drawn as if there were no drafts.
 
-Written for the V1 runner's rejection sampler, whose signatures are checked.
+Written for the V1 runner's rejection sampler; its signatures are checked.
 
     B rows   D draft tokens of all rows   K most draft tokens of a row   V vocabulary
 """
@@ -15,9 +15,9 @@ _CUT = ("logits", "k", "p")
 
 
 def install(runner: Any, verification: str) -> str | None:
-    """Sets how a model runner verifies drafts; returns why it cannot, or None.
+    """Set how a model runner verifies drafts; return None, or why it cannot.
 
-    Example: "rejection" gives a runner its own sampler back, and says what is wrong where that samples wrongly.
+    Example: "rejection" restores a runner's own sampler, and returns the problem if that samples wrongly.
     """
     sampler: Any = getattr(runner, "rejection_sampler", None)
     if sampler is None:
@@ -27,13 +27,13 @@ def install(runner: Any, verification: str) -> str | None:
         return _problem_of_rejection()
     problem = _problem_of_exact(runner, sampler)
     if problem is None:
-        # An attribute of the instance comes before the method of its class.
+        # An instance attribute takes precedence over the method of its class.
         sampler.forward = lambda *args: exact_forward(sampler, *args)
     return problem
 
 
 def _problem_of_rejection() -> str | None:
-    """VLLM's CPU build spreads temperatures over drafted positions by a kernel that writes nothing (vllm #55005)."""
+    """Return the problem of vLLM's CPU build: a kernel that spreads temperatures writes nothing (vllm #55005)."""
     import torch
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
@@ -41,12 +41,12 @@ def _problem_of_rejection() -> str | None:
     found = [expand_batch_to_tokens(values.to(dtype), ends, 5) for dtype in (torch.float32, torch.int32)]
     if all(f.tolist() == values.to(f.dtype).repeat_interleave(torch.tensor([2, 3])).tolist() for f in found):
         return None
-    return "this build of vLLM samples drafted positions at temperatures that are not those asked for (vllm #55005)"
+    return "this build of vLLM samples drafted positions at temperatures other than those requested (vllm #55005)"
 
 
 def _problem_of_exact(runner: Any, sampler: Any) -> str | None:
     if runner.device.type != "cpu":
-        return f"on {runner.device.type} a token's logits depend on the batch, so that tokens would differ all the same"
+        return f"on {runner.device.type} a token's logits depend on the batch, so tokens would differ anyway"
     from vllm.v1.sample import rejection_sampler as module
 
     expected = {
@@ -57,19 +57,19 @@ def _problem_of_exact(runner: Any, sampler: Any) -> str | None:
     for name, (function, parameters) in expected.items():
         found = None if function is None else tuple(inspect.signature(function).parameters)
         if found != parameters:
-            return f"this vLLM's {name} takes {found}, and {parameters} was expected"
+            return f"this vLLM's {name} takes {found}, expected {parameters}"
     if sampler.synthetic_mode or not sampler.is_processed_logprobs_mode:
         return "it needs processed log-probs and no synthetic acceptance"
     return None
 
 
 def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sampling_metadata: Any) -> Any:
-    """Draws each row's tokens one position after another, and stops after the first that differs from its draft.
+    """Draw each row's tokens position by position, and stop after the first that differs from its draft.
 
     Args:
         sampler: vLLM's `RejectionSampler`.
         metadata: vLLM's `SpecDecodeMetadata`.
-        draft_probs: not read: nothing that is drawn depends on the drafts.
+        draft_probs: not read; no drawn token depends on the drafts.
         logits: [D + B, V].
         sampling_metadata: vLLM's `SamplingMetadata`.
 
@@ -87,7 +87,7 @@ def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sa
         (len(metadata.num_draft_tokens), metadata.max_spec_len + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32
     )
     complete = _draw_drafted(sampler, metadata, target, sampling_metadata, tokens)
-    # The last token of a row comes from vLLM's own sampler; only rows whose drafts were all right use their generator.
+    # vLLM's own sampler draws a row's last token; only rows whose drafts were all accepted use their generator.
     generators = {row: sampling_metadata.generators[row] for row in complete if row in sampling_metadata.generators}
     bonus = sampler.sampler(
         logits=logits[metadata.bonus_logits_indices],
@@ -106,14 +106,14 @@ def exact_forward(sampler: Any, metadata: Any, draft_probs: Any, logits: Any, sa
 
 
 def _as_sampled(logits: Any, num_drafted: list[int], sampling_metadata: Any) -> Any:
-    """The logits [D, V] of drafted positions after temperature and cuts, each row with its own."""
+    """Return the logits [D, V] of drafted positions after each row's temperature, top-k and top-p."""
     if sampling_metadata.all_greedy:
         return logits
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     counts = torch.tensor(num_drafted)
-    # Rows that take the likeliest token have temperature 0.
+    # Greedy rows have temperature 0.
     temperature = sampling_metadata.temperature.masked_fill(sampling_metadata.temperature == 0, 1.0)
     cuts = [
         None if cut is None else cut.repeat_interleave(counts)
@@ -123,7 +123,7 @@ def _as_sampled(logits: Any, num_drafted: list[int], sampling_metadata: Any) -> 
 
 
 def _draw_drafted(sampler: Any, metadata: Any, target: Any, sampling_metadata: Any, tokens: Any) -> list[int]:
-    """Fills in the tokens of drafted positions; returns the rows whose drafts all equal them."""
+    """Fill in the tokens of drafted positions; return the rows whose drafts all match."""
     first = [0, *metadata.cu_num_draft_tokens.tolist()[:-1]]
     drafts = metadata.draft_token_ids.tolist()
     active = list(range(len(first)))
@@ -141,7 +141,7 @@ def _draw_drafted(sampler: Any, metadata: Any, target: Any, sampling_metadata: A
 
 
 def _draw(sampler: Any, logits: Any, rows: list[int], sampling_metadata: Any) -> list[int]:
-    """One token per row, from processed logits."""
+    """Return one token per row, drawn from processed logits."""
     likeliest: list[int] = logits.argmax(-1).tolist()
     if sampling_metadata.all_greedy:
         return likeliest

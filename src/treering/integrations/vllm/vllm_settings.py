@@ -1,6 +1,6 @@
-"""How vLLM is asked for drafts: its arguments, the drafter's own settings, and what a request says of itself.
+"""Settings of drafts in vLLM: its arguments, the drafter's settings, and the identity that a request carries.
 
-Read before numba may be imported, so nothing here imports it.
+This file is read before numba may be imported, so it must not import numba.
 """
 
 import difflib
@@ -17,11 +17,11 @@ from treering.types import PromptId, is_count
 
 PROPOSER = "treering.integrations.vllm.HistoryProposer"
 MAX_DRAFT = 64
-"""Most tokens that a `treering.Drafter` drafts for a row."""
+"""Most tokens that a `treering.Drafter` drafts per row."""
 
 
 def speculative_config(max_draft: int) -> dict[str, Any]:
-    """VLLM's argument of that name for drafts of up to so many tokens from history.
+    """Return vLLM's argument of that name for drafts of up to `max_draft` tokens from history.
 
     Example: `LLM(model, speculative_config=speculative_config(16))`.
     """
@@ -29,17 +29,17 @@ def speculative_config(max_draft: int) -> dict[str, Any]:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Refuses a configuration under which vLLM would not call the drafter, or call it too late.
+    """Refuse a configuration under which vLLM would not call the drafter, or would call it too late.
 
     Raises:
-        UnsupportedError: names what was set, and what to set.
+        UnsupportedError: names what was set and what to set.
 
-    Example: a `VllmConfig` with asynchronous scheduling is refused, and `--no-async-scheduling` named.
+    Example: a `VllmConfig` with asynchronous scheduling is refused, naming `--no-async-scheduling`.
     """
     if getattr(vllm_config, "use_v2_model_runner", False):
         raise UnsupportedError(
-            "HistoryProposer runs in vLLM's V1 model runner, and this configuration selects Model Runner V2, which "
-            "calls no custom proposer; set VLLM_USE_V2_MODEL_RUNNER=0"
+            "HistoryProposer runs in vLLM's V1 model runner, but this configuration selects Model Runner V2, which "
+            "does not call custom proposers; set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if getattr(vllm_config.scheduler_config, "async_scheduling", False):
         raise UnsupportedError(
@@ -68,42 +68,42 @@ _KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """What the drafter inside vLLM is made with; None is the default of `treering.Drafter`.
+    """Settings of the drafter inside vLLM; None: the default of `treering.Drafter`.
 
     Example: a file with the line `min_acceptance = 0.1` drafts fewer and likelier tokens.
     """
 
     history: Path | None = None
-    """`TREERING_HISTORY`: the folder of a `HistoryStore`; None drafts from running rollouts alone."""
+    """`TREERING_HISTORY`: folder of a `HistoryStore`; None: drafts come only from running rollouts."""
     min_acceptance: float | None = None
-    """See `treering.Drafter`."""
+    """`min_acceptance` of `treering.Drafter`."""
     min_gain: float = 1 / 16
-    """Accepted tokens a row and step below which only one step in 16 looks for drafts; 0: every step."""
+    """Accepted tokens per row and step below which only one step in 16 looks for drafts; 0: every step."""
     sources: tuple[str, ...] | None = None
-    """See `treering.Drafter`."""
+    """`sources` of `treering.Drafter`."""
     max_live_tokens: int | None = None
-    """See `treering.Drafter`."""
+    """`max_live_tokens` of `treering.Drafter`."""
     max_other_tokens: int | None = None
-    """See `treering.Drafter`."""
+    """`max_other_tokens` of `treering.Drafter`."""
     refresh_interval_s: float = 1.0
-    """How often a newer history is looked for, in a thread; 0: only when `treering_refresh` is called."""
+    """Seconds between checks, in a thread, for a newer history; 0: only when `treering_refresh` is called."""
 
     def drafter_options(self) -> dict[str, Any]:
-        """The arguments for `treering.Drafter` that are set."""
+        """Return the arguments for `treering.Drafter` that are set."""
         names = ("min_acceptance", "sources", "max_live_tokens", "max_other_tokens")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> PluginSettings:
-    """Reads the settings of this process.
+    """Read the settings of this process.
 
     Args:
-        environment: variables by name; None is the process's own.
+        environment: variables by name; None: the process's own.
 
     Raises:
-        ConfigError: the file cannot be read, or a key is unknown or has a value of another kind; all are named.
+        ConfigError: the file cannot be read, or a key is unknown or has a value of the wrong type; names all of them.
 
-    Example: with `TREERING_HISTORY=runs/history` and nothing else, all is default but the history.
+    Example: with only `TREERING_HISTORY=runs/history` set, everything but the history is default.
     """
     variables = os.environ if environment is None else environment
     file, folder = variables.get(CONFIG_VARIABLE), variables.get(HISTORY_VARIABLE)
@@ -113,7 +113,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> PluginSetting
 
 @contextmanager
 def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
-    """Inside, variables that processes read at their start have the values of `changes`; then what they had."""
+    """Set variables that child processes read at their start; restore them on exit."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -130,7 +130,7 @@ def _read(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{CONFIG_VARIABLE} names a TOML file of `key = value` lines, and {file} cannot be read ({error}); "
+            f"{CONFIG_VARIABLE} names a TOML file of `key = value` lines, but {file} cannot be read ({error}); "
             "correct it, or unset the variable"
         ) from error
 
@@ -143,7 +143,7 @@ def _checked(file: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problem(key: str, value: object) -> str:
-    """What is wrong with one setting; empty if nothing is."""
+    """Return what is wrong with one setting; empty if nothing is."""
     if key not in _KINDS:
         near = difflib.get_close_matches(key, _KINDS, n=1, cutoff=0.4)
         return f"unknown key {key!r}, " + (f"nearest is {near[0]!r}" if near else f"known are {', '.join(_KINDS)}")
@@ -164,44 +164,44 @@ assert set(_KINDS) == {field.name for field in fields(PluginSettings)} - {"histo
 
 
 KEY = "treering"
-"""The entry of `extra_args`."""
+"""Entry of `extra_args` that holds the identity."""
 
 
 class RequestIdentity(NamedTuple):
-    """Which rollout a request samples."""
+    """Identity of the rollout that a request samples."""
 
     prompt_id: PromptId
     draw: int
-    num_prompt_tokens: int | None  # None: the prompt that vLLM knows is the original one
+    num_prompt_tokens: int | None  # None: vLLM's prompt is the original prompt
 
 
 def request_args(prompt_id: PromptId, draw: int = 0, *, num_prompt_tokens: int | None = None) -> dict[str, Any]:
-    """The `extra_args` of a request; requests with equal prompt_id and draw are siblings.
+    """Return the `extra_args` of a request; requests with equal prompt_id and draw are siblings.
 
     Args:
-        prompt_id: of the prompt in the history; see `PromptId`.
+        prompt_id: id of the prompt in the history.
         draw: how many times the run has scheduled this prompt before.
-        num_prompt_tokens: tokens of the original prompt, for a rollout that is continued: its tokens so far are part
-            of the prompt that vLLM gets. 0 where the history of the prompt_id has whole contexts, as of episodes.
+        num_prompt_tokens: length of the original prompt, for a continued rollout: vLLM gets its tokens so far as part
+            of the prompt. 0 if the history of the prompt_id holds whole contexts, as episodes do.
 
     Raises:
-        InputError: an id that is neither text nor whole number, or a negative or fractional count.
+        InputError: an id that is neither text nor a whole number, or a negative or fractional count.
 
     Example: `SamplingParams(max_tokens=64, extra_args=request_args("q1", draw=2))`.
     """
     if type(prompt_id) not in (str, int):
-        raise InputError(f"a prompt_id is text or an integer, got {prompt_id!r}; convert it")
+        raise InputError(f"prompt_id must be text or an integer, got {prompt_id!r}; convert it")
     if not is_count(draw, least=0):
-        raise InputError(f"draw is a whole number, at least 0, got {draw!r}; count how often the prompt was scheduled")
+        raise InputError(f"draw must be a whole number >= 0, got {draw!r}; count how often the prompt was scheduled")
     if num_prompt_tokens is None:
         return {KEY: {"prompt_id": prompt_id, "draw": int(draw)}}
     if not is_count(num_prompt_tokens, least=0):
-        raise InputError(f"num_prompt_tokens is a whole number, at least 0, got {num_prompt_tokens!r}; correct it")
+        raise InputError(f"num_prompt_tokens must be a whole number >= 0, got {num_prompt_tokens!r}; correct it")
     return {KEY: {"prompt_id": prompt_id, "draw": int(draw), "num_prompt_tokens": int(num_prompt_tokens)}}
 
 
 def read_request_args(extra_args: Mapping[str, Any] | None) -> RequestIdentity | None:
-    """The identity in a request's `extra_args`; None if there is none, or none that `request_args` makes.
+    """Return the identity in a request's `extra_args`; None if it is missing or malformed.
 
     Example: `read_request_args(request_args("q1", 2))` is ("q1", 2, None).
     """
