@@ -210,7 +210,7 @@ def test_where_calls_queue_the_lowest_rank_goes_first_and_one_that_leaves_is_gon
         engine.may_step.set()
         assert first.result().num_tokens == 3
         assert [answers[rank].result().num_tokens for rank in (1, 2, 3)] == [2, 2, 2]
-        with pytest.raises(InputError, match="names one call"):
+        with pytest.raises(InputError, match="key must be unique"):
             again.result()
     assert ended == [4, 1, 2, 3]
     assert engine.num_unfinished == 0

@@ -37,7 +37,7 @@ def test_any_list_of_token_ids_is_a_prompt(prompt: Any) -> None:
         ({"prompt": [-1]}, r"in \[0, 2147483647\], got -1..-1"),
         ({"prompt": [1 << 70]}, "got object for 'q'"),
         ({"prompt": "56"}, "got str for 'q'"),
-        ({"prompt_id": 1.5}, "a prompt_id is text or an integer, got 1.5"),
+        ({"prompt_id": 1.5}, "a prompt_id must be text or an integer, got 1.5"),
         ({"prompt_id": True}, "got True"),
     ],
 )
@@ -49,8 +49,8 @@ def test_invalid_prompts_are_refused_by_name(changes: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        (request(), "an engine takes requests, one or more in a list, got Request.*write .request. for one"),
-        (None, "one or more in a list, got None"),
+        (request(), "an engine takes a list of requests, got Request.*write .request. for one"),
+        (None, "a list of requests, got None"),
         ([("q", [5, 6])], r"treering.Request records, got \('q', \[5, 6\]\); give each its prompt_id"),
         ([request(), None], "Request records, got None"),
     ],
@@ -198,7 +198,7 @@ def test_tokens_without_an_embedding_are_refused(model: PreTrainedModel) -> None
         with pytest.raises(InputError, match=f"so_far.*{token}.*tokenizer"):
             engine.submit([request_of("q", 3, so_far=longer)])
     for observed in ([1.7], [[1]], [True]):
-        with pytest.raises(InputError, match="one dimension of integer token ids"):
+        with pytest.raises(InputError, match="one-dimensional array of token ids"):
             part.observe(np.array(observed))
     wide = build_float64()
     wide.lm_head = torch.nn.Linear(32, VOCAB + 8, bias=False, dtype=torch.float64)

@@ -64,7 +64,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 def alone(model: nn.Module) -> Rollouts:
     """Each rollout in an engine that reuses nothing, one after another, without drafts."""
     engine = recomputing(TorchEngine(model, max_batch=1, max_tokens=200))
-    assert engine.backend == "plain on cpu (the model takes pictures)"
+    assert engine.backend == "plain on cpu (the model takes images)"
     return run(engine, requests(model.config.model_type))
 
 
@@ -135,7 +135,7 @@ def test_what_an_engine_cannot_sample_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="gemma3_text"):
         TorchEngine(build("gemma3"))
     seeing = build("qwen2_5_vl")
-    with pytest.raises(UnsupportedError, match="fused backend computes models of text"):
+    with pytest.raises(UnsupportedError, match="fused backend runs only text models"):
         TorchEngine(seeing, backend="fused")
     engine = TorchEngine(seeing, max_tokens=200)
     [first, *_] = requests("qwen2_5_vl")
@@ -144,7 +144,7 @@ def test_what_an_engine_cannot_sample_is_refused() -> None:
     other = sequence(5, picture("internvl", 0), 6)
     with pytest.raises(InputError, match="make pictures with the processor of this model"):
         engine.submit([replace(first, prompt=np.array(other.tokens), pictures=tuple(other.placed))])
-    with pytest.raises(InputError, match="goes on after its pictures"):
+    with pytest.raises(InputError, match="must continue after its images"):
         replace(first, prompt=first.prompt[:-2])
-    with pytest.raises(InputError, match="has 1 pictures"):
+    with pytest.raises(InputError, match=r"has images \(1\), and"):
         TorchEngine(build_float64("qwen3"), max_tokens=200).submit([replace(first, prompt=first.prompt % 30)])

@@ -62,7 +62,7 @@ def test_unsupported_requests_are_refused() -> None:
         ScriptedEngine(endless, max_batch=0)
     engine = ScriptedEngine(endless, version=4)
     assert engine.version == 4
-    with pytest.raises(ConfigError, match=r"when_running is one of.*'later'"):
+    with pytest.raises(ConfigError, match=r"when_running must be one of.*'later'"):
         engine.update_weights(5, "later")  # type: ignore[arg-type]
     assert engine.version == 4
     sampling = Sampling(max_tokens=3, stop_strings=("end",))

@@ -364,11 +364,11 @@ def test_a_model_that_computes_more_than_its_weights_is_refused() -> None:
     hooked.model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, output: 1.1 * output)
     with pytest.raises(UnsupportedError, match="hook"):
         TorchEngine(hooked)
-    with pytest.raises(UnsupportedError, match="runs llama, mistral, qwen2, qwen3, and this model is 'gemma2'"):
+    with pytest.raises(UnsupportedError, match="supports llama, mistral, qwen2, qwen3, and this model is 'gemma2'"):
         TorchEngine(build("gemma2"))
-    with pytest.raises(UnsupportedError, match="layer 1 sees a window of 6 positions"):
+    with pytest.raises(UnsupportedError, match="layer 1 has a window of 6 positions"):
         TorchEngine(build("qwen2 window"))
-    with pytest.raises(UnsupportedError, match="layer 0 sees a window of 6 positions"):
+    with pytest.raises(UnsupportedError, match="layer 0 has a window of 6 positions"):
         TorchEngine(build("mistral window"))
     gelu = build(hidden_act="gelu")
     with pytest.raises(UnsupportedError, match="gelu"):

@@ -1,1 +1,1 @@
-"""Engines: sample rollouts of a policy through one protocol."""
+"""Sample rollouts of a policy through one protocol."""

@@ -1,4 +1,4 @@
-"""Refuses what an engine cannot run: requests before it queues them, and invalid settings."""
+"""Refuse requests that an engine cannot run, before it queues them, and invalid settings."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from treering.types import TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What a `TorchEngine` is made with, checked; see there.
+    """Checked settings of a `TorchEngine`, whose constructor describes them.
 
     Raises:
         ConfigError: a limit below 1 (2 for max_tokens), a negative version, a limit that is not a whole number, or
@@ -40,31 +40,31 @@ class EngineSettings:
             _check_integer("num_threads", self.num_threads, least=1)
         if not isinstance(self.costs, ObservedCosts) and self.costs not in ("measured", "none"):
             raise ConfigError(
-                f'costs are "measured", "none" or an ObservedCosts, got {self.costs!r}; choose one, and give known '
+                f'costs must be "measured", "none" or an ObservedCosts, got {self.costs!r}; choose one, and give known '
                 "costs to the drafter (use_costs)"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The limits of one engine.
+    """Limits of one engine.
 
-    Example: with 50 slots, a prompt of 2 tokens with max_tokens=49 needs 50 and is accepted; max_tokens=50 is refused.
+    Example: with 50 slots, a prompt of 2 tokens and max_tokens=49 is accepted because it needs 50; 50 is refused.
     """
 
     vocab_size: int
-    """Token ids are below it."""
+    """Number of token ids."""
     max_context: int
-    """Positions that the model supports."""
+    """Number of positions that the model supports."""
     num_slots: int
-    """Tokens whose keys and values fit."""
+    """Number of tokens whose keys and values fit."""
     has_decode: bool
-    """Whether the engine can decode tokens to text."""
+    """Whether the engine decodes tokens to text."""
     vision: VisionPart | None = None
-    """Of a model that takes pictures."""
+    """Checks the images of a request; None if the model reads only text."""
 
     def check(self, requests: Sequence[Request], taken: Set[RolloutKey]) -> None:
-        """Checks that every request can run and that its key is unique and not in `taken`.
+        """Check that every request can run and that its key is unique and not in `taken`.
 
         Raises:
             InputError: for the first request that fails, with the reason.
@@ -73,8 +73,8 @@ class Admission:
         for request in requests:
             if request.key in seen:
                 raise InputError(
-                    f"(prompt_id, draw, sample) names one rollout, and {request.key} is already in use; count samples "
-                    "within a group, and draws of a prompt"
+                    f"(prompt_id, draw, sample) must be unique, and {request.key} is already in use; number "
+                    "the samples within a group, and the draws of a prompt"
                 )
             seen.add(request.key)
             self._check_tokens(request)
@@ -82,8 +82,8 @@ class Admission:
             self._check_pictures(request)
             if request.sampling.stop_strings and not self.has_decode:
                 raise InputError(
-                    f"stop strings need tokens as text, got {request.sampling.stop_strings} without; give the engine "
-                    "decode=tokenizer.decode"
+                    f"stop strings need a decoder, and this engine has none for {request.sampling.stop_strings}; "
+                    "give it decode=tokenizer.decode"
                 )
 
     def _check_tokens(self, request: Request) -> None:
@@ -94,8 +94,8 @@ class Admission:
             least, largest = int(tokens.min()), int(tokens.max())
             if least < 0 or largest >= self.vocab_size:
                 raise InputError(
-                    f"{name} {request.prompt_id!r} holds token id {least if least < 0 else largest}, and the model has "
-                    f"0 to {self.vocab_size - 1}: is this the tokenizer of another model?"
+                    f"{name} {request.prompt_id!r} has token id {least if least < 0 else largest}, but the model's "
+                    f"ids are 0 to {self.vocab_size - 1}: is this the tokenizer of another model?"
                 )
 
     def _check_length(self, request: Request) -> None:
@@ -103,8 +103,8 @@ class Admission:
         needed = num_positions_of(request.prompt, max_tokens)
         if needed > self.num_slots:
             raise InputError(
-                f"a prompt of {num_prompt} tokens and max_tokens={max_tokens} need {needed} slots of keys and values, "
-                f"and the engine has {self.num_slots}; raise the engine's max_tokens, or shorten either"
+                f"a prompt of {num_prompt} tokens and max_tokens={max_tokens} need {needed} key-value slots, but the "
+                f"engine has {self.num_slots}; raise the engine's max_tokens, or shorten the prompt or its max_tokens"
             )
         check_context(request.prompt, max_tokens, self.max_context)
 
@@ -113,16 +113,16 @@ class Admission:
             self.vision.check(Forest.from_sequences([request.prompt], pictures=[request.pictures]))
         elif request.pictures:
             raise InputError(
-                f"prompt {request.prompt_id!r} has {len(request.pictures)} pictures, and this engine and "
-                "its model read text alone; use the embedded engine, with a model that takes pictures"
+                f"prompt {request.prompt_id!r} has images ({len(request.pictures)}), and this engine and its model "
+                "read only text; use the embedded engine with a model that takes images"
             )
 
 
 def check_context(prompt: TokenIds, max_tokens: int, max_context: int | None) -> None:
-    """Refuses a prompt whose rollouts could go beyond the positions that the model reads; None sets no limit.
+    """Check that a prompt's rollouts stay within the positions that the model supports; None sets no limit.
 
     Raises:
-        InputError: they could.
+        InputError: if they could exceed it.
 
     Example: a prompt of 9 tokens with max_tokens=8 needs 16 positions.
     """
@@ -135,7 +135,7 @@ def check_context(prompt: TokenIds, max_tokens: int, max_context: int | None) ->
 
 
 def num_positions_of(prompt: TokenIds, max_tokens: int) -> int:
-    """Positions that a rollout needs at most: the last token of a rollout is never computed.
+    """Return the largest number of positions that a rollout needs; its last token is never computed.
 
     Example: 16 for a prompt of 9 tokens and max_tokens=8.
     """
@@ -144,6 +144,6 @@ def num_positions_of(prompt: TokenIds, max_tokens: int) -> int:
 
 def _check_integer(name: str, value: object, *, least: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ConfigError(f"{name} of an engine is a whole number, got {value!r}; correct it")
+        raise ConfigError(f"{name} of an engine must be a whole number, got {value!r}; correct it")
     if least is not None and value < least:
-        raise ConfigError(f"{name} of an engine is at least {least}, got {value}; raise it")
+        raise ConfigError(f"{name} of an engine must be at least {least}, got {value}; raise it")

@@ -1,4 +1,4 @@
-"""Chooses an engine's decoder, with the key-value arena and the sampler that go with it.
+"""Choose an engine's decoder, with its key-value arena and sampler.
 
 The CUDA modules, and triton with them, are imported only when weights on CUDA need them.
 """
@@ -26,13 +26,13 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
 _TOLERANCE_16_BITS = 0.1
 
 Backend = Literal["auto", "fused", "cuda", "plain"]
-"""fused: the CPU path, for float32 and float64. cuda: our own kernels for float32, bfloat16 and float16, with captured
-passes and paged keys and values that prompts share. plain: torch operations, for any device. auto: the first of these
-that supports the weights."""
+"""fused: compiled CPU code for float32 and float64. cuda: Treering's kernels for float32, bfloat16 and float16, with
+captured passes and paged keys and values that prompts share. plain: torch operations, for any device. auto: the first
+of these that supports the weights."""
 
 
 class BackendParts(NamedTuple):
-    """A decoder, its arena and its sampler.
+    """Decoder, arena and sampler of a backend.
 
     Example: `make_backend(weights, 1000, "auto")` for float32 weights on CPU is named "fused on cpu".
     """
@@ -41,9 +41,9 @@ class BackendParts(NamedTuple):
     allocator: KVAllocator
     """Allocates the decoder's slots."""
     sampler: SampleAndVerify
-    """See `treering.engine.batch.step.sample_and_verify`."""
+    """Samples as `treering.engine.batch.step.sample_and_verify` does."""
     name: str
-    """The backend and the device; for "auto" also why it is not another one."""
+    """Backend and device; for "auto" also why a faster one was not chosen."""
 
 
 def make_backend(
@@ -53,21 +53,21 @@ def make_backend(
     *,
     takes_pictures: bool = False,
 ) -> BackendParts:
-    """Makes a decoder with an arena of `num_slots`, and its sampler.
+    """Make a decoder with an arena of `num_slots`, and its sampler.
 
     Raises:
-        ConfigError: an unknown backend.
-        UnsupportedError: "fused" or "cuda" for weights that it does not support, or for a model that takes pictures.
+        ConfigError: for an unknown backend.
+        UnsupportedError: if "fused" or "cuda" does not support the weights, or the model takes images.
 
     Example: bfloat16 weights on CPU get the plain decoder from "auto", and "fused" and "cuda" refuse them.
     """
     if backend not in get_args(Backend):
-        raise ConfigError(f"backend is one of {', '.join(get_args(Backend))}, got {backend!r}; choose one")
+        raise ConfigError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}; choose one")
     if takes_pictures and backend in ("fused", "cuda"):
         raise UnsupportedError(
-            f'the {backend} backend computes models of text, and this model takes pictures; use backend="auto"'
+            f'the {backend} backend runs only text models, and this model takes images; use backend="auto"'
         )
-    reason = "the model takes pictures" if takes_pictures else None
+    reason = "the model takes images" if takes_pictures else None
     if reason is None and (backend == "fused" or (backend == "auto" and supports(weights))):
         return _fused(weights, num_slots)
     if reason is None and (backend == "cuda" or (backend == "auto" and weights.device.type == "cuda")):
@@ -78,7 +78,7 @@ def make_backend(
             raise UnsupportedError(f'the cuda backend {unsupported}; use backend="auto"')
         reason = f"cuda {unsupported}"
     name = f"plain on {weights.device.type}{f' ({reason})' if reason and backend == 'auto' else ''}"
-    # The off-switch samples by the reference's compiled form, whatever the device.
+    # "plain" is the off-switch: it samples with the compiled CPU reference on every device.
     sampler = sample_and_verify if backend == "plain" else _sampler_on(weights)
     return BackendParts(TorchDecoder(weights, num_slots), SpanAllocator(num_slots), sampler, name)
 
@@ -86,7 +86,7 @@ def make_backend(
 def _fused(weights: DecoderWeights, num_slots: int) -> BackendParts:
     if not supports(weights):
         raise UnsupportedError(
-            f"the fused backend computes float32 and float64 on cpu, and the model is {weights.dtype} on "
+            f"the fused backend needs float32 or float64 on cpu, and the model is {weights.dtype} on "
             f'{weights.device}; use backend="auto"'
         )
     name = f"fused on {weights.device.type}"
@@ -94,7 +94,7 @@ def _fused(weights: DecoderWeights, num_slots: int) -> BackendParts:
 
 
 def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:
-    """Why the CUDA kernels do not support these weights, as the end of a sentence; None if they do."""
+    """Return why the CUDA kernels do not support these weights, as the end of a sentence; None if they do."""
     if not has_triton():
         return f"needs triton, which is not installed: {install_hint('gpu')}"
     from treering.engine.decoder.cuda.decoder import unsupported_reason
@@ -103,7 +103,7 @@ def _cuda_unsupported_reason(weights: DecoderWeights) -> str | None:
 
 
 def _sampler_on(weights: DecoderWeights) -> SampleAndVerify:
-    """A sampler that leaves the logits on a CUDA device, where triton is there."""
+    """Return a sampler that keeps the logits on a CUDA device, if triton is installed."""
     if weights.device.type != "cuda" or not has_triton():
         return sample_and_verify
     from treering.engine.decoder.cuda.verify import DeviceSampler
@@ -121,19 +121,19 @@ def _on_cuda(weights: DecoderWeights, num_slots: int) -> BackendParts:
 
 
 def check_decoder(parts: TreeModel, decoder: Decoder, *, max_context: int) -> None:
-    """Runs a few tokens, at most `max_context`, through model and decoder and compares the logits.
+    """Run a few tokens, at most `max_context`, through model and decoder and compare the logits.
 
     Raises:
-        StateError: the model's own logits hold NaN or +inf.
-        UnsupportedError: the logits differ by more than rounding: a layer has a hook, an adapter or its own forward.
+        StateError: if the model's own logits contain NaN or +inf.
+        UnsupportedError: if the logits differ by more than rounding.
     """
     model = parts.model
     tokens = np.arange(min(_MOST_TOKENS, max_context), dtype=np.int64) * 7919 % parts.vocab_size
     expected = _model_logits(model, torch.from_numpy(tokens))
     if bool((expected.isnan() | expected.isposinf()).any()):
         raise StateError(
-            f"an engine samples from finite logits, and those of {type(model).__name__} hold NaN or +inf: its weights "
-            "have diverged or are not loaded; go back to a checkpoint before it"
+            f"an engine needs finite logits, and those of {type(model).__name__} contain NaN or +inf: its weights "
+            "have diverged or are not loaded; go back to an earlier checkpoint"
         )
     actual = decoder.run(of_sequence(tokens)).to(expected)
     # -inf in both counts as equal; -inf in one gives an infinite error.
@@ -141,8 +141,8 @@ def check_decoder(parts: TreeModel, decoder: Decoder, *, max_context: int) -> No
     error = float(differences.norm() / expected[expected.isfinite()].norm().clamp_min(1e-30))
     if not error <= _TOLERANCE.get(expected.dtype, _TOLERANCE_16_BITS):
         raise UnsupportedError(
-            f"the engine reads a model's weights and computes {type(model).__name__} itself, but the logits differ "
-            f"by {error:.1e}: a layer has a hook, an adapter or a forward of its own; remove or merge it"
+            f"the engine computes {type(model).__name__} from its weights, but the logits differ from the model's "
+            f"by {error:.1e}: a layer has a hook, an adapter or its own forward; remove or merge it"
         )
 
 

@@ -1,4 +1,4 @@
-"""A thread that owns an engine, so that any number of callers can ask it for calls at the same time."""
+"""Run an engine in its own thread, so that any number of callers can ask it for calls at the same time."""
 
 import asyncio
 import threading
@@ -34,10 +34,10 @@ class _Run:
 
 
 class EngineHost(Closing):
-    """Runs an engine in a thread of its own and answers calls; nothing else may use the engine until it is closed.
+    """Host that runs an engine in its own thread and answers calls; nothing else may use the engine until it is closed.
 
-    The unit is one call: an episode that asks for nothing holds no row and no reservation. The thread blocks while no
-    call is open. A caller that leaves, by cancelling its future, aborts its call.
+    The unit is one call: an episode without an open call takes no row and no reservation. The thread blocks while no
+    call is open. Cancelling a future aborts its call.
 
     Example:
         >>> with EngineHost(engine) as host:                                                    # doctest: +SKIP
@@ -47,16 +47,16 @@ class EngineHost(Closing):
     def __init__(
         self, engine: Engine, *, settle: Callable[[], None] | None = None, max_rows: int | None = None
     ) -> None:
-        """Starts the thread.
+        """Start the thread.
 
         Args:
-            engine: idle.
-            settle: called in the thread before a step, if calls came or answers went out since. One that returns once
-                all callers have asked what they ask next makes the batches of deterministic callers deterministic.
-            max_rows: calls that the engine gets at one time; the others queue here by rank. None: it gets all at once.
+            engine: an idle engine.
+            settle: called in the thread before a step if calls arrived or answers left since the last step. If it
+                returns once all callers have sent their next call, deterministic callers get deterministic batches.
+            max_rows: most calls that the engine gets at a time; others queue here by rank. None: it gets all of them.
 
         Raises:
-            StateError: the engine has unfinished requests.
+            StateError: if the engine has unfinished requests.
         """
         if engine.num_unfinished > 0:
             raise StateError(f"a host needs an idle engine, and this one has {engine.num_unfinished} requests")
@@ -83,28 +83,28 @@ class EngineHost(Closing):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in the engine's steps so far."""
+        """Seconds spent in the engine's steps so far."""
         return self._busy_s
 
     @property
     def error(self) -> BaseException | None:
-        """The error that ended the service; None while there is none."""
+        """The error that ended the service; None if it is running."""
         return self._error
 
     def submit(self, request: Request, *, rank: int = 0) -> "Future[Rollout]":
-        """Asks for a call, from any thread; the future gets its rollout, or the engine's error.
+        """Submit a call from any thread; the future gets its rollout, or the engine's error.
 
-        Where calls queue, the lowest rank is first, and of one rank the earliest.
+        Queued calls run by rank, lowest first; calls of equal rank run in order of arrival.
 
         Raises:
-            StateError: the host is closed.
+            StateError: if the host is closed.
         """
         answer: Future[Rollout] = Future()
         self._put(_Call(request, answer, rank))
 
         def note_leaving(future: "Future[Rollout]") -> None:
             if future.cancelled():
-                # Only now is it done for those who wait for several futures.
+                # Waits on several futures see the cancellation only after this call.
                 future.set_running_or_notify_cancel()
                 self._inbox.put(_Left(request.key, future))
 
@@ -112,19 +112,19 @@ class EngineHost(Closing):
         return answer
 
     async def sample(self, request: Request) -> Rollout:
-        """`submit` for a coroutine; cancelling it aborts the call."""
+        """Submit a call from a coroutine; cancelling the coroutine aborts the call."""
         return await asyncio.wrap_future(self.submit(request))
 
     def run(self, function: Callable[[], None]) -> None:
-        """Runs a function in the thread before the engine's next step, after all that came before.
+        """Run a function in the thread before the engine's next step, after all earlier messages.
 
         Raises:
-            StateError: the host is closed.
+            StateError: if the host is closed.
         """
         self._put(_Run(function))
 
     def close(self) -> None:
-        """Ends the thread after its present step; open calls are aborted, and their futures raise StateError."""
+        """End the thread after its current step; open calls are aborted, and their futures raise StateError."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -134,7 +134,7 @@ class EngineHost(Closing):
     def _put(self, message: _Call | _Run) -> None:
         with self._lock:
             if self._is_closed:
-                raise StateError("the host of this engine is closed, and answers no more calls; open another one")
+                raise StateError("this engine's host is closed and takes no more calls; open another one")
             self._inbox.put(message)
 
     def _serve(self) -> None:
@@ -146,10 +146,10 @@ class EngineHost(Closing):
                     self._is_settled = True
                     self._attempt(self._settle)
         finally:
-            self._fail_all(StateError("the host of this engine was closed before the call was answered"))
+            self._fail_all(StateError("this engine's host was closed before it answered the call"))
 
     def _handle_messages(self) -> bool:
-        """Handles what is in the inbox, and waits for a call where none is open; False to end."""
+        """Handle the inbox, and wait while no call is open; return False to end the thread."""
         while not self._open or not self._inbox.empty():
             if not self._open and self._inbox.empty():
                 self._is_waiting.set()
@@ -164,7 +164,7 @@ class EngineHost(Closing):
         if isinstance(message, _Run):
             self._attempt(message.function)
         elif isinstance(message, _Left):
-            # Another call may have the key: this one was refused then, or is over.
+            # Another call may have the key, if this one was refused or has ended.
             if self._open.get(message.key) is message.answer:
                 del self._open[message.key]
                 self._withdraw([message.key])
@@ -176,7 +176,7 @@ class EngineHost(Closing):
     def _begin(self, call: _Call) -> None:
         key = call.request.key
         if key in self._open:
-            _fail(call.answer, InputError(f"a key names one call, and {key} is open; count the samples of a group"))
+            _fail(call.answer, InputError(f"a key must be unique, and {key} is open; number the samples of a group"))
             return
         self._open[key] = call.answer
         self._num_queued += 1
@@ -186,13 +186,13 @@ class EngineHost(Closing):
         self._is_settled = self._is_settled and key not in self._open
 
     def _fill(self) -> None:
-        """Gives the engine calls of the queue, the first ones first."""
+        """Submit queued calls to the engine, lowest rank first."""
         while self._queue and (self._max_rows is None or self._engine.num_unfinished < self._max_rows):
             request = heappop(self._queue)[2]
             try:
                 self._engine.submit([request])
             except Exception as error:
-                # Of this request alone: none is queued in the engine.
+                # The error concerns only this request, which the engine did not queue.
                 _fail(self._open.pop(request.key), error)
 
     def _withdraw(self, keys: list[RolloutKey]) -> None:
@@ -216,12 +216,12 @@ class EngineHost(Closing):
         for rollout in finished:
             answer = self._open.pop(rollout.key, None)
             if answer is not None:
-                # Its caller may have left.
+                # The caller may have cancelled.
                 with suppress(InvalidStateError):
                     answer.set_result(rollout)
 
     def _attempt(self, function: Callable[[], object]) -> None:
-        """Runs a function whose error ends the service: every caller gets it, now and later."""
+        """Run a function; an error ends the service, and every caller gets it, now and later."""
         try:
             function()
         except BaseException as error:

@@ -1,7 +1,6 @@
-"""Key-value memory: spans of slots, prompts that rollouts share, and finished rollouts that later turns continue.
+"""Manage key-value memory: spans of slots, prompts that rollouts share, and finished rollouts to continue.
 
-Spans of finished rollouts are kept until their slots are needed, the least recently used ones go first, or until the
-weights change.
+Spans of finished rollouts are kept until their slots are needed, least recently used first, or the weights change.
 
     N tokens of a span
 """
@@ -21,63 +20,63 @@ from treering.types import TokenIds
 
 
 class KVAllocator(ABC):
-    """The interface of key-value memory: spans of token slots."""
+    """Interface of key-value memory: spans of token slots."""
 
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """Free slots, not necessarily in one piece."""
+        """Number of free slots, not necessarily contiguous."""
 
     @abstractmethod
     def allocate(self, length: int) -> int | None:
-        """First slot of a new span of `length` >= 1 slots, or None if there is no space."""
+        """Return the first slot of a new span of `length` >= 1 slots, or None if there is no space."""
 
     @abstractmethod
     def allocate_prompt(self, tokens: TokenIds) -> int | None:
-        """`allocate` for a prompt with these tokens, some of which may already be computed: see `num_computed`."""
+        """Allocate as `allocate` does for a prompt's tokens, some of which may already be computed (`num_computed`)."""
 
     @abstractmethod
     def shrink(self, start: int, length: int) -> None:
-        """Keeps the first `length` >= 1 slots of a span from `allocate` and frees the others."""
+        """Keep the first `length` >= 1 slots of a span from `allocate` and free the others."""
 
     @abstractmethod
     def free(self, start: int) -> None:
-        """Frees a span from `allocate` or `allocate_prompt`."""
+        """Free a span from `allocate` or `allocate_prompt`."""
 
     @abstractmethod
     def cached_prompts(self) -> list[tuple[TokenIds, int]]:
-        """Tokens and first slot of computed prompts without readers, which `allocate` may evict; oldest first."""
+        """Return tokens and first slot of computed prompts without readers, oldest first; `allocate` may evict them."""
 
     @abstractmethod
     def note_use(self, start: int) -> None:
-        """Makes a cached prompt the last one to evict; ignores other spans."""
+        """Make a cached prompt the last one to evict; ignore other spans."""
 
     @abstractmethod
     def num_computed(self, start: int) -> int:
-        """Leading tokens of a span whose keys and values are computed."""
+        """Return the number of leading tokens of a span whose keys and values are computed."""
 
     @abstractmethod
     def set_computed(self, start: int, num_tokens: int) -> None:
-        """Marks the first `num_tokens` as computed, or computed before anything reads them; never lowers the count."""
+        """Mark the first `num_tokens` as computed, at the latest when anything reads them; never lower the count."""
 
     @abstractmethod
     def invalidate(self) -> None:
-        """Marks everything as not computed, after a weight update."""
+        """Mark everything as not computed, after a weight update."""
 
 
 class SpanAllocator(KVAllocator):
-    """An allocator over slots 0 to num_slots - 1.
+    """Allocator over slots 0 to num_slots - 1.
 
     Computed prompts without readers stay cached for the next request with the same tokens, and are evicted oldest
     first when space is needed. Spans do not overlap.
 
-    Example: of 10 slots, three times `allocate(4)` gives 0, 4 and None; after `free(0)` it gives 0.
+    Example: with 10 slots, three calls of `allocate(4)` give 0, 4 and None; after `free(0)` the next gives 0.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """All slots are free."""
+        """Start with all slots free."""
         if num_slots < 1:
-            raise InputError(f"an arena has at least one slot, got {num_slots}; raise max_tokens")
+            raise InputError(f"an arena needs at least one slot, got {num_slots}; raise max_tokens")
         self.num_slots = num_slots
         self._holes: list[tuple[int, int]] = [(0, num_slots)]  # (start, length), ascending, never adjacent
         self._taken: dict[int, int] = {}
@@ -87,11 +86,11 @@ class SpanAllocator(KVAllocator):
 
     @property
     def num_free(self) -> int:
-        """See `KVAllocator.num_free`; cached prompts count as free."""
+        """Number of free slots, including those of cached prompts."""
         return sum(length for _, length in self._holes) + sum(self._taken[start] for start in self._cached.values())
 
     def allocate(self, length: int) -> int | None:
-        """See `KVAllocator.allocate`; evicts cached prompts until a hole is long enough."""
+        """Return the first slot of a new span; evict cached prompts until a hole is long enough."""
         assert length >= 1
         start = self._fit(length)
         while start is None and self._cached:
@@ -100,7 +99,7 @@ class SpanAllocator(KVAllocator):
         return start
 
     def allocate_prompt(self, tokens: TokenIds) -> int | None:
-        """See `KVAllocator.allocate_prompt`; the cached span of exactly these tokens, else a new one."""
+        """Return the cached span of exactly these tokens, or a new one; None if there is no space."""
         prompt = tokens.tobytes()
         start = self._cached.pop(prompt, None)
         if start is None:
@@ -110,32 +109,32 @@ class SpanAllocator(KVAllocator):
         return start
 
     def cached_prompts(self) -> list[tuple[TokenIds, int]]:
-        """See `KVAllocator.cached_prompts`."""
+        """Return tokens and first slot of the cached prompts, oldest first."""
         return [(np.frombuffer(prompt, np.int32), start) for prompt, start in self._cached.items()]
 
     def note_use(self, start: int) -> None:
-        """See `KVAllocator.note_use`."""
+        """Make a cached prompt the last one to evict."""
         prompt = next((prompt for prompt, cached in self._cached.items() if cached == start), None)
         if prompt is not None:
             self._cached[prompt] = self._cached.pop(prompt)
 
     def num_computed(self, start: int) -> int:
-        """See `KVAllocator.num_computed`."""
+        """Return the number of leading tokens of a span that are computed."""
         return self._computed[start]
 
     def set_computed(self, start: int, num_tokens: int) -> None:
-        """See `KVAllocator.set_computed`."""
+        """Mark the first `num_tokens` of a span as computed."""
         self._computed[start] = max(self._computed[start], num_tokens)
 
     def invalidate(self) -> None:
-        """See `KVAllocator.invalidate`; evicts all cached prompts."""
+        """Mark everything as not computed and evict all cached prompts."""
         for start in self._cached.values():
             self._free(start)
         self._cached = {}
         self._computed = dict.fromkeys(self._computed, 0)
 
     def shrink(self, start: int, length: int) -> None:
-        """See `KVAllocator.shrink`."""
+        """Keep the first `length` slots of a span and free the others."""
         assert 1 <= length <= self._taken[start]
         num_freed = self._taken[start] - length
         self._taken[start] = length
@@ -143,7 +142,7 @@ class SpanAllocator(KVAllocator):
             self._add_hole(start + length, num_freed)
 
     def free(self, start: int) -> None:
-        """See `KVAllocator.free`; caches a fully computed prompt, unless the same prompt is already cached."""
+        """Free a span, or cache it if it is a fully computed prompt that is not cached yet."""
         prompt = self._prompts.pop(start, None)
         if prompt is not None and prompt not in self._cached and self._computed[start] == self._taken[start]:
             self._cached[prompt] = start
@@ -151,7 +150,7 @@ class SpanAllocator(KVAllocator):
             self._free(start)
 
     def _fit(self, length: int) -> int | None:
-        """Allocates from the first hole that is long enough."""
+        """Allocate from the first hole that is long enough."""
         for index, (start, hole) in enumerate(self._holes):
             if hole < length:
                 continue
@@ -166,7 +165,7 @@ class SpanAllocator(KVAllocator):
         self._add_hole(start, self._taken.pop(start))
 
     def _add_hole(self, start: int, length: int) -> None:
-        """Adds a hole, merged with adjacent ones."""
+        """Add a hole, merged with adjacent ones."""
         end = start + length
         first = last = bisect_left(self._holes, (start, 0))
         if first > 0 and sum(self._holes[first - 1]) == start:
@@ -180,22 +179,22 @@ class SpanAllocator(KVAllocator):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prefix:
-    """All tokens of a prompt but the last, which every rollout computes itself, to sample its first token."""
+    """All tokens of a prompt but the last, which every rollout computes itself to sample its first token."""
 
     tokens: TokenIds
-    """Those of pictures are negative, see `PromptKeys`."""
+    """Token ids; those of images are negative (`PromptKeys`)."""
     pictures: tuple[PlacedPicture, ...] = ()
     allocator: KVAllocator
     num_requests: int = 0
-    """Requests with this prompt, waiting ones included."""
+    """Number of requests with this prompt, waiting ones included."""
     num_running: int = 0
-    """Running rows that read it."""
+    """Number of running rows that read it."""
     start: int | None = None
     """First slot; None while it has no span."""
 
     @property
     def num_computed(self) -> int:
-        """Leading tokens whose keys and values are computed, also by another prefix with the same beginning."""
+        """Number of computed leading tokens, including those computed for another prefix with the same beginning."""
         return 0 if self.start is None else self.allocator.num_computed(self.start)
 
     @property
@@ -211,29 +210,29 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class PrefixCache:
-    """The prefixes of all unfinished requests, by their tokens."""
+    """Prefixes of all unfinished requests, by their tokens."""
 
     allocator: KVAllocator
     _by_tokens: dict[bytes, Prefix] = field(default_factory=dict)
 
     def register(self, prompt: TokenIds, pictures: Sequence[PlacedPicture] = ()) -> None:
-        """Registers a submitted request."""
+        """Register a submitted request."""
         prefix = Prefix(tokens=prompt[:-1].copy(), pictures=tuple(pictures), allocator=self.allocator)
         prefix = self._by_tokens.setdefault(prompt.tobytes(), prefix)
         prefix.num_requests += 1
 
     def get(self, prompt: TokenIds) -> Prefix:
-        """The prefix of a submitted request's prompt."""
+        """Return the prefix of a submitted request's prompt."""
         return self._by_tokens[prompt.tobytes()]
 
     def allocate(self, prefix: Prefix) -> bool:
-        """Allocates a prefix's span if it has none; False if there is no space."""
+        """Allocate a prefix's span if it has none; return False if there is no space."""
         if prefix.start is None and prefix.num_tokens > 0:
             prefix.start = self.allocator.allocate_prompt(prefix.tokens)
         return prefix.start is not None or prefix.num_tokens == 0
 
     def unregister(self, prompt: TokenIds) -> None:
-        """Unregisters a request; the last one of a prompt frees the span."""
+        """Unregister a request; the last one of a prompt frees the span."""
         prefix = self.get(prompt)
         prefix.num_requests -= 1
         if prefix.num_requests == 0:
@@ -241,45 +240,45 @@ class PrefixCache:
             del self._by_tokens[prompt.tobytes()]
 
     def evict_idle(self) -> bool:
-        """Frees the spans that no running row reads; returns whether there was one."""
+        """Free the spans that no running row reads; return whether there was one."""
         idle = [prefix for prefix in self._by_tokens.values() if prefix.num_running == 0 and prefix.start is not None]
         for prefix in idle:
             self.free_span(prefix)
         return bool(idle)
 
     def free_span(self, prefix: Prefix) -> None:
-        """Frees a prefix's span, if it has one; it is computed again next time unless the arena still caches it."""
+        """Free a prefix's span, if it has one; it must be computed again unless the arena still caches it."""
         if prefix.start is not None:
             self.allocator.free(prefix.start)
         prefix.start = None
 
     def invalidate(self) -> None:
-        """Marks every prefix as not computed, after a weight update."""
+        """Mark every prefix as not computed, after a weight update."""
         self.allocator.invalidate()
 
     def computed(self) -> list[tuple[TokenIds, int]]:
-        """Tokens and first slot of what is computed of all prefixes, also of those that the arena caches."""
+        """Return tokens and first slot of the computed parts of all prefixes, cached ones included."""
         live = (prefix for prefix in self._by_tokens.values() if prefix.num_computed > 0)
         spans = [(prefix.tokens[: prefix.num_computed], prefix.start) for prefix in live if prefix.start is not None]
         return [*self.allocator.cached_prompts(), *spans]
 
     def incomplete(self) -> list[Prefix]:
-        """Prefixes that running rows wait for."""
+        """Return the prefixes that running rows wait for."""
         return [prefix for prefix in self._by_tokens.values() if prefix.num_running and not prefix.is_complete]
 
 
 class PromptKeys:
-    """Numbers the pictures of an engine.
+    """Numbers of the images that an engine has seen.
 
-    Example: the prompts 5 9 9 6 with two pictures at 9 9 have the keys 5 -1 -1 6 and 5 -2 -2 6; that of text is itself.
+    Example: two prompts 5 9 9 6 with different images at 9 9 get the keys 5 -1 -1 6 and 5 -2 -2 6; text keeps its ids.
     """
 
     def __init__(self) -> None:
-        """Without a picture; each that comes takes the memory of its digest for good."""
+        """Start without images; the digest of each new image is kept for good."""
         self._numbers: dict[bytes, int] = {}
 
     def of(self, request: Request) -> TokenIds:
-        """The prompt of a request with negative tokens in place of its pictures, int32."""
+        """Return a request's prompt with negative tokens in place of its images, int32."""
         if not request.pictures:
             return request.prompt
         tokens = request.prompt.copy()
@@ -292,15 +291,15 @@ _FIRST_COMPARED = 64
 
 
 class ComputedTokens(NamedTuple):
-    """A rollout's own span, with keys and values.
+    """Span of a rollout, with computed keys and values.
 
-    Example: after the prompt 5 6, the rollout 7 8 9 has the tokens [6, 7, 8]: the last one is sampled, not computed.
+    Example: after prompt 5 6, rollout 7 8 9 has tokens [6, 7, 8], because 9 is sampled but not computed.
     """
 
     tokens: TokenIds
     """int32 [N], from the prompt's last token on."""
     start: int
-    """Slot of the first."""
+    """Slot of the first token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -311,15 +310,15 @@ class RolloutCache:
     _spans: dict[int, tuple[bytes, ComputedTokens]] = field(default_factory=dict)  # by slot, least recently used first
 
     def keep(self, prompt: TokenIds, span: ComputedTokens) -> None:
-        """Takes over the allocated span of a finished rollout; slots after its tokens become free."""
+        """Take over the allocated span of a finished rollout; slots after its tokens become free."""
         self.allocator.shrink(span.start, span.tokens.size)
-        # A copy: the row's tokens are a view that the next row overwrites.
+        # A copy, because the row's tokens are a view that the next row overwrites.
         self._spans[span.start] = prompt.tobytes(), span._replace(tokens=span.tokens.copy())
 
     def spans_within(self, tokens: TokenIds) -> list[tuple[TokenIds, ComputedTokens]]:
-        """The spans whose prompts these tokens begin with, each with its prompt but for the last token, which it holds.
+        """Return the spans of all prompts that these tokens begin with, each with its prompt without the last token.
 
-        Most recently used last.
+        The span itself has that last token. The most recently used span comes last.
         """
         text = tokens.tobytes()
         return [
@@ -329,12 +328,12 @@ class RolloutCache:
         ]
 
     def note_use(self, start: int) -> None:
-        """Makes a span the last one to evict; ignores slots of other spans."""
+        """Make a span the last one to evict; ignore slots of other spans."""
         if start in self._spans:
             self._spans[start] = self._spans.pop(start)
 
     def evict(self) -> bool:
-        """Frees the least recently used span; returns whether there was one."""
+        """Free the least recently used span; return whether there was one."""
         start = next(iter(self._spans), None)
         if start is None:
             return False
@@ -343,15 +342,15 @@ class RolloutCache:
         return True
 
     def clear(self) -> None:
-        """Frees all spans."""
+        """Free all spans."""
         while self.evict():
             pass
 
 
 def count_common(left: TokenIds, right: TokenIds) -> int:
-    """Number of equal leading tokens.
+    """Return the number of equal leading tokens.
 
-    Example: 2 of [5, 6, 7] and [5, 6, 8, 9].
+    Example: 2 for [5, 6, 7] and [5, 6, 8, 9].
     """
     size = min(left.size, right.size)
     # Most spans differ early.
@@ -362,22 +361,21 @@ def count_common(left: TokenIds, right: TokenIds) -> int:
 
 
 class Source(NamedTuple):
-    """A span with keys and values, and the tokens before it, which these depend on.
+    """Span with computed keys and values, and the path of tokens that they depend on.
 
-    Example: the own span of a rollout 7 8 9 after the prompt 5 6 has the path [5, 6, 7, 8], of which it holds those
-    from `first` 1 on.
+    Example: after prompt 5 6, the span of rollout 7 8 9 has path [5, 6, 7, 8], and starts at its index 1 (`first`).
     """
 
     path: TokenIds
-    """int32, from the first token of the context to the last one that the span holds."""
+    """int32, from the context's first token to the span's last."""
     first: int
-    """Index in the path of the first token that the span holds."""
+    """Index in the path of the span's first token."""
     start: int
     """Slot of that token."""
 
 
 class Copy(NamedTuple):
-    """Copies `num_tokens` slots from `source` on to the slots of the tokens `first` and following.
+    """Copy of `num_tokens` slots, from `source` on, to the slots of the context's tokens from index `first` on.
 
     Example: after 40 tokens from one span, `Copy(97, 40, 7, 90)` copies seven from the span at slot 90.
     """
@@ -386,19 +384,19 @@ class Copy(NamedTuple):
     first: int
     num_tokens: int
     span: int
-    """First slot of the span that it reads."""
+    """First slot of the span that is read."""
 
 
 def plan_copies(sources: Iterable[Source], tokens: TokenIds, num_computed: int = 0) -> list[Copy]:
-    """Copies that give a prompt the longest beginning without a gap, after what it has computed; none if none fits.
+    """Return copies that give a context the longest beginning without a gap, after its computed tokens.
 
     Args:
-        sources: in any order.
-        tokens: int32 [N].
+        sources: spans to copy from, in any order.
+        tokens: int32 [N], the context.
         num_computed: leading tokens that need no copy.
 
-    Example: the prompt 5 6 lies at slot 0, and at slot 10 what its rollout 7 8 9 added. A context that goes on after
-    the rollout copies 5 from the first, and 6, 7 and 8 from the second.
+    Example: prompt 5 6 is at slot 0, and its rollout 7 8 9 at slot 10. A context that continues the rollout copies 5
+    from the first span, and 6, 7 and 8 from the second.
         >>> import numpy as np
         >>> spans = [Source(np.array([5]), 0, 0), Source(np.array([5, 6, 7, 8]), 1, 10)]
         >>> [tuple(copy) for copy in plan_copies(spans, np.array([5, 6, 7, 8, 9, 3]))]

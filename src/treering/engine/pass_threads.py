@@ -1,26 +1,26 @@
-"""On how many torch threads an engine runs its passes, where other processes may hold the cores."""
+"""Choose how many torch threads an engine uses for its passes, where other processes may occupy the cores."""
 
 import torch
 
 SLOW = 5.0
-"""A pass this many times as long as the fastest one of its size is slow."""
+"""A pass is slow if it takes this many times as long as the fastest of its size."""
 NUM_SLOW = 3
-"""Slow passes in a row that end the use of several threads."""
+"""Consecutive slow passes after which the engine uses one thread."""
 NUM_ALONE = 200
-"""Passes on one thread, after which several are tried again."""
+"""Passes on one thread before several are tried again."""
 
 
 class PassThreads:
-    """The number of threads of the next pass.
+    """Number of threads of the next pass.
 
-    The threads of a pass wait for each other, and where another process holds a core all of them wait for it.
+    The threads of a pass wait for each other, so if another process occupies one core, all of them wait for it.
 
-    Example: with is_free=True, three passes of 16 tokens that take 20 ms after one that took 2 ms are followed by 200
-    on one thread.
+    Example: with is_free=True, if one pass of 16 tokens took 2 ms and three then take 20 ms, the next 200 passes use
+    one thread.
     """
 
     def __init__(self, count: int | None, *, is_free: bool) -> None:
-        """`count`: None is torch's number. Only with `is_free` the times of passes change it."""
+        """Use `count` threads (None: torch's number); the times of passes change it only with `is_free`."""
         self._count = count
         self._is_free = is_free and (count or torch.get_num_threads()) > 1
         self._fastest: dict[int, float] = {}
@@ -29,7 +29,7 @@ class PassThreads:
 
     @property
     def count(self) -> int | None:
-        """Threads of the next pass; None is torch's number."""
+        """Threads of the next pass; None means torch's number."""
         return 1 if self._num_alone else self._count
 
     def note_pass(self, num_tokens: int, seconds: float) -> None:

@@ -1,9 +1,9 @@
-"""The engine protocol: what the loop, the scheduler, the server and the runtime use of an engine.
+"""Define the engine protocol: the part of an engine that the loop, the scheduler, the server and the runtime use.
 
 A `Request` is a prompt with a key, sampling parameters and optionally a rollout to continue; an `Engine` returns a
 `Rollout`: tokens with log-probs, loss mask and policy versions.
 
-    P tokens of the prompt   R tokens of the rollout, an environment's included
+    P tokens of the prompt   R tokens of the rollout, including those of an environment
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +21,8 @@ from treering.errors import ConfigError, InputError
 from treering.types import MAX_TOKEN_ID, LossMask, PromptId, TokenIds
 
 RolloutKey: TypeAlias = tuple[PromptId, int, int] | tuple[PromptId, int, int, int]
-"""(prompt_id, draw, sample), and the call where it is one: with the engine's seed and a token's position, the key of
-its noise."""
+"""(prompt_id, draw, sample), plus the call for a call of an episode. With the engine's seed and a token's position it
+keys the token's noise."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """stop: a stop token or string. length: max_tokens, or the engine's own limit. abort: aborted by the caller."""
@@ -33,9 +33,9 @@ _ARRAYS = ("tokens", "logprobs", "policy_logprobs", "loss_mask", "versions")
 
 
 def key_of(prompt_id: PromptId, draw: int, sample: int, call: int | None) -> RolloutKey:
-    """The key of a rollout, or of a call of an episode.
+    """Return the key of a rollout, or of a call of an episode.
 
-    Example: ("q", 0, 3) of a rollout, and ("q", 0, 3, 71) of a call.
+    Example: ("q", 0, 3) for a rollout, and ("q", 0, 3, 71) for a call.
     """
     return (prompt_id, draw, sample) if call is None else (prompt_id, draw, sample, call)
 
@@ -48,21 +48,21 @@ class Rollout:
     """
 
     prompt_id: PromptId
-    """The prompt that it continues."""
+    """Id of the prompt that it continues."""
     draw: int
-    """How many times the run had scheduled the prompt before."""
+    """Number of times that the run had scheduled the prompt before."""
     sample: int
     """Index within the group."""
     tokens: TokenIds
-    """int32 [R], without the prompt; a stop token is the last one."""
+    """int32 [R], without the prompt; ends with the stop token, if there is one."""
     logprobs: Logprobs
     """float64 [R], under the sampled distribution (after temperature, top-k, top-p); 0 for tokens not sampled."""
     policy_logprobs: Logprobs
     """float64 [R], after temperature only; 0 for tokens not sampled."""
     loss_mask: LossMask
-    """bool [R], True where the policy sampled the token."""
+    """bool [R], True for tokens that the policy sampled."""
     versions: NDArray[np.int32]
-    """int32 [R], policy version that sampled each token, or read it if an environment wrote it."""
+    """int32 [R], policy version that sampled each token, or that read it if an environment wrote it."""
     finish_reason: FinishReason
     """Why it ended."""
     reward: float | None = None
@@ -70,41 +70,41 @@ class Rollout:
     branched_from: int | None = None
     """Sample index of the rollout that it branched from; None if it did not branch."""
     num_shared: int = 0
-    """Leading tokens of a branch that belong to that rollout, with its log-probs and versions."""
+    """Number of leading tokens of a branch that come from that rollout, with its log-probs and versions."""
     call: int | None = None
-    """See `Request.call`."""
+    """Id of the call, as in `Request.call`."""
 
     def __post_init__(self) -> None:
         for name in _ARRAYS[1:]:
             values = getattr(self, name)
             if values.shape != self.tokens.shape:
                 raise InputError(
-                    f"{name} has one entry per token: tokens {self.tokens.shape}, {name} {values.shape}; align them"
+                    f"{name} needs one entry per token: tokens {self.tokens.shape}, {name} {values.shape}; align them"
                 )
 
     @property
     def key(self) -> RolloutKey:
-        """See `RolloutKey`."""
+        """Key of the rollout."""
         return key_of(self.prompt_id, self.draw, self.sample, self.call)
 
     @property
     def num_tokens(self) -> int:
-        """R."""
+        """Number of tokens, R."""
         return int(self.tokens.size)
 
     def observe(self, tokens: TokenIds) -> "Rollout":
-        """Appends an environment's tokens, masked out of the loss.
+        """Append an environment's tokens, masked out of the loss.
 
         Raises:
-            InputError: tokens that are not a flat list of integers.
+            InputError: if the tokens are not a flat list of integers.
 
         Example: a rollout [7, 8] observing [9] has tokens [7, 8, 9] and loss_mask [1, 1, 0].
         """
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size > 0 and tokens.dtype.kind not in "iu"):
             raise InputError(
-                f"an observation is one dimension of integer token ids, got {tokens.dtype} of shape {tokens.shape}; "
-                "convert it"
+                f"an observation must be a one-dimensional array of token ids, got {tokens.dtype} of shape "
+                f"{tokens.shape}; convert it"
             )
         num_new = tokens.size
         version = self.versions[-1:].repeat(num_new) if self.num_tokens else np.zeros(num_new, np.int32)
@@ -118,29 +118,29 @@ class Rollout:
         )
 
     def branch(self, num_tokens: int, *, sample: int) -> "Rollout":
-        """The first `num_tokens` tokens as the start of another rollout, sampled from there on with noise of its own.
+        """Return the first `num_tokens` tokens as the start of another rollout, which continues with its own noise.
 
-        They keep log-probs, loss mask and versions, so each token has those of the rollout that sampled it. The result
-        is the `so_far` of a request with the same prompt, draw and `sample`.
+        The tokens keep their log-probs, loss mask and versions. The result is the `so_far` of a request with the same
+        prompt, draw and `sample`.
 
         Args:
             num_tokens: shared tokens, 0 to all.
-            sample: index of the new rollout within the group; none that the group has.
+            sample: index of the new rollout within the group, not used before.
 
         Raises:
-            InputError: `num_tokens` beyond the rollout, or its own sample index.
+            InputError: if `num_tokens` exceeds the rollout, or `sample` is the rollout's own index.
 
-        Example: sample 0 with the tokens [7, 8, 9] gives `branch(2, sample=4)` with the tokens [7, 8], `branched_from`
-        0 and `num_shared` 2.
+        Example: sample 0 with tokens [7, 8, 9] gives `branch(2, sample=4)` with tokens [7, 8], `branched_from` 0 and
+        `num_shared` 2.
         """
         if not 0 <= num_tokens <= self.num_tokens:
             raise InputError(
-                f"a branch begins within its rollout, got num_tokens={num_tokens} for one of {self.num_tokens} tokens; "
-                "shorten it"
+                f"a branch must begin within its rollout, got num_tokens={num_tokens} for {self.num_tokens} tokens; "
+                "lower it"
             )
         if sample == self.sample:
             raise InputError(
-                f"a branch is a rollout of its own, got sample={sample} of the rollout itself; take an unused index"
+                f"a branch needs its own sample index, got sample={sample} of the rollout itself; choose an unused one"
             )
         shared = slice(0, num_tokens)
         return replace(
@@ -154,7 +154,7 @@ class Rollout:
         )
 
     def _reason_at(self, num_tokens: int) -> FinishReason:
-        """Why the first tokens ended: "stop" if a turn ended there, else "abort", so that the turn continues."""
+        """Return why the first tokens ended: "stop" if a turn ended there, else "abort", so that the turn continues."""
         if num_tokens == self.num_tokens:
             return self.finish_reason
         ends_turn = num_tokens > 0 and self.loss_mask[num_tokens - 1] and not self.loss_mask[num_tokens]
@@ -165,51 +165,53 @@ class Rollout:
 class Request:
     """One rollout to sample.
 
-    (prompt_id, draw, sample) is the rollout's key, with the call for one of an episode's calls: with the engine's seed
-    and each token's position it determines the noise. Two requests in an engine must not share a key. Requests with
-    equal prompts share the prompt's keys and values; requests with equal prompt_id and draw are siblings.
+    (prompt_id, draw, sample) is the rollout's key, extended by the call for calls of an episode; with the engine's seed
+    and each token's position it determines the noise. Requests in an engine must not share a key. Requests with equal
+    prompts share the prompt's keys and values; requests with equal prompt_id and draw are siblings.
 
     Example: `Request(prompt_id="q1", prompt=np.array([5, 6], np.int32), sampling=Sampling(max_tokens=8), sample=3)`
     """
 
     prompt_id: PromptId
-    """See `PromptId`."""
+    """Stable id of the prompt, the same in every epoch."""
     prompt: TokenIds
     """int32 [P], P >= 1; a list of token ids is converted."""
     sampling: Sampling
     """Sampling parameters."""
     draw: int = 0
-    """How many times the run has scheduled this prompt before."""
+    """Number of times that the run has scheduled this prompt before."""
     sample: int = 0
     """Index of the rollout within its group."""
     so_far: Rollout | None = None
     """The rollout of this key to continue: after an observation, an abort or a migration, or a `Rollout.branch`."""
     pictures: tuple[PlacedPicture, ...] = ()
-    """In order, at the model's own placeholders in the prompt, which goes on after the last one."""
+    """Images in order, at the model's placeholders in the prompt, which must continue after the last one."""
     call: int | None = None
-    """Of an episode, which sample then names, the id of this call (`noise.call_id`); None for a rollout by itself."""
+    """Id of this call (`noise.call_id`) of the episode that `sample` names; None for a plain rollout."""
     rehearsed: TokenIds | None = None
-    """int32 [R], what `Engine.take_rehearsals` gave for this key: the rollout's tokens from its first one on, which are
-    drawn again many at a time. Wrong ones cost time, and change no token."""
+    """int32 [R], result of `Engine.take_rehearsals` for this key: the rollout's tokens from its first on, which are
+    drawn again many at a time. Wrong ones cost time but change no token."""
 
     def __post_init__(self) -> None:
         self._convert(self.prompt_id, self.prompt)
         if self.rehearsed is not None:
             object.__setattr__(self, "rehearsed", _as_rehearsed(self.rehearsed))
         check_prompt(self.prompt_id, self.prompt)
-        # A copy: engines look prompts up by their tokens while these run, and callers reuse their buffers.
+        # Copied, because engines look prompts up by their tokens while they run, and callers reuse their buffers.
         prompt = self.prompt.astype(np.int32)
         prompt.flags.writeable = False
         object.__setattr__(self, "prompt", prompt)
         check_pictures(self.prompt_id, self.pictures, prompt)
         if not all(_is_integer(number) and number >= 0 for number in (self.draw, self.sample)):
-            raise InputError(f"draw and sample count from 0, got {self.draw!r} and {self.sample!r}; correct them")
+            raise InputError(
+                f"draw and sample must be integers from 0, got {self.draw!r} and {self.sample!r}; correct them"
+            )
         if self.call is not None and not _is_integer(self.call):
-            raise InputError(f"a call is named by an integer, got {self.call!r}; take `call_id`, or None")
+            raise InputError(f"a call must be an integer, got {self.call!r}; use `call_id`, or None")
         if self.so_far is not None and self.so_far.key != self.key:
             raise InputError(
-                f"a request continues the rollout of its own key, got {self.key} and a rollout of {self.so_far.key}; "
-                "take key and prompt from the request before"
+                f"a request must continue the rollout of its own key, got {self.key} and a rollout of "
+                f"{self.so_far.key}; use the key and prompt of the earlier request"
             )
         if self.so_far is not None and self.so_far.num_tokens >= self.sampling.max_tokens:
             raise InputError(
@@ -218,7 +220,7 @@ class Request:
             )
 
     def _convert(self, prompt_id: object, prompt: object) -> None:
-        """Converts numpy integers to Python's, and a list of token ids to an array."""
+        """Convert numpy integers to Python's, and a list of token ids to an array."""
         if isinstance(prompt_id, np.integer):
             object.__setattr__(self, "prompt_id", int(prompt_id))
         if isinstance(prompt, list | tuple) and all(map(_is_integer, prompt)):
@@ -226,11 +228,11 @@ class Request:
 
     @property
     def key(self) -> RolloutKey:
-        """See `RolloutKey`."""
+        """Key of the rollout."""
         return key_of(self.prompt_id, self.draw, self.sample, self.call)
 
     def unstarted(self) -> Rollout:
-        """The rollout of a request aborted before it ran: only the tokens of `so_far`."""
+        """Return the rollout of a request that was aborted before it ran: only the tokens of `so_far`."""
         if self.so_far is not None:
             return replace(self.so_far, finish_reason="abort")
         return Rollout(
@@ -251,23 +253,23 @@ def _as_rehearsed(tokens: object) -> TokenIds:
     found = np.asarray(tokens)
     if found.ndim != 1 or (found.size > 0 and found.dtype.kind not in "iu"):
         raise InputError(
-            f"rehearsed tokens are one dimension of integer token ids, got {found.dtype} of shape {found.shape}; "
-            "take those of take_rehearsals"
+            f"rehearsed tokens must be a one-dimensional array of token ids, got {found.dtype} of shape {found.shape}; "
+            "use the result of take_rehearsals"
         )
-    # Those that no model has end what is drawn again.
+    # Ids outside every vocabulary end the tokens that are drawn again.
     return found.clip(-1, MAX_TOKEN_ID).astype(np.int32)
 
 
 def as_requests(requests: Iterable[Request]) -> list[Request]:
-    """Turns an iterable of requests into a list.
+    """Turn an iterable of requests into a list.
 
     Raises:
-        InputError: a single request, or an element that is not a request.
+        InputError: for a single request, or an element that is not a request.
 
     Example: a generator of two requests gives a list of both.
     """
     if isinstance(requests, Request) or not isinstance(requests, Iterable):
-        raise InputError(f"an engine takes requests, one or more in a list, got {requests!r}; write [request] for one")
+        raise InputError(f"an engine takes a list of requests, got {requests!r}; write [request] for one")
     found = list(requests)
     for request in found:
         if not isinstance(request, Request):
@@ -279,43 +281,43 @@ def as_requests(requests: Iterable[Request]) -> list[Request]:
 
 
 def check_prompt(prompt_id: object, prompt: object) -> None:
-    """Checks a prompt id and a prompt.
+    """Check a prompt id and a prompt.
 
     Raises:
-        InputError: an id that is neither str nor int or has lone surrogates, or a prompt that is not an integer array
-            [P] of token ids.
+        InputError: for an id that is neither str nor int or has lone surrogates, or a prompt that is not an integer
+            array [P] of token ids.
 
     Example: `check_prompt("q1", np.array([5, 6], np.int32))` passes; [5, 6] and np.array([5.0]) are not prompts.
     """
     if type(prompt_id) not in (str, int):
-        raise InputError(f"a prompt_id is text or an integer, got {prompt_id!r}; convert it")
+        raise InputError(f"a prompt_id must be text or an integer, got {prompt_id!r}; convert it")
     if isinstance(prompt_id, str):
         valid_text(prompt_id, "prompt_id")
     if not isinstance(prompt, np.ndarray) or prompt.dtype.kind not in "iu":
         kind = prompt.dtype if isinstance(prompt, np.ndarray) else type(prompt).__name__
-        raise InputError(f"a prompt is an integer array of token ids, got {kind} for {prompt_id!r}; convert it")
+        raise InputError(f"a prompt must be an integer array of token ids, got {kind} for {prompt_id!r}; convert it")
     if prompt.ndim != 1 or prompt.size == 0:
-        raise InputError(f"a prompt holds at least one token, got shape {prompt.shape}; drop {prompt_id!r}")
+        raise InputError(f"a prompt needs at least one token, got shape {prompt.shape}; drop {prompt_id!r}")
     if int(prompt.min()) < 0 or int(prompt.max()) > MAX_TOKEN_ID:
         raise InputError(
-            f"token ids lie in [0, {MAX_TOKEN_ID}], got {prompt.min()}..{prompt.max()}; correct the prompt of "
+            f"token ids must be in [0, {MAX_TOKEN_ID}], got {prompt.min()}..{prompt.max()}; correct the prompt of "
             f"{prompt_id!r}"
         )
 
 
 def check_pictures(prompt_id: PromptId, pictures: Sequence[PlacedPicture], prompt: TokenIds) -> None:
-    """Checks that pictures stand in order inside a prompt, and that it goes on after them.
+    """Check that images are in order inside a prompt, and that the prompt continues after them.
 
     Raises:
-        InputError: see `check_places`; or the last token, which every rollout computes itself, is of a picture.
+        InputError: if `check_places` fails, or the last token, which rollouts compute themselves, belongs to an image.
 
-    Example: a picture at the last tokens of a prompt is refused.
+    Example: an image at the end of a prompt is refused.
     """
     check_places(pictures, prompt)
     if pictures and pictures[-1].stop == prompt.size:
         raise InputError(
-            f"a prompt goes on after its pictures, and {prompt_id!r} ends with one; put the token that ends a "
-            "picture after it, or open the policy's turn"
+            f"a prompt must continue after its images, and {prompt_id!r} ends with one; add the token that ends an "
+            "image, or open the policy's turn"
         )
 
 
@@ -333,8 +335,8 @@ them. abort: the next step returns them as they are. reprefill: they continue un
 values computed again."""
 
 Keeps = Literal["tokens", "distribution"]
-"""What of a rollout depends on nothing but (weights, prompt, sampling, seed, key). tokens: each of them, up to
-near-ties of rounding, whatever drafts, batch, order or interruptions. distribution: that of each token given those
+"""What depends only on (weights, prompt, sampling, seed, key). tokens: each token of a rollout, up to near-ties of
+rounding, whatever the drafts, batch, order or interruptions. distribution: the distribution of each token given those
 before it."""
 
 
@@ -342,31 +344,31 @@ before it."""
 class EngineStats:
     """Counts since the engine was created; subtract two with `since` to measure an interval.
 
-    Example: 10 forwards with 8 rows each that gave 240 tokens have `num_rows` 80 and 3.0 tokens per forward.
+    Example: 10 forwards of 8 rows that gave 240 tokens have `num_rows` 80 and 3.0 tokens per forward.
     """
 
     num_forwards: int = 0
     """Forward passes of the model."""
     num_rows: int = 0
-    """Sampled rollouts per forward pass, summed over passes."""
+    """Rollouts sampled per forward pass, summed over passes."""
     num_sampled: int = 0
-    """Tokens that rollouts gained by sampling."""
+    """Tokens added to rollouts by sampling."""
     num_prefilled: int = 0
     """Prompt and observed tokens whose keys and values were computed."""
     num_drafted: int = 0
-    """Verified draft tokens, counted once for each rollout that verified them."""
+    """Verified draft tokens, counted once per rollout that verified them."""
     num_accepted: int = 0
     """Draft tokens that equalled the sampled ones."""
     num_duplicate_rows: int = 0
-    """Of `num_rows`, the duplicate rows: those sampled from the logits of another rollout with the same tokens."""
+    """Rows of `num_rows` that were sampled from the logits of another rollout with the same tokens."""
     num_rehearsed: int = 0
-    """Tokens of rehearsals, which no other count has."""
+    """Tokens of rehearsals; other counts exclude them."""
     num_verified: int = 0
-    """Rehearsed tokens that were drawn again, as a prefill; no drafts."""
+    """Rehearsed tokens that were drawn again in a prefill; drafts are not included."""
     num_kept: int = 0
-    """Of these, the ones that stayed the same."""
+    """Tokens of `num_verified` that stayed the same."""
     num_changed: int = 0
-    """Rehearsals of which a token changed: the rest is not drawn again."""
+    """Rehearsals in which a token changed; the rest of each is not drawn again."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -380,24 +382,24 @@ class EngineStats:
 
     @property
     def change(self) -> float:
-        """Chance that a rehearsed token changes, given that those before it stayed; 0.0 before the first was drawn."""
+        """Chance that a rehearsed token changes if those before it stayed; 0.0 before the first was drawn."""
         return self.num_changed / (self.num_kept + self.num_changed) if self.num_changed else 0.0
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
-        """The counts of the time since `earlier`."""
+        """Return the counts since `earlier`."""
         return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in self.__slots__})
 
 
 class Engine(ABC):
-    """Samples rollouts; a request's result depends on weights, prompt, sampling, seed and key alone (law 5).
+    """Sampler of rollouts; a request's result depends only on weights, prompt, sampling, seed and key (law 5).
 
-    In which sense, each engine declares: see `keeps`.
+    Each engine declares in `keeps` how exactly.
     """
 
     @property
     @abstractmethod
     def keeps(self) -> Keeps:
-        """What drafts, batch, order and interruptions leave as it is."""
+        """What drafts, batch, order and interruptions leave unchanged."""
 
     @property
     @abstractmethod
@@ -412,87 +414,87 @@ class Engine(ABC):
     @property
     @abstractmethod
     def num_unfinished(self) -> int:
-        """Submitted requests whose rollouts no step has returned yet."""
+        """Number of submitted requests whose rollouts no step has returned yet."""
 
     @abstractmethod
     def progress(self) -> dict[RolloutKey, int]:
-        """Tokens of each running rollout, `so_far` included; waiting requests are left out.
+        """Return the tokens of each running rollout, `so_far` included; waiting requests are not in it.
 
         Example: {("q", 0, 3): 17} after 17 tokens of the only running rollout.
         """
 
     @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queues requests, in order.
+        """Queue requests, in order.
 
         Raises:
-            InputError: no requests, a key that is already in use, or a request that can never fit; then none is
-                queued.
+            InputError: for no requests, a key that is already in use, or a request that can never fit; none is queued
+                then.
         """
 
     @abstractmethod
     def step(self) -> list[Rollout]:
-        """Advances running rollouts and returns the finished ones, tokens of `so_far` included; [] when idle."""
+        """Advance running rollouts and return the finished ones, tokens of `so_far` included; [] when idle."""
 
     @abstractmethod
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """What `abort` would return of running rollouts, which go on running; ignores other keys.
+        """Return what `abort` would for running rollouts, but let them run on; ignore other keys.
 
         Example: `engine.peek([key])[0].branch(5, sample=9)` branches a running rollout after its first 5 tokens.
         """
 
     @abstractmethod
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """Removes running or waiting requests and returns their partial rollouts; ignores unknown keys."""
+        """Remove running or waiting requests and return their partial rollouts; ignore unknown keys."""
 
     @abstractmethod
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
-        """Copies the trainer's current weights as `version` and drops all keys and values.
+        """Copy the trainer's current weights as `version` and drop all keys and values.
 
-        The current version again does nothing: running rollouts, keys and values stay.
+        If `version` is the current one, nothing changes: running rollouts, keys and values stay.
 
         Raises:
-            InputError: a version below the current one, or the current one where the weights have changed.
+            InputError: if `version` is below the current one, or equal to it although the weights have changed.
         """
 
     def refresh_history(self) -> None:  # noqa: B027
-        """Reads history published since; called after every publication that other processes may miss.
+        """Read history that was published since; called after every publication that other processes may miss.
 
-        Does nothing where the drafter reads the history in this process.
+        Does nothing if the drafter reads the history in this process.
         """
 
     @property
     def row_price(self) -> float:
-        """What rehearsing a token and drawing it again cost, as a share of what decoding one costs.
+        """Cost of rehearsing a token and drawing it again, as a share of the cost of decoding one.
 
-        1.0 where every token of a pass takes time of its own, as on a CPU.
+        1.0 where every token adds to the time of a pass, as on a CPU.
         """
         return 1.0
 
     @property
     def is_rehearsing(self) -> bool:
-        """Whether `step` would go on with rehearsals."""
+        """Whether `step` has rehearsals to continue."""
         return False
 
     def rehearse(self, requests: Iterable[Request]) -> None:  # noqa: B027
-        """Samples rollouts of a later time early, with their own noise, until the weights change.
+        """Sample later rollouts early, with their own noise, until the weights change.
 
-        They take rows and memory that nothing else needs, and give them back when something does. No step returns them,
-        and no count but `EngineStats.num_rehearsed` has them. An engine that cannot does nothing.
+        They use rows and memory that nothing else needs, and give them back when something does. No step returns them,
+        and only `EngineStats.num_rehearsed` counts them. Engines without rehearsals do nothing.
 
         Raises:
             InputError: as `submit` does.
         """
 
     def take_rehearsals(self) -> dict[RolloutKey, TokenIds]:
-        """Ends all rehearsals; their tokens so far, for `Request.rehearsed` of the same keys.
+        """End all rehearsals and return their tokens so far, for `Request.rehearsed` of the same keys.
 
         Example: {("q", 1, 0): [7, 8, 9]} after a request of that key was rehearsed for three tokens.
         """
         return {}
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
-        """Submits requests and yields each rollout when it finishes.
+        """Submit requests and yield each rollout when it finishes.
 
         Closing the iterator early aborts the remaining requests.
 
@@ -509,15 +511,15 @@ class Engine(ABC):
 
 
 def check_update(version: int, present: int, when_running: str) -> None:
-    """Checks the arguments of `update_weights` for an engine at version `present`.
+    """Check the arguments of `update_weights` for an engine at version `present`.
 
     Raises:
-        InputError: a version below `present`.
-        ConfigError: an unknown `when_running`.
+        InputError: if `version` is below `present`.
+        ConfigError: for an unknown `when_running`.
     """
     if version < present:
-        raise InputError(f"policy versions rise, and {version} is below {present}; count every weight update")
+        raise InputError(f"policy versions must not fall, and {version} is below {present}; count every weight update")
     if when_running not in get_args(WhenRunning):
         raise ConfigError(
-            f"when_running is one of {', '.join(get_args(WhenRunning))}, got {when_running!r}; choose one"
+            f"when_running must be one of {', '.join(get_args(WhenRunning))}, got {when_running!r}; choose one"
         )

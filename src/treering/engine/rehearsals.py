@@ -1,8 +1,8 @@
-"""Rehearsals: rollouts sampled before their step, with their own noise, and drawn again by the weights of their step.
+"""Sample rollouts before their step, with their own noise, and draw them again with their step's weights.
 
-The noise of a token is known before its weights are (law 5). So rows that nothing else needs sample the next rollouts
-early. Under new weights each token is drawn again with the same noise, many positions of a rollout in one pass, and
-stays the same unless the update moved one logit past another. What is kept is what the new weights sample.
+A token's noise is known before its weights are (law 5), so idle rows sample the next rollouts early. Under new weights
+each token is drawn again with the same noise, many positions of a rollout in one pass, and stays the same unless the
+update moved one logit past another. The kept tokens are exactly the ones that the new weights sample.
 
     B running rows
 """
@@ -26,7 +26,7 @@ Chains = Mapping[int, TokenIds]
 
 
 class Redrawn(NamedTuple):
-    """What a pass drew again; the fields are those of `EngineStats`."""
+    """Counts of tokens drawn again by a pass, with the field names of `EngineStats`."""
 
     num_verified: int
     num_kept: int
@@ -34,14 +34,14 @@ class Redrawn(NamedTuple):
 
 
 class Rehearsals:
-    """The rehearsals of an engine's rows.
+    """Rehearsals of an engine's rows.
 
-    Requests of `add` run in free rows and free memory only, and `drop` takes these back. A request with rehearsed
-    tokens has them in `chains` until the first that changed.
+    Requests of `add` run only in free rows and free memory, and `drop` takes these back. The rehearsed tokens of a
+    submitted request are in `chains` until one changes.
     """
 
     def __init__(self, table: Table, *, vocab_size: int) -> None:
-        """Starts without any."""
+        """Start without rehearsals."""
         self._table, self._vocab_size = table, vocab_size
         self._waiting: deque[Request] = deque()
         self._running: list[RolloutKey] = []
@@ -50,17 +50,17 @@ class Rehearsals:
 
     @property
     def keys(self) -> set[RolloutKey]:
-        """Of those that wait or run."""
+        """Keys of waiting and running rehearsals."""
         return {request.key for request in self._waiting}.union(self._running)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queues requests to be sampled early, in order."""
+        """Queue requests to be sampled early, in order."""
         for request in requests:
             self._table.register(request)
         self._waiting.extend(requests)
 
     def start(self) -> None:
-        """Gives those that wait the rows and the memory that are free."""
+        """Give waiting rehearsals the free rows and memory."""
         table = self._table
         while self._waiting and table.num_rows < table.max_rows:
             request = self._waiting[0]
@@ -71,14 +71,14 @@ class Rehearsals:
             self._waiting.popleft()
 
     def drop(self) -> bool:
-        """Ends the one that started last, with the tokens that it has; returns whether there was one."""
+        """End the rehearsal that started last and keep its tokens; return whether there was one."""
         if not self._running:
             return False
         self._end(self._running[-1])
         return True
 
     def withdraw(self, keys: set[RolloutKey]) -> None:
-        """Ends those of some keys, with the tokens that they have."""
+        """End the rehearsals of these keys and keep their tokens."""
         for key in [key for key in self._running if key in keys]:
             self._end(key)
         for request in [request for request in self._waiting if request.key in keys]:
@@ -86,13 +86,13 @@ class Rehearsals:
             self._unregister(request)
 
     def take(self) -> dict[RolloutKey, TokenIds]:
-        """Ends all; what was sampled of each since the previous call."""
+        """End all rehearsals; return the tokens of each sampled since the previous call."""
         self.withdraw(self.keys)
         sampled, self._sampled = self._sampled, {}
         return sampled
 
     def note_ended(self, rollout: Rollout) -> bool:
-        """Takes the rollout of a row that ended, if it was a rehearsal; returns whether it was."""
+        """Take the rollout of an ended row if it was a rehearsal; return whether it was."""
         if rollout.key not in self._running:
             return False
         self._running.remove(rollout.key)
@@ -100,27 +100,27 @@ class Rehearsals:
         return True
 
     def is_early(self) -> BoolArray:
-        """Bool [B]: which rows rehearse."""
+        """Return which rows rehearse, bool [B]."""
         found = np.zeros(self._table.num_rows, bool)
         if self._running:
             found[self._table.rows_of(set(self._running))] = True
         return found
 
     def expect(self, request: Request) -> None:
-        """Takes the rehearsed tokens of a submitted request, if what it continues begins like them."""
+        """Take a submitted request's rehearsed tokens, unless the rollout it continues begins differently."""
         tokens, so_far = request.rehearsed, request.so_far
         if tokens is None or (so_far is not None and count_common(so_far.tokens, tokens) < so_far.num_tokens):
             return
         self._unchanged[request.key] = tokens
 
     def forget(self, request: Request) -> None:
-        """Drops the rehearsed tokens of a request that ended."""
+        """Drop the rehearsed tokens of a request that ended."""
         self._unchanged.pop(request.key, None)
 
     def chains(self, max_tokens: int) -> dict[int, TokenIds]:
-        """The rehearsed tokens to draw again in the next pass, `max_tokens` in all, of the rows that decode.
+        """Return the rehearsed tokens of decoding rows to draw again in the next pass, at most `max_tokens` in all.
 
-        They end before a stop token, which is drawn after its predecessor, and before one that the model lacks.
+        They end before a stop token, which is drawn after its predecessor, and before a token outside the vocabulary.
         """
         c, found = self._table.columns, {}
         for row, request in enumerate(self._table.requests if self._unchanged else ()):
@@ -138,12 +138,12 @@ class Rehearsals:
         return found
 
     def note_pass(self, rows: Int64Array, num_before: Int64Array, chains: Chains) -> Redrawn:
-        """Compares what a pass drew with what was rehearsed; forgets the rest of those that changed.
+        """Compare a pass's tokens with the rehearsed ones; drop the rest of rehearsals that changed.
 
         Args:
-            rows: int64 [R], the sampled ones.
-            num_before: int64 [R], lengths of their contexts before.
-            chains: of the pass.
+            rows: int64 [R], the sampled rows.
+            num_before: int64 [R], context lengths before the pass.
+            chains: the rehearsed tokens that the pass drew again.
         """
         c, num_kept, num_changed = self._table.columns, 0, 0
         for row, before in zip(rows.tolist(), num_before.tolist(), strict=True) if self._unchanged else ():
@@ -169,9 +169,9 @@ class Rehearsals:
 
 
 def with_chains(drafts: DraftTrees, chains: Chains) -> DraftTrees:
-    """The drafts, with the rehearsed chains in place of those of their rows.
+    """Return the drafts with the rehearsed chains in place of their rows' drafts.
 
-    Example: drafts [7] and [8] with the chain [4, 5] in row 1 are [7] and [4, 5], with the depths 1, 1 and 2.
+    Example: drafts [7] and [8] with the chain [4, 5] in row 1 become [7] and [4, 5], with depths 1, 1 and 2.
     """
     rows: list[tuple[NDArray[Any], ...]] = []
     for row, (first, last) in enumerate(zip(drafts.offsets[:-1], drafts.offsets[1:], strict=True)):
@@ -186,7 +186,7 @@ def with_chains(drafts: DraftTrees, chains: Chains) -> DraftTrees:
 
 
 def without_rows(committed: CommittedTokens, hidden: BoolArray) -> CommittedTokens:
-    """What was committed, with nothing accepted in the hidden rows, bool [B]: their drafts were not the drafter's."""
+    """Return the committed tokens without acceptance in `hidden` rows, bool [B]: their drafts are not the drafter's."""
     return committed._replace(
         num_accepted=np.where(hidden, 0, committed.num_accepted), leaves=np.where(hidden, -1, committed.leaves)
     )

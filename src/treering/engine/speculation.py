@@ -1,7 +1,7 @@
-"""Speculative decoding: asks the drafter for drafts, reports which were accepted, and finds out what passes cost.
+"""Run speculative decoding: ask the drafter for drafts, report which were accepted, and learn the costs of passes.
 
-Costs are measured on made-up rows before the first pass (`measure`), or learnt from the run's own steps
-(`ObservedCosts`). Results do not depend on either (law 5).
+Costs are measured on artificial rows before the first pass (`measure`), or learnt from the run's own steps
+(`ObservedCosts`). Results depend on neither (law 5).
 
     B rows   T tokens of a pass
 """
@@ -35,19 +35,19 @@ from treering.history.draft.drafter import Drafter
 from treering.history.types import DraftRows, Drafts
 
 Costs = Literal["measured", "none"]
-"""Pass costs that an engine gives its drafter. measured: measured here before the first pass, unless the drafter has
-costs. none: no costs, so that no clock decides, for runs that must repeat bit for bit."""
+"""Source of the drafter's pass costs. measured: measured here before the first pass, unless the drafter has costs.
+none: no costs, so that no decision reads a clock, for runs that must repeat bit for bit."""
 
 _MOST_TOKENS = 256
 _TOKENS_PER_ROW = 8
 _NUM_SINGLE = 8
-"""Up to this many drafts beyond a full batch every count is timed: kernels that work in blocks have stepped costs."""
+"""Every count of drafts beyond a full batch is timed up to this one, because blocked kernels have stepped costs."""
 _NUM_ROUNDS = 25
 _BUDGET_S = 0.2
-"""Time for all rounds; a started round always finishes."""
+"""Time for all rounds; a round that has started always finishes."""
 _FEW_ROUNDS = 5
 _PATIENCE = 5
-"""The first `_FEW_ROUNDS` rounds may take this many budgets."""
+"""Factor on the budget for the first `_FEW_ROUNDS` rounds."""
 
 
 def measure(
@@ -59,30 +59,30 @@ def measure(
     context: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> VerifyCosts:
-    """Seconds of passes over 1 to min(8 B, 256) tokens; the shortest of a few passes each.
+    """Return the seconds of passes over 1 to min(8 B, 256) tokens: the shortest of a few passes per size.
 
     Other load on the machine only makes passes longer, and a size that it hits more often would look too expensive for
-    as long as the engine runs. So the sizes alternate, and the shortest time counts. Tokens beyond the B-th are drafts,
-    spread over the rows. All keys and values are written to the spare slot, so running rollouts are not affected.
+    the engine's lifetime. So sizes alternate, and the shortest time counts. Tokens beyond the B-th are drafts, spread
+    over the rows. All keys and values go to the spare slot, so running rollouts are not affected.
 
     Args:
         decoder: runs the passes.
         sampler: samples from its logits.
-        num_slots: slots of its arena.
+        num_slots: number of slots in its arena.
         max_batch: B.
         context: slots that each token sees, from 1 to a rollout's limit; capped at `num_slots`.
-        clock: seconds.
+        clock: returns seconds.
 
     Raises:
-        InputError: a limit below 1.
-        StateError: logits with NaN or +inf, or -inf only.
+        InputError: for a limit below 1.
+        StateError: if a row of logits has NaN or +inf, or only -inf.
 
-    Example: an engine with max_batch=8 times passes of 1, 2, 4, 8, 9, 10, ... 16, 24, 40 and 64 tokens, the last as 8
-    rows with 7 drafts each.
+    Example: an engine with max_batch=8 times passes of 1, 2, 4, 8, 9, 10, ... 16, 24, 40 and 64 tokens, the last with
+    8 rows and 7 drafts each.
     """
     if min(max_batch, context, num_slots) < 1:
         raise InputError(
-            f"costs are measured for at least one row that sees at least one slot, got max_batch={max_batch}, "
+            f"costs need at least one row that sees at least one slot, got max_batch={max_batch}, "
             f"context={context} and num_slots={num_slots}; raise them"
         )
     sizes = _sizes(max_batch)
@@ -100,10 +100,10 @@ def measure(
 
 
 def needs_another_round(num_rounds: int, spent_s: float, *, most: int, budget_s: float) -> bool:
-    """Whether to measure another round: at least five where affordable, because other load may disturb a few.
+    """Return whether to measure another round: at least five if affordable, because other load may disturb a few.
 
     Example: with a budget of 0.2 s and at most 25 rounds, there are 20 rounds of 10 ms, or five of 150 ms. A round of
-    0.6 s is followed by another, one of 2 s is not.
+    0.6 s is followed by another, but a round of 2 s is not.
     """
     if num_rounds < _FEW_ROUNDS:
         return num_rounds == 0 or spent_s < _PATIENCE * budget_s
@@ -111,7 +111,7 @@ def needs_another_round(num_rounds: int, spent_s: float, *, most: int, budget_s:
 
 
 def _sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, ... up to B, then B + 1 to B + 8, then B + 16, B + 32, ... up to min(8 B, 256)."""
+    """Return 1, 2, 4, ... up to B, then B + 1 to B + 8, then B + 16, B + 32, ... up to min(8 B, 256)."""
     most = min(_TOKENS_PER_ROW * max_batch, _MOST_TOKENS)
     full = min(max_batch, most)
     doubled = [1 << power for power in range(most.bit_length())]
@@ -123,7 +123,7 @@ def _sizes(max_batch: int) -> list[int]:
 def make_pass(
     num_tokens: int, decoder: Decoder, sampler: SampleAndVerify, *, num_slots: int, max_batch: int, context: int
 ) -> Callable[[], object]:
-    """A callable that runs a pass and samples: at most `max_batch` rows, `context` visible slots for each token."""
+    """Return a function that runs and samples a pass of at most `max_batch` rows with `context` slots per token."""
     own_starts = np.arange(max_batch) * context % max(1, num_slots + 1 - context)
     context = min(context, num_slots)
     num_rows = min(num_tokens, own_starts.size)
@@ -136,12 +136,12 @@ def make_pass(
 def _time(one_pass: Callable[[], object], clock: Callable[[], float]) -> float:
     start = clock()
     one_pass()
-    # A coarse clock may not advance during a short pass; times must be positive.
+    # A coarse clock may not advance during a short pass, but times must be positive.
     return max(clock() - start, 1e-9)
 
 
 def _chains(num_rows: int, num_drafts: int) -> DraftTrees:
-    """Draft chains of zeros, of lengths as equal as possible."""
+    """Return draft chains of zeros with nearly equal lengths."""
     lengths = np.full(num_rows, num_drafts // num_rows) + (np.arange(num_rows) < num_drafts % num_rows)
     depths = np.concatenate([np.arange(1, length + 1) for length in lengths])
     return DraftTrees(
@@ -155,7 +155,7 @@ def _chains(num_rows: int, num_drafts: int) -> DraftTrees:
 
 
 def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: int) -> StepInputs:
-    """Step inputs in which every token sees `context` slots of its row and writes the slot `slot`."""
+    """Return step inputs in which every token sees `context` slots of its row and writes to `slot`."""
     num_rows = own_starts.size
     row = np.repeat(np.arange(num_rows), 1 + np.diff(drafts.offsets))
     zeros, every = np.zeros(row.size, np.int64), np.ones(row.size, np.int64)
@@ -181,25 +181,24 @@ def _inputs_of(drafts: DraftTrees, own_starts: Int64Array, context: int, slot: i
 
 
 LOAD_S = 0.3
-"""Seconds that the first drafts of a process take beyond their own: the compiled drafter is loaded. 0.26 were measured
-on two slow cores."""
+"""Extra seconds of a process's first drafts, which load the compiled drafter; 0.26 measured on two slow cores."""
 COMPILE_S = 20.0
-"""Seconds that they take once after an installation: the drafter is compiled. 10 to 15 were measured there."""
+"""Extra seconds after an installation, when the drafter is compiled; 10 to 15 measured there."""
 _NUM_TRIED = 4
 """Steps with drafts after which their gain counts."""
 _KEPT = 0.8
-"""Share of a gain that a new step leaves."""
+"""Share of the old gain that remains after a new step."""
 _FIRST_REST, _LONGER, _LONGEST_REST = 32, 4, 4096
-"""Steps without drafts after losing ones; each loss in a row makes the rest longer."""
+"""Steps without drafts after steps that lost time; each further loss makes the rest longer."""
 _PLAIN_EVERY = 48
-"""While drafts pay, one of so many steps makes none, so that its time stays known."""
+"""While drafts pay off, one of this many steps makes none, to keep its time known."""
 _MOST_SAVED = 2.0
-"""Savings that may be lost again later, in shares of the budget."""
+"""Most savings that may be lost again later, as a multiple of the budget."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Gain:
-    """How drafts did at about one number of rows: seconds that their tokens would have taken, over seconds taken."""
+    """Result of drafts near one number of rows: seconds that their tokens would have taken, and seconds taken."""
 
     num_asked: int = 0
     num_steps: int = 0
@@ -214,26 +213,26 @@ class _Gain:
 
 
 class ObservedCosts:
-    """Costs and gains of drafts, from an engine's own steps.
+    """Costs and gains of drafts, measured in an engine's own steps.
 
     Args:
-        max_loss: share of the time of all steps that drafts may cost without paying back, in [0, 1].
-        load_s: seconds that the first drafts take beyond their own, such as `COMPILE_S`.
+        max_loss: share of all steps' time that drafts may cost without paying off, in [0, 1].
+        load_s: extra seconds of the first drafts, such as `COMPILE_S`.
 
     Raises:
-        ConfigError: another share.
+        ConfigError: if max_loss is not such a share.
 
-    Example: with max_loss=0.02, steps that took 30 s so far, and nothing drafted yet, drafts may lose 0.6 s: enough to
-    load the drafter and try a few steps. If these are slower, the next 32 such steps make none, then 128, 512, ...
+    Example: with max_loss=0.02, 30 s of steps so far and no drafts yet, drafts may lose 0.6 s: enough to load the
+    drafter and try a few steps. If these are slower, the next 32 such steps make no drafts, then 128, 512, ...
     """
 
     def __init__(self, *, max_loss: float = 0.025, load_s: float = LOAD_S) -> None:
-        """Starts without times; the first steps make no drafts."""
+        """Start without times; the first steps make no drafts."""
         if not isinstance(max_loss, int | float) or not 0 <= max_loss <= 1:
-            raise ConfigError(f"max_loss is a share of the time in [0, 1], got {max_loss!r}; 0.025 allows 2.5 %")
+            raise ConfigError(f"max_loss must be a share of the time in [0, 1], got {max_loss!r}; 0.025 allows 2.5 %")
         self.horizon_s = 0.0
-        """Seconds that all steps of the run will take as far as known; a budget is a share of the larger of this and
-        of what they took."""
+        """Seconds that all steps of the run will take, as far as known; the budget is a share of this or of `total_s`,
+        whichever is larger."""
         self.total_s = 0.0
         """Seconds of all steps."""
         self.saved_s = 0.0
@@ -245,26 +244,26 @@ class ObservedCosts:
 
     @property
     def budget_s(self) -> float:
-        """Seconds that drafts may lose from here on."""
+        """Seconds that drafts may still lose."""
         allowed = self._max_loss * max(self.horizon_s, self.total_s)
         return allowed + min(self.saved_s, _MOST_SAVED * allowed)
 
     def can_spend(self, seconds: float) -> bool:
-        """Whether drafts may cost so many seconds, and loading the drafter if nothing was drafted yet."""
+        """Return whether drafts may cost `seconds`, plus the drafter's loading time before the first draft."""
         return seconds + (0.0 if self._num_drafted_steps else self._load_s) <= self.budget_s
 
     def is_promising(self) -> bool:
-        """Whether drafts pay at some number of rows, or have yet to be tried at one."""
+        """Return whether drafts pay off at some number of rows, or still have to be tried at one."""
         gains = self._gains.values()
         return not gains or any(gain.num_steps < _NUM_TRIED or gain.pays or gain.num_left == 0 for gain in gains)
 
     def note_overhead(self, seconds: float) -> None:
-        """Takes time spent for drafts outside steps, such as on history."""
+        """Record seconds that drafts cost outside steps, such as for the history."""
         self.total_s += seconds
         self.saved_s -= seconds
 
     def may_draft(self, num_rows: int) -> bool:
-        """Whether this step looks for drafts."""
+        """Return whether this step should look for drafts."""
         if not self._steps.knows(num_rows):
             return False
         gain = self._gains.setdefault(num_rows.bit_length(), _Gain())
@@ -278,14 +277,14 @@ class ObservedCosts:
     def note_step(
         self, num_new: Int64Array, is_finished: BoolArray, *, num_waiting: int, drafted: bool, seconds: float
     ) -> None:
-        """Takes the outcome of a step without prefill.
+        """Record the outcome of a step without prefill.
 
         Args:
             num_new: int64 [B], tokens that each row gained.
             is_finished: bool [B], rows that ended.
             num_waiting: requests without a row.
             drafted: whether the step looked for drafts.
-            seconds: of the whole step, drafting included.
+            seconds: time of the whole step, drafting included.
         """
         self.total_s += seconds
         num_rows = num_new.size
@@ -299,24 +298,23 @@ class ObservedCosts:
         self.saved_s += expected_s - seconds
         self._num_drafted_steps += 1
         if self._num_drafted_steps <= 2:
-            # Loading the drafter says nothing about the steps to come.
+            # The time to load the drafter does not predict later steps.
             return
         self._update(self._gains.setdefault(num_rows.bit_length(), _Gain()), expected_s, seconds)
 
     def note_pass(self, num_tokens: int, seconds: float) -> None:
-        """Takes the time of a pass without prefill."""
+        """Record the time of a pass without prefill."""
         self._passes.note(num_tokens, seconds)
 
     def new_costs(self) -> VerifyCosts | None:
-        """Costs of passes for the drafter, where it has none or enough passes were timed since; else None."""
+        """Return new pass costs if the drafter has none or enough passes were timed since the last; else None."""
         return self._passes.new_costs()
 
     def _plain_s(self, num_new: Int64Array, is_finished: BoolArray, num_waiting: int) -> float:
-        """Seconds that the step's tokens would have taken without drafts, at least.
+        """Return the seconds that the step's tokens would have taken without drafts, at least.
 
-        If requests wait, each finished row is replaced, and a token takes its share of a step. Otherwise the last row
-        decides how many steps there are: they become fewer by the progress of the slowest row only, and each further
-        token only makes a step narrower.
+        If requests wait, each finished row is replaced, and a token takes its share of a step. Otherwise the slowest
+        row decides how many steps are saved, and each further token only makes a step narrower.
         """
         num_rows, num_sampled = num_new.size, int(num_new.sum())
         whole_s = self._steps.seconds_of(num_rows)
@@ -340,10 +338,10 @@ class ObservedCosts:
 
 
 class Speculation:
-    """Runs an engine's drafter, if it has one."""
+    """Runner of an engine's drafter, if it has one."""
 
     def __init__(self, drafter: Drafter | None, *, vocab_size: int, costs: Costs | ObservedCosts) -> None:
-        """Without a drafter nothing is drafted; `vocab_size` is the model's."""
+        """Use `drafter`, or draft nothing if it is None; `vocab_size` is the model's."""
         self._drafter = drafter
         self.wants_costs = drafter is not None and costs == "measured" and drafter.costs is None
         """Whether to measure the costs before the next pass."""
@@ -355,18 +353,18 @@ class Speculation:
         self._latest: tuple[Drafts, DraftTrees] | None = None
 
     def use_costs(self, costs: VerifyCosts) -> None:
-        """Passes the costs on to the drafter, if there is one."""
+        """Pass the costs on to the drafter, if there is one."""
         self.wants_costs = False
         if self._drafter is not None:
             self._drafter.use_costs(costs)
 
     def note_pass(self, num_tokens: int, seconds: float) -> None:
-        """Records the time of a pass without prefill."""
+        """Record the time of a pass without prefill."""
         if self._observed is not None:
             self._observed.note_pass(num_tokens, seconds)
 
     def note_step(self, committed: CommittedTokens, *, num_waiting: int, seconds: float) -> None:
-        """Records a whole step without prefill."""
+        """Record a whole step without prefill."""
         if self._observed is not None and committed.num_new.size > 0:
             is_finished = committed.finish != NOT_FINISHED
             self._observed.note_step(
@@ -376,9 +374,9 @@ class Speculation:
     def propose(
         self, table: Table, leaders: Int64Array, *, has_prefill: bool = False, without: BoolArray | None = None
     ) -> DraftTrees:
-        """Drafts for all decoding rows that are not duplicates, `without` some rows, bool [B].
+        """Return drafts for all decoding rows, except duplicates and rows in `without`, bool [B].
 
-        With `ObservedCosts`, steps with prefill make none: their times would tell nothing.
+        With `ObservedCosts`, steps with prefill make no drafts, because their times say nothing about drafts.
         """
         self._latest, self._has_looked = None, False
         if self._drafter is None or not self._may_draft(self._drafter, table.num_rows, has_prefill):
@@ -401,9 +399,9 @@ class Speculation:
         return proposed
 
     def give_feedback(self, committed: CommittedTokens) -> None:
-        """Reports the acceptance of the latest drafts to the drafter, if there were any.
+        """Report to the drafter which of the latest drafts were accepted, if there were any.
 
-        No draft exceeds a row's limit (`fill_max_drafts`), so the tokens alone tell which drafts were accepted.
+        No draft exceeds a row's limit (`fill_max_drafts`), so the tokens alone show which drafts were accepted.
         """
         if self._drafter is None or self._rows is None or self._latest is None:
             return
@@ -426,9 +424,9 @@ class Speculation:
 
 
 def _rows_of(table: Table) -> DraftRows:
-    """Views of the running rows, valid until a row is added or removed; each step updates them in place."""
+    """Return views of the running rows, valid until a row is added or removed; each step updates them in place."""
     c, num_rows = table.columns, table.num_rows
-    # The history has whole episodes, so a turn is matched by what was observed before it.
+    # The history has whole episodes, so a turn is matched by the observations before it.
     is_call = np.array([request.call is not None for request in table.requests], bool)
     return DraftRows(
         prompt_ids=[request.prompt_id for request in table.requests],

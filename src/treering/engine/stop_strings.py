@@ -1,4 +1,4 @@
-"""Stop strings: finds the new token that completes one."""
+"""Find the new token that completes a stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,23 +16,23 @@ _TOKENS_PER_CHARACTER = 4
 def first_stop(
     tokens: TokenIds, num_new: int, strings: Sequence[str], decode: Decode, num_before: int = 0
 ) -> int | None:
-    """How many of the last `num_new` tokens to keep if one completes a stop string, else None.
+    """Return how many of the last `num_new` tokens to keep if one completes a stop string, else None.
 
     Args:
-        tokens: int32 [R], the tokens of the current turn, see `turn_start`; or as many of the last ones as `reach_of`
-            says besides the new ones.
+        tokens: int32 [R], the tokens of the current turn (from `turn_start` on); or only the new ones and `reach_of`
+            tokens before them.
         num_new: number of tokens at the end that are not checked yet.
-        strings: at least one.
-        decode: tokens to text.
-        num_before: how many of the tokens an aborted rollout began with. A turn ends with its first stop string, so
-            that what follows one in them is of another turn.
+        strings: at least one stop string.
+        decode: turns tokens into text.
+        num_before: number of these tokens that an aborted rollout began with. A turn ends with its first stop string,
+            so tokens after one in them belong to another turn.
 
-    A space before the first token of a turn counts, as where it follows a prompt.
+    A space before the first token of a turn counts, as it does after a prompt.
 
-    Example: with one character per token, of "ab;c" with 3 new tokens 2 new ones are kept for the string ";".
+    Example: with one character per token, "ab;c" with 3 new tokens and the stop string ";" gives 2.
     """
     window = _window_of(strings)
-    # Only strings within reach of a new token count.
+    # Only strings that a new token can be part of count.
     if num_before > 0 and tokens.size - num_before - num_new < window:
         tokens = tokens[_last_turn(tokens[:num_before], strings, decode) :]
     for count in range(1, num_new + 1):
@@ -44,9 +44,9 @@ def first_stop(
 
 
 def _last_turn(tokens: TokenIds, strings: Sequence[str], decode: Decode) -> int:
-    """Where the turn begins that the tokens of an aborted rollout end with: after a string that is whole.
+    """Return where the last turn of an aborted rollout's tokens begins: after its last complete stop string.
 
-    Example: 3 of "ab;c" for the string ";", and 0 of "abc".
+    Example: 3 for "ab;c" and the string ";", and 0 for "abc".
     """
     first, num_left = 0, min(_window_of(strings), tokens.size)
     while num_left > 0:
@@ -58,21 +58,21 @@ def _last_turn(tokens: TokenIds, strings: Sequence[str], decode: Decode) -> int:
 
 
 def _texts(tokens: TokenIds, decode: Decode) -> tuple[str, str]:
-    """The text of tokens by themselves, and as after their first one: SentencePiece drops a space at the begin.
+    """Return the text of the tokens, and their text after another token: SentencePiece drops a leading space.
 
-    Where the first token is a part of a character, only the former is right.
+    If the first token is a part of a character, only the former is right.
     """
     first, doubled = decode(tokens[:1]), decode(np.concatenate([tokens[:1], tokens]))
     return decode(tokens), doubled.removeprefix(first)
 
 
 def reach_of(strings: Sequence[str]) -> int:
-    """Tokens before the new ones that `first_stop` reads at most: two strings, of which the first ended a turn."""
+    """Return the most tokens that `first_stop` reads before the new ones: two strings, the first ending a turn."""
     return 2 * _window_of(strings)
 
 
 def _window_of(strings: Sequence[str]) -> int:
-    """Tokens that a stop string takes at most, none of them empty.
+    """Return the most tokens that a stop string can take, if none is empty.
 
     Example: 12 for "END".
     """
@@ -80,10 +80,10 @@ def _window_of(strings: Sequence[str]) -> int:
 
 
 def turn_start(so_far: Rollout | None) -> int:
-    """Index in the rollout of the first token of the turn that a request continues.
+    """Return the index in the rollout of the first token of the turn that a request continues.
 
     A turn that stopped is over, so a new one begins after all tokens. An aborted turn continues, so that a stop string
-    that spans the abort is found.
+    across the abort is found.
 
     Example: [7, 8] after an abort gives 0; [7, 8, 9], where 9 was observed after a stop, gives 3.
     """

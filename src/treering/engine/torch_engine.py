@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching of a Hugging Face model in this process, on CPU or CUDA.
+"""Run the embedded engine: continuous batching of a Hugging Face model in this process, on CPU or CUDA.
 
 A step admits waiting requests, drafts, runs a forward pass, samples, and returns the finished rollouts.
 """
@@ -54,9 +54,9 @@ from treering.types import TokenIds
 
 
 class TorchEngine(Engine):
-    """Samples rollouts of a model in this process.
+    """Engine that samples rollouts of a model in this process.
 
-    The engine computes with a snapshot of the weights, taken now and at each `update_weights`. Results do not depend on
+    It computes with a snapshot of the weights, taken now and at each `update_weights`. Results do not depend on
     drafter, batch or order (law 5): exactly in float64, up to near-ties in float32, in distribution in bfloat16.
 
     Example:
@@ -81,27 +81,27 @@ class TorchEngine(Engine):
         backend: Backend = "auto",
         costs: Costs | ObservedCosts = "measured",
     ) -> None:
-        """Copies the weights and allocates the key-value arena.
+        """Copy the weights and allocate the key-value arena.
 
         Args:
-            model: a supported Hugging Face causal language model, or a PEFT model of one with LoRA, which is merged
-                in the copy; the model itself is only read.
+            model: a supported Hugging Face causal language model, or a PEFT model of one with LoRA, which is merged in
+                the copy; the model itself is only read.
             drafter: proposes tokens for speculation; None decodes one token per row and step.
-            max_batch: rollouts that run at one time.
-            max_tokens: tokens whose keys and values fit; prompts that rollouts share count once.
+            max_batch: most rollouts that run at a time.
+            max_tokens: most tokens whose keys and values are kept; prompts that rollouts share count once.
             max_prefill: most prompt and observed tokens per pass, so that decoding never waits for a long prompt.
-            seed: of the noise.
+            seed: seed of the noise.
             version: policy version of the current weights.
-            decode: tokens to text, for stop strings.
-            num_threads: torch threads during a step; None: those that fit the model (`fitting_threads`), and with
-                measured costs one for a while where passes suddenly take far longer.
-            backend: see `Backend`.
-            costs: see `Costs` and `ObservedCosts`; not used without a drafter.
+            decode: turns tokens into text, for stop strings.
+            num_threads: torch threads during a step; None: a number that fits the model (`fitting_threads`), and with
+                measured costs one thread for a while if passes suddenly take far longer.
+            backend: which decoder to use, see `Backend`.
+            costs: where pass costs come from, see `Costs` and `ObservedCosts`; not used without a drafter.
 
         Raises:
-            ConfigError: a limit below 1 (2 for max_tokens), or an unknown backend or source of costs.
-            StateError: the model's logits hold NaN or +inf.
-            UnsupportedError: a model that the engine would not compute exactly; the message names what differs.
+            ConfigError: for a limit below 1 (2 for max_tokens), or an unknown backend or source of costs.
+            StateError: if the model's logits contain NaN or +inf.
+            UnsupportedError: for a model that the engine would not compute exactly; the message names the difference.
         """
         self._settings = EngineSettings(
             max_batch=max_batch,
@@ -121,7 +121,7 @@ class TorchEngine(Engine):
         made = make_backend(self._weights, max_tokens, backend, takes_pictures=vision is not None)
         self._decoder, self._sampler, self._backend = made.decoder, made.sampler, made.name
         if vision is not None:
-            # No picture would stand there, so that nothing could train such a rollout.
+            # A sampled placeholder would have no image, so such a rollout could not be trained.
             self._sampler = never_sampling(vision.placeholders, self._sampler)
         check_decoder(self._parts, self._decoder, max_context=min(self._max_context, max_tokens))
         self._admission = Admission(
@@ -137,13 +137,13 @@ class TorchEngine(Engine):
         self._undelivered: list[Rollout] = []
         self._unfinished: set[RolloutKey] = set()
         is_cpu = self._weights.device.type == "cpu"
-        # Single steps of a small model are shorter than the turns that other processes take on its processor.
+        # A small model's steps are shorter than the time slices of other processes on the same core.
         self._clock = time.process_time if is_cpu and isinstance(costs, ObservedCosts) else time.perf_counter
         self.shares_rows = is_cpu
-        """Whether rows with the same tokens are computed once: on other devices a token more costs a pass nothing."""
+        """Whether rows with equal tokens are computed once; on other devices one more token costs a pass nothing."""
         self.use_drafter(drafter)
         self._decode = decode
-        # Other threads may round otherwise, so that without a clock their number stays.
+        # Another number of threads may round differently, so without a clock it stays fixed.
         is_free = num_threads is None and is_cpu and costs != "none"
         self._threads = PassThreads(num_threads or fitting_threads(self._parts.model), is_free=is_free)
         self._version = version
@@ -151,35 +151,35 @@ class TorchEngine(Engine):
 
     @property
     def version(self) -> int:
-        """See `Engine.version`."""
+        """Policy version of the weights."""
         return self._version
 
     @property
     def keeps(self) -> Keeps:
-        """The tokens in float64 and float32; in narrower types about 1 % of them flip, and the distribution stays."""
+        """What stays: "tokens" in float64 and float32, "distribution" in narrower types, where some 1 % flip."""
         return "tokens" if self._weights.dtype.itemsize >= torch.float32.itemsize else "distribution"
 
     @property
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
+        """Counts so far."""
         return EngineStats(**self._counts)
 
     @property
     def num_unfinished(self) -> int:
-        """See `Engine.num_unfinished`."""
+        """Number of submitted requests whose rollouts no step has returned yet."""
         return len(self._unfinished) + len(self._undelivered)
 
     @property
     def backend(self) -> str:
-        """The decoder and its device: "fused on cpu" for instance, or "plain on cuda" with the reason."""
+        """Decoder and device, such as "fused on cpu", or "plain on cuda" with the reason."""
         return self._backend
 
     def progress(self) -> dict[RolloutKey, int]:
-        """See `Engine.progress`."""
+        """Return the tokens of each running rollout, `so_far` included, by key."""
         return {key: count for key, count in self._table.progress().items() if key in self._unfinished}
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Engine.submit`; stop strings need `decode`."""
+        """Queue requests, in order; stop strings need `decode`."""
         requests = as_requests(requests)
         self._admission.check(requests, self._unfinished | {rollout.key for rollout in self._undelivered})
         self._rehearsals.withdraw({request.key for request in requests})
@@ -191,26 +191,26 @@ class TorchEngine(Engine):
 
     @property
     def row_price(self) -> float:
-        """See `Engine.row_price`; a careful guess on devices whose passes wait for weights, not for tokens."""
+        """Cost of a rehearsed token relative to a decoded one; a careful guess where passes wait for weights."""
         return 1.0 if self.shares_rows else 0.4
 
     @property
     def is_rehearsing(self) -> bool:
-        """See `Engine.is_rehearsing`."""
+        """Whether `step` has rehearsals to continue."""
         return bool(self._rehearsals.keys)
 
     def rehearse(self, requests: Iterable[Request]) -> None:
-        """See `Engine.rehearse`."""
+        """Sample later rollouts early, in rows and memory that nothing else needs."""
         requests = as_requests(requests)
         self._admission.check(requests, self._unfinished | self._rehearsals.keys)
         self._rehearsals.add(requests)
 
     def take_rehearsals(self) -> dict[RolloutKey, TokenIds]:
-        """See `Engine.take_rehearsals`."""
+        """End all rehearsals and return their tokens so far."""
         return self._rehearsals.take()
 
     def step(self) -> list[Rollout]:
-        """See `Engine.step`."""
+        """Advance running rollouts and return the finished ones; [] when idle."""
         while self._waiting:
             if self._table.add(self._waiting[0]):
                 self._waiting.popleft()
@@ -219,16 +219,16 @@ class TorchEngine(Engine):
         if not self._waiting:
             self._rehearsals.start()
         ended = self._advance() if self._table.num_rows else []
-        # Only now: a pass may fail.
+        # Only after the pass, which may fail.
         finished, self._undelivered = self._undelivered, []
         return finished + ended
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """See `Engine.peek`."""
+        """Return the partial rollouts of these keys without stopping them."""
         return [self._table.rollout(row, "abort") for row in self._table.rows_of(self._unfinished.intersection(keys))]
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """See `Engine.abort`."""
+        """Remove running or waiting requests and return their partial rollouts."""
         aborted_keys = self._unfinished.union(rollout.key for rollout in self._undelivered).intersection(keys)
         aborted = [rollout for rollout in self._undelivered if rollout.key in aborted_keys]
         self._undelivered = [rollout for rollout in self._undelivered if rollout.key not in aborted_keys]
@@ -240,7 +240,7 @@ class TorchEngine(Engine):
         return aborted
 
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
-        """See `Engine.update_weights`."""
+        """Copy the model's current weights as `version` and drop all keys and values."""
         check_update(version, self._version, when_running)
         if version == self._version:
             self._check_unchanged()
@@ -263,31 +263,33 @@ class TorchEngine(Engine):
         sees_same = self._vision is None or vision is None or self._vision.is_current(vision)
         if not sees_same or not self._weights.is_current(self._parts):
             raise InputError(
-                f"the weights have changed since version {self._version}, and a version names one set of weights; call "
+                f"the weights have changed since version {self._version}, and a version must name one set; call "
                 f"update_weights({self._version + 1})"
             )
 
     def use_drafter(self, drafter: Drafter | None) -> None:
-        """Switches to another drafter, or to none, from the next step on; results do not change."""
+        """Switch to another drafter, or to none, from the next step on; results do not change."""
         if drafter is not None and not isinstance(drafter, Drafter):
-            raise ConfigError(f"drafter is a treering.Drafter, or None to draft nothing, got {drafter!r}; make one")
+            raise ConfigError(
+                f"drafter must be a treering.Drafter, or None to draft nothing, got {drafter!r}; make one"
+            )
         self._speculation = Speculation(drafter, vocab_size=self._parts.vocab_size, costs=self._settings.costs)
 
     def keep_rollouts(self) -> None:
-        """Keeps the keys and values of finished rollouts from now on, for later turns and branches.
+        """Keep the keys and values of finished rollouts from now on, for later turns and branches.
 
         The first request that continues a rollout, or is a call of an episode, does the same.
         """
         self._table.keeps_rollouts = True
 
     def measure_costs(self) -> VerifyCosts:
-        """Measures the seconds of a pass by its number of tokens; changes no rollout, count or noise.
+        """Measure the seconds of a pass by its number of tokens; no rollout, count or noise changes.
 
-        Takes a few tenths of a second, or some fifty passes if these are slow. With costs="measured" and a drafter
-        without costs the engine calls it before its first pass.
+        Takes a few tenths of a second, or about fifty passes if these are slow. With costs="measured" and a drafter
+        without costs, the engine calls this before its first pass.
 
         Raises:
-            StateError: the model's logits hold NaN or +inf.
+            StateError: if the model's logits contain NaN or +inf.
 
         Example: with max_batch=2 the result has entries for 1 to 10 and for 16 tokens.
         """
@@ -301,12 +303,12 @@ class TorchEngine(Engine):
             )
 
     def _advance(self) -> list[Rollout]:
-        """Runs one pass over the running rows; after one that failed, all keys and values are computed again."""
+        """Run one pass over the running rows; if it fails, mark all keys and values as not computed."""
         try:
             with threads(self._threads.count):
                 return self._run_pass()
         except BaseException:
-            # Prompts count as computed, and drafts as moved, before they are.
+            # Prompts are marked as computed, and drafts as moved, before the pass does it.
             self._table.invalidate()
             raise
 
@@ -317,7 +319,7 @@ class TorchEngine(Engine):
             self._speculation.use_costs(self.measure_costs())
         chunks = plan_chunks(table.prefixes.incomplete(), self._settings.max_prefill)
         if chunks:
-            # A pass writes all keys before any token reads, so rows can run along with the last chunk of their prefix.
+            # A pass writes all keys before any token reads, so rows can run with the last chunk of their prefix.
             table.mark_ready()
         num_prefilled = sum(chunk.num_tokens for chunk in chunks)
         leaders = leaders_of(table.columns, table.num_rows) if self.shares_rows else np.arange(table.num_rows)
@@ -327,7 +329,7 @@ class TorchEngine(Engine):
         )
         has_chain = np.zeros(table.num_rows, bool)
         has_chain[list(chains)] = True
-        # A duplicate would be drawn along the tokens that another one rehearsed.
+        # A duplicate would be sampled along the tokens that another row rehearsed.
         leaders[has_chain] = np.flatnonzero(has_chain)
         is_alone = not chains and not is_early.any()
         is_steady = is_alone and not chunks
@@ -358,7 +360,7 @@ class TorchEngine(Engine):
             self._speculation.give_feedback(own)
             reasons = self._finish_reasons(inputs.rows, committed)
         except BaseException:
-            # Taken back: sampled again, they are the same.
+            # Undo: sampling again gives the same tokens.
             table.columns.num_tokens[inputs.rows] = num_tokens
             raise
         counts = counts_of(inputs, own, drafts, num_prefilled, is_early)
@@ -367,12 +369,12 @@ class TorchEngine(Engine):
             self._counts[name] += count
         if counts["num_prefilled"] == 0 and is_steady:
             self._speculation.note_step(committed, num_waiting=len(self._waiting), seconds=self._clock() - begun)
-        # Last one first: removing a row moves only rows that are already handled.
+        # Last row first, because removing a row moves only rows that are already handled.
         ended = [self._remove_row(row, reason) for row, reason in reversed(reasons.items())][::-1]
         return [rollout for rollout in ended if not self._rehearsals.note_ended(rollout)]
 
     def _finish_reasons(self, rows: Int64Array, committed: CommittedTokens) -> dict[int, FinishReason]:
-        """Why rows have finished, by row; drops what comes after a stop string."""
+        """Return why rows have finished, by row; drop tokens after a stop string."""
         reasons: dict[int, FinishReason] = {}
         columns = rows.tolist(), committed.finish.tolist(), committed.num_new.tolist()
         for row, finish, num_new in zip(*columns, strict=True):

@@ -1,4 +1,4 @@
-"""Counts what happened to every scheduled rollout, so that none is lost or trained twice."""
+"""Count what happened to every scheduled rollout, so that none is lost or trained twice."""
 
 from dataclasses import dataclass, fields
 
@@ -49,16 +49,16 @@ class Account:
     """Trainers that died."""
 
     def add(self, other: "Account") -> None:
-        """Adds another account's counts."""
+        """Add another account's counts."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def as_dict(self) -> dict[str, int]:
-        """The counts, by name."""
+        """Return the counts, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def check(self, step: int) -> None:
-        """Checks that every rollout of a finished step was trained once, or left out for a counted reason.
+        """Check that every rollout of a finished step was trained once, or left out for a counted reason.
 
         Raises:
             StateError: the counts do not add up, which is a bug in Treering.

@@ -1,4 +1,4 @@
-"""The event loop of a run: starts its processes, receives their messages, and sends each its next work."""
+"""The event loop of a run: starts its processes, receives their messages, and send each its next work."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +142,7 @@ class Controller:
         account: Account,
         on_finished: Callable[[Rollout], bool] | None,
     ) -> None:
-        """Start every process. `wait_until_ready` waits for them and raises their errors.
+        """Start every process. `wait_until_ready` waits for them and raise their errors.
 
         Args:
             spec: the run.
@@ -217,7 +217,7 @@ class Controller:
         return max(self._open_steps, default=0)
 
     def wait_until_ready(self, on_progress: OnProgress | None = None) -> None:
-        """Waits until every process has built its model or task, and starts the clock.
+        """Wait until every process has built its model or task, and start the clock.
 
         `on_progress` is called with those that have, and all of them.
 
@@ -233,17 +233,17 @@ class Controller:
         self._idle_since_s = self._step_since_s = time.perf_counter()
 
     def open(self, open_step: OpenStep) -> None:
-        """Starts sampling the next step."""
+        """Start sampling the next step."""
         self._open_steps[open_step.step] = open_step
 
     def dispatch(self) -> None:
-        """Sends every process the work that it can start now."""
+        """Send every process the work that it can start now."""
         self._rollout_pool.dispatch(self._open_steps, self.policy_versions)
 
     def finish(
         self, step: int, on_sampled: Callable[[OpenStep], None], on_progress: OnProgress | None = None
     ) -> FinishedStep:
-        """Runs until the earliest open step is trained.
+        """Run until the earliest open step is trained.
 
         Args:
             step: its number.
@@ -272,14 +272,14 @@ class Controller:
                 return self._finished(open_step, done, sent_s)
 
     def announce(self, version: int, policy_version: int) -> None:
-        """Makes new weights available to the workers; those whose slot they overwrote are forgotten."""
+        """Make new weights available to the workers; those whose slot they overwrote are forgotten."""
         self.policy_versions[version] = policy_version
         self.policy_versions = {
             known: updates for known, updates in self.policy_versions.items() if known > version - self.store.num_slots
         }
 
     def close(self) -> None:
-        """Stops all processes."""
+        """Stop all processes."""
         self._rollout_pool.close()
         if self._reward_client is not None:
             self._reward_client.close()
@@ -287,7 +287,7 @@ class Controller:
         self._actors.close()
 
     def _receive(self) -> TrainedStep | None:
-        """Waits for messages and handles them; returns the trained step if there is one."""
+        """Wait for messages and handles them; return the trained step if there is one."""
         rewards = self._reward_client
         left_s = None if rewards is None else rewards.seconds_left()
         actors = [process.actor for process in self.processes if process.actor is not None]
@@ -369,7 +369,7 @@ class Controller:
 
 
 def _trainer_span(done: TrainedStep, elapsed_s: float) -> WorkerSpan:
-    """The span of the trainer, which got the step `elapsed_s` ago."""
+    """Return the span of the trainer, which got the step `elapsed_s` ago."""
     now = time.time()
     return WorkerSpan(
         worker=None, started_s=now - elapsed_s, ended_s=now, busy_s=done.train_s + done.update_s, num_rollouts=0

@@ -1,4 +1,4 @@
-"""Chooses which running rollouts move from one worker to another one in the same step.
+"""Choose which running rollouts move from one worker to another one in the same step.
 
 The rules are those of the simulator (`schedule.migration`).
 
@@ -52,7 +52,7 @@ def prices_of(cluster: Cluster) -> Prices:
 
 
 def choose_move(open_step: OpenStep, prices: Prices, held: Sequence[Held], worker: int) -> Move | None:
-    """The rollouts that a worker should give up now, or None.
+    """Return the rollouts that a worker should give up now, or None.
 
     Args:
         open_step: the step; its assignment says which moves are allowed.
@@ -71,7 +71,7 @@ def choose_move(open_step: OpenStep, prices: Prices, held: Sequence[Held], worke
 
 
 def _loads(open_step: OpenStep, prices: Prices, held: Sequence[Held]) -> Loads:
-    """The workers' loads, assuming that every engine has filled its batch, as its next pass will."""
+    """Return the workers' loads, assuming that every engine has filled its batch, as its next pass will."""
     workers, num_slots = range(len(held)), prices.token_s.size - 1
     sizes = np.array([open_step.share_size(worker) for worker in workers], np.int64)
     counts = np.array([len(each) for each in held], np.int64)
@@ -87,7 +87,7 @@ def _loads(open_step: OpenStep, prices: Prices, held: Sequence[Held]) -> Loads:
 
 
 def _tail(open_step: OpenStep, prices: Prices, loads: Loads, held: Sequence[Held], worker: int) -> Move | None:
-    """Moves all that a worker has left to the worker with the fullest tail, if that saves time."""
+    """Move all that a worker has left to the worker with the fullest tail, if that saves time."""
     keys = tuple(held[worker])
     if open_step.can_be_stolen or not has_tail(loads, worker) or not all(_can_move(open_step, key) for key in keys):
         return None
@@ -101,7 +101,7 @@ def _tail(open_step: OpenStep, prices: Prices, loads: Loads, held: Sequence[Held
 
 
 def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, worker: int) -> Move | None:
-    """Moves the longest rollout that outgrew its worker's share, if another worker is better for it."""
+    """Move the longest rollout that outgrew its worker's share, if another worker is better for it."""
     late = LATE * open_step.reach(worker)
     outliers = [key for key in held if open_step.so_far(key) >= late and _can_move(open_step, key)]
     for key in sorted(outliers, key=open_step.so_far, reverse=True)[:_NUM_LONGEST]:
@@ -114,5 +114,5 @@ def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, work
 
 
 def _can_move(open_step: OpenStep, key: RolloutKey) -> bool:
-    """Whether a rollout is running, and has not moved too often."""
+    """Return whether a rollout is running, and has not moved too often."""
     return open_step.has_started(key) and open_step.num_moves(key) < MAX_MOVES

@@ -39,7 +39,7 @@ class ExpectedLengths:
         ratios: NDArray[np.float64],
         max_tokens: int,
     ) -> None:
-        """Starts before the first rollout.
+        """Start before the first rollout.
 
         Args:
             predicted: float64 [R] > 0: the predictor's lengths.
@@ -77,16 +77,16 @@ class ExpectedLengths:
         return int(self._so_far[number])
 
     def note_progress(self, number: int, num_tokens: int) -> None:
-        """Records the tokens of a running rollout."""
+        """Record the tokens of a running rollout."""
         self._so_far[number] = num_tokens
 
     def note_finished(self, number: int, length: int) -> None:
-        """Records the length of a finished rollout, at least 1; updates its siblings."""
+        """Record the length of a finished rollout, at least 1; update its siblings."""
         self._lengths[number] = length
         self._stale.add(number - number % self._group_size)
 
     def _update_group(self, first: int) -> None:
-        """Recomputes the unfinished rollouts of a group."""
+        """Recompute the unfinished rollouts of a group."""
         group = slice(first, first + self._group_size)
         is_open = self._lengths[group] == 0
         if not is_open.any():
@@ -119,7 +119,7 @@ class OpenStep:
         ratios: NDArray[np.float64],
         prices: Prices | None = None,
     ) -> None:
-        """Starts before the first rollout.
+        """Start before the first rollout.
 
         Args:
             plan: which worker runs each rollout.
@@ -188,7 +188,7 @@ class OpenStep:
         return self.collection.num_open == 0
 
     def has_work(self, worker: int) -> bool:
-        """Whether a worker that runs nothing of this step could start a rollout."""
+        """Return whether a worker that runs nothing of this step could start a rollout."""
         can_steal = self._can_steal and self._sizes[worker] > 0 and any(self._queues)
         return bool(self._queues[worker] or self._unassigned or can_steal)
 
@@ -212,19 +212,19 @@ class OpenStep:
         return taken
 
     def requeue(self, requests: Iterable[Work]) -> None:
-        """Takes back the requests of a dead worker; any worker samples them again, with the same tokens."""
+        """Take back the requests of a dead worker; any worker samples them again, with the same tokens."""
         lost = list(requests)
         self._started.difference_update(request.key for request in lost)
         self._unassigned.extend(lost)
         self.account.sampled_again += len(lost)
 
     def release(self, worker: int) -> None:
-        """Lets every worker start the queued requests of a dead worker."""
+        """Let every worker start the queued requests of a dead worker."""
         self._unassigned.extend(self._queues[worker])
         self._queues[worker].clear()
 
     def resume(self, request: Work, worker: int | None) -> None:
-        """Queues the next turn or the rest of a rollout, for the given worker or for any."""
+        """Queue the next turn or the rest of a rollout, for the given worker or for any."""
         self._started.discard(request.key)
         if worker is None:
             self._unassigned.append(request)
@@ -232,11 +232,11 @@ class OpenStep:
             self._queues[worker].appendleft(request)
 
     def note_stats(self, stats: EngineStats) -> None:
-        """Adds an engine's counts for this step."""
+        """Add an engine's counts for this step."""
         self.stats = total_stats([self.stats, stats])
 
     def note_span(self, worker: int, *, busy_s: float, num_rollouts: int) -> None:
-        """Records that a worker was busy for so long until now, and that so many rollouts ended there."""
+        """Record that a worker was busy for so long until now, and that so many rollouts ended there."""
         if busy_s == 0.0 and num_rollouts == 0:
             return
         now = time.time()
@@ -250,30 +250,30 @@ class OpenStep:
         )
 
     def note_progress(self, key: RolloutKey, num_tokens: int) -> None:
-        """Records the tokens of a running rollout."""
+        """Record the tokens of a running rollout."""
         self._started.add(key)
         self._expected_lengths.note_progress(self._number[key], num_tokens)
 
     def move(self, request: Work, worker: int) -> None:
-        """Queues a given-up rollout first for another worker."""
+        """Queue a given-up rollout first for another worker."""
         self._moves[request.key] += 1
         self.account.moved += 1
         self.resume(request, worker)
 
     def note_finished(self, key: RolloutKey, num_tokens: int) -> None:
-        """Records a finished rollout or run, and its sampled tokens for the expected lengths of its siblings."""
+        """Record a finished rollout or run, and its sampled tokens for the expected lengths of its siblings."""
         length = min(max(1, num_tokens), self.collection.max_tokens)
         self._expected_lengths.note_finished(self._number[key], length)
         self.account.sampled += 1
 
     def note_rewarded(self, num_rollouts: int) -> None:
-        """Records that finished rollouts have their final reward result."""
+        """Record that finished rollouts have their final reward result."""
         self.account.evaluated += num_rollouts
         if self.is_complete:
             self.ended_s = time.perf_counter()
 
     def has_started(self, key: RolloutKey) -> bool:
-        """Whether its worker has reported progress of the rollout."""
+        """Return whether its worker has reported progress of the rollout."""
         return key in self._started
 
     def so_far(self, key: RolloutKey) -> int:
@@ -310,5 +310,5 @@ class OpenStep:
         return bool(self._unassigned) or (self._can_steal and any(self._queues))
 
     def _longest(self) -> deque[Work]:
-        """The queue with the most expected tokens."""
+        """Return the queue with the most expected tokens."""
         return max(self._queues, key=lambda queue: sum(self.expected(each.key) for each in queue))

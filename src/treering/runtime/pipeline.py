@@ -96,7 +96,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
         return {process.name: process.pid for process in processes if process.pid is not None}
 
     def step(self) -> RlStepReport:
-        """Runs until the next step is trained, while later steps are sampled.
+        """Run until the next step is trained, while later steps are sampled.
 
         An error stops all processes: continue with a new loop, from the latest checkpoint. After an `Interrupted` of
         `on_progress` the loop can be saved first, as of the step before.
@@ -145,7 +145,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
         return {**self._run_state.state(), "optimizer": saved["optimizer"], "drafter": None, "past": past}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state`, also one of an `RlLoop`; new processes start with the next step.
+        """Resume from a `state`, also one of an `RlLoop`; new processes start with the next step.
 
         Raises:
             StateError: see `RunState.load_state`.
@@ -157,17 +157,17 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
         )
 
     def save_hints(self, file: Path) -> None:
-        """Writes the history, if there is one."""
+        """Write the history, if there is one."""
         if self._drafting is not None:
             self._drafting.save(file)
 
     def load_hints(self, file: Path) -> None:
-        """Loads the history; a missing or damaged file is a warning, and costs speed."""
+        """Load the history; a missing or damaged file is a warning, and costs speed."""
         if self._drafting is not None:
             self._drafting.load(file)
 
     def close(self) -> None:
-        """Stops all processes; weights, account and latest rollouts stay."""
+        """Stop all processes; weights, account and latest rollouts stay."""
         self._end_processes()
         self._is_closed = True
         if self._drafting is not None:
@@ -192,7 +192,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
             controller.open(open_step)
 
     def _complete_step(self, controller: Controller, finished: FinishedStep) -> None:
-        """Makes a trained step the latest one: account, history, and the weights here and in the workers."""
+        """Make a trained step the latest one: account, history, and the weights here and in the workers."""
         self._latest = self._run_state.complete_step(finished)
         controller.store.read(self.num_steps_done, self.model)
         if self._drafting is not None:
@@ -201,7 +201,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
         controller.trainer_client.compact()
 
     def _remember(self, rollout: Rollout) -> bool:
-        """Adds a rollout to the history; returns whether that published a new index."""
+        """Add a rollout to the history; return whether that published a new index."""
         assert self._drafting is not None
         before = self._drafting.snapshot
         self._drafting.add(rollout)

@@ -1,4 +1,4 @@
-"""Plans which worker runs each rollout, with a scheduling policy and a length predictor.
+"""Plan which worker runs each rollout, with a scheduling policy and a length predictor.
 
 Plans change speed, never a rollout. They are checkpointed all the same: rounding depends on which rollouts share a
 batch.
@@ -89,7 +89,7 @@ class Planner:
         return self._measured
 
     def plan(self, step: int) -> RolloutPlan:
-        """The plan of a step, computed at the first call.
+        """Return the plan of a step, computed at the first call.
 
         Raises:
             InputError: the policy names workers that do not exist.
@@ -103,14 +103,14 @@ class Planner:
         return self._plans[step]
 
     def note_times(self, times: PassTimes) -> None:
-        """Records the times since the previous step."""
+        """Record the times since the previous step."""
         if self._cluster.rebalancing == "none":
             return
         self._timed.append(times)
         self._measured = merged(self._timed).latency()
 
     def observe(self, step: int, lengths: NDArray[np.int64], turns: Turns | None = None) -> None:
-        """Records the actual lengths of a planned step: int64 [R] >= 1; and the turns of its episodes."""
+        """Record the actual lengths of a planned step: int64 [R] >= 1; and the turns of its episodes."""
         plan = self._plans.pop(step)
         self._observed.append((step, plan.predicted, lengths))
         self._policy.learn(step, plan.predicted, lengths)
@@ -135,7 +135,7 @@ class Planner:
         return spaced
 
     def state(self) -> dict[str, Any]:
-        """Plans of unfinished steps, recent lengths and times, and the states of policy and predictor."""
+        """Return the plans of unfinished steps, recent lengths and times, and the states of policy and predictor."""
         return {
             "made_for": self._made_for(),
             "plans": [_as_state(plan) for plan in self._plans.values()],
@@ -147,7 +147,7 @@ class Planner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state`. Drops plans of another policy or cluster."""
+        """Resume from a `state`. Drops plans of another policy or cluster."""
         self._plans = {}
         if list(state["made_for"]) == self._made_for():
             self._plans = {plan["step"]: _from_state(plan) for plan in state["plans"]}

@@ -1,4 +1,4 @@
-"""Starts the processes of a run as Ray actors, whose weights are in Ray's object store.
+"""Start the processes of a run as Ray actors, whose weights are in Ray's object store.
 
 Ray places the processes, tells of their deaths, ends what they have started, and brings weights to their hosts. It
 restarts nothing (`max_restarts=0`): the controller does, and keeps the account.
@@ -414,7 +414,7 @@ def _is_looping(kind: Kind) -> bool:
 
 
 def _parted(message: Any) -> tuple[Any, Any]:
-    """A message without its weights, and these: Ray replaces references by what they refer to in arguments alone."""
+    """Return a message without its weights, and the weights: Ray resolves references only in top-level arguments."""
     if isinstance(message, WithWeights) and message.weights is not None:
         return replace(message, weights=None), message.weights
     return message, None
@@ -431,7 +431,7 @@ def _cause(death: Exception) -> str:
 
 
 def _picklable(error: Exception) -> Exception:
-    """The error with its traceback as a note, or a StateError with its text if it cannot be pickled."""
+    """Return the error with its traceback as a note, or a StateError with its text if it cannot be pickled."""
     error.add_note(f"raised in a worker:\n{''.join(traceback.format_exception(error))}")
     try:
         copied = pickle.loads(pickle.dumps(error))

@@ -199,12 +199,12 @@ class EndedWorkers:
         self._num_in_a_row = 0
 
     def note_answer(self) -> None:
-        """Notes a reward that was answered, with a number or an error."""
+        """Note a reward that was answered, with a number or an error."""
         self._recent.append(False)
         self._num_in_a_row = 0
 
     def note_end(self, error: str) -> None:
-        """Notes a rollout that was left out with this error.
+        """Note a rollout that was left out with this error.
 
         Raises:
             StateError: it is one too many.

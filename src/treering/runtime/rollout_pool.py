@@ -131,7 +131,7 @@ class RolloutPool:
         return len(self._workers)
 
     def dispatch(self, open_steps: OpenSteps, policy_versions: Mapping[int, int]) -> None:
-        """Sends every worker the requests that it can start now.
+        """Send every worker the requests that it can start now.
 
         Args:
             open_steps: the open steps.
@@ -164,7 +164,7 @@ class RolloutPool:
                 self._move(number, worker, open_steps, policy_versions)
 
     def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, Rollout | Run]]:
-        """Finished rollouts and runs, each with its step. Replaces dead workers.
+        """Finished rollouts and run, each with its step. Replaces dead workers.
 
         Raises:
             StateError: a worker dies repeatedly.
@@ -246,7 +246,7 @@ class RolloutPool:
             worker.process.send(GiveUp(keys=move.keys))
 
     def _hand_over(self, worker: WorkerState, given: Sequence[Rollout], open_step: OpenStep | None) -> None:
-        """Moves given-up rollouts to the target, or back to their worker if the target has left the step."""
+        """Move given-up rollouts to the target, or back to their worker if the target has left the step."""
         assert worker.move_target is not None, "workers give up only what was requested"
         target, worker.move_target = worker.move_target, None
         for rollout in given:
@@ -274,7 +274,7 @@ class RolloutPool:
 def _has_later_work(
     number: int, open_step: OpenStep, open_steps: OpenSteps, policy_versions: Mapping[int, int]
 ) -> bool:
-    """Whether a later step could start on a worker if it were idle."""
+    """Return whether a later step could start on a worker if it were idle."""
     return any(
         step > open_step.step and later.version in policy_versions and later.has_work(number)
         for step, later in open_steps.items()

@@ -117,20 +117,20 @@ class PassTimer:
         self._is_first = True
 
     def note_engine(self, stats: EngineStats) -> None:
-        """Starts timing a new engine with these counts."""
+        """Start timing a new engine with these counts."""
         self._before, self._since_s, self._is_first = stats, None, True
 
     def note_load(self, seconds: float) -> None:
-        """Records the time of a weight load."""
+        """Record the time of a weight load."""
         self._times.note_load(seconds)
 
     def begin(self) -> None:
-        """Marks the start of a pass."""
+        """Mark the start of a pass."""
         if self._since_s is None:
             self._since_s = self._clock()
 
     def end(self, stats: EngineStats, *, num_unfinished: int) -> None:
-        """Marks the end of a pass, with the engine's counts and unfinished requests."""
+        """Mark the end of a pass, with the engine's counts and unfinished requests."""
         assert self._since_s is not None, "a pass begins before it ends"
         now_s = self._clock()
         before, seconds = self._before, now_s - self._since_s
@@ -150,11 +150,11 @@ class PassTimer:
         )
 
     def pause(self) -> None:
-        """Leaves out the time until the next pass, because all running rollouts were removed."""
+        """Leave out the time until the next pass, because all running rollouts were removed."""
         self._since_s = None
 
     def take(self) -> PassTimes:
-        """The times since the previous call."""
+        """Return the times since the previous call."""
         times, self._times = self._times, PassTimes()
         return times
 
@@ -223,7 +223,7 @@ class RolloutWorker:
         return rollouts
 
     def _message(self) -> EndedWork:
-        """The results since the previous message."""
+        """Return the results since the previous message."""
         engine = self._own.engine
         self._sent_s = time.perf_counter()
         (rollouts, self._ended), (given, self._given) = (self._ended, []), (self._given, None)
@@ -314,7 +314,7 @@ class EpisodeWorker:
         self._episodes.start(episodes)
 
     def _message(self, runs: list[Run]) -> EndedWork:
-        """The results since the previous message."""
+        """Return the results since the previous message."""
         now_s = time.perf_counter()
         busy_s, self._sent_s = now_s - self._sent_s, now_s
         return EndedWork(step=self._own.step, ended=runs, stats=self._own.take_stats(), busy_s=busy_s)

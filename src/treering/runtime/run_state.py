@@ -1,4 +1,4 @@
-"""The progress of a run: steps done and open, their prompts and plans, the policy version and the account."""
+"""The progress of a run: steps done and open, their prompts and plan, the policy version and the account."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ class RunState:
         return self._past(self.num_steps_done)
 
     def check_not_finished(self) -> None:
-        """Checks that a step is left.
+        """Check that a step is left.
 
         Raises:
             StateError: all steps are done.
@@ -108,14 +108,14 @@ class RunState:
             )
 
     def note_sampled(self, open_step: OpenStep) -> None:
-        """Records the lengths of a sampled step and, while it trains, plans the first step that may use them."""
+        """Record the lengths of a sampled step and, while it trains, plan the first step that may use them."""
         self._planner.observe(open_step.step, open_step.lengths, open_step.turns)
         following = open_step.step + 1 + self._cluster.staleness
         if following <= self._num_steps:
             self._planner.plan(following)
 
     def complete_step(self, finished: FinishedStep) -> list[Trajectory]:
-        """Makes a trained step the latest one; returns its rollouts with advantages.
+        """Make a trained step the latest one; return its rollouts with advantages.
 
         Raises:
             StateError: every reward of several steps failed.
@@ -135,7 +135,7 @@ class RunState:
         )
 
     def state(self) -> dict[str, Any]:
-        """Steps, version, draws, plans and account, for a checkpoint."""
+        """Steps, version, draws, plan and account, for a checkpoint."""
         return {
             "num_steps_done": self.num_steps_done,
             "version": self.version,
@@ -145,7 +145,7 @@ class RunState:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-        """Resumes from a `state`, also one of an `RlLoop`; returns the past weights that the next steps need.
+        """Resume from a `state`, also one of an `RlLoop`; return the past weights that the next steps need.
 
         Raises:
             StateError: weights that the next steps need are missing, or an earlier version wrote the state.
@@ -181,7 +181,7 @@ class RunState:
         return dict(draws)
 
     def _collection(self, step: int) -> Collection | EpisodeCollection:
-        """An empty collection for a future step."""
+        """Return an empty collection for a future step."""
         prompts, draws, group_size = self._prompts_of(step), self._draws_before(step), self._options.group_size
         if isinstance(self._task, EnvironmentTask):
             return EpisodeCollection(self._task, prompts, draws, group_size=group_size, sampling=self._sampling)
@@ -192,7 +192,7 @@ class RunState:
 
 
 def _check_format(state: Mapping[str, Any]) -> None:
-    """Refuses the checkpoints of earlier versions, whose records have other names."""
+    """Refuse the checkpoints of earlier versions, whose records have other names."""
     known = Account().as_dict().keys() >= state.get("account", {}).keys()
     planner = state.get("planner", {"observed": ()})
     is_planner_known = "observed" in planner and planner.get("lengths", {}).get("name", "median") == "median"
@@ -204,7 +204,7 @@ def _check_format(state: Mapping[str, Any]) -> None:
 
 
 def settle_account(finished: FinishedStep) -> Account:
-    """The account of a finished step, with the counts of its training.
+    """Return the account of a finished step, with the counts of its training.
 
     Raises:
         StateError: a rollout is missing or counted twice.
@@ -224,7 +224,7 @@ def settle_account(finished: FinishedStep) -> Account:
 
 
 def _trained_branches(groups: Sequence[Group], trained: Trained) -> list[RolloutKey]:
-    """The keys of the branches that an update has to have: a run has one for each of its branches."""
+    """Return the keys of the branches that an update has to have: a run has one for each of its branches."""
     keys = [[rollout.key for rollout in group.rollouts] for group in groups]
     # A KL in the loss trains groups with equal rewards too.
     has_all = trained.num_rollouts == sum(map(len, keys))
@@ -233,7 +233,7 @@ def _trained_branches(groups: Sequence[Group], trained: Trained) -> list[Rollout
 
 
 def report_of(finished: FinishedStep, *, epoch: int, step_s: float) -> RlStepReport:
-    """The report of a finished step that took `step_s` seconds."""
+    """Return the report of a finished step that took `step_s` seconds."""
     open_step, done = finished.open_step, finished.done
     return RlStepReport(
         step=open_step.step,

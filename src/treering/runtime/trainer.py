@@ -78,7 +78,7 @@ class TrainerWorker:
         return answers
 
     def _with_others(self, act: Any) -> None:
-        """Does something that other ranks take part in, and ends with them."""
+        """Does something that other ranks take part in, and end with them."""
         try:
             act()
         except RuntimeError as error:
@@ -132,7 +132,7 @@ class TrainerWorker:
             )
 
     def _published(self) -> Weights | None:
-        """The new weights, on rank 0."""
+        """Return the new weights, on rank 0."""
         is_whole = self._group.size == 1
         whole = None if is_whole else whole_state_dict(self._model, trained_only=has_adapter(self._model))
         return weights_of(model_tensors(self._model, whole)) if self._group.rank == 0 else None
@@ -300,7 +300,7 @@ class TrainerClient:
             process.stop()
 
     def _fetch_state(self) -> bytes:
-        """The trainer's state; the request is sent again if the trainer is replaced."""
+        """Return the trainer's state; the request is sent again if the trainer is replaced."""
         asked: int | None = None
         self._is_fetching = True
         self._saved.clear()
@@ -331,7 +331,7 @@ class TrainerClient:
         self._send(message)
 
     def _send(self, message: TrainStep | FetchState) -> None:
-        """Sends a message to all ranks, which first have to hear where they meet."""
+        """Send a message to all ranks, which first have to hear where they meet."""
         if not self._have_met:
             self._held.append(message)
             return
@@ -339,7 +339,7 @@ class TrainerClient:
             process.send(message)
 
     def _receive_all(self) -> tuple[list[Any], list[RunProcess]]:
-        """The answers of rank 0, and the ranks that have died."""
+        """Return the answers of rank 0, and the ranks that have died."""
         answers: list[Any] = []
         dead = []
         for process in self.processes:
@@ -354,7 +354,7 @@ class TrainerClient:
         return answers, dead
 
     def _introduce(self, rendezvous: Rendezvous) -> None:
-        """Tells the ranks where rank 0 listens, and what has come for them since."""
+        """Tell the ranks where rank 0 listens, and what has come for them since."""
         self._have_met = True
         for message in (rendezvous, *self._held):
             for process in self.processes:

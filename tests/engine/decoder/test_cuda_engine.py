@@ -102,7 +102,7 @@ def test_weights_that_the_kernels_do_not_compute_are_refused_by_name(monkeypatch
     with pytest.raises(UnsupportedError, match="even head sizes up to 128, and the model has 160"):
         TorchEngine(build("qwen3", **SMALL | {"head_dim": 160}), backend="cuda")
     monkeypatch.setattr("treering.attention.triton_kernels.INTERPRETED", False)
-    with pytest.raises(UnsupportedError, match="computes on CUDA devices, and the model is on cpu"):
+    with pytest.raises(UnsupportedError, match="needs a CUDA device, and the model is on cpu"):
         TorchEngine(build("qwen3", **SMALL), backend="cuda")
     monkeypatch.setattr("treering.engine.backends.has_triton", lambda: False)
     with pytest.raises(UnsupportedError, match="triton, which is not installed"):

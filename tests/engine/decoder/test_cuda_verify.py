@@ -145,7 +145,7 @@ def test_invalid_logits_are_reported_with_their_row_if_sampled() -> None:
     columns, inputs = columns_of(3), inputs_of([0, 1, 2], drafts)
     logits = torch.tensor([[0.0, -torch.inf]]).repeat(4, 1)
     logits[2] = torch.nan
-    with pytest.raises(StateError, match="row 1 hold NaN"):
+    with pytest.raises(StateError, match="row 1 have NaN"):
         verify.DeviceSampler(CPU).sample_and_verify(logits, inputs, columns, drafts)
     # The walk does not reach invalid logits after a rejected draft.
     logits[1] = torch.tensor([-torch.inf, 0.0])

@@ -190,7 +190,7 @@ def test_diverged_logits_are_refused_with_their_row(rule: Rule, values: list[flo
     logits = np.zeros((4, 3), dtype)
     logits[2] = values
     logits[3] = values
-    with pytest.raises(StateError, match="row 2 hold") as refused:
+    with pytest.raises(StateError, match="row 2 have") as refused:
         draw_torch(logits, np.arange(4), np.arange(4), rule)
     assert str(refused.value) == str(diverged(2))
     assert verified(logits, np.zeros((4, 0), np.int32), np.arange(4), np.arange(4), rule).code == 2

@@ -157,7 +157,7 @@ def test_a_stop_string_ends_a_rollout_with_the_token_that_completes_it(host: Hos
     engine = host.engine(decode=decode)
     rollout = run(engine, sampled(1, stop_strings=(stop,)))["p", 0, 0]
     assert (rollout.tokens.tolist(), rollout.finish_reason) == (whole.tokens[:end].tolist(), "stop")
-    with pytest.raises(InputError, match="stop strings need tokens as text"):
+    with pytest.raises(InputError, match="stop strings need a decoder"):
         host.engine().submit(sampled(1, stop_strings=("x",)))
 
 

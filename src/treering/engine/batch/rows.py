@@ -1,6 +1,6 @@
-"""The running rows: columns of arrays, one entry a row, and the table of which request is in which row.
+"""Hold the running rows: arrays with one entry per row, and the table that maps requests to rows.
 
-Rows 0 to B - 1 are running; the last row replaces a removed one, so rows are always dense.
+Rows 0 to B - 1 are running; the last row replaces a removed one, so there are no gaps.
 
     M max rows   B running rows   L longest context   Q stop tokens
 """
@@ -32,7 +32,7 @@ from treering.types import TokenIds
 
 
 class BatchState(NamedTuple):
-    """One entry per row, int64 [M] unless noted."""
+    """State of every row, int64 [M] unless noted."""
 
     tokens: Int32Array  # [M, L] the context: prompt, then rollout
     logprobs: Float64Array  # [M, L] of the rollout's tokens, from column 0
@@ -59,7 +59,7 @@ class BatchState(NamedTuple):
 
 
 def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> BatchState:
-    """Columns of zeros."""
+    """Return columns of zeros."""
     wide = (max_rows, max_context)
     whole = [np.zeros(max_rows, np.int64) for _ in range(10)]
     return BatchState(
@@ -89,7 +89,7 @@ def make_columns(*, max_rows: int, max_context: int, max_stops: int) -> BatchSta
 
 
 def widen(columns: BatchState, *, max_context: int, max_stops: int) -> BatchState:
-    """Copies the rows into wider columns, for longer contexts or more stop tokens."""
+    """Copy the rows into wider columns, for longer contexts or more stop tokens."""
     wider = make_columns(max_rows=columns.num_tokens.size, max_context=max_context, max_stops=max_stops)
     pairs: Iterator[tuple[NDArray[Any], NDArray[Any]]] = zip(columns, wider, strict=True)
     for old, new in pairs:
@@ -98,7 +98,7 @@ def widen(columns: BatchState, *, max_context: int, max_stops: int) -> BatchStat
 
 
 def move_row(columns: BatchState, source: int, target: int) -> None:
-    """Copies a row over another one."""
+    """Copy a row over another one."""
     num_tokens = columns.num_tokens[source]
     for column in columns:
         if column.ndim == 2 and column is not columns.stop_tokens:
@@ -108,19 +108,19 @@ def move_row(columns: BatchState, source: int, target: int) -> None:
 
 
 Move = Callable[[Int64Array, Int64Array], None]
-"""`Decoder.move`."""
+"""Signature of `Decoder.move`."""
 
 _FIRST_CONTEXT = 256
 _FIRST_STOPS = 4
 
 
 class Table:
-    """Rows 0 to num_rows - 1 are running; waiting requests are not in the table."""
+    """Running requests and their rows 0 to num_rows - 1; waiting requests are not in the table."""
 
     def __init__(self, *, max_rows: int, allocator: KVAllocator, seed: int, move: Move) -> None:
-        """Starts without rows; all slots of `allocator` must be free.
+        """Start without rows; all slots of `allocator` must be free.
 
-        `move` copies the keys and values of what a new row continues.
+        `move` copies keys and values that a new row can reuse.
         """
         self.columns = make_columns(max_rows=max_rows, max_context=_FIRST_CONTEXT, max_stops=_FIRST_STOPS)
         self.requests: list[Request] = []
@@ -135,31 +135,31 @@ class Table:
         self._num_groups = 0
         self._num_added = 0
         self.num_changes = 0
-        """Number of added and removed rows; while it is unchanged, so are the columns' arrays and the row order."""
+        """Number of rows added and removed so far; the columns' arrays and the row order change only with it."""
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """Number of running rows, B."""
         return len(self.requests)
 
     def register(self, request: Request) -> None:
-        """Registers a submitted request, whose prompt it shares with others.
+        """Register a submitted request, which may share its prompt with others.
 
-        The first one that continues a rollout, or is a call of an episode, lets the table keep the keys and values of
-        finished rollouts. In an engine of single turns nothing would read them, and a small model would slow down,
-        because its rows would wander through the arena instead of staying in the processor's cache.
+        The table keeps the keys and values of finished rollouts once a request continues a rollout or is a call of an
+        episode. An engine of single turns never reads them, and keeping them would slow down small models: rows would
+        wander through the arena instead of staying in the processor's cache.
         """
         self.keeps_rollouts |= request.so_far is not None or request.call is not None
         self.prefixes.register(self.keys.of(request), request.pictures)
 
     def add(self, request: Request) -> bool:
-        """Gives a registered request a row and key-value slots; returns False if there is no space yet."""
+        """Give a registered request a row and key-value slots; return False if there is no space yet."""
         if self.num_rows == self.max_rows:
             return False
         prefix = self.prefixes.get(self.keys.of(request))
-        # Keeps `evict_idle` from evicting the prefix while its own row is placed.
+        # Keep `evict_idle` from evicting the prefix while its own row is placed.
         prefix.num_running += 1
-        # Keeps the spans that it will copy from as long as others can be evicted for its own.
+        # Evict the spans that this request will copy from last.
         for copy in [*self._prefix_copies(prefix), *self._own_copies(request, prefix)]:
             self.rollouts.note_use(copy.span)
             self.prefixes.allocator.note_use(copy.span)
@@ -171,7 +171,7 @@ class Table:
             self._fill_row(self.num_rows, request, prefix, own_start)
             self._copy_known(self.num_rows, request, prefix)
         except BaseException:
-            # As before it came: it is tried again.
+            # Restore the state, so that the request can be tried again.
             self.prefixes.allocator.free(own_start)
             prefix.num_running -= 1
             raise
@@ -181,19 +181,19 @@ class Table:
         return True
 
     def has_missing(self) -> bool:
-        """Whether some running row has more than its last token to compute."""
+        """Return whether a running row has more than its last token to compute."""
         c, rows = self.columns, slice(self.num_rows)
         return bool((c.num_tokens[rows] - c.num_computed[rows] > 1).any())
 
     def typical_context(self) -> int:
-        """Mean context length of the running rollouts at half of their limit; 256 if none runs."""
+        """Return the mean context length of the running rollouts at half of their limit; 256 if none is running."""
         c, num_rows = self.columns, self.num_rows
         if num_rows == 0:
             return _FIRST_CONTEXT
         return int((c.num_prompt[:num_rows] + c.limit[:num_rows]).mean()) // 2
 
     def progress(self) -> dict[RolloutKey, int]:
-        """Tokens of each row after its prompt, by key."""
+        """Return the number of tokens after the prompt of each row, by key."""
         columns = self.columns
         return {
             request.key: int(columns.num_tokens[row] - columns.num_prompt[row])
@@ -201,7 +201,7 @@ class Table:
         }
 
     def rollout(self, row: int, reason: FinishReason) -> Rollout:
-        """A row's tokens so far, as a rollout."""
+        """Return a row's tokens so far as a rollout."""
         columns = self.columns
         first, last = columns.num_prompt[row], columns.num_tokens[row]
         own = slice(0, last - first)
@@ -217,7 +217,7 @@ class Table:
         )
 
     def truncate_at_stop(self, row: int, num_new: int, decode: Decode) -> bool:
-        """Whether one of a row's last `num_new` tokens completes a stop string; drops the tokens after it."""
+        """Return whether one of a row's last `num_new` tokens completes a stop string; drop the tokens after it."""
         columns, request = self.columns, self.requests[row]
         strings = request.sampling.stop_strings
         if not strings:
@@ -231,7 +231,7 @@ class Table:
         return stays is not None
 
     def remove(self, row: int) -> Request:
-        """Frees a row and its memory, which may stay cached; the last row replaces it."""
+        """Free a row and its memory, which may stay cached; the last row replaces it."""
         request, prefix, computed = self.requests[row], self._row_prefixes[row], self._computed_tokens(row)
         if self.keeps_rollouts and computed.tokens.size > 0:
             self.rollouts.keep(self.keys.of(request), computed)
@@ -248,31 +248,30 @@ class Table:
         return request
 
     def invalidate(self) -> None:
-        """Marks all keys and values as not computed: rows prefill their tokens again before they continue."""
+        """Mark all keys and values as not computed: rows prefill their tokens again before they continue."""
         self.prefixes.invalidate()
         self.rollouts.clear()
         self.columns.num_computed[: self.num_rows] = self.columns.num_prefix[: self.num_rows]
         self.mark_ready()
 
     def mark_ready(self) -> None:
-        """Marks the rows whose prefix is complete as ready to run."""
+        """Mark the rows whose prefix is complete as ready to run."""
         for row, prefix in enumerate(self._row_prefixes):
             self.columns.is_ready[row] = prefix.is_complete
 
     def rows_of(self, keys: Set[RolloutKey]) -> list[int]:
-        """Rows of these requests, last one first, so that removing one does not move the next ones."""
+        """Return the rows of these requests, last one first, so that removing one does not move the next ones."""
         return [row for row in reversed(range(self.num_rows)) if self.requests[row].key in keys]
 
     def _allocate_spans(self, prefix: Prefix, num_own: int) -> int | None:
-        """Allocates the prefix's span and the row's own span; evicts finished rollouts and idle prefixes for them."""
+        """Allocate the prefix's span and the row's own span; evict finished rollouts and idle prefixes for them."""
         start = self._try_allocate(prefix, num_own)
         while start is None and self.rollouts.evict():
             start = self._try_allocate(prefix, num_own)
         if start is None and self.prefixes.evict_idle():
             start = self._try_allocate(prefix, num_own)
         if start is None and self.num_rows == 0:
-            # No row is running, so only the prefix itself, in the middle of the arena, or cached prompts can be in the
-            # way.
+            # No row is running, so only cached prompts, or the prefix itself in the middle of the arena, can block it.
             self.prefixes.free_span(prefix)
             self.prefixes.invalidate()
             start = self._try_allocate(prefix, num_own)
@@ -282,7 +281,7 @@ class Table:
         return self.prefixes.allocator.allocate(num_own) if self.prefixes.allocate(prefix) else None
 
     def _copy_known(self, row: int, request: Request, prefix: Prefix) -> None:
-        """Copies the keys and values of a new row's tokens that are computed elsewhere."""
+        """Copy the keys and values of a new row that are already computed elsewhere."""
         c = self.columns
         for copy in self._prefix_copies(prefix):
             assert prefix.start is not None
@@ -294,25 +293,25 @@ class Table:
             c.num_computed[row] += copy.num_tokens
 
     def _prefix_copies(self, prefix: Prefix) -> list[Copy]:
-        """What a prefix can copy of its missing tokens."""
-        # What more than one row runs has been copied when the first one came.
+        """Return the copies that fill in a prefix's missing tokens."""
+        # The first of several rows that run a prefix has already made the copies.
         return [] if prefix.is_complete or prefix.num_running > 1 else self._copies(prefix.tokens, prefix.num_computed)
 
     def _own_copies(self, request: Request, prefix: Prefix) -> list[Copy]:
-        """What a continued rollout can copy of its own tokens: all but the last, whose logits are needed."""
+        """Return the copies for a continued rollout's own tokens, except the last, whose logits are needed."""
         if request.so_far is None:
             return []
         context = np.concatenate([prefix.tokens, request.prompt[-1:], request.so_far.tokens])
         return self._copies(context[:-1], prefix.num_tokens)
 
     def _copies(self, tokens: TokenIds, num_computed: int) -> list[Copy]:
-        """What a context can copy, after its first `num_computed` tokens, from spans of prompts, turns and branches."""
+        """Return copies from prompts, turns and branches for a context, after its first `num_computed` tokens."""
         prompts = [Source(prompt, 0, start) for prompt, start in self.prefixes.computed()]
         kept = self.rollouts.spans_within(tokens)
         running = (
             (other.tokens, self._computed_tokens(row))
             for row, other in enumerate(self._row_prefixes)
-            # Cheap to see before the whole path is put together.
+            # A cheap check before the whole path is concatenated.
             if other.num_tokens < tokens.size and np.array_equal(other.tokens, tokens[: other.num_tokens])
         )
         own = [
@@ -321,19 +320,19 @@ class Table:
         return plan_copies([*prompts, *own], tokens, num_computed)
 
     def _copy(self, copy: Copy, start: int) -> None:
-        """Copies keys and values to where they are in a context whose first token has slot `start`."""
+        """Copy keys and values into a context whose first token has slot `start`."""
         steps = np.arange(copy.num_tokens)
         self._move(copy.source + steps, start + copy.first + steps)
 
     def _computed_tokens(self, row: int) -> ComputedTokens:
-        """What is computed of a row's own span, as a view."""
+        """Return the computed tokens of a row's own span, as a view."""
         c = self.columns
-        # A stop string may have cut computed tokens off.
+        # A stop string may have removed computed tokens.
         end = min(c.num_computed[row], c.num_tokens[row])
         return ComputedTokens(c.tokens[row, c.num_prefix[row] : end], int(c.own_start[row]))
 
     def _group_of(self, request: Request) -> int:
-        """The group number of its running siblings, else a new one."""
+        """Return the group number of running siblings, or a new one."""
         for row, other in enumerate(self.requests):
             if (other.prompt_id, other.draw) == (request.prompt_id, request.draw):
                 return int(self.columns.groups[row])
@@ -368,7 +367,7 @@ class Table:
 
 
 def _restore(c: BatchState, row: int, so_far: Rollout) -> None:
-    """Appends the rollout so far to the prompt."""
+    """Append the rollout so far to the prompt."""
     own = slice(0, so_far.num_tokens)
     first = c.num_prompt[row]
     c.tokens[row, first : first + so_far.num_tokens] = so_far.tokens

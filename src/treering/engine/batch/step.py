@@ -1,4 +1,4 @@
-"""A step of the running rows: which rows are computed, with which drafts, and what of the samples is appended.
+"""Plan a step of the running rows: which rows are computed with which drafts, and which samples are appended.
 
 Rows with identical tokens, such as siblings before their first difference, have identical keys, values and logits, so a
 pass computes the first of them, the leader. Each row samples with its own noise, so results do not change (law 5).
@@ -26,7 +26,7 @@ from treering.types import TokenIds
 
 
 def leaders_of(columns: BatchState, num_rows: int) -> Int64Array:
-    """The first row with the same tokens as each row, int64 [B]; the row itself if there is none.
+    """Return the first row with the same tokens as each row, int64 [B]; a row without duplicates leads itself.
 
     Only rows that have all but their last token computed and share their prompt in the arena can be duplicates.
 
@@ -49,7 +49,7 @@ def _fill_leaders(
     is_ready: BoolArray,
     leaders: Int64Array,
 ) -> None:
-    """Overwrites each row's index in `leaders` with its leader."""
+    """Overwrite each row's index in `leaders` with its leader."""
     for row in range(1, leaders.size):
         size, first = num_tokens[row], num_prefix[row]
         if not is_ready[row] or size - num_computed[row] != 1:
@@ -69,22 +69,22 @@ def _fill_leaders(
 
 
 MOST_DRAFTS = 64
-"""Most draft tokens of a row: each is one bit of an int64."""
+"""Most draft tokens of a row, because each takes one bit of an int64."""
 
 
 class DraftTrees(NamedTuple):
-    """Row b has entries offsets[b] to offsets[b + 1] - 1: the first tokens of its draft, in the drafter's order."""
+    """Clipped drafts of B rows; row b has entries offsets[b] to offsets[b + 1] - 1, in the drafter's order."""
 
     tokens: TokenIds  # int32 [D]
     offsets: Int64Array  # [B + 1]
     parents: Int32Array  # [D] index of the parent within the row, -1 is the context's last token
     depths: Int64Array  # [D] positions after the context's last token, from 1
     bits: Int64Array  # [D] mask of itself and its ancestors within the row; 0 for a chain, which sees all before it
-    numbers: Int64Array  # [D] index of each within the drafter's row, which may hold more tokens
+    numbers: Int64Array  # [D] index of each token within the drafter's row, which may have more tokens
 
 
 def no_drafts(num_rows: int) -> DraftTrees:
-    """No draft for any row."""
+    """Return empty drafts for `num_rows` rows."""
     none, ids = np.zeros(0, np.int64), np.zeros(0, np.int32)
     return DraftTrees(ids, np.zeros(num_rows + 1, np.int64), ids, none, none, none)
 
@@ -92,27 +92,27 @@ def no_drafts(num_rows: int) -> DraftTrees:
 def clip_drafts(
     drafts: Drafts, max_drafts: Int64Array, vocab_size: int, stop_tokens: Int32Array | None = None
 ) -> DraftTrees:
-    """Clips each row's draft to its first `max_drafts[b]` tokens that a pass has to compute.
+    """Clip each row's draft to its first `max_drafts[b]` tokens that a pass has to compute.
 
-    The clip keeps a tree out of the next row's slots, although drafters respect the limit already. A row's draft also
-    ends before the first token outside the vocabulary: the history may come from another tokenizer. Parents precede
-    their children, so the first tokens of a tree are a tree.
+    Drafters already respect the limit; the clip guards the next row's slots. A row's draft also ends before the first
+    token outside the vocabulary, because the history may come from another tokenizer. Parents precede their children,
+    so the first tokens of a tree are a tree.
 
-    Stop tokens and their descendants are left out: whether a stop token comes is sampled at its parent, and no rollout
-    continues after it. `count_accepted` reports to the drafter whether it came.
+    Stop tokens and their descendants are dropped: a stop token is sampled at its parent, and no rollout continues
+    after it. `count_accepted` reports to the drafter whether it was sampled.
 
     Args:
-        drafts: of B rows.
+        drafts: drafts of B rows.
         max_drafts: int64 [B], most draft tokens of each row.
-        vocab_size: of the model.
+        vocab_size: the model's number of token ids.
         stop_tokens: int32 [B, Q] of each row, padded with -1; None for none.
 
     Raises:
-        StateError: a token before its parent.
+        StateError: if a token comes before its parent.
 
     Example: with vocab_size=9, max_drafts [4, 4] and offsets [0, 3, 5], the chains [1, 9, 2] and [3, 4] become [1] and
-    [3, 4], and where 4 stops the second row, [3]. The tree [5, 6, 7] with parents [-1, 0, -1] has depths [1, 2, 1] and
-    bits [0, 0, 0b100].
+    [3, 4]; if 4 is a stop token of the second row, [1] and [3]. The tree [5, 6, 7] with parents [-1, 0, -1] has depths
+    [1, 2, 1] and bits [0, 0, 0b100].
     """
     if drafts.tokens.size == 0:
         return no_drafts(drafts.offsets.size - 1)
@@ -128,7 +128,7 @@ def clip_drafts(
     if bad_row >= 0:
         own = drafts.parents[drafts.offsets[bad_row] : drafts.offsets[bad_row + 1]]
         raise StateError(
-            f"a draft token comes after its parent (-1: the context), and row {bad_row} has parents "
+            f"a draft token must come after its parent (-1 is the context), but row {bad_row} has parents "
             f"{own.tolist()}; sort the draft by depth"
         )
     end = offsets[-1]
@@ -144,12 +144,12 @@ def count_accepted(
     num_accepted: Int64Array,
     leaves: Int64Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """Accepted tokens of each row and the index of the last one, counted in the drafter's own (unclipped) drafts.
+    """Return each row's accepted tokens and the index of the last one, counted in the drafter's own unclipped drafts.
 
     If the token sampled after the last accepted one was drafted there but clipped, it counts as accepted too.
 
     Args:
-        drafts: the drafter's.
+        drafts: the drafter's unclipped drafts.
         proposed: the clipped drafts.
         leaders: int64 [B], the row whose draft each row was verified with.
         contexts: int32 [B, L], sampled tokens included.
@@ -157,8 +157,8 @@ def count_accepted(
         num_accepted: int64 [B], accepted tokens of the clipped drafts.
         leaves: int64 [B], index of the last accepted one among them, -1 for none.
 
-    Example: of the chain [3, 4] only 3 was computed, because 4 is a stop token, and 3 was accepted. If the context ends
-    in 3 4, the result is 2 tokens and index 1; if it ends in 3 5, it is 1 token and index 0.
+    Example: from the chain [3, 4] only 3 was computed, because 4 is a stop token, and 3 was accepted. If the context
+    ends in 3 4, the result is 2 tokens and index 1; if it ends in 3 5, it is 1 token and index 0.
     """
     counted = np.empty((2, num_accepted.size), np.int64)
     _fill_accepted(
@@ -182,7 +182,7 @@ def _clip(
     columns: Int64Array,
     scratch: Int64Array,
 ) -> int:
-    """Fills the output arrays (columns: depths, bits, numbers); returns -1, or the first row with parents unsorted."""
+    """Fill the output arrays (columns: depths, bits, numbers); return -1, or the first row with unsorted parents."""
     depths, bits, numbers = columns[0], columns[1], columns[2]
     ancestors, kept = scratch[0], scratch[1]
     at = 0
@@ -241,7 +241,7 @@ def _fill_accepted(
 
 
 class StepInputs(NamedTuple):
-    """The inputs of a pass: the rows' tokens, and which rows are sampled from which logits."""
+    """Inputs of a pass: the rows' tokens, and which rows are sampled from which logits."""
 
     batch: TokenBatch  # T tokens, W of them wanted
     rows: Int64Array  # [R] sampled rows
@@ -259,7 +259,7 @@ def fill_max_drafts(
     leaders: Int64Array,
     max_drafts: Int64Array,
 ) -> None:
-    """Fills `max_drafts` [B] with the number of draft tokens that each row has slots for; 0 unless the row is decoding.
+    """Fill `max_drafts` [B] with the number of draft tokens that each decoding row has slots for; 0 for other rows.
 
     A duplicate row gets 0: it uses its leader's drafts. A rollout's last possible token is sampled but never computed,
     so the slots end one before the limit.
@@ -270,12 +270,12 @@ def fill_max_drafts(
 
 
 def plan_pass(columns: BatchState, leaders: Int64Array, max_prefill: int, drafts: DraftTrees) -> StepInputs:
-    """Plans the next pass over rows 0 to B - 1 with leaders `leaders` [B].
+    """Plan the next pass over rows 0 to B - 1, given each row's leader `leaders` [B].
 
     A duplicate row computes nothing; it is sampled from its leader's logits, along its leader's drafts. A decoding row
-    (one missing token) computes that token and its drafts, and is sampled after each. A row that is missing more takes
-    its share of `max_prefill`, and is sampled once nothing is missing. Drafts lie after the context in the row's own
-    span, in the drafter's order, each at the position of its depth.
+    (one missing token) computes that token and its drafts, and is sampled after each. A row with more missing tokens
+    gets its share of `max_prefill`, and is sampled once nothing is missing. Drafts follow the context in the row's own
+    span, in the drafter's order; each has the position of its depth.
     """
     c, num_rows = columns, leaders.size
     # One array for all columns: numba unpacks each argument, which takes longer than filling it.
@@ -309,7 +309,7 @@ def _fill_inputs(
     per_token: Int64Array,
     per_row: Int64Array,
 ) -> tuple[int, int, int]:
-    """Fills the columns of `StepInputs`; returns the numbers of tokens, wanted tokens and rows."""
+    """Fill the columns of `StepInputs`; return the numbers of tokens, wanted tokens and rows."""
     tokens, positions, slots, prefix_start, num_prefix, own_start, num_own, tree_start, tree_bits = (
         per_token[0], per_token[1], per_token[2], per_token[3], per_token[4], per_token[5], per_token[6], per_token[7],
         per_token[8],
@@ -330,7 +330,7 @@ def _fill_inputs(
         num_fed[row] = missing if missing == 1 else min(missing, max_prefill)
         max_prefill -= num_fed[row] if missing > 1 else 0
         first_draft, num_drafts = offsets[row], offsets[row + 1] - offsets[row]
-        # Slots of its own span in use once the fed tokens are computed.
+        # Slots in use in the row's own span once the fed tokens are computed.
         num_filled = num_computed[row] + num_fed[row] - num_prefixed[row]
         is_sampled = num_fed[row] == missing
         if is_sampled:
@@ -361,7 +361,7 @@ def _fill_inputs(
 
 
 class VerifiedTokens(NamedTuple):
-    """Tokens of the sampled rows: accepted drafts and one more; [R, 1 + J], filled up to `num_tokens`."""
+    """Accepted drafts of the sampled rows and one more token each; [R, 1 + J], filled up to `num_tokens`."""
 
     tokens: TokenIds
     logprobs: Float64Array
@@ -371,14 +371,14 @@ class VerifiedTokens(NamedTuple):
 
 
 SampleAndVerify = Callable[[Tensor, StepInputs, BatchState, DraftTrees], VerifiedTokens]
-"""See `sample_and_verify`."""
+"""Signature of `sample_and_verify`."""
 
 
 def sample_and_verify(logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees) -> VerifiedTokens:
-    """Samples the next tokens of every sampled row from logits [W, V] of the pass.
+    """Sample the next tokens of every sampled row from logits [W, V] of the pass.
 
     Raises:
-        StateError: logits with NaN or +inf, or -inf only.
+        StateError: if a row of logits has NaN or +inf, or only -inf.
     """
     rows = inputs.rows
     num_drafts = drafts.offsets[inputs.leaders + 1] - drafts.offsets[inputs.leaders]
@@ -390,7 +390,7 @@ def sample_and_verify(logits: Tensor, inputs: StepInputs, columns: BatchState, d
         num_tokens=np.zeros(rows.size, np.int64),
         path=np.full(shape, -1, np.int32),
     )
-    # Narrower numbers are widened, which changes none of them.
+    # Widening 16-bit floats changes no value.
     wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     bad = verify(
         wide.cpu().numpy(),
@@ -416,12 +416,12 @@ def sample_and_verify(logits: Tensor, inputs: StepInputs, columns: BatchState, d
 
 
 def never_sampling(token_ids: Sequence[int], sampler: SampleAndVerify) -> SampleAndVerify:
-    """A sampler of all other tokens.
+    """Return a sampler that never samples `token_ids`.
 
-    As a cut does, it renormalises `logprobs`, and leaves `policy_logprobs` those of the whole distribution.
+    Like top-k, it renormalises `logprobs`; `policy_logprobs` stay those of the whole distribution.
 
-    Example: of the logits [0, 0, 0, 0] and the token 3 the others have the log-probability -log 3, and -log 4 under the
-    policy.
+    Example: with logits [0, 0, 0, 0] and token 3 excluded, the other tokens have log-probability -log 3, and -log 4
+    under the policy.
     """
 
     def run(logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees) -> VerifiedTokens:
@@ -429,7 +429,7 @@ def never_sampling(token_ids: Sequence[int], sampler: SampleAndVerify) -> Sample
         kept[:, list(token_ids)] = -torch.inf
         verified = sampler(kept, inputs, columns, drafts)
         index, depth = np.nonzero(np.arange(verified.path.shape[1]) < verified.num_tokens[:, None])
-        # The first token is sampled after the context, the next ones each after the draft that was accepted.
+        # The first token is sampled after the context, each later one after the draft that was accepted.
         draft = np.where(depth == 0, -1, verified.path[index, depth - 1])
         at = torch.from_numpy(inputs.first_logits[index] + 1 + draft).to(logits.device)
         temperature = torch.from_numpy(columns.temperature[inputs.rows[index]]).to(logits.device)[:, None]
@@ -464,12 +464,12 @@ def commit_tokens(
     num_out: Int64Array,
     path: Int32Array,
 ) -> CommittedTokens:
-    """Appends the sampled tokens, [R, 1 + J] for the R sampled rows, up to the first stop token or the limit.
+    """Append the sampled tokens [R, 1 + J] up to each row's first stop token or its limit.
 
     Every sampled token but the last was computed as draft path[r, i] of its row, so only the last one is missing in
-    the arena. A row needs its accepted drafts in consecutive slots, a finished one too, because it may be branched; few
-    have to move, because a draft's likeliest path comes first. A duplicate row needs all that its leader computed
-    copied into its own span.
+    the arena. A row needs its accepted drafts in consecutive slots, even if it has finished, because it may be
+    branched. Few have to move, because a draft's likeliest path comes first. A duplicate row needs a copy of
+    everything that its leader computed.
     """
     c = columns
     # Few arrays: numba unpacks each argument, which takes longer than filling it.
@@ -510,7 +510,7 @@ def _append(
     every: Int64Array,
     moves: Int64Array,
 ) -> int:
-    """Fills `CommittedTokens`: sampled [2, R] and every [2, B] (both zeros) and moves [2, >= K]; returns K."""
+    """Fill `CommittedTokens`: sampled [2, R] and every [2, B], both zeros, and moves [2, >= K]; return K."""
     num_new, finish, num_accepted, leaves = sampled[0], sampled[1], every[0], every[1]
     for row in range(num_fed.size):
         num_computed[row] += num_fed[row]
@@ -534,7 +534,7 @@ def _append(
                 if stop == token:
                     finish[index] = STOPPED
         num_computed[row] = num_tokens[row] - 1
-        # The last one is sampled, not computed, also where the row ends inside its leader's draft.
+        # The last token is sampled but not computed, even where the row ends inside its leader's draft.
         num_accepted[row] = num_new[index] - 1
         if num_accepted[row] > 0:
             leaves[row] = path[index, num_accepted[row] - 1]
@@ -554,9 +554,9 @@ def _plan_moves(
     path: Int32Array,
     moves: Int64Array,
 ) -> int:
-    """Fills the key-value moves of the rows; returns their number.
+    """Fill the key-value moves of the rows; return their number.
 
-    Copies into duplicate rows come first: the leader's own moves overwrite slots that they read.
+    Copies into duplicate rows come first, because the leader's own moves overwrite slots that they read.
     """
     num_moves = 0
     for is_duplicate in (True, False):
@@ -564,7 +564,7 @@ def _plan_moves(
             row, leader = rows[index], leaders[index]
             if (leader != row) != is_duplicate:
                 continue
-            # Offset in either span of the first slot after the tokens that the pass began with.
+            # Offset, in both spans, of the first slot after the tokens that the pass began with.
             offset = num_tokens[row] - num_new[index] - num_prefix[row]
             source, target = own_start[leader] + offset, own_start[row] + offset
             if is_duplicate:
@@ -580,9 +580,9 @@ def _plan_moves(
 def counts_of(
     inputs: StepInputs, committed: CommittedTokens, drafts: DraftTrees, num_prefilled: int, is_early: BoolArray
 ) -> dict[str, int]:
-    """A step's increments of `EngineStats`, by field.
+    """Return a step's increments of `EngineStats`, by field.
 
-    `num_prefilled` counts the chunks of shared prompts, and `is_early` [B] are the rows that rehearse.
+    `num_prefilled` counts the tokens of shared prompts, and `is_early` [B] marks the rows that rehearse.
     """
     num_drafted = int((drafts.offsets[inputs.leaders + 1] - drafts.offsets[inputs.leaders]).sum())
     num_early = int(is_early[inputs.rows].sum())

@@ -1,4 +1,4 @@
-"""The tokens of one forward pass: positions, what they attend to, slots of keys and values, and the images among them.
+"""Describe the tokens of a forward pass: positions, visible keys, key-value slots, and the images among them.
 
 A pass computes tokens of the running rows and chunks of shared prompts.
 
@@ -28,27 +28,27 @@ from treering.types import TokenIds
 PER_TOKEN = (
     *("tokens", "positions", "slots", "prefix_start", "num_prefix", "own_start", "num_own", "tree_start", "tree_bits"),
 )
-"""The columns of a `TokenBatch` with an entry for each of its tokens, in order."""
+"""Columns of a `TokenBatch` that have an entry per token, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PictureInputs:
-    """What pictures change in a pass.
+    """Changes that images make to a pass.
 
-    Example: a picture of 2 x 3 tokens is prefilled from index 4 of the pass on: `at` is 4 to 9.
+    Example: an image of 2 x 3 tokens is prefilled from index 4 of the pass on: `at` is 4 to 9.
     """
 
     rotary: Int64Array
-    """[3, T]: the position of each token in time, height and width."""
+    """[3, T] position of each token in time, height and width."""
     at: Int64Array
-    """[P] indices of the picture tokens of the pass."""
+    """[P] indices of the image tokens in the pass."""
     levels: tuple[Tensor, ...]
-    """[P, C] each: what stands in place of their embeddings, then what the first layers add; () without such tokens."""
+    """[P, C] each: features that replace their embeddings, then those added in the first layers; () without images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """The tokens of one pass; int64 [T] each but `wanted` and `pictures`.
+    """Tokens of one pass; int64 [T] each, except `wanted` and `pictures`.
 
     Every layer writes the keys and values of all tokens before any token reads.
 
@@ -61,36 +61,36 @@ class TokenBatch:
     tokens: Int64Array
     """Token ids."""
     positions: Int64Array
-    """Absolute positions, for RoPE unless `pictures` has others."""
+    """Absolute positions, used for RoPE unless `pictures` has others."""
     slots: Int64Array
-    """Slot that the token's key and value are written to."""
+    """Slot for the token's key and value."""
     prefix_start: Int64Array
-    """First slot of its shared prefix."""
+    """First slot of the token's shared prefix."""
     num_prefix: Int64Array
     """Slots of the prefix, all visible; 0 for none."""
     own_start: Int64Array
-    """First slot of its own span."""
+    """First slot of the token's own span."""
     num_own: Int64Array
-    """Visible slots from the start of its own span; the token's slot is the last of these, or in its tree."""
+    """Visible slots from the start of the own span; the last is the token's slot, unless that is in a draft tree."""
     tree_start: Int64Array
-    """Slot of the first draft token of its tree; ignored if tree_bits is 0."""
+    """Slot of the first draft token of the token's tree; ignored if tree_bits is 0."""
     tree_bits: Int64Array
-    """Bit j of 64, unsigned, makes slot tree_start + j visible, none of them twice; 0 outside of trees."""
+    """Unsigned mask: bit j of 64 makes slot tree_start + j visible, each at most once; 0 outside of trees."""
     wanted: Int64Array
-    """[W] ascending indices of the tokens whose logits are computed."""
+    """[W] ascending indices of the tokens whose logits are needed."""
     pictures: PictureInputs | None = None
-    """None where no row and no chunk has one."""
+    """None if no row and no chunk has an image."""
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return int(self.tokens.size)
 
 
 def of_sequence(tokens: TokenIds | Int64Array, *, first_slot: int = 0) -> TokenBatch:
-    """One sequence from its first token on, in a span of its own from `first_slot` on; all logits are wanted.
+    """Return one sequence as a batch, in its own span from `first_slot` on; all logits are wanted.
 
-    Example: the third of its tokens has position 2 and slot `first_slot` + 2, and sees three slots.
+    Example: its third token has position 2 and slot `first_slot` + 2, and sees three slots.
     """
     zeros, order = np.zeros(tokens.size, np.int64), np.arange(tokens.size)
     return TokenBatch(
@@ -116,13 +116,13 @@ class PrefillChunk:
     num_tokens: int
 
     def complete(self) -> None:
-        """Marks its keys and values as computed; they are in the arena before anything reads them."""
+        """Mark its keys and values as computed; the pass writes them before any token reads."""
         assert self.prefix.start is not None
         self.prefix.allocator.set_computed(self.prefix.start, self.first + self.num_tokens)
 
 
 def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[PrefillChunk]:
-    """Chunks of the missing prefix tokens, `max_tokens` in all; marks them as computed.
+    """Return chunks of the missing prefix tokens, at most `max_tokens` in all, and mark them as computed.
 
     A pass writes all keys before any token reads, so a prefix can continue in the same pass after the tokens that it
     shares with an earlier one.
@@ -141,7 +141,7 @@ def plan_chunks(prefixes: Iterable[Prefix], max_tokens: int) -> list[PrefillChun
 
 
 def join(batch: TokenBatch, chunks: Sequence[PrefillChunk]) -> TokenBatch:
-    """One batch: the rows' tokens, then the chunks', whose logits are not computed."""
+    """Return one batch with the rows' tokens, then the chunks', whose logits are not computed."""
     if not chunks:
         return batch
     parts = zip(*(_columns(chunk) for chunk in chunks), strict=True)
@@ -152,26 +152,26 @@ def join(batch: TokenBatch, chunks: Sequence[PrefillChunk]) -> TokenBatch:
 
 
 def _columns(chunk: PrefillChunk) -> list[Int64Array]:
-    """A chunk's columns in the order of `PER_TOKEN`; the prefix's span is the own span of its tokens."""
+    """Return a chunk's columns in the order of `PER_TOKEN`; the prefix's span counts as its tokens' own span."""
     prefix = chunk.prefix
     assert prefix.start is not None
     positions = np.arange(chunk.first, chunk.first + chunk.num_tokens)
     zeros = np.zeros(chunk.num_tokens, np.int64)
-    # Pictures are negative: their features replace whatever is embedded there.
+    # Image tokens are negative; features replace their embeddings.
     tokens = np.maximum(prefix.tokens[positions].astype(np.int64), 0)
     own_start = zeros + prefix.start
     return [tokens, positions, own_start + positions, zeros, zeros, own_start, positions + 1, zeros, zeros]
 
 
 class VisionSnapshot:
-    """Computes the features of each picture once in a version, by a call of the tower of its own.
+    """Copy of the vision part that computes the features of each image once per version.
 
-    So the features of a picture never depend on the pictures beside it.
+    Each image gets its own call of the vision tower, so its features never depend on other images.
     """
 
     def __init__(self, parts: TreeModel, vision: VisionPart, *, max_tokens: int) -> None:
-        """Copies the vision part; features of at most `max_tokens` tokens are held, those that were used last."""
-        # The language model has a snapshot of its own.
+        """Copy the vision part; the cache holds features of at most `max_tokens` tokens, most recently used ones."""
+        # The language model has its own snapshot.
         model = copy.deepcopy(vision.model, {id(parts.decoder): None})
         self._part = replace(vision, model=model.eval().requires_grad_(False))
         self._max_tokens = max_tokens
@@ -179,7 +179,7 @@ class VisionSnapshot:
 
     @torch.inference_mode()
     def features(self, picture: Picture) -> list[Tensor]:
-        """Those that stand for the picture's tokens, [M, C], then those of deeper layers."""
+        """Return an image's features, [M, C], then those of deeper layers."""
         levels = self._held.get(picture.digest)
         if levels is None:
             levels = self._held[picture.digest] = self._part.features([picture])
@@ -189,14 +189,14 @@ class VisionSnapshot:
         return levels
 
     def read(self, vision: VisionPart) -> None:
-        """Copies the model's current weights, and forgets the features of the last ones."""
+        """Copy the model's current weights, and drop the features of the old ones."""
         with torch.inference_mode():
             for own, source in self._pairs(vision):
                 own.copy_(source)
         self._held.clear()
 
     def is_current(self, vision: VisionPart) -> bool:
-        """Whether `read` would change nothing."""
+        """Return whether the copied weights equal the model's."""
         return all(torch.equal(own, source) for own, source in self._pairs(vision))
 
     def _pairs(self, vision: VisionPart) -> Iterator[tuple[Tensor, Tensor]]:
@@ -208,17 +208,17 @@ class VisionSnapshot:
 def with_pictures(
     batch: TokenBatch, chunks: Sequence[PrefillChunk], table: Table, vision: VisionSnapshot
 ) -> TokenBatch:
-    """The batch with the features of its chunks' pictures, and rotary positions that pictures have shortened.
+    """Add the features of the chunks' images and the rotary positions, which images shorten.
 
-    The same batch if no row and no chunk has a picture.
+    Returns the same batch if no row and no chunk has an image.
 
     Args:
         batch: the rows' tokens, then the chunks'.
-        chunks: of the pass.
-        table: of the rows.
-        vision: gives the features.
+        chunks: the chunks of the pass.
+        table: the running rows.
+        vision: computes the features.
 
-    Example: a token after a picture of 2 x 3 tokens that starts at position 1 has depth 7 and rotary position 4.
+    Example: a token after an image of 2 x 3 tokens that starts at position 1 has depth 7 and rotary position 4.
     """
     if not any(request.pictures for request in table.requests) and not any(chunk.prefix.pictures for chunk in chunks):
         return batch
@@ -240,7 +240,7 @@ def with_pictures(
 
 
 def _shortened(batch: TokenBatch, table: Table) -> Int64Array:
-    """How many positions the pictures of each token's row have saved; 0 for the tokens of chunks."""
+    """Return how many positions the images of each token's row save, int64 [T]; 0 for the tokens of chunks."""
     saved = np.zeros(batch.num_tokens, np.int64)
     for row, request in enumerate(table.requests):
         if request.pictures:
@@ -254,7 +254,7 @@ def _saved(pictures: Sequence[PlacedPicture]) -> int:
 
 
 def _positions(chunk: PrefillChunk) -> Int64Array:
-    """Rotary positions of a chunk's tokens, [3, tokens] or [tokens]."""
+    """Return the rotary positions of a chunk's tokens, [3, tokens] or [tokens]."""
     last = chunk.first + chunk.num_tokens
     prefix: Prefix = chunk.prefix
     if not prefix.pictures:

@@ -1,9 +1,9 @@
-"""The decoder protocol, and the plain decoder: torch operations on gathered keys and values, for any device and dtype.
+"""Define the decoder protocol and the plain decoder: torch operations on gathered keys and values, for any device.
 
 A pass computes tokens of many rollouts, each with its own view of the key-value arena. A token attends to a prefix span
-(a prompt that rollouts share) and to its rollout's own span up to itself; a token of a draft tree attends to its
-ancestors there by a bit mask. Decode steps, draft tokens and prefill chunks are handled alike: tokens with a position,
-a slot to write and slots to read. The plain decoder is the specification of the fused ones.
+(a prompt that rollouts share) and to its rollout's own span up to itself; a token of a draft tree finds its ancestors
+there by a bit mask. Decode steps, draft tokens and prefill chunks are handled alike: tokens with a position, a slot to
+write and slots to read. The plain decoder is the specification of the fused ones.
 
     T tokens of a pass   W tokens whose logits are wanted   S slots   V vocabulary
     K slots that move, or a token's view   C hidden size   H query heads   G key-value heads   D head size
@@ -22,35 +22,35 @@ from treering.engine.decoder.weights import DecoderWeights, LayerWeights
 
 
 class Decoder(ABC):
-    """Weights, a key-value arena of S slots, and a spare slot."""
+    """Decoder with weights, a key-value arena of S slots, and a spare slot."""
 
     @property
     @abstractmethod
     def spare_slot(self) -> int:
-        """A slot outside the arena; values written there are never used."""
+        """Slot outside the arena; values written there are never used."""
 
     @abstractmethod
     def run(self, batch: TokenBatch) -> Tensor:
-        """Writes keys and values of all tokens and returns logits [W, V] in the model's dtype.
+        """Write keys and values of all tokens and return logits [W, V] in the model's dtype.
 
         The result is valid until the next run.
         """
 
     @abstractmethod
     def move(self, sources: Int64Array, targets: Int64Array) -> None:
-        """Copies the keys and values of slots `sources` to slots `targets`, both int64 [K], in every layer, in order.
+        """Copy the keys and values of slots `sources` to slots `targets`, both int64 [K], in every layer, in order.
 
-        Targets are unique. A slot may be both source and target, if it is a source first.
+        Targets are unique. A slot may be both source and target if it is a source first.
 
         Example: if slots 3, 4, 5 hold c, d, e, moving [4, 5] to [3, 4] leaves d, e, e.
         """
 
 
 class TorchDecoder(Decoder):
-    """Forward passes in plain torch; a layer takes O(T K) memory, so use it for short contexts and for comparison."""
+    """Decoder in plain torch; a layer takes O(T K) memory, so use it for short contexts and for comparison."""
 
     def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
-        """Allocates an arena of `num_slots` and a spare slot on the weights' device."""
+        """Allocate an arena of `num_slots` and a spare slot on the weights' device."""
         sizes = weights.sizes
         self._weights = weights
         self._num_slots = num_slots
@@ -60,12 +60,12 @@ class TorchDecoder(Decoder):
 
     @property
     def spare_slot(self) -> int:
-        """See `Decoder.spare_slot`: the last one."""
+        """The last slot, which nothing reads."""
         return self._num_slots
 
     @torch.inference_mode()
     def run(self, batch: TokenBatch) -> Tensor:
-        """See `Decoder.run`."""
+        """Write the batch's keys and values and return logits [W, V]."""
         weights = self._weights
         slots, positions, tokens, wanted = (
             torch.from_numpy(array).to(weights.device)
@@ -93,17 +93,17 @@ class TorchDecoder(Decoder):
 
     @torch.inference_mode()
     def move(self, sources: Int64Array, targets: Int64Array) -> None:
-        """See `Decoder.move`; reads all sources before it writes any target."""
+        """Copy keys and values between slots; read all sources before writing any target."""
         source, target = (torch.from_numpy(slots).to(self._weights.device) for slots in (sources, targets))
         for arena in (self._keys, self._values):
             arena[:, target] = arena[:, source]
 
     def _rotation(self, positions: Tensor, pictures: PictureInputs | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [T, 1, D] each."""
+        """Return cosines and sines, [T, 1, D] each."""
         weights = self._weights
         if pictures is None:
             return weights.cos[positions][:, None], weights.sin[positions][:, None]
-        # Each entry of a head rotates by the position along its own axis.
+        # Each entry of a head rotates by the position along its axis.
         rotary = torch.from_numpy(pictures.rotary).to(weights.device)[weights.axes].T
         return weights.cos.gather(0, rotary)[:, None], weights.sin.gather(0, rotary)[:, None]
 
@@ -118,7 +118,7 @@ class TorchDecoder(Decoder):
 
 
 def _views(batch: TokenBatch) -> tuple[np.ndarray, np.ndarray]:
-    """The visible slots of each token, int64 [T, K], and the mask of valid entries, bool [T, K]."""
+    """Return the visible slots of each token, int64 [T, K], and the mask of valid entries, bool [T, K]."""
     num_seen = batch.num_prefix + batch.num_own
     entry = np.arange(int(num_seen.max(initial=1)))[None]
     in_prefix = entry < batch.num_prefix[:, None]
@@ -133,7 +133,7 @@ def _views(batch: TokenBatch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Queries [T, H, D] over keys and values [T, K, G, D]; returns [T, H D]."""
+    """Attend with queries [T, H, D] over keys and values [T, K, G, D]; return [T, H D]."""
     num_tokens, num_heads, head_size = q.shape
     grouped = q.reshape(num_tokens, k.shape[2], -1, head_size)
     scores = torch.einsum("tghd,tkgd->tghk", grouped, k) / head_size**0.5

@@ -1,8 +1,8 @@
-"""A snapshot of a model's weights for the decoders, of models that these compute exactly.
+"""Take a snapshot of a model's weights for the decoders, and refuse models that they would not compute exactly.
 
-Projections that share an input are fused into one matrix. Modules may be wrapped by a PEFT adapter: LoRA is merged
-while the snapshot is filled, and the trained model is only read. The snapshot is the policy of one version: training
-updates the model, and the snapshot changes only with `read`.
+Projections that share an input are fused into one matrix. Modules may be wrapped by PEFT: LoRA is merged while the
+snapshot is filled, and the trained model is only read. The snapshot is the policy of one version: training updates
+the model, and the snapshot changes only with `read`.
 
     L layers   C hidden size   H query heads   G key-value heads   D head size   F MLP size   V vocabulary
     P positions
@@ -22,15 +22,15 @@ from treering.types import ModelShape
 
 
 class WeightSource(NamedTuple):
-    """A weight as the model has it, and the LoRA layer whose active adapters add to it."""
+    """Weight of the model, with the LoRA layer whose active adapters add to it."""
 
     weight: Tensor
     lora: Any = None
 
     def fill(self, target: Tensor) -> None:
-        """Copies the weight, adapters added, into a tensor of its shape.
+        """Copy the weight plus its adapters into a tensor of the same shape.
 
-        Adds in float32 or wider, and rounds to the target's dtype once.
+        Adds in float32 or wider, and rounds once to the target's dtype.
         """
         if self.lora is None or not (names := active_adapters(self.lora)):
             target.copy_(self.weight)
@@ -42,7 +42,7 @@ class WeightSource(NamedTuple):
 
 
 def source_of(module: nn.Module) -> WeightSource:
-    """Where the weight of a linear layer, an embedding or a norm comes from.
+    """Return the source of the weight of a linear layer, an embedding or a norm.
 
     Example: a LoRA layer around a projection is the source (projection.weight, layer).
     """
@@ -51,14 +51,14 @@ def source_of(module: nn.Module) -> WeightSource:
 
 
 def bias_of(module: nn.Module) -> Tensor | None:
-    """The bias of a linear layer, wrapped or not."""
+    """Return the bias of a linear layer, wrapped or not."""
     own: Any = plain_of(module)
     bias: Tensor | None = own.bias
     return bias
 
 
 def plain_of(module: nn.Module) -> nn.Module:
-    """The module that holds the weight: inside a LoRA layer, or the copy that PEFT trains in full.
+    """Return the module that has the weight: inside a LoRA layer, or the copy that PEFT trains in full.
 
     Example: `plain_of(nn.Linear(2, 2))` is that layer itself.
     """
@@ -68,10 +68,10 @@ def plain_of(module: nn.Module) -> nn.Module:
 
 
 def check_adapter(module: nn.Module, name: str) -> None:
-    """Checks that the adapters of a module are plain LoRA.
+    """Check that the adapters of a module are plain LoRA.
 
     Raises:
-        UnsupportedError: a variant such as DoRA, a bias of an adapter, or an adapter merged in place and disabled.
+        UnsupportedError: for a variant such as DoRA, an adapter's bias, or an adapter that is both merged and disabled.
     """
     own = _trained(module)
     if not is_lora(own):
@@ -80,12 +80,12 @@ def check_adapter(module: nn.Module, name: str) -> None:
         variant = getattr(own, "lora_variant", {}).get(adapter)
         if variant is not None:
             raise UnsupportedError(
-                f"{name}: adapter {adapter!r} is a {getattr(variant, '__name__', type(variant).__name__)}, and the "
-                "engine adds plain LoRA; train with use_dora=False, or merge the adapter"
+                f"{name}: the engine supports plain LoRA, and adapter {adapter!r} is a "
+                f"{getattr(variant, '__name__', type(variant).__name__)}; train with use_dora=False, or merge it"
             )
         if getattr(own, "lora_bias", {}).get(adapter):
             raise UnsupportedError(
-                f"{name}: adapter {adapter!r} has a bias of its own, which the engine does not read; set "
+                f"{name}: the engine does not read an adapter's bias, and adapter {adapter!r} has one; set "
                 "lora_bias=False, or merge the adapter"
             )
     if own.merged and own.disable_adapters:
@@ -93,19 +93,19 @@ def check_adapter(module: nn.Module, name: str) -> None:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether a module is a LoRA layer of PEFT."""
+    """Return whether a module is a PEFT LoRA layer."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A") and hasattr(module, "get_delta_weight")
 
 
 def active_adapters(lora: Any) -> list[str]:
-    """Adapters that add to the base weight in the present forward: none where disabled, or merged into it already."""
+    """Return the adapters that add to the base weight in a forward: none if they are disabled or already merged."""
     if lora.disable_adapters or lora.merged:
         return []
     return [name for name in lora.active_adapters if name in lora.lora_A or name in lora.lora_embedding_A]
 
 
 def _trained(module: Any) -> Any:
-    """The copy that PEFT trains in full (`modules_to_save`), or the module itself."""
+    """Return the copy that PEFT trains in full (`modules_to_save`), or the module itself."""
     copies = getattr(module, "modules_to_save", None)
     if copies is None:
         return module
@@ -114,10 +114,10 @@ def _trained(module: Any) -> Any:
 
 
 def check_runnable(parts: TreeModel) -> None:
-    """Rejects a model that a fused pass over its weights would not reproduce.
+    """Check that a fused pass over a model's weights reproduces the model.
 
     Raises:
-        UnsupportedError: names the unsupported family, window, projection, activation or head.
+        UnsupportedError: with the name of the unsupported family, window, projection, activation or head.
     """
     check_whole(parts, "the engine")
     _check_family(parts)
@@ -131,15 +131,15 @@ def _check_family(parts: TreeModel) -> None:
     families = [family.model_type for family in FAMILIES.values() if family.engine in fitting]
     if parts.family.model_type not in families:
         raise UnsupportedError(
-            f"the engine runs {', '.join(families)}, and this model is {parts.config.model_type!r}; use vLLM for its "
-            "rollouts"
+            f"the engine supports {', '.join(families)}, and this model is {parts.config.model_type!r}; use vLLM for "
+            "its rollouts"
         )
     for index, layer in enumerate(parts.layers):
         window = _window(layer, parts.config)
         if window is not None:
             raise UnsupportedError(
-                f"layer {index} sees a window of {window} positions, and the engine runs full attention; use vLLM for "
-                "this model's rollouts"
+                f"the engine supports only full attention, and layer {index} has a window of {window} positions; use "
+                "vLLM for this model's rollouts"
             )
 
 
@@ -149,13 +149,13 @@ def _check_recurrence(parts: TreeModel) -> None:
             if any(module is mixer for module in layer.modules()):
                 raise UnsupportedError(
                     f"layer {index} is recurrent, a {type(mixer).__name__}: its state cannot un-see a rejected draft, "
-                    f"and the engine keeps keys and values alone; use vLLM for the rollouts of this "
+                    f"and the engine only keeps keys and values; use vLLM for the rollouts of this "
                     f"{parts.config.model_type!r} model"
                 )
 
 
 def _window(layer: Any, config: Any) -> int | None:
-    """The layer's window: Mistral's is in the configuration; Qwen's configuration may name one that no layer uses."""
+    """Return the layer's window; Mistral's is in the configuration, and Qwen's may name one that no layer uses."""
     window: int | None = (
         config.sliding_window if config.model_type == "mistral" else getattr(layer.self_attn, "sliding_window", None)
     )
@@ -166,7 +166,7 @@ def _check_modules(parts: TreeModel) -> None:
     activation = parts.config.hidden_act
     if activation != "silu":
         raise UnsupportedError(
-            f"the engine computes MLPs with silu, and this model has {activation!r}; use vLLM for it"
+            f"the engine supports MLPs with silu, and this model has {activation!r}; use vLLM for its rollouts"
         )
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     for index, layer in enumerate(parts.layers):
@@ -175,7 +175,7 @@ def _check_modules(parts: TreeModel) -> None:
                 continue
             if type(plain_of(module)) is not nn.Linear:
                 raise UnsupportedError(
-                    f"layer {index}: {name} is a {type(module).__name__}, and the engine reads linear layers, plain or "
+                    f"layer {index}: {name} is a {type(module).__name__}, and the engine needs linear layers, plain or "
                     "with LoRA; merge other adapters and undo quantisation first"
                 )
             check_adapter(module, f"layer {index}: {name}")
@@ -184,12 +184,12 @@ def _check_modules(parts: TreeModel) -> None:
 def _check_head(parts: TreeModel) -> None:
     if type(plain_of(parts.head)) is not nn.Linear:
         raise UnsupportedError(
-            f"the head is a {type(parts.head).__name__}, and the engine reads a linear layer, plain or with LoRA; "
+            f"the head is a {type(parts.head).__name__}, and the engine needs a linear layer, plain or with LoRA; "
             "merge other adapters first"
         )
     if type(plain_of(parts.embedding)) is not nn.Embedding:
         raise UnsupportedError(
-            f"the embedding is a {type(parts.embedding).__name__}, and the engine reads a plain table, or one with "
+            f"the embedding is a {type(parts.embedding).__name__}, and the engine needs a table, plain or with "
             "LoRA; merge other adapters first"
         )
     for name, module in (("the head", parts.head), ("the embedding", parts.embedding)):
@@ -197,7 +197,7 @@ def _check_head(parts: TreeModel) -> None:
     num_rows, num_embedded = _num_rows(parts.head), _num_rows(parts.embedding)
     if num_rows > num_embedded:
         raise UnsupportedError(
-            f"every sampled token is embedded next, and the head has {num_rows} rows where the embedding has "
+            f"every sampled token is embedded next, but the head has {num_rows} rows and the embedding "
             f"{num_embedded}; resize the embedding to the head"
         )
 
@@ -209,7 +209,7 @@ def _num_rows(module: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The model's dimensions, and the epsilon of the norms."""
+    """Dimensions of a model, and the epsilon of its norms."""
 
     num_layers: int
     hidden_size: int
@@ -223,7 +223,7 @@ class Sizes:
 
 
 def activation_widths(sizes: Sizes | ModelShape) -> dict[str, int]:
-    """Numbers per token of what a fused pass keeps of a layer, by name and in the order in which it is computed.
+    """Return the numbers per token that a fused pass keeps of a layer, by name and in the order of computation.
 
     Example: Qwen3-8B has 4,096 in "x", "h" and "update", 6,144 in "qkv" and 59,392 in all.
     """
@@ -239,7 +239,7 @@ def activation_widths(sizes: Sizes | ModelShape) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in] as in torch, absent biases and norms are None."""
+    """Weights of one decoder layer; matrices are [out, in] as in torch, absent biases and norms are None."""
 
     input_norm: Tensor  # [C]
     qkv: Tensor  # [(H + 2 G) D, C]
@@ -257,7 +257,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecoderWeights:
-    """All weights of a forward pass."""
+    """Weights of a forward pass."""
 
     sizes: Sizes
     embedding: Tensor  # [V, C]
@@ -276,11 +276,11 @@ class DecoderWeights:
 
     @property
     def device(self) -> torch.device:
-        """The device of the snapshot: the model's."""
+        """Device of the snapshot and the model."""
         return self.embedding.device
 
     def read(self, parts: TreeModel) -> None:
-        """Copies the model's current weights into the snapshot, LoRA added."""
+        """Copy the model's current weights and LoRA into the snapshot."""
         # Tensors of an engine created in inference mode can be written only in inference mode.
         with torch.inference_mode():
             for target, sources in zip(_flat(self), _sources(parts), strict=True):
@@ -288,7 +288,7 @@ class DecoderWeights:
                     source.fill(part)
 
     def is_current(self, parts: TreeModel) -> bool:
-        """Whether `read` would change nothing; takes the memory of one matrix."""
+        """Return whether `read` would change nothing; takes the memory of one matrix."""
         with torch.inference_mode():
             for target, sources in zip(_flat(self), _sources(parts), strict=True):
                 for part, source in zip(_split(target, sources), sources, strict=True):
@@ -300,14 +300,14 @@ class DecoderWeights:
 
 
 def read_weights(parts: TreeModel, *, num_positions: int) -> DecoderWeights:
-    """Makes a snapshot of a model of the supported families.
+    """Make a snapshot of a model from a supported family.
 
     Args:
         parts: from `TreeModel.of`.
-        num_positions: P, longest sequence to run.
+        num_positions: P, the longest sequence to run.
 
     Raises:
-        UnsupportedError: names the projection, activation or norm that a fused pass would not reproduce.
+        UnsupportedError: with the name of the projection, activation or norm that a fused pass would not reproduce.
     """
     check_runnable(parts)
     with torch.no_grad():
@@ -337,7 +337,7 @@ def read_weights(parts: TreeModel, *, num_positions: int) -> DecoderWeights:
 
 
 def _fused(sources: tuple[WeightSource, ...]) -> Tensor:
-    """A new matrix of the sources' rows, one source after another."""
+    """Return a new matrix with the sources' rows, one source after another."""
     first = sources[0].weight
     fused = first.new_empty((sum(source.weight.shape[0] for source in sources), *first.shape[1:]))
     for part, source in zip(_split(fused, sources), sources, strict=True):
@@ -346,12 +346,12 @@ def _fused(sources: tuple[WeightSource, ...]) -> Tensor:
 
 
 def _split(fused: Tensor, sources: tuple[WeightSource, ...]) -> tuple[Tensor, ...]:
-    """The rows of each source, as views."""
+    """Return views of each source's rows."""
     return torch.split(fused, [source.weight.shape[0] for source in sources])
 
 
 def _layer_sources(layer: Any) -> dict[str, tuple[WeightSource, ...] | None]:
-    """The model's weights for each field of `LayerWeights`, in its order."""
+    """Return the model's weights for each field of `LayerWeights`, in its order."""
     attention, mlp = layer.self_attn, layer.mlp
     queries = (attention.q_proj, attention.k_proj, attention.v_proj)
     gates = (mlp.gate_proj, mlp.up_proj)
@@ -372,7 +372,7 @@ def _layer_sources(layer: Any) -> dict[str, tuple[WeightSource, ...] | None]:
 
 
 def _sources(parts: TreeModel) -> list[tuple[WeightSource, ...]]:
-    """The model's weights in the snapshot's order; each tuple is fused into one matrix."""
+    """Return the model's weights in the snapshot's order; each tuple is fused into one matrix."""
     decoder: Any = parts.decoder
     layers = [sources for layer in parts.layers for sources in _layer_sources(layer).values() if sources is not None]
     bias = _biases(parts.head)
@@ -397,7 +397,7 @@ def _norm_of(attention: nn.Module, name: str) -> tuple[WeightSource, ...] | None
 
 
 def _rotations(parts: TreeModel, num_positions: int) -> tuple[Tensor, Tensor]:
-    """RoPE cosines and sines from the model's own module, so that any scaling is supported."""
+    """Return RoPE cosines and sines from the model's own module, so that any scaling is supported."""
     table = source_of(parts.embedding).weight
     decoder: Any = parts.decoder
     positions = torch.arange(num_positions, device=table.device)[None]
@@ -406,7 +406,7 @@ def _rotations(parts: TreeModel, num_positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _axes(parts: TreeModel) -> Tensor:
-    """The axis of each entry of a head, from what the model's own module makes of a step along each; 0 without axes."""
+    """Return the axis that rotates each entry of a head, measured by one step along each; 0 without axes."""
     table = source_of(parts.embedding).weight
     layer: Any = parts.layers[0]
     if parts.vision is None or parts.vision.merge is None:

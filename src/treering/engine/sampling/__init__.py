@@ -1,1 +1,1 @@
-"""Keyed noise, Gumbel-max sampling from logits, and verification of drafts."""
+"""Sample from logits by Gumbel-max with keyed noise, and verify drafts."""

@@ -1,7 +1,7 @@
-"""Keyed noise: one uniform number per (rollout, position, token), from a counter-based hash.
+"""Compute keyed noise: one uniform number per (rollout, position, token), from a counter-based hash.
 
-No number depends on what else is sampled, in which batch, or when. `uniforms` is the specification; the compiled forms
-give the same bits.
+A number does not depend on other samples, the batch or the time. `uniforms` is the specification; compiled forms give
+the same bits.
 
     M rows   V vocabulary
 """
@@ -18,8 +18,8 @@ from treering.types import PromptId, TokenIds
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Changing any of these changes every rollout of every run. The steps are odd, so that no two counters share a state;
-# they differ, so that neighbouring positions are not shifted copies of each other.
+# Changing any of these changes every rollout of every run. The steps are odd, so that no two counters share a state,
+# and differ, so that neighbouring positions are not shifted copies of each other.
 POSITION_STEP = 0x9E3779B97F4A7C15
 TOKEN_STEP = 0xD1B54A32D192ED03
 # Finaliser of splitmix64.
@@ -30,15 +30,15 @@ NUM_DROPPED_BITS = 12
 
 
 def call_id(context: TokenIds, num_before: int = 0, agent: str = "") -> int:
-    """The id of an episode's call: 63 bits of a hash of what it continues, whoever asks, and how often they asked it.
+    """Return the id of an episode's call: 63 bits of a hash of its context, its agent and the number of earlier calls.
 
-    So calls that run at the same time have the noise of their own in whatever order they come, and a context that is
-    sampled again gets another answer.
+    Concurrent calls therefore have their own noise in any order, and a context that is sampled again gets another
+    answer.
 
     Args:
         context: int32 [N], all tokens before the sampled ones.
-        num_before: how often the agent has sampled this context in the episode before.
-        agent: its name.
+        num_before: number of times that the agent sampled this context in the episode before.
+        agent: the agent's name.
 
     Example:
         >>> tokens = np.array([5, 6], np.int32)
@@ -51,28 +51,28 @@ def call_id(context: TokenIds, num_before: int = 0, agent: str = "") -> int:
 
 
 def row_key(seed: int, prompt_id: PromptId, draw: int, sample: int, call: int | None = None) -> int:
-    """The key of a rollout's noise, or of a call's: a 64-bit hash, signed, so that it fits int64 arrays.
+    """Return the noise key of a rollout or a call: a 64-bit hash, signed, so that it fits int64 arrays.
 
-    The same on every machine and in every process. An integer prompt id differs from the string of its digits.
+    It is the same on every machine and in every process. An integer prompt id differs from the string of its digits.
 
     Example:
         >>> row_key(0, "q1", 0, 3), row_key(0, "1", 0, 0) == row_key(0, 1, 0, 0)
         (8783102507430300984, False)
     """
     name = json.dumps(prompt_id) if isinstance(prompt_id, str) else operator.index(prompt_id)
-    # The JSON of all as a list, in a quarter of json's time: rollouts are short, and each needs a key.
+    # This equals json.dumps of the list but takes a quarter of the time; every short rollout needs a key.
     last = "" if call is None else f", {operator.index(call)}"
     text = f"[{operator.index(seed)}, {name}, {operator.index(draw)}, {operator.index(sample)}{last}]"
     return int.from_bytes(blake2b(text.encode("ascii"), digest_size=8).digest(), "little", signed=True)
 
 
 def uniforms(keys: "Tensor", positions: "Tensor", vocab_size: int) -> "Tensor":
-    """The noise of every token at one position of each of many rollouts, in the open interval (0, 1).
+    """Return the noise of every token at one position per rollout, in the open interval (0, 1).
 
     Args:
-        keys: int64 [M], of the rollouts, from `row_key`.
+        keys: int64 [M], one per rollout, from `row_key`.
         positions: int64 [M], absolute positions of the sampled tokens: prompt length + rollout tokens before each.
-        vocab_size: V. The first entries do not depend on it.
+        vocab_size: V; the first entries do not depend on it.
 
     Returns:
         float64 [M, V], on the device of the keys.
@@ -97,10 +97,10 @@ def _mix(bits: "Tensor") -> "Tensor":
 
 
 def _shift_right(bits: "Tensor", count: int) -> "Tensor":
-    """Logical shift: torch's own is arithmetic."""
+    """Shift right logically; torch's shift is arithmetic."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 def _signed(bits: int) -> int:
-    """The int64 with these 64 bits."""
+    """Return the int64 with these 64 bits."""
     return bits - 2**64 if bits >= 2**63 else bits

@@ -1,4 +1,4 @@
-"""Gumbel-max sampling from logits with keyed noise: the specification, in torch, for any device.
+"""Sample from logits by Gumbel-max with keyed noise: the specification, in torch, for any device.
 
 Drafts do not appear here: verification samples every drafted position with the position's own noise and accepts drafts
 while they equal the samples, so results cannot depend on drafts.
@@ -32,14 +32,14 @@ class Repetitions(NamedTuple):
     rows: Int64[Tensor, " K"]
     tokens: Int64[Tensor, " K"]
     penalty: Float64[Tensor, " K"]
-    """Of the token's row."""
+    """Penalty of the token's row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledTokens:
     """One sampled token per row.
 
-    Example: token 1 of logits [2, 1, 0] at temperature 1 under top_p=0.7 has logprobs log 0.269 and policy_logprobs
+    Example: token 1 of logits [2, 1, 0] at temperature 1 and top_p=0.7 has logprobs log 0.269 and policy_logprobs
     log 0.245.
     """
 
@@ -48,7 +48,7 @@ class SampledTokens:
     logprobs: Float64[Tensor, " M"]
     """float64 [M], under the sampled distribution: after penalty, temperature, top-k, top-p and min-p."""
     policy_logprobs: Float64[Tensor, " M"]
-    """float64 [M], after temperature only: without penalty and cuts."""
+    """float64 [M], after temperature only, without penalty and cuts."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.logprobs.shape == self.policy_logprobs.shape
@@ -65,27 +65,26 @@ def sample(
     log_min_p: Float64[Tensor, " M"] | None = None,
     repetitions: Repetitions | None = None,
 ) -> SampledTokens:
-    """Samples one token per row from the distribution that `Sampling` defines.
+    """Sample one token per row from the distribution that `Sampling` defines.
 
-    Penalises repeated tokens, applies temperature, keeps the top_k largest logits, of these the tokens whose
-    predecessors have a mass below top_p, and of these the ones no more than log_min_p below the likeliest. Tokens rank
-    by logit, ties by smaller id first. Computes in float64. A logit of -inf hides its token. A
-    row depends only on its own entries.
+    Penalises repeated tokens, applies temperature, keeps the top_k largest logits, then the tokens whose predecessors
+    have a mass below top_p, then those no more than log_min_p below the likeliest. Tokens rank by logit, ties by
+    smaller id. Computes in float64. A logit of -inf hides its token. A row depends only on its own entries.
 
     Args:
         logits: before temperature; any float type.
-        keys: of the rows' rollouts, from `row_key`.
+        keys: noise keys of the rows' rollouts, from `row_key`.
         positions: absolute positions of the sampled tokens.
         temperature: > 0.
-        top_k: number of tokens to draw from; 0 is all.
-        top_p: probability mass to draw from, in (0, 1]; 1 is all.
-        log_min_p: logarithm of the least probability relative to the likeliest token's; None, or -inf, is all.
-        repetitions: tokens to penalise; None for none.
+        top_k: number of tokens to draw from; 0 means all.
+        top_p: probability mass to draw from, in (0, 1]; 1 means all.
+        log_min_p: logarithm of the least probability relative to the likeliest token's; None or -inf means all.
+        repetitions: tokens to penalise; None means none.
 
     Raises:
-        StateError: a row with NaN or +inf, or with -inf only.
+        StateError: if a row has NaN or +inf, or only -inf.
 
-    Example: logits [2, 1, 0] at temperature 1 with top_p=0.7 give token 0 with probability 0.731, else token 1.
+    Example: logits [2, 1, 0] at temperature 1 with top_p=0.7 give token 0 with probability 0.731, otherwise token 1.
     """
     wide = logits.double()
     top = wide.amax(-1, keepdim=True)
@@ -116,20 +115,20 @@ def sample(
 
 
 def diverged(row: int) -> StateError:
-    """The error for invalid logits, shared by all implementations.
+    """Return the error for invalid logits, which all implementations share.
 
     Example: `raise diverged(3)` names row 3.
     """
     return StateError(
-        f"logits are finite (or -inf where a token is hidden), and those of row {row} hold NaN, +inf or nothing else: "
-        "the weights have diverged; go back to a checkpoint before it and lower the learning rate"
+        f"logits must be finite (or -inf for a hidden token), and those of row {row} have NaN, +inf or only -inf: "
+        "the weights have diverged; go back to an earlier checkpoint and lower the learning rate"
     )
 
 
 def _penalised(logits: Float64[Tensor, "M V"], repetitions: Repetitions) -> Float64[Tensor, "M V"]:
-    """Logits with those of repeated tokens penalised once, however often a token occurs."""
+    """Return the logits with each repeated token penalised once, however often it occurs."""
     rows, tokens, penalty = repetitions
-    # Computed from the logits as they came, so that a token that occurs twice is written twice with the same value.
+    # Computed from the original logits, so a token that occurs twice is written twice with the same value.
     found = logits[rows, tokens]
     return logits.index_put((rows, tokens), torch.where(found < 0, found * penalty, found / penalty))
 
@@ -140,7 +139,7 @@ def _kept(
     top_k: Int64[Tensor, "M 1"],
     top_p: Float64[Tensor, "M 1"],
 ) -> Bool[Tensor, "M V"]:
-    """Mask of the tokens that top-k and top-p keep."""
+    """Return the mask of the tokens that top-k and top-p keep."""
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(logits.shape[1], device=logits.device)
     is_kept = (rank < top_k) | (top_k == 0)

@@ -1,7 +1,7 @@
-"""Samples tokens and verifies draft trees on the CPU: `sampling.reference` compiled to a few passes over a row.
+"""Sample tokens and verify draft trees on the CPU: `sampling.reference` compiled to a few passes over a row.
 
-Returns the tokens of `reference.sample`, and their log-probabilities up to rounding (about 1e-15). numba's cache does
-not notice a change of `MASS_SLACK` or of the constants of `noise`. On CUDA with triton,
+Returns the tokens of `reference.sample`, and their log-probabilities up to rounding (about 1e-15). Clear numba's cache
+after changing `MASS_SLACK` or the constants of `noise`, which it does not track. On CUDA with triton,
 `treering.engine.decoder.cuda.verify` does the same on the device.
 
     T rows of logits   B rollouts   R sampled rows   D draft tokens   J most drafts of a row
@@ -27,13 +27,13 @@ _DROPPED = np.uint64(NUM_DROPPED_BITS)
 _RESOLUTION = 2.0 ** (NUM_DROPPED_BITS - 64)
 
 _LOG2_E = 1.0 / math.log(2.0)
-# log 2 in two parts, the first with 20 trailing zero bits, so that its product with an exponent is exact.
+# log 2 in two parts; the first has 20 trailing zero bits, so that its product with an exponent is exact.
 _LN2_HIGH = float.fromhex("0x1.62e42fee00000p-1")
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
-# Adding it rounds to an integer, which ends up in the lowest bits.
+# Adding it rounds to an integer and leaves that in the lowest bits.
 _ROUNDER = 1.5 * 2.0**52
 _EXPONENT_BIAS, _MANTISSA_BITS = np.int64(1023), np.int64(52)
-# Below it exp is subnormal, and no noise lifts so small a weight above the top one.
+# Below this, exp is subnormal, and no noise lifts such a small weight above the top one.
 _LEAST_EXPONENT = -708.0
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(14))
 
@@ -58,14 +58,14 @@ def _uniform(state: np.uint64, token: int) -> float:
 
 @lean
 def state_of(key: int, position: int) -> np.uint64:
-    """The noise state at a position of a rollout; every token's uniform number derives from it."""
+    """Return the noise state at a position of a rollout, from which every token's uniform number derives."""
     state: np.uint64 = _mix(np.uint64(key) + np.uint64(position) * _POSITION_STEP)
     return state
 
 
 @lean(fastmath={"contract"})
 def _exp(x: float) -> float:
-    """The exponential of x <= 0, within 2e-16 relative; NaN stays NaN. No branches or calls, so loops vectorise."""
+    """Return e**x for x <= 0, within 2e-16 relative; NaN stays NaN. Loops vectorise: no branches, no calls."""
     rounded = x * _LOG2_E + _ROUNDER
     exponent = rounded - _ROUNDER
     r = (x - exponent * _LN2_HIGH) - exponent * _LN2_LOW
@@ -78,7 +78,7 @@ def _exp(x: float) -> float:
 
 @lean(inline=False, fastmath={"contract"})
 def _fill_weights(row: Logits, top: float, temperature: float, weights: Float64Array) -> None:
-    """Probabilities relative to the top token's."""
+    """Fill `weights` with probabilities relative to the top token's."""
     for i in range(row.size):
         weights[i] = _exp((np.float64(row[i]) - top) / temperature)
 
@@ -93,13 +93,13 @@ def _total(weights: Float64Array) -> float:
 
 @lean
 def _may_be_largest(weight: float, u: float, best: float) -> bool:
-    """False only if weight / -log(u) is below `best`: uses the bound -log(u) >= 1 - u."""
+    """Return False only if weight / -log(u) is below `best`; uses the bound -log(u) >= 1 - u."""
     return weight >= best * (1.0 - u) * _ROUNDING_SLACK
 
 
 @lean
 def _gumbel_max(ids: Int64Array, weights: Float64Array, state: np.uint64) -> int:
-    """The id among `ids` with the greatest weight / -log(u)."""
+    """Return the id among `ids` with the greatest weight / -log(u)."""
     winner, best = -1, 0.0
     for at in range(ids.size):
         token = ids[at]
@@ -113,7 +113,7 @@ def _gumbel_max(ids: Int64Array, weights: Float64Array, state: np.uint64) -> int
 
 @lean(inline=False)
 def _gumbel_max_of_all(weights: Float64Array, likeliest: int, state: np.uint64) -> int:
-    """`_gumbel_max` over the whole vocabulary; computes logarithms only for tokens that may beat the best so far."""
+    """Run `_gumbel_max` over the whole vocabulary, with logarithms only for tokens that may beat the best so far."""
     winner = likeliest
     best = weights[winner] / -math.log(_uniform(state, winner))
     for start in range(0, weights.size, _BLOCK):
@@ -144,7 +144,7 @@ def sample_row(
     weights: Float64Array,
     ones: Float64Array,
 ) -> tuple[int, float, float]:
-    """Token, log-probability and policy log-probability of one row; token -1 for invalid logits."""
+    """Return token, log-probability and policy log-probability of one row; token -1 for invalid logits."""
     likeliest = 0
     for token in range(row.size):
         if row[token] > row[likeliest]:
@@ -152,7 +152,7 @@ def sample_row(
     top = np.float64(row[likeliest])
     _fill_weights(row, top, temperature, weights)
     total = _total(weights)
-    # A NaN anywhere, +inf - inf and -inf - -inf all end here.
+    # NaN anywhere, +inf - inf and -inf - -inf all give a NaN total.
     if math.isnan(total):
         return -1, 0.0, 0.0
     if top_p >= 1.0 and (top_k == 0 or top_k >= row.size) and log_min_p == -np.inf:
@@ -168,7 +168,7 @@ def sample_row(
 
 @lean
 def policy_logprob(row: Logits, token: int, temperature: float, weights: Float64Array) -> float:
-    """Log-probability of a token at the temperature alone."""
+    """Return the log-probability of a token after temperature only."""
     largest = row[0]
     for at in range(1, row.size):
         largest = max(largest, row[at])
@@ -179,7 +179,7 @@ def policy_logprob(row: Logits, token: int, temperature: float, weights: Float64
 
 @lean
 def penalise(row: Logits, seen: Int64Array, penalty: float, out: Logits) -> None:
-    """Fills `out` with the row's logits, those of the distinct tokens `seen` penalised."""
+    """Fill `out` with the row's logits, penalised for the distinct tokens `seen`."""
     for token in range(row.size):
         out[token] = row[token]
     for i in range(seen.size):
@@ -189,9 +189,9 @@ def penalise(row: Logits, seen: Int64Array, penalty: float, out: Logits) -> None
 
 @lean(inline=False)
 def _select(row: Logits, ids: Int64Array, amounts: Float64Array, reach: float) -> int:
-    """Moves the ids whose predecessors' amounts sum to less than `reach` to the front, and counts them (quickselect).
+    """Move the ids whose predecessors' amounts sum to less than `reach` to the front, and return their number.
 
-    Ids rank by logit, ties by smaller id first.
+    Ids rank by logit, ties by smaller id. The method is quickselect.
     """
     low, high, before = 0, ids.size, 0.0
     while low < high:
@@ -217,14 +217,14 @@ def _select(row: Logits, ids: Int64Array, amounts: Float64Array, reach: float) -
 
 @lean
 def _largest(row: Logits, k: int, ids: Int64Array, ones: Float64Array) -> int:
-    """Fills the front of `ids` with the k largest logits, and counts them; fewer than k only if tokens are hidden.
+    """Fill the front of `ids` with the k largest logits, and return their number; below k only if tokens are hidden.
 
     Collects candidates above the k-th largest logit so far, and selects the best k whenever there are 2 k.
     """
     num_ids, floor = 0, -np.inf
     capacity = max(2 * k, _LEAST_CANDIDATES)
     for token in range(row.size):
-        # An equal logit with a larger id ranks after all of the k.
+        # An equal logit with a larger id ranks after all k.
         if row[token] <= floor:
             continue
         ids[num_ids] = token
@@ -240,7 +240,7 @@ def _largest(row: Logits, k: int, ids: Int64Array, ones: Float64Array) -> int:
 
 @lean
 def _largest_mass(row: Logits, ids: Int64Array, weights: Float64Array, total: float, top_p: float) -> int:
-    """Moves the ids whose mass reaches `top_p` of `total` to the front, and counts them."""
+    """Move the ids whose mass reaches `top_p` of `total` to the front, and return their number."""
     # All tokens below it sum to less than 1 - top_p, so the tokens ranked above them reach top_p.
     least = (1.0 - top_p) * total / ids.size
     num_ids = 0
@@ -254,7 +254,7 @@ def _largest_mass(row: Logits, ids: Int64Array, weights: Float64Array, total: fl
 
 @lean
 def total_of(ids: Int64Array, weights: Float64Array) -> float:
-    """The total weight of some tokens."""
+    """Return the total weight of some tokens."""
     total = 0.0
     for at in range(ids.size):
         total += weights[ids[at]]
@@ -263,7 +263,7 @@ def total_of(ids: Int64Array, weights: Float64Array) -> float:
 
 @lean
 def keep(row: Logits, ids: Int64Array, weights: Float64Array, ones: Float64Array, top_k: int, top_p: float) -> int:
-    """Moves the ids that top-k and top-p keep to the front, and counts them."""
+    """Move the ids that top-k and top-p keep to the front, and return their number."""
     num_ids = row.size
     if 0 < top_k < num_ids:
         num_ids = _largest(row, top_k, ids, ones)
@@ -277,9 +277,9 @@ def keep(row: Logits, ids: Int64Array, weights: Float64Array, ones: Float64Array
 
 @lean
 def keep_likely(row: Logits, ids: Int64Array, top: float, temperature: float, log_min_p: float) -> int:
-    """Moves the ids whose logit over `temperature` is at most -log_min_p below `top`'s to the front, and counts them.
+    """Move the ids whose logit over `temperature` is at most -log_min_p below `top`'s to the front, and count them.
 
-    Compares logits, whose rounding is the same everywhere, and not probabilities.
+    Compares logits, which round the same everywhere, rather than probabilities.
     """
     num_ids = 0
     for at in range(ids.size):
@@ -291,7 +291,7 @@ def keep_likely(row: Logits, ids: Int64Array, top: float, temperature: float, lo
 
 @lean
 def child(token: int, number: int, num_drafts: int, drafts: Int32Array, parents: Int32Array, first: int) -> int:
-    """The child of draft `number` (-1: the context) that equals `token`; -1 if there is none.
+    """Return the child of draft `number` (-1: the context) that equals `token`; -1 if there is none.
 
     The row's drafts are entries first .. first + num_drafts - 1.
     """
@@ -323,28 +323,28 @@ def verify(
     num_out: Int64Array,
     path_out: Int32Array,
 ) -> int:
-    """Samples the next tokens of every rollout: its accepted drafts and one more.
+    """Sample the next tokens of every rollout: its accepted drafts and one more.
 
     Rollout b owns the logits rows first_row[b] .. first_row[b] + num_drafts[b]: the first follows its context, row 1 +
-    j its draft j. Sampling walks down the tree: each token is sampled with the noise of its position, independent of
-    the branch; the walk continues at the child that equals it and stops if there is none. So each token is that of
+    j its draft j. Sampling walks down the tree: each token is sampled with its position's noise, whatever the branch;
+    the walk continues at the child that equals it and stops if there is none. So each token is that of
     `reference.sample`, whatever was drafted, and rows off the path are not read. A penalty counts the tokens of the
-    context and of the path, which are sampled tokens, so drafts do not change it. Runs without the interpreter lock.
+    context and of the path, all of them sampled, so drafts do not change it. Runs without the interpreter lock.
 
     Args:
         logits: float32 or float64 [T, V], before temperature; rows contiguous.
         first_row: int64 [B].
         num_drafts: int64 [B], 0 without drafts.
-        drafts: int32 [D], of all rollouts one after another.
+        drafts: int32 [D], drafts of all rollouts, one after another.
         parents: int32 [D], index of each token's parent within the rollout's drafts, smaller than its own; -1 for none.
         draft_offsets: int64 [B] or longer; b's drafts start at draft_offsets[b].
         keys: int64 [B], from `row_key`.
         positions: int64 [B], absolute position of the first sampled token.
         temperature: float64 [B], > 0.
-        top_k: int64 [B], 0 is all.
+        top_k: int64 [B], 0 means all.
         top_p: float64 [B], in (0, 1].
-        log_min_p: float64 [B], -inf is all.
-        penalty: float64 [B], of repeated tokens; 1 is none.
+        log_min_p: float64 [B], -inf means all.
+        penalty: float64 [B], for repeated tokens; 1 means none.
         contexts: int32 [M, L], prompts and rollouts so far; read only for rollouts with a penalty.
         rows: int64 [B]; b's context is the first positions[b] tokens of contexts[rows[b]].
         tokens_out: int32 [B, K], written; K > every entry of num_drafts.
@@ -354,10 +354,10 @@ def verify(
         path_out: int32 [B, K], written: indices of the accepted drafts, then -1.
 
     Returns:
-        -1, or the first b with invalid logits in a sampled row (NaN, +inf, or -inf only): raise `reference.diverged`.
+        -1, or the first b with invalid logits in a sampled row (NaN, +inf, or only -inf): raise `reference.diverged`.
 
     Example: drafts [4, 5] with parents [-1, 0] and samples 4, then 9 give tokens_out [4, 9], num_out 2 and path_out
-    [0, -1]; the third row is not read. With 9 drafted too, and parents [-1, 0, 0], a third token is sampled from the
+    [0, -1]; the third row is not read. If 9 is drafted too, with parents [-1, 0, 0], a third token is sampled from the
     fourth row, and the path is [0, 2].
     """
     rules = first_row, num_drafts, drafts, parents, draft_offsets, keys, positions, temperature, top_k, top_p, log_min_p
@@ -368,7 +368,7 @@ def verify(
     nothing = np.empty(0, logits.dtype), ids[:0], np.empty(0, np.bool_)
     failed = {_verify(logits, False, *rules, penalty, contexts, rows, ids, weights, ones, *nothing, *outputs)}
     if (penalty != 1).any():
-        # Logits with a penalty are no longer float32.
+        # Penalised logits are no longer float32.
         wide, seen = logits.astype(np.float64, copy=False), (np.empty(vocab_size, np.int64), np.zeros(vocab_size, bool))
         penalised = np.empty(vocab_size)
         failed.add(_verify(wide, True, *rules, penalty, contexts, rows, ids, weights, ones, penalised, *seen, *outputs))
@@ -384,7 +384,7 @@ def _verify(
     is_seen: BoolArray, tokens_out: Int32Array, logprobs_out: Float64Array, policy_out: Float64Array,
     num_out: Int64Array, path_out: Int32Array,
 ) -> int:  # fmt: skip
-    """`verify` of the rollouts with a penalty, or of those without; the arrays after `rows` are its scratch."""
+    """Run `verify` for the rollouts with a penalty, or for those without; arrays after `rows` are scratch space."""
     for b in range(first_row.size):
         if (penalty[b] != 1) != is_penalised:
             continue
@@ -420,7 +420,7 @@ def _verify(
 
 @lean
 def _note(token: int, seen: Int64Array, is_seen: BoolArray, num_seen: int) -> int:
-    """Adds a token to those that were seen, unless it is there or beyond the vocabulary; returns their number."""
+    """Add a token to `seen` unless it is there already or beyond the vocabulary; return the new number."""
     if token >= is_seen.size or is_seen[token]:
         return num_seen
     is_seen[token] = True

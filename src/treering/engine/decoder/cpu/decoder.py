@@ -1,6 +1,6 @@
-"""The fused decoder for CPU: torch's matrix products into preallocated buffers, with one compiled loop between them.
+"""Decode on CPU with torch's matrix products into preallocated buffers and one compiled loop between them.
 
-A small model's step is dominated by launching operations; this path launches eight per layer instead of forty.
+A small model's step is dominated by operation launches; this path launches eight per layer instead of forty.
 
     T tokens   S slots   C hidden size   F MLP size   H query heads   G key-value heads   D head size
 """
@@ -19,18 +19,18 @@ from treering.engine.decoder.weights import DecoderWeights, LayerWeights, activa
 _CACHE_LINE = 64
 _MOST_DRAFTS = 64
 _MOST_LAID_OUT = 1 << 20
-"""Largest matrix in bytes that is transposed in memory; see `_transposed`."""
+"""Largest matrix in bytes that `_transposed` transposes in memory."""
 
 
 class CpuDecoder(Decoder):
-    """Forward passes with float32 or float64 weights on CPU."""
+    """Decoder for float32 or float64 weights on CPU."""
 
     def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
-        """Allocates an arena of `num_slots` and a spare slot."""
+        """Allocate an arena of `num_slots` and a spare slot."""
         sizes = weights.sizes
         dtype = weights.embedding.numpy().dtype
         lanes = lanes_of(dtype)
-        # Attention reads whole vectors, also past the last slot.
+        # Attention reads whole vectors, even past the last slot.
         row = _padded_row_length(num_slots + 1 + lanes, dtype.itemsize)
         padded = -(-sizes.head_size // lanes) * lanes
         self._weights = weights
@@ -48,12 +48,12 @@ class CpuDecoder(Decoder):
 
     @property
     def spare_slot(self) -> int:
-        """See `Decoder.spare_slot`: the last one."""
+        """The last slot, which nothing reads."""
         return self._num_slots
 
     @torch.inference_mode()
     def run(self, batch: TokenBatch) -> Tensor:
-        """See `Decoder.run`."""
+        """Write the batch's keys and values and return logits [W, V], valid until the next run."""
         if batch.num_tokens > self._buffers.num_tokens:
             self._buffers = _Buffers(self._weights, num_tokens=2 * batch.num_tokens)
         views = self._buffers.first(batch.num_tokens)
@@ -66,7 +66,7 @@ class CpuDecoder(Decoder):
         return _linear(last, self._head, self._weights.head_bias, self._buffers.logits(last.shape[0]))
 
     def move(self, sources: Int64Array, targets: Int64Array) -> None:
-        """See `Decoder.move`."""
+        """Copy keys and values between slots, in order."""
         move_slots(self._keys, self._values, sources, targets)
 
     def _attention(self, index: int, layer: "_Layer", batch: TokenBatch, views: "_Views") -> None:
@@ -96,7 +96,7 @@ class CpuDecoder(Decoder):
 
 
 class _Layer:
-    """A layer's weights: matrices [in, out] for torch, norm vectors as arrays for the loops."""
+    """Weights of a layer: matrices [in, out] for torch, norm vectors as arrays for the loops."""
 
     def __init__(self, layer: LayerWeights) -> None:
         empty = np.zeros(0, layer.input_norm.numpy().dtype)
@@ -110,7 +110,7 @@ class _Layer:
 
 
 class _Views:
-    """The first rows of the buffers, as tensors and as numpy arrays over the same memory."""
+    """First rows of the buffers, as tensors and as numpy arrays over the same memory."""
 
     def __init__(self, buffers: dict[str, Tensor], num_tokens: int) -> None:
         views = {name: buffer[:num_tokens] for name, buffer in buffers.items()}
@@ -123,10 +123,10 @@ class _Views:
 
 
 class _Buffers:
-    """Preallocated activations of a layer, so that a pass allocates only the rows it takes logits of."""
+    """Preallocated activations of a layer, so that a pass allocates only the rows whose logits it computes."""
 
     def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
-        # Updates are added to x where they are computed.
+        # The CPU path adds updates directly to x.
         widths = {name: width for name, width in activation_widths(weights.sizes).items() if name != "update"}
         self.num_tokens = num_tokens
         self._tensors = {name: _padded_zeros(num_tokens, width, weights.dtype) for name, width in widths.items()}
@@ -134,31 +134,31 @@ class _Buffers:
         self._views: dict[int, _Views] = {}
 
     def first(self, num_tokens: int) -> _Views:
-        """Views of the first `num_tokens` rows, cached by number."""
+        """Return views of the first `num_tokens` rows, cached by `num_tokens`."""
         views = self._views.get(num_tokens)
         if views is None:
             views = self._views[num_tokens] = _Views(self._tensors, num_tokens)
         return views
 
     def logits(self, num_rows: int) -> Tensor:
-        """The first `num_rows` rows of the logits buffer."""
+        """Return the first `num_rows` rows of the logits buffer."""
         if num_rows > self._logits.shape[0]:
             self._logits = self._logits.new_zeros(2 * num_rows, self._logits.shape[1])
         return self._logits[:num_rows]
 
 
 def _padded_zeros(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [num_tokens, width], padded by a vector at the end for the compiled loops."""
+    """Return zeros [num_tokens, width] with a spare vector at the end for the compiled loops."""
     spare = lanes_of(np.dtype(str(dtype).removeprefix("torch.")))
     return torch.zeros(num_tokens * width + spare, dtype=dtype)[: num_tokens * width].view(num_tokens, width)
 
 
 @torch.inference_mode()
 def _transposed(matrix: Tensor) -> Tensor:
-    """A snapshot's matrix [out, in] as a view [in, out]; a small one is also transposed in memory, in place.
+    """Return a snapshot's matrix [out, in] as a view [in, out]; transpose a small one in memory, in place.
 
-    The next `DecoderWeights.read` fills the same memory. Products with few rows take down to half the time; for
-    matrices larger than a core's cache, products with two rows would get slower.
+    The next `DecoderWeights.read` fills the same memory. Transposing halves the time of some products with few rows;
+    for matrices larger than a core's cache, products with two rows would get slower.
     """
     if matrix.nbytes <= _MOST_LAID_OUT:
         turned = matrix.T.contiguous()
@@ -177,12 +177,12 @@ def _add_linear(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def _padded_row_length(num_slots: int, itemsize: int) -> int:
-    """Row length of the keys: an odd number of cache lines, so that the D rows of a head use different cache sets."""
+    """Return the row length of the keys: an odd number of cache lines, so that the D rows use different cache sets."""
     per_line = _CACHE_LINE // itemsize
     num_lines = -(-num_slots // per_line)
     return (num_lines | 1) * per_line
 
 
 def supports(weights: DecoderWeights) -> bool:
-    """Whether the fused decoder supports these weights: float32 or float64 on CPU."""
+    """Return whether the fused decoder supports these weights: float32 or float64 on CPU."""
     return weights.device.type == "cpu" and weights.embedding.dtype in (torch.float32, torch.float64)

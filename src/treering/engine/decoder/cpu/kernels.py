@@ -1,4 +1,4 @@
-"""The operations between a CPU decoder's matrix products, each one compiled loop without the interpreter lock.
+"""Compute the operations between a CPU decoder's matrix products, each as one compiled loop that releases the GIL.
 
 All float arrays of a call have one dtype, float32 or float64, and the loops compute in it.
 
@@ -34,13 +34,13 @@ from treering.engine.decoder.cpu.simd import (
 
 Floats = NDArray[np.floating]
 
-# Sums may be reordered into vectors; NaN and infinity keep their meaning, so that diverged weights are detected.
+# Sums may be reordered for vectorisation; NaN and infinity keep their meaning, so diverged weights are detected.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
 @compiled_once(nogil=True, no_cfunc_wrapper=True, fastmath=FAST)
 def rms_norm(x: Floats, weight: Floats, eps: Floats, out: Floats) -> None:
-    """Writes weight * x / sqrt(mean(x**2) + eps) of each row of x [T, C] to `out`; eps is [1]."""
+    """Write weight * x / sqrt(mean(x**2) + eps) of each row of x [T, C] to `out`; eps is [1]."""
     num_columns = x.shape[1]
     count = eps.dtype.type(num_columns)
     for t in range(x.shape[0]):
@@ -54,9 +54,9 @@ def rms_norm(x: Floats, weight: Floats, eps: Floats, out: Floats) -> None:
 
 @kernel
 def silu_mul(gate_up: Floats, out: Floats) -> None:
-    """Writes silu(gate) * up to `out` [T, F], for gate_up [T, 2 F] with the gates first.
+    """Write silu(gate) * up to `out` [T, F], for gate_up [T, 2 F] with the gates first.
 
-    Writes whole vectors, so up to a vector after the last row is overwritten.
+    Writes whole vectors, so up to one vector after the last row is overwritten.
     """
     size = out.shape[1]
     one, zero = broadcast(out.dtype.type(1)), broadcast(out.dtype.type(0))
@@ -67,7 +67,7 @@ def silu_mul(gate_up: Floats, out: Floats) -> None:
             store(out, t * size + f, multiply(shrunk, up))
 
 
-# Without numba's runtime: reference counting of each head's slices took most of the time.
+# No numba runtime: reference counts of each head's slices took most of the time.
 @compiled_once(nogil=True, no_cfunc_wrapper=True, fastmath=FAST, error_model="numpy", _nrt=False)
 def write_keys(
     qkv: Floats,
@@ -81,7 +81,7 @@ def write_keys(
     keys: Floats,
     values: Floats,
 ) -> None:
-    """Norms and rotates queries and keys of qkv [T, (H + 2 G) D] in place, and writes keys and values to the arena.
+    """Normalise and rotate queries and keys of qkv [T, (H + 2 G) D] in place, and write keys and values to the arena.
 
     keys is [G, D, S], values [G, S, D] or wider, cos and sin [P, D]; empty norms are skipped.
     """
@@ -118,7 +118,7 @@ def write_keys(
 def _norm_and_rotate(
     qkv: Floats, first: int, norm: Floats, eps: Floats, cos: Floats, sin: Floats, angle: int, half: int
 ) -> None:  # fmt: skip
-    """Norms and rotates the head at index `first` of qkv in vectors; half a head must be a whole number of vectors."""
+    """Normalise and rotate the head at index `first` of qkv in vectors; half a head must be whole vectors."""
     step = lanes(qkv)
     scale = broadcast(qkv.dtype.type(1))
     if norm.size > 0:
@@ -140,7 +140,7 @@ def _norm_and_rotate(
 
 @lean
 def _copy(source: Floats, first: int, target: Floats, at: int, size: int) -> None:
-    """Copies whole vectors."""
+    """Copy whole vectors."""
     for d in range(0, size, lanes(source)):
         store(target, at + d, load(source, first + d))
 
@@ -165,7 +165,7 @@ def _rotate(x: Floats, cos: Floats, sin: Floats) -> None:
 
 
 _FLOOR = -64.0
-"""Scores this far below the largest are clamped: e**-64 is 1.6e-28, negligible; subnormal float32 would be slow."""
+"""Scores this far below the largest are clamped: e**-64 = 1.6e-28 is negligible, and subnormal float32 is slow."""
 
 
 @kernel
@@ -183,13 +183,13 @@ def attend(
     scores: Floats,
     out: Floats,
 ) -> None:
-    """Attention of each token's queries over its two spans and its tree; out is [T, H D], scale [1], scores [2, K].
+    """Attend with each token's queries over its two spans and its tree; out is [T, H D], scale [1], scores [2, K].
 
     keys is [G, D, S], padded by a vector after the last visible slot, values [G, S, E]. Whole vectors are read from
-    `qkv` and written to `out`, so up to a vector after the last row is overwritten.
+    `qkv` and written to `out`, so up to one vector after the last row is overwritten.
 
-    Two query heads of one key-value head are processed as a pair, so that keys and values are read once for both. With
-    an odd number the last head is paired with itself.
+    Two query heads of a key-value head are processed as a pair, so that keys and values are read once for both. If
+    their number is odd, the last head is paired with itself.
     """
     num_kv_heads, head_size, num_slots = keys.shape
     padded_size = values.shape[2]
@@ -222,11 +222,11 @@ def attend(
 
 @kernel
 def move_slots(keys: Floats, values: Floats, sources: Int64Array, targets: Int64Array) -> None:
-    """Copies slots of keys [layers, G, D, S] and values [layers, G, S, E], one after another."""
+    """Copy slots of keys [layers, G, D, S] and values [layers, G, S, E], one after another."""
     for layer in range(keys.shape[0]):
         for g in range(keys.shape[1]):
             for k in range(sources.size):
-                # Loops, because numba compiles the check of shapes of an assignment for a second and a half.
+                # Loops, because numba needs 1.5 seconds to compile the shape check of an array assignment.
                 for d in range(keys.shape[2]):
                     keys[layer, g, d, targets[k]] = keys[layer, g, d, sources[k]]
                 for d in range(values.shape[3]):
@@ -238,7 +238,7 @@ def _score(
     qkv: Floats, query: int, step: int, keys: Floats, first: int, count: int, bits: int, scale: Any, scores: Floats,
     offset: int,
 ) -> int:  # fmt: skip
-    """Writes scale * query . keys[:, j] to scores[:, offset + j] where bit j is set; bits = 0 means all j < count.
+    """Write scale * query . keys[:, j] to scores[:, offset + j] where bit j is set; bits = 0 means all j < count.
 
     The queries of a pair begin at `query` and `query + step`. keys is [D, S], vectorised over slots from index `first`.
     Writes whole vectors, -inf for invisible slots, and returns the offset after them. Separate sums over even and odd
@@ -265,13 +265,13 @@ def _score(
 
 @lean
 def _visible_bits(bits: int, j: int, count: int, size: int) -> int:
-    """The visibility bits of the vector of slots from j on."""
+    """Return the visibility bits of the vector of slots from j on."""
     return int(bits >> j if bits != 0 else (np.int64(1) << min(count - j, size)) - 1)
 
 
 @lean
 def _length(bits: int) -> int:
-    """Number of slots up to the highest set bit."""
+    """Return the number of slots up to the highest set bit."""
     count = 64
     while count > 0 and (bits >> (count - 1)) & 1 == 0:
         count -= 1
@@ -282,7 +282,7 @@ def _length(bits: int) -> int:
 def _accumulate(
     values: Floats, first: int, count: int, weights: Floats, offset: int, sums: Any, others: Any
 ) -> tuple[Any, Any]:
-    """Adds weights[0, offset + j] * v_j to `sums` and weights[1, offset + j] * v_j to `others`, for j < count.
+    """Add weights[0, offset + j] * v_j to `sums` and weights[1, offset + j] * v_j to `others`, for j < count.
 
     v_j is the vector at index `first` + j E of values.
     """
@@ -306,7 +306,7 @@ def _accumulate(
 def _accumulate_tree(
     values: Floats, first: int, count: int, bits: int, weights: Floats, offset: int, sums: Any, others: Any
 ) -> tuple[Any, Any]:
-    """`_accumulate` over the slots whose bit is set."""
+    """Accumulate as `_accumulate` does, over the slots whose bit is set."""
     stride = weights.shape[1]
     for j in range(count):
         if (bits >> j) & 1 == 1:
@@ -318,9 +318,9 @@ def _accumulate_tree(
 
 @lean
 def _softmax_weights(scores: Floats, end: int) -> tuple[Any, Any]:
-    """Replaces the scores before `end` of both rows by exp(score - largest), in place, in whole vectors.
+    """Replace the scores before `end` of both rows by exp(score - largest), in place, in whole vectors.
 
-    Returns vectors filled with their sums. -inf becomes negligible, and NaN stays NaN.
+    Returns two vectors filled with their sums. -inf becomes negligible, and NaN stays NaN.
     """
     size, stride = lanes(scores), scores.shape[1]
     top, other_top = load(scores, 0), load(scores, stride)

@@ -1,10 +1,10 @@
-"""Explicit SIMD vectors for numba loops: an LLVM vector as a numba type.
+"""Provide explicit SIMD vectors for numba loops: an LLVM vector as a numba type.
 
-numba leaves vectorisation to LLVM, which vectorises only long loops: of a row of 40 scores it computes 32 in vectors
+numba leaves vectorisation to LLVM, which vectorises only long loops: in a row of 40 scores it computes 32 in vectors
 and 8 one by one. These intrinsics make vectors explicit.
 
-A vector holds 64 bytes, 16 float32 or 8 float64, on every machine; narrower registers take several. Arrays must be
-contiguous, and indices into them count elements from the first, whatever the shape.
+A vector has 64 bytes, 16 float32 or 8 float64, on every machine; machines with narrower registers use several. Arrays
+must be contiguous, and indices count elements from the first, whatever the shape.
 """
 
 import math
@@ -19,7 +19,7 @@ NUM_BYTES = 64
 
 
 class Vector(types.Type):
-    """The numba type of a vector."""
+    """Numba type of a vector."""
 
     def __init__(self, dtype: Any) -> None:
         """`dtype` is numba's float32 or float64."""
@@ -36,23 +36,23 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def lanes_of(dtype: np.dtype) -> int:
-    """Elements of a vector.
+    """Return the number of elements of a vector.
 
-    Example: 16 of float32.
+    Example: 16 for float32.
     """
     return NUM_BYTES // dtype.itemsize
 
 
 @intrinsic
 def lanes(typing: Any, array: Any) -> Any:
-    """Elements of a vector of an array's dtype, a compile-time constant."""
+    """Return the number of elements of a vector with an array's dtype, as a compile-time constant."""
     size = lanes_of(np.dtype(array.dtype.name))
     return types.intp(array), lambda context, builder, signature, args: ir.Constant(ir.IntType(64), size)
 
 
 @intrinsic
 def load(typing: Any, array: Any, at: Any) -> Any:
-    """Loads the vector at index `at`."""
+    """Load the vector at index `at`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_place(context, builder, signature, args), align=array.dtype.bitwidth // 8)
@@ -62,7 +62,7 @@ def load(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def store(typing: Any, array: Any, at: Any, vector: Any) -> Any:
-    """Stores a vector at index `at`."""
+    """Store a vector at index `at`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _place(context, builder, signature, args), align=array.dtype.bitwidth // 8)
@@ -73,7 +73,7 @@ def store(typing: Any, array: Any, at: Any, vector: Any) -> Any:
 
 @intrinsic
 def broadcast(typing: Any, number: Any) -> Any:
-    """Broadcasts a number to a vector."""
+    """Broadcast a number to a vector."""
     vector = Vector(number)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -84,7 +84,7 @@ def broadcast(typing: Any, number: Any) -> Any:
 
 @intrinsic
 def broadcast_from(typing: Any, array: Any, at: Any) -> Any:
-    """Broadcasts the element at index `at` to a vector."""
+    """Broadcast the element at index `at` to a vector."""
     vector = Vector(array.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -96,7 +96,7 @@ def broadcast_from(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def muladd(typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """Returns a * b + c, rounded once if the machine has fused multiply-add."""
+    """Return a * b + c, rounded once if the machine has fused multiply-add."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _muladd(builder, *args)
@@ -106,37 +106,37 @@ def muladd(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def add(typing: Any, a: Any, b: Any) -> Any:
-    """Returns a + b."""
+    """Return a + b."""
     return a(a, a), lambda context, builder, signature, args: builder.fadd(*args)
 
 
 @intrinsic
 def subtract(typing: Any, a: Any, b: Any) -> Any:
-    """Returns a - b."""
+    """Return a - b."""
     return a(a, a), lambda context, builder, signature, args: builder.fsub(*args)
 
 
 @intrinsic
 def multiply(typing: Any, a: Any, b: Any) -> Any:
-    """Returns a * b."""
+    """Return a * b."""
     return a(a, a), lambda context, builder, signature, args: builder.fmul(*args)
 
 
 @intrinsic
 def divide(typing: Any, a: Any, b: Any) -> Any:
-    """Returns a / b."""
+    """Return a / b."""
     return a(a, a), lambda context, builder, signature, args: builder.fdiv(*args)
 
 
 @intrinsic
 def maximum(typing: Any, a: Any, b: Any) -> Any:
-    """The elementwise maximum; of NaN and a number either."""
+    """Return the elementwise maximum; for NaN and a number, either."""
     return a(a, a), lambda context, builder, signature, args: _larger(builder, *args)
 
 
 @intrinsic
 def select(typing: Any, bits: Any, a: Any, b: Any) -> Any:
-    """Elements of `a` where a bit is set (the lowest bit is the first element), of `b` elsewhere."""
+    """Return the elements of `a` where a bit is set (the lowest bit is the first element), of `b` elsewhere."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         number = builder.trunc(args[0], ir.IntType(a.lanes))
@@ -147,13 +147,13 @@ def select(typing: Any, bits: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def largest(typing: Any, a: Any) -> Any:
-    """The largest element of a vector."""
+    """Return the largest element of a vector."""
     return a.dtype(a), lambda context, builder, signature, args: _reduce(builder, args[0], _larger)
 
 
 @intrinsic
 def total(typing: Any, a: Any) -> Any:
-    """The sum of a vector, added pairwise by halves."""
+    """Return the sum of a vector, added pairwise by halves."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _reduce(builder, args[0], lambda builder, x, y: builder.fadd(x, y))
@@ -163,10 +163,10 @@ def total(typing: Any, a: Any) -> Any:
 
 @intrinsic
 def exponential(typing: Any, a: Any) -> Any:
-    """Returns e**a, within 2 units in the last place; clamped to normal numbers, and NaN stays NaN.
+    """Return e**a, within 2 units in the last place; clamped to normal numbers, and NaN stays NaN.
 
-    Computes 2**n e**r with |r| <= ln(2) / 2. Adding 1.5 * 2**(mantissa bits) rounds to the integer n, which ends up in
-    the lowest bits.
+    Computes 2**n e**r with |r| <= ln(2) / 2. Adding 1.5 * 2**(mantissa bits) rounds to the integer n, leaving it in the
+    lowest bits.
     """
     numbers = np.finfo(np.dtype(a.dtype.name))
     integer = ir.IntType(numbers.bits)
@@ -197,7 +197,7 @@ def exponential(typing: Any, a: Any) -> Any:
     return a(a), generate
 
 
-# ln 2 in two parts, the first with so few bits that whole multiples of it are exact.
+# ln 2 in two parts; the first has few bits, so that its integer multiples are exact.
 _LN2 = {32: (0.693359375, -0.00021219444005469058), 64: (0.6931471803691238, 1.9082149292705877e-10)}
 _ORDER = {32: 7, 64: 13}
 

@@ -1,10 +1,9 @@
-"""The decoder for CUDA: torch's matrix products and our own kernels, captured in one CUDA graph per size and replayed.
+"""Decode on CUDA with torch's matrix products and Treering's kernels, captured in one CUDA graph per size.
 
-Passes whose logits are all wanted (decoding and verifying drafts) use a graph per bucket of tokens and tiles; passes
-with prefill chunks launch their kernels one by one. Tokens of a row share a tile, so that their common keys are read
-once for all of them.
+Passes that want all logits (decoding and verifying drafts) use a graph per bucket of tokens and tiles; passes with
+prefill chunks launch their kernels one by one. Tokens of a row share a tile, so their common keys are read once.
 
-    T tokens   W wanted ones   I tiles   V vocabulary   P parts of the keys   C hidden size   F MLP size
+    T tokens   W wanted tokens   I tiles   V vocabulary   P parts of the keys   C hidden size   F MLP size
     H query heads   G key heads   D head size
 """
 
@@ -34,7 +33,7 @@ from treering.engine.decoder.reference import Decoder
 from treering.engine.decoder.weights import DecoderWeights, LayerWeights, Sizes, activation_widths
 
 ROWS_OF_TILES = (16, 64)
-"""Queries of a tile, tokens times heads: the minimum of the matrix units, and the most that fits with the keys."""
+"""Queries per tile, tokens times heads: the minimum of the matrix units, and the most that fits with the keys."""
 
 TOKEN_COLUMNS = 6
 """token, position, address, num_own, tree_offset, tree_bits"""
@@ -44,7 +43,7 @@ TILE_COLUMNS = 6
 
 
 class PassTables(NamedTuple):
-    """The inputs of a pass besides weights."""
+    """Inputs of a pass, except weights."""
 
     tokens: Int64Array  # [6, T], see TOKEN_COLUMNS; a tree begins tree_offset addresses after the own span's start
     tiles: Int64Array  # [I, 6], see TILE_COLUMNS; some token sees the first num_read addresses of the own span
@@ -52,10 +51,10 @@ class PassTables(NamedTuple):
 
 
 def plan_tables(batch: TokenBatch, num_groups: int) -> PassTables:
-    """The tables of a pass with `num_groups` query heads per key head, at most 64.
+    """Return the tables of a pass with `num_groups` query heads per key head, at most 64.
 
-    Example: with 4 heads per key head, a row of 3 tokens and one of 1 are two tiles of 16 queries. A chunk of 100
-    tokens, more than the 4 that fit there, makes all tiles 64 queries and takes 7 of them.
+    Example: with 4 heads per key head, rows of 3 tokens and 1 token are two tiles of 16 queries. A chunk of 100 tokens
+    does not fit a tile of 16 queries, which holds 4, so all tiles get 64 queries and the chunk takes 7 tiles.
     """
     starts, lengths = _runs(batch)
     rows = next((rows for rows in ROWS_OF_TILES if rows // num_groups >= lengths.max(initial=1)), ROWS_OF_TILES[-1])
@@ -78,7 +77,7 @@ def plan_tables(batch: TokenBatch, num_groups: int) -> PassTables:
 
 
 def _runs(batch: TokenBatch) -> tuple[Int64Array, Int64Array]:
-    """First tokens and lengths of the runs of tokens with the same spans."""
+    """Return the first tokens and the lengths of the runs of tokens with the same spans."""
     spans = np.stack([batch.prefix_start, batch.num_prefix, batch.own_start])
     is_start = np.ones(batch.num_tokens, bool)
     is_start[1:] = (spans[:, 1:] != spans[:, :-1]).any(0)
@@ -87,12 +86,12 @@ def _runs(batch: TokenBatch) -> tuple[Int64Array, Int64Array]:
 
 
 def _length(bits: Int64Array) -> Int64Array:
-    """Index of the highest set bit, from 1; may be one too high for long runs of set bits, by rounding."""
+    """Return the index of the highest set bit, from 1; rounding may make it one too high for long runs of set bits."""
     return np.frexp(bits.view(np.uint64).astype(np.float64))[1].astype(np.int64)
 
 
 def bucket(count: int) -> int:
-    """Rounds `count` >= 1 up to the size of a captured pass: powers of two up to 64, then multiples of 64.
+    """Round `count` >= 1 up to the size of a captured pass: powers of two up to 64, then multiples of 64.
 
     Example: 1, 2, 3, 64, 65 and 130 become 1, 2, 4, 64, 128 and 192.
     """
@@ -100,7 +99,7 @@ def bucket(count: int) -> int:
 
 
 class Views(NamedTuple):
-    """The buffers of one pass, in the model's dtype unless noted."""
+    """Buffers of one pass, in the model's dtype unless noted."""
 
     x: Tensor  # [T, C] residual stream
     h: Tensor  # [T, C] its norm
@@ -114,10 +113,10 @@ class Views(NamedTuple):
 
 
 class Buffers:
-    """Buffers for passes of up to `num_tokens` tokens, which all use the same memory."""
+    """Memory that all passes of up to `num_tokens` tokens share."""
 
     def __init__(self, weights: DecoderWeights, *, num_tokens: int) -> None:
-        """Allocates everything but the logits, which only some passes write here."""
+        """Allocate everything but the logits, which only some passes write here."""
         sizes, device = weights.sizes, weights.device
         self._weights = weights
         self._num_tokens = num_tokens
@@ -139,7 +138,7 @@ class Buffers:
         return self._logits
 
     def first(self, num_tokens: int, num_tiles: int) -> Views:
-        """Views for a pass of `num_tokens` tokens in `num_tiles` tiles."""
+        """Return views for a pass of `num_tokens` tokens in `num_tiles` tiles."""
         weights = self._weights
         shape = num_parts(num_tiles, weights.sizes.num_kv_heads, num_processors(weights.device)), num_tokens
         num_lines = shape[0] * num_tokens
@@ -151,28 +150,28 @@ class Buffers:
 
 
 def _most_lines(sizes: Sizes, num_tokens: int, num_processors: int) -> int:
-    """Most tokens times parts of a pass with more than `num_tokens` / 2 and up to `num_tokens` tokens."""
-    # Fewer tokens mean fewer tiles, and so more parts.
+    """Return the most tokens times parts of any pass with more than `num_tokens` / 2 and up to `num_tokens` tokens."""
+    # Fewer tokens mean fewer tiles and therefore more parts.
     fewest_tiles = num_tokens // 2 * (sizes.num_heads // sizes.num_kv_heads) // ROWS_OF_TILES[-1]
     return num_tokens * num_parts(max(1, fewest_tiles), sizes.num_kv_heads, num_processors)
 
 
 MAX_CAPTURED = 1024
-"""Most tokens of a captured pass; beyond, launch time is negligible."""
+"""Most tokens of a captured pass; above that, launch time is negligible."""
 
 _PassKey = tuple[int, int, int]
 
 
 class CudaDecoder(Decoder):
-    """Forward passes with float32, bfloat16 or float16 weights.
+    """Decoder for float32, bfloat16 or float16 weights on CUDA.
 
     Attributes:
-        allocator: the arena; slots of a batch are addresses in it.
+        allocator: the arena; a batch's slots are addresses in it.
     """
 
     @no_grad_mode()
     def __init__(self, weights: DecoderWeights, num_slots: int) -> None:
-        """Allocates pages for `num_slots` and a spare page that nothing reads."""
+        """Allocate pages for `num_slots` and a spare page that nothing reads."""
         sizes, device = weights.sizes, weights.device
         self.allocator = PagedAllocator(num_slots)
         num_pages = int(self.allocator.table.max()) + 1
@@ -190,12 +189,12 @@ class CudaDecoder(Decoder):
 
     @property
     def spare_slot(self) -> int:
-        """See `Decoder.spare_slot`; padding tokens of a bucket write there too."""
+        """A slot that nothing reads; padding tokens of a bucket write there too."""
         return self._spare_address
 
     @no_grad_mode()
     def run(self, batch: TokenBatch) -> Tensor:
-        """See `Decoder.run`."""
+        """Write the batch's keys and values and return logits [W, V], valid until the next run."""
         sizes = self._weights.sizes
         tables = plan_tables(batch, sizes.num_heads // sizes.num_kv_heads)
         is_whole = batch.wanted.size == batch.num_tokens
@@ -207,7 +206,7 @@ class CudaDecoder(Decoder):
 
     @no_grad_mode()
     def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """See `Decoder.move`; reads all sources before it writes any target, which is equivalent under its rules."""
+        """Copy keys and values between slots; read all sources first, which the rules of `Decoder.move` allow."""
         table = self.allocator.table.astype(np.int64)
         slots = [
             table[addresses // PAGE_SLOTS] * PAGE_SLOTS + addresses % PAGE_SLOTS for addresses in (sources, targets)
@@ -218,7 +217,7 @@ class CudaDecoder(Decoder):
                 cache.index_copy_(2, target, cache.index_select(2, source))
 
     def _sync_page_table(self) -> None:
-        """Copies the changed part of the page table to the device."""
+        """Copy the changed part of the page table to the device."""
         changed = self.allocator.pop_changed()
         if changed is not None:
             (fresh,) = self._staging.send([self.allocator.table[slice(*changed)]])
@@ -249,7 +248,7 @@ class CudaDecoder(Decoder):
         return logits
 
     def _padded(self, tables: PassTables, num_tokens: int, num_tiles: int) -> list[NDArray[np.int64]]:
-        """The tables padded to a bucket, with tokens that see nothing and empty tiles."""
+        """Return the tables padded to a bucket, with tokens that see nothing and empty tiles."""
         tokens, tiles = np.zeros((TOKEN_COLUMNS, num_tokens), np.int64), np.zeros((num_tiles, TILE_COLUMNS), np.int64)
         tokens[2] = self._spare_address
         tokens[:, : tables.tokens.shape[1]] = tables.tokens
@@ -265,7 +264,7 @@ class CudaDecoder(Decoder):
         logits: Tensor,
         rows: int,
     ) -> None:
-        """Launches all kernels of a pass and writes the logits of the wanted tokens (None: all)."""
+        """Launch all kernels of a pass and write the logits of the wanted tokens (None: all)."""
         weights, eps = self._weights, self._weights.sizes.eps
         num_tokens = tokens.shape[1]
         views = buffers.first(num_tokens, tiles.shape[0])
@@ -290,7 +289,7 @@ class CudaDecoder(Decoder):
         _product(views.h if wanted is None else views.h[wanted], weights.head, weights.head_bias, logits)
 
     def _buffers_for(self, num_tokens: int) -> Buffers:
-        """Buffers for `num_tokens` rounded up to a power of two, kept at a fixed address."""
+        """Return buffers for `num_tokens` rounded up to a power of two, at a fixed address."""
         size = 1 << (num_tokens - 1).bit_length()
         if size not in self._buffers:
             self._buffers[size] = Buffers(self._weights, num_tokens=size)
@@ -310,20 +309,20 @@ def _norms(layer: LayerWeights) -> tuple[Tensor, Tensor] | None:
 
 
 def unsupported_reason(weights: DecoderWeights) -> str | None:
-    """Why the kernels do not support these weights, as the end of a sentence; None if they do.
+    """Return why the kernels do not support these weights, as the end of a sentence; None if they do.
 
-    Example: float64 weights give "computes float32, bfloat16 and float16, and the model is torch.float64".
+    Example: float64 weights give "needs float32, bfloat16 or float16, and the model is torch.float64".
     """
     from treering.attention.triton_kernels import INTERPRETED
 
     sizes, dtype = weights.sizes, weights.dtype
     if weights.device.type != "cuda" and not INTERPRETED:
-        return f"computes on CUDA devices, and the model is on {weights.device}"
+        return f"needs a CUDA device, and the model is on {weights.device}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"computes float32, bfloat16 and float16, and the model is {dtype}"
+        return f"needs float32, bfloat16 or float16, and the model is {dtype}"
     if sizes.head_size > 128 or sizes.head_size % 2:
-        return f"computes even head sizes up to 128, and the model has {sizes.head_size}"
+        return f"supports even head sizes up to 128, and the model has {sizes.head_size}"
     num_groups = sizes.num_heads // sizes.num_kv_heads
     if num_groups > ROWS_OF_TILES[-1]:
-        return f"computes up to {ROWS_OF_TILES[-1]} query heads per key head, and the model has {num_groups}"
+        return f"supports up to {ROWS_OF_TILES[-1]} query heads per key head, and the model has {num_groups}"
     return None

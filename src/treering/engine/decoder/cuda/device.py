@@ -1,4 +1,4 @@
-"""Graph capture and asynchronous copies on CUDA, with plain equivalents on CPU.
+"""Capture graphs and copy asynchronously on CUDA, with plain equivalents on CPU.
 
 The rest of the package runs on both, so it can be tested without a GPU.
 """
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _WARM_UPS = 2
-"""Runs before a capture: kernels compile and libraries allocate workspaces, which a capture does not allow."""
+"""Runs before a capture, in which kernels compile and libraries allocate workspaces; a capture allows neither."""
 
 
 class StagingBuffer:
-    """A staging buffer that copies arrays to a fixed address on the device.
+    """Buffer that copies arrays to a fixed address on the device.
 
     Example: `send([a, b])` returns tensors of the same shapes and dtypes on the device, valid until the next `send`.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """Allocates `num_bytes`; every array takes a multiple of 16."""
+        """Allocate `num_bytes`; each array takes a multiple of 16."""
         is_cuda = device.type == "cuda"
         with no_grad_mode():
             self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -32,7 +32,7 @@ class StagingBuffer:
         self._arrived = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """Copies arrays in one transfer; on CUDA the host does not wait, and later work of the stream sees them."""
+        """Copy arrays in one transfer; on CUDA the host does not wait, and later work on the stream sees them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         host, tensors, at = self._host.numpy(), [], 0
@@ -49,15 +49,15 @@ class StagingBuffer:
 
 
 class Staging:
-    """A staging buffer that grows; arrays arrive at another address then."""
+    """Staging buffer that grows when needed, which changes its address."""
 
     def __init__(self, device: torch.device) -> None:
-        """Allocates at first use."""
+        """Allocate at first use."""
         self._device = device
         self._buffer, self._num_bytes = StagingBuffer(device, 0), 0
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """See `StagingBuffer.send`."""
+        """Copy arrays to the device as `StagingBuffer.send` does."""
         num_bytes = sum(padded_bytes(array.nbytes) for array in arrays)
         if num_bytes > self._num_bytes:
             self._num_bytes = 2 * num_bytes
@@ -67,9 +67,9 @@ class Staging:
 
 @contextmanager
 def no_grad_mode() -> Iterator[None]:
-    """Turns off gradients and inference mode.
+    """Turn off gradients and inference mode.
 
-    Tensors created in inference mode can be written only there, and a capture creates some for the whole process: the
+    Tensors created in inference mode can be written only there, and a capture creates one for the whole process: the
     seed of torch's random numbers, which the next capture writes.
     """
     with torch.inference_mode(False), torch.no_grad():
@@ -77,7 +77,7 @@ def no_grad_mode() -> Iterator[None]:
 
 
 def padded_bytes(num_bytes: int) -> int:
-    """Bytes that an array of `num_bytes` takes in a `StagingBuffer`.
+    """Return the bytes that an array of `num_bytes` takes in a `StagingBuffer`.
 
     Example: 1 byte takes 16, and 17 take 32.
     """
@@ -85,12 +85,12 @@ def padded_bytes(num_bytes: int) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one, for kernel launches; does nothing for CPU."""
+    """Return a context in which a CUDA device is current for kernel launches; it does nothing for CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for CPU, where programs run one after another."""
+    """Return the number of multiprocessors of a device; 1 for CPU, where programs run one after another."""
     if device.type != "cuda":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -98,15 +98,15 @@ def num_processors(device: torch.device) -> int:
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
-    """Copies a tensor to the host; the only place where the host waits for the device."""
+    """Copy a tensor to the host; the only place where the host waits for the device."""
     values: NDArray[Any] = tensor.cpu().numpy()
     return values
 
 
 def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Captures `work` in a CUDA graph, after warm-up runs, and returns its replay; on CPU returns `work` itself.
+    """Capture `work` in a CUDA graph after warm-up runs, and return its replay; on CPU return `work` itself.
 
-    `work` must use memory at fixed addresses, allocate none and never wait for the device.
+    `work` must use memory at fixed addresses, allocate nothing and never wait for the device.
     """
     if device.type != "cuda":
         return work
@@ -125,5 +125,5 @@ def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A device's only stream for warm-ups and captures: library workspaces belong to the stream that they ran on."""
+    """Return a device's one stream for warm-ups and captures, because library workspaces belong to a stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Kernels between the matrix products of a layer: norms, rotation with writing of keys and values, attention, the gate.
+"""Launch the kernels between a layer's matrix products: norms, rotation, key and value writes, attention, the gate.
 
-They round where the model's own modules round, except that the rotation rounds once. Attention has one program per tile
-of tokens, key head and part of the keys; a tile holds all query heads of one key head, for several tokens of one row.
+They round where the model's own modules round, except that the rotation rounds once. Attention runs one program per
+tile of tokens, key head and part of the keys; a tile has all query heads of one key head, for several tokens of a row.
 
     T tokens   C hidden size   H query heads   G key heads   D head size   F MLP size   S slots   I tiles   P parts
 """
@@ -22,7 +22,7 @@ _GATE_TILE = 1024
 @triton.jit
 @no_type_check
 def _times(left, right):
-    """A product rounded once to the operands' dtype; the interpreter does not support it in bfloat16."""
+    """Return a product rounded once to the operands' dtype; the interpreter cannot multiply bfloat16."""
     return (left.to(tl.float32) * right.to(tl.float32)).to(left.dtype)
 
 
@@ -31,7 +31,7 @@ def _times(left, right):
 def norm_kernel(
     x_ptr, update_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr
 ):
-    """Adds an update to a token's x, if there is one, and writes its norm; grid (T,)."""
+    """Add an update to a token's x, if there is one, and write its norm; grid (T,)."""
     column = tl.arange(0, PADDED)
     is_column = column < SIZE
     line = tl.program_id(0).to(tl.int64) * SIZE + column
@@ -68,7 +68,7 @@ def rotate_kernel(
     HAS_NORM: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Norms and rotates queries in place and keys into their page, and copies values; grid (T, H + 2 G).
+    """Normalise and rotate queries in place and keys into their page, and copy values; grid (T, H + 2 G).
 
     A head is held as two halves of `PADDED` columns.
     """
@@ -119,7 +119,7 @@ def rotate_kernel(
 @triton.jit
 @no_type_check
 def gate_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Writes silu(gate) * up of a token; grid (T, tiles of F)."""
+    """Write silu(gate) * up of a token; grid (T, tiles of F)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < SIZE
@@ -131,7 +131,7 @@ def gate_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
-    """Adds `update` to x [T, C] in place, and writes the root-mean-square norm of the sum to `out`."""
+    """Add `update` to x [T, C] in place, and write the root-mean-square norm of the sum to `out`."""
     size = x.shape[1]
     norm_kernel[(x.shape[0],)](
         x, x if update is None else update, weight, out, eps,
@@ -149,17 +149,17 @@ def rotate_and_write(
     table: Tensor,
     eps: float,
 ) -> None:
-    """Norms and rotates the queries of qkv [T, (H + 2 G) D] in place, and writes keys and values to their slots.
+    """Normalise and rotate the queries of qkv [T, (H + 2 G) D] in place, and write keys and values to their slots.
 
     Args:
-        qkv: of the layer's projection.
-        norms: [D] of queries and of keys; None for a family without.
+        qkv: output of the layer's projection.
+        norms: [D] for queries and for keys; None for families without them.
         rotation: cosines and sines [positions, D].
-        keys: [G, S, D] of the layer.
-        values: the same.
-        tokens: int64 [6, T], of `PassTables`.
+        keys: [G, S, D], the layer's arena.
+        values: [G, S, D].
+        tokens: int64 [6, T], from `PassTables`.
         table: int32, the page of each 16 addresses.
-        eps: of the norms.
+        eps: epsilon of the norms.
     """
     num_key_heads, num_slots, head_size = keys.shape
     num_units = qkv.shape[1] // head_size
@@ -171,7 +171,7 @@ def rotate_and_write(
 
 
 def gate(gate_up: Tensor, out: Tensor) -> None:
-    """Writes silu(gate) * up to `out` [T, F], from gate_up [T, 2 F]."""
+    """Write silu(gate) * up to `out` [T, F], from gate_up [T, 2 F]."""
     size = out.shape[1]
     gate_kernel[(out.shape[0], -(-size // _GATE_TILE))](gate_up, out, SIZE=size, TILE=_GATE_TILE, num_warps=4)
 
@@ -193,7 +193,7 @@ _PROGRAMS = 4
 @triton.jit
 @no_type_check
 def factor(tile, WIDE: tl.constexpr):
-    """An operand of a matrix product, in float32 for the interpreter, which does not support bfloat16."""
+    """Return an operand of a matrix product, as float32 in the interpreter, which does not support bfloat16."""
     if WIDE:
         return tile.to(tl.float32)
     return tile
@@ -202,7 +202,7 @@ def factor(tile, WIDE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _addresses(at, prefix_start, num_prefix, own_start, KEY_TILE: tl.constexpr):
-    """Addresses of the keys from index `at` on; prefix keys come first."""
+    """Return the addresses of the keys from index `at` on; prefix keys come first."""
     key_number = at + tl.arange(0, KEY_TILE)
     return tl.where(key_number < num_prefix, prefix_start + key_number, own_start + key_number - num_prefix)
 
@@ -210,7 +210,7 @@ def _addresses(at, prefix_start, num_prefix, own_start, KEY_TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _pages(table_ptr, addresses, at, end, KEY_TILE: tl.constexpr, PAGE: tl.constexpr):
-    """Pages of the addresses of the keys from index `at` on; 0 from `end` on."""
+    """Return the pages of the keys' addresses from index `at` on; 0 from `end` on."""
     return tl.load(table_ptr + addresses // PAGE, mask=at + tl.arange(0, KEY_TILE) < end, other=0)
 
 
@@ -245,9 +245,9 @@ def attend_kernel(
     WHOLE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Outputs [P, T, H, D] and log2-sum-exp2 [P, T, H] over each part of the keys; grid (I, G, P).
+    """Compute outputs [P, T, H, D] and log2-sum-exp2 [P, T, H] over each part of the keys; grid (I, G, P).
 
-    With a single part (WHOLE) writes out [T, H, D] instead; tokens outside all tiles are not written.
+    With a single part (WHOLE), writes out [T, H, D] instead. Tokens outside all tiles are not written.
     """
     tile = tiles_ptr + tl.program_id(0) * 6
     head = tl.program_id(1)
@@ -259,7 +259,7 @@ def attend_kernel(
     is_row = row // GROUPS < count
     token = first + row // GROUPS
     query_head = head * GROUPS + row % GROUPS
-    # What a row sees of its own span and tree; key indices count the prefix first.
+    # The part of its own span and tree that a row sees; key indices count the prefix first.
     num_own = tl.load(tokens_ptr + 3 * num_tokens + token, mask=is_row, other=0)
     tree_offset = tl.load(tokens_ptr + 4 * num_tokens + token, mask=is_row, other=0)
     tree_bits = tl.load(tokens_ptr + 5 * num_tokens + token, mask=is_row, other=0)
@@ -336,19 +336,19 @@ def attend(
     *,
     rows: int,
 ) -> None:
-    """Attention of every token over its visible keys.
+    """Attend with every token's queries over its visible keys.
 
     Args:
         qkv: [T, (H + 2 G) D], queries rotated.
-        keys: [G, S, D] of the layer.
-        values: the same.
-        tokens: int64 [6, T], of `PassTables`.
-        tiles: int64 [I, 6], of `PassTables`; a tile of 0 tokens does nothing.
+        keys: [G, S, D], the layer's arena.
+        values: [G, S, D].
+        tokens: int64 [6, T], from `PassTables`.
+        tiles: int64 [I, 6], from `PassTables`; a tile of 0 tokens does nothing.
         table: int32, the page of each 16 addresses.
         parts: float32 [P, T, H, D], overwritten unless P, a power of two, is 1.
-        lse: float32 [P, T, H], the same.
-        out: [T, H D], written. Tokens outside all tiles get zeros, or with one part stay unchanged.
-        rows: queries of a tile.
+        lse: float32 [P, T, H], overwritten like `parts`.
+        out: [T, H D], written. Tokens outside all tiles get zeros, but stay unchanged if P is 1.
+        rows: queries per tile.
     """
     num_key_heads, num_slots, head_size = keys.shape
     num_parts, num_tokens, num_heads, _ = parts.shape
@@ -364,10 +364,10 @@ def attend(
 
 
 def num_stages(rows: int, dtype: torch.dtype) -> int:
-    """Pipeline stages of the loop over keys that give two buffers: one is read while the next is filled.
+    """Return the pipeline stages of the key loop that give two buffers: one is read while the next is filled.
 
-    Example: 2 for 64 rows in bfloat16, whose products read keys from shared memory. Others copy keys to registers
-    first, so 2 stages would give them a single buffer.
+    Example: 2 for 64 rows in bfloat16, whose products read keys from shared memory. Other products first copy keys to
+    registers, so 2 stages would give them a single buffer.
     """
     return 2 if rows == 64 and dtype != torch.float32 else 3
 
@@ -385,7 +385,7 @@ def add_parts_kernel(
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Combines the parts' outputs into out [T, H, D]; zeros for padding tokens. Grid (T, H)."""
+    """Combine the parts' outputs into out [T, H, D]; padding tokens get zeros. Grid (T, H)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, column = tl.arange(0, PARTS), tl.arange(0, PADDED)
     num_seen = tl.load(tokens_ptr + 3 * num_tokens + token) | tl.load(tokens_ptr + 5 * num_tokens + token)
@@ -402,7 +402,7 @@ def add_parts_kernel(
 
 
 def add_parts(parts: Tensor, lse: Tensor, tokens: Tensor, out: Tensor, *, head_size: int) -> None:
-    """Combines the output of `attend_kernel` for two or more parts into out [T, H D].
+    """Combine the output of `attend_kernel` for two or more parts into out [T, H D].
 
     Example: outputs 1.0 and 3.0 of two parts with equal lse give 2.0.
     """
@@ -414,7 +414,7 @@ def add_parts(parts: Tensor, lse: Tensor, tokens: Tensor, out: Tensor, *, head_s
 
 
 def num_parts(num_tiles: int, num_key_heads: int, num_processors: int) -> int:
-    """Number of parts of the keys: a power of two that gives every multiprocessor enough programs.
+    """Return the number of parts of the keys: a power of two that gives every multiprocessor enough programs.
 
     Example: with 132 multiprocessors and 8 key heads, one tile gets 32 parts, 16 tiles get 4 and 64 tiles one.
     """
@@ -423,5 +423,5 @@ def num_parts(num_tiles: int, num_key_heads: int, num_processors: int) -> int:
 
 
 def padded_size(head_size: int) -> int:
-    """Columns of a head in a tile: a power of two, at least 16."""
+    """Return the columns of a head in a tile: a power of two, at least 16."""
     return max(16, 1 << (head_size - 1).bit_length())

@@ -1,7 +1,7 @@
-"""A paged arena: spans of addresses, mapped by a table to pages that prompts with a common beginning share.
+"""Allocate a paged arena: a table maps spans of addresses to pages, which prompts with a common beginning share.
 
 A full page of a prompt is identified by the page before it and its own 16 tokens, so prompts with a common beginning
-share their pages, and find them in the cache until they are evicted.
+share pages, and find them in the cache until they are evicted.
 """
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ ADDRESSES_PER_SLOT = 4
 
 
 SPARE_PAGES = 2
-"""Extra pages for the partly used last pages of two spans, so that whatever fits into the slots fits into pages."""
+"""Extra pages for the partly used last pages of two spans, so that anything that fits the slots fits the pages."""
 
 
 _ROOT = -1
@@ -29,18 +29,18 @@ _PageKey = tuple[int, bytes]
 
 
 class PageAllocator:
-    """Pages 0 to num_pages - 1: free, in use, or cached without readers for the next prompt with their tokens.
+    """Pages 0 to num_pages - 1, each free, in use, or cached without readers for later prompts with the same tokens.
 
     Cached pages are evicted oldest first, and never before the pages that continue them.
 
-    Example: of 8 pages a prompt of 40 tokens takes three. Once they are computed, a prompt of 50 with the same first 32
-    tokens takes two more: `allocate_prompt` gives it the first two of the other's, and `num_computed` is 32.
+    Example: a prompt of 40 tokens takes three of 8 pages. Once they are computed, a prompt of 50 tokens with the same
+    first 32 takes two more: `allocate_prompt` reuses the first two pages, and `num_computed` is 32.
     """
 
     def __init__(self, num_pages: int) -> None:
-        """All pages are free."""
+        """Start with all pages free."""
         if num_pages < 1:
-            raise InputError(f"a cache has at least one page, got {num_pages}; raise max_tokens")
+            raise InputError(f"a cache needs at least one page, got {num_pages}; raise max_tokens")
         self._free = list(reversed(range(num_pages)))
         self._cached: OrderedDict[int, None] = OrderedDict()  # cached without readers, next to evict first
         self._num_readers = [0] * num_pages
@@ -50,17 +50,17 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` could give, cached ones included."""
+        """Number of pages that `allocate` can give, cached ones included."""
         return len(self._free) + len(self._cached)
 
     def allocate(self, num_pages: int) -> list[int] | None:
-        """Private pages, or None if there are too few."""
+        """Return private pages, or None if too few are free."""
         if num_pages > self.num_free:
             return None
         return [self._allocate_page() for _ in range(num_pages)]
 
     def allocate_prompt(self, tokens: TokenIds) -> list[int] | None:
-        """Pages for a prompt, shared where its beginning is known; None if there are too few for the rest.
+        """Return pages for a prompt, shared where its beginning is known; None if too few are free for the rest.
 
         Args:
             tokens: int32 [N], N >= 1.
@@ -79,7 +79,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Releases pages from `allocate` or `allocate_prompt`; full pages of prompts that are computed stay cached."""
+        """Release pages from `allocate` or `allocate_prompt`; full, computed pages of prompts stay cached."""
         for page in reversed(pages):
             assert self._num_readers[page] > 0
             self._num_readers[page] -= 1
@@ -91,7 +91,7 @@ class PageAllocator:
                 self._release(page)
 
     def num_computed(self, pages: Sequence[int]) -> int:
-        """Leading tokens of these pages whose keys and values are computed."""
+        """Return the number of leading tokens of these pages whose keys and values are computed."""
         total = 0
         for page in pages:
             total += self._num_computed[page]
@@ -100,13 +100,13 @@ class PageAllocator:
         return total
 
     def set_computed(self, pages: Sequence[int], num_tokens: int) -> None:
-        """Marks the first `num_tokens` of these pages as computed, or computed before anything reads them."""
+        """Mark the first `num_tokens` of these pages as computed, at the latest when anything reads them."""
         for place, page in enumerate(pages[: -(-num_tokens // PAGE_SLOTS)]):
             there = min(num_tokens - place * PAGE_SLOTS, PAGE_SLOTS)
             self._num_computed[page] = max(self._num_computed[page], there)
 
     def invalidate(self) -> None:
-        """Marks all pages as not computed, after a weight update. Shared pages stay shared."""
+        """Mark all pages as not computed, after a weight update; shared pages stay shared."""
         self._num_computed = [0] * len(self._num_computed)
 
     def _shared_prefix(self, tokens: TokenIds) -> list[int]:
@@ -139,17 +139,17 @@ def _page_key(pages: Sequence[int], tokens: TokenIds, place: int) -> _PageKey:
 
 
 class PagedAllocator(KVAllocator):
-    """An arena of pages, with a page table.
+    """Arena of pages with a page table.
 
     Attributes:
         table: int32 [P], the page of each 16 addresses; address a is slot `table[a // 16] * 16 + a % 16`.
-        pages: the pages.
+        pages: the allocator of the pages.
 
     Example: with 64 slots, `allocate(20)` gives address 0 with two pages, and `allocate(5)` gives address 32 with one.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """All slots are free; addresses outside spans map to the slot of the same index, modulo the number of slots."""
+        """Start with all slots free; addresses outside spans map to the slot of the same index, modulo their number."""
         num_pages = -(-num_slots // PAGE_SLOTS) + SPARE_PAGES
         num_ranges = ADDRESSES_PER_SLOT * num_pages
         self.pages = PageAllocator(num_pages)
@@ -160,51 +160,51 @@ class PagedAllocator(KVAllocator):
 
     @property
     def num_free(self) -> int:
-        """Slots of the pages that are free or only cached."""
+        """Number of slots in pages that are free or only cached."""
         return self.pages.num_free * PAGE_SLOTS
 
     def allocate(self, length: int) -> int | None:
-        """See `KVAllocator.allocate`; returns an address."""
+        """Return the address of a private span of `length` slots, or None if there is no space."""
         assert length >= 1
         return self._map_pages(self.pages.allocate(-(-length // PAGE_SLOTS)))
 
     def allocate_prompt(self, tokens: TokenIds) -> int | None:
-        """See `KVAllocator.allocate_prompt`; shares cached pages that hold the beginning of these tokens."""
+        """Return the address of a prompt's span, whose beginning may share cached pages; None if there is no space."""
         return self._map_pages(self.pages.allocate_prompt(tokens))
 
     def shrink(self, start: int, length: int) -> None:
-        """See `KVAllocator.shrink`; keeps the page of the last slot whole."""
+        """Keep the first `length` slots of a span and free the other pages."""
         pages, num_kept = self._pages_of[start], -(-length // PAGE_SLOTS)
         self._ranges.shrink(start // PAGE_SLOTS, num_kept)
         self.pages.free(pages[num_kept:])
         self._pages_of[start] = pages[:num_kept]
 
     def free(self, start: int) -> None:
-        """See `KVAllocator.free`."""
+        """Free a span; its full, computed prompt pages stay cached."""
         self._ranges.free(start // PAGE_SLOTS)
         self.pages.free(self._pages_of.pop(start))
 
     def cached_prompts(self) -> list[tuple[TokenIds, int]]:
-        """None: prompts that begin alike share their pages by themselves."""
+        """Return an empty list: prompts with the same beginning share pages without copies."""
         return []
 
     def note_use(self, start: int) -> None:
-        """Nothing to note without cached spans."""
+        """Do nothing, because no spans are cached."""
 
     def num_computed(self, start: int) -> int:
-        """See `KVAllocator.num_computed`; counts what other spans computed of shared pages."""
+        """Return the number of computed tokens of a span, including shared pages that other spans computed."""
         return self.pages.num_computed(self._pages_of[start])
 
     def set_computed(self, start: int, num_tokens: int) -> None:
-        """See `KVAllocator.set_computed`."""
+        """Mark a span's first `num_tokens` as computed."""
         self.pages.set_computed(self._pages_of[start], num_tokens)
 
     def invalidate(self) -> None:
-        """See `KVAllocator.invalidate`."""
+        """Mark all keys and values as not computed."""
         self.pages.invalidate()
 
     def pop_changed(self) -> tuple[int, int] | None:
-        """Range (first, end) of `table` entries changed since the last call; None if there are none."""
+        """Return the range (first, end) of `table` entries changed since the last call; None if there are none."""
         changed, self._changed = self._changed, None
         return changed
 

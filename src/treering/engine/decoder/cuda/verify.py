@@ -1,8 +1,8 @@
-"""Samples and verifies draft trees on the device, and fetches the packed result in one copy.
+"""Sample and verify draft trees on the device, and fetch the packed result in one copy.
 
-Gumbel-max sampling as in `engine.sampling.reference`, without a [W, V] array besides the logits: noise and
-probabilities are computed in float64 inside the kernel, so tokens equal the reference's up to near-ties. The host waits
-for the device once per step.
+Uses Gumbel-max sampling as `engine.sampling.reference` does, without another [W, V] array: the kernel computes noise
+and probabilities in float64, so tokens equal the reference's up to near-ties. The host waits for the device once per
+step.
 
     W wanted positions   V vocabulary   N tiles of V   R sampled rows   J most drafts of a row
 """
@@ -57,7 +57,7 @@ def gumbel_max_kernel(
     S2: tl.constexpr,
     DROPPED: tl.constexpr,
 ):
-    """Per tile of a position's logits: the maximum, the sum of exponentials relative to it, and the Gumbel-max token.
+    """Compute per tile of a position's logits: the maximum, the sum of exponentials relative to it, and the best token.
 
     A tile with NaN or +inf has a peak of +inf. Grid (W, N).
     """
@@ -67,7 +67,7 @@ def gumbel_max_kernel(
     logits = tl.load(logits_ptr + wanted * VOCABULARY + token, mask=is_token, other=float("-inf")).to(tl.float64)
     is_bad = (logits != logits) | (logits == float("inf"))
     peak = tl.where(tl.max(is_bad.to(tl.int32), 0) > 0, float("inf"), tl.max(tl.where(is_bad, 0.0, logits), 0))
-    # A tile without finite logits has no winner; this only avoids NaN.
+    # A tile without finite logits has no winner; a shift of 0 only avoids NaN.
     shift = tl.where((peak == float("inf")) | (peak == float("-inf")), 0.0, peak)
     scaled = (tl.where(is_bad, 0.0, logits) - shift) / tl.load(temperature_ptr + wanted)
     weight = tl.exp(scaled)
@@ -76,7 +76,7 @@ def gumbel_max_kernel(
     position = zero + tl.load(positions_ptr + wanted).to(tl.uint64)
     state = _mixed(key + position * POSITION, FIRST, SECOND, S0, S1, S2)
     bits = _mixed(state + token.to(tl.uint64) * TOKEN, FIRST, SECOND, S0, S1, S2) >> DROPPED
-    # 52 bits or fewer: half of 2**-52 more, as `uniforms` says.
+    # As in `uniforms`: 52 bits or fewer, plus half of 2**-52.
     uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
     score = tl.where(is_token, weight / -tl.log(uniform), -1.0)
     best = tl.max(score, 0)
@@ -103,7 +103,7 @@ def reduce_tiles_kernel(
     VOCABULARY: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """The best token of all tiles and its log-probability; token -1 for invalid logits. Grid (W,)."""
+    """Write the best token of all tiles and its log-probability; token -1 for invalid logits. Grid (W,)."""
     wanted = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, PADDED)
     is_tile = tile < num_tiles
@@ -135,15 +135,15 @@ class GumbelSamples(NamedTuple):
 
 
 def gumbel_max(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor) -> GumbelSamples:
-    """Samples one token per row as `reference.sample` does without top-k and top-p, in two kernels and without waiting.
+    """Sample one token per row as `reference.sample` does without top-k and top-p, with two kernels and no host wait.
 
     Args:
         logits: [W, V] before temperature, contiguous; any float type.
-        keys: int64 [W], of the rows' rollouts.
+        keys: int64 [W], noise keys of the rows' rollouts.
         positions: int64 [W], absolute positions of the sampled tokens.
         temperature: float64 [W], > 0.
 
-    Example: equal logits give each of 4 tokens the log-probability -1.386.
+    Example: with equal logits, each of 4 tokens has log-probability -1.386.
     """
     num_wanted, vocabulary = logits.shape
     num_tiles = -(-vocabulary // _TILE)
@@ -183,10 +183,10 @@ def walk_kernel(
     depth_most,
     MOST: tl.constexpr,
 ):
-    """Walks each row's tree along the sampled tokens into float64 packed [R, 1 + 4 (1 + J)]; grid (R,).
+    """Walk each row's tree along the sampled tokens into float64 packed [R, 1 + 4 (1 + J)]; grid (R,).
 
-    `rows` is int64 [R, 3]: first wanted position, first draft, number of drafts. A packed line is the number of tokens,
-    or 0 if one had invalid logits, then token, log-probs and next draft of each.
+    `rows` is int64 [R, 3]: first wanted position, first draft, number of drafts. A packed line is the number of tokens
+    (0 if one had invalid logits), then token, log-probs and next draft of each.
     """
     row = tl.program_id(0).to(tl.int64)
     first_wanted, first_draft = tl.load(rows_ptr + row * 3), tl.load(rows_ptr + row * 3 + 1)
@@ -218,20 +218,20 @@ def walk_kernel(
 
 
 class DeviceSampler:
-    """Samples and verifies on the device, with one wait for the device per step.
+    """Sampler and verifier on the device, with one wait per step.
 
-    If a row uses top-k or top-p, the reference implementation samples, which sorts and waits.
+    Top-k, top-p, min-p and repetition penalties use the reference implementation, which sorts and waits.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Buffers are allocated at first use."""
+        """Allocate buffers at first use."""
         self._device = device
         self._staging = Staging(device)
 
     def sample_and_verify(
         self, logits: Tensor, inputs: StepInputs, columns: BatchState, drafts: DraftTrees
     ) -> VerifiedTokens:
-        """See `treering.engine.batch.step.sample_and_verify`."""
+        """Sample and verify as `treering.engine.batch.step.sample_and_verify` does."""
         rows, leaders = inputs.rows, inputs.leaders
         num_drafts = drafts.offsets[leaders + 1] - drafts.offsets[leaders]
         most = int(num_drafts.max(initial=0))
@@ -247,7 +247,7 @@ class DeviceSampler:
         is_cut = (columns.top_k[rows] > 0) | (columns.top_p[rows] < 1) | (columns.log_min_p[rows] > -np.inf)
         if is_cut.any() or repetitions is not None:
             arrays += [columns.top_k[owner], columns.top_p[owner], columns.log_min_p[owner]]
-        # With duplicate rows, logits are read more than once.
+        # Duplicate rows read some logits more than once.
         has_duplicates = bool((leaders != rows).any())
         wanted = [np.repeat(inputs.first_logits - begins, lengths) + np.arange(owner.size)] if has_duplicates else []
         with on_device(self._device):
@@ -266,12 +266,12 @@ class DeviceSampler:
         num_rows: int,
         most: int,
     ) -> NDArray[np.float64]:
-        """The packed lines of all rows, on the host; `wanted` holds the indices of their logits, or nothing for all."""
+        """Return the packed lines of all rows, on the host; `wanted` indexes their logits, and empty means all."""
         sent = self._staging.send([*arrays, *wanted])
         read = logits[sent.pop()] if wanted else logits
         tokens, logprobs, policy = _sample_everywhere(read, repetitions, *sent[3:])
         packed = torch.zeros(num_rows, 1 + _PACKED * (1 + most), dtype=torch.float64, device=self._device)
-        # Chains of rehearsed tokens are longer than drafts.
+        # Rehearsed chains can be longer than drafts.
         lanes = max(MOST_DRAFTS, 1 << (most - 1).bit_length())
         walk_kernel[(num_rows,)](tokens, logprobs, policy, *sent[:3], packed, most, MOST=lanes, num_warps=1)
         return to_host(packed)
@@ -285,7 +285,7 @@ def _sample_everywhere(
     temperature: Tensor,
     *cuts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and both log-probabilities at every wanted position."""
+    """Return tokens and both log-probabilities at every wanted position."""
     if not cuts:
         samples = gumbel_max(logits, keys, positions, temperature)
         return samples.tokens, samples.logprobs, samples.logprobs
@@ -306,9 +306,9 @@ def _sample_everywhere(
 def _repetitions_of(
     inputs: StepInputs, columns: BatchState, drafts: DraftTrees, num_drafts: Int64Array, device: torch.device
 ) -> Repetitions | None:
-    """The tokens that every sampled position repeats, its draft's ancestors included; None without a penalty.
+    """Return the tokens that each sampled position repeats, its draft's ancestors included; None without a penalty.
 
-    Positions are those of the rows one after another: after a row's context, then after each of its drafts.
+    Positions go row by row: after the row's context, then after each of its drafts.
     """
     penalties = columns.penalty[inputs.rows]
     if (penalties == 1).all():
@@ -330,7 +330,7 @@ def _repetitions_of(
 
 
 def _depths(drafts: DraftTrees, rows: NDArray[np.int64], num_drafts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Depth of every wanted position, row by row: 0 after the context, a draft's depth after the draft."""
+    """Return the depth of every wanted position, row by row: 0 after the context, a draft's depth after the draft."""
     lengths = 1 + num_drafts
     starts = np.cumsum(lengths) - lengths
     number = np.arange(lengths.sum()) - np.repeat(starts, lengths) - 1
@@ -341,7 +341,7 @@ def _depths(drafts: DraftTrees, rows: NDArray[np.int64], num_drafts: NDArray[np.
 
 
 def _unpack(values: NDArray[np.float64]) -> VerifiedTokens:
-    # Tokens are far below 2**53, so float64 holds them exactly.
+    # Tokens are far below 2**53, so float64 represents them exactly.
     parts = values[:, 1:].reshape(values.shape[0], values.shape[1] // _PACKED, _PACKED)
     count = values[:, 0].astype(np.int64)
     path = np.where(np.arange(parts.shape[1]) < count[:, None], parts[:, :, 3], -1)
