@@ -320,7 +320,7 @@ class RolloutLog:
         reopen(files, len(steps), {step: (expected or {}).get(step) for step in steps}, log=folder)
 
     def write(self, epoch: int, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Appends the trajectories of one step; each has its step number.
+        """Append the trajectories of one step; each has its step number.
 
         Returns:
             Their number, as a metric of the step.

@@ -303,7 +303,7 @@ def test_the_run_says_where_its_rollouts_stop(folder: Path, train: Call) -> None
     assert not any(np.isin(tokens[:-1], [3, 6, 8]).any() for tokens in sampled)
     with pytest.raises(StateError, match=r"task\.stop_tokens is \"\('yes', 8\)\" there and '\(\)' here"):
         train(prompts(folder), "run.dir=out", steps)
-    with pytest.raises(ConfigError, match=r"task\.stop_tokens names single tokens, and 'maybe' is none of"):
+    with pytest.raises(ConfigError, match=r"task\.stop_tokens must name single tokens, and 'maybe' is not one of"):
         train(prompts(folder), "run.dir=other", steps, 'task.stop_tokens=["maybe"]')
 
 

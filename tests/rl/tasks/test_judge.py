@@ -168,7 +168,7 @@ def test_a_judge_is_one_of_several_rewards_and_its_failures_leave_out_their_text
     assert server.bodies[0]["messages"][0]["content"] in ('yes to q? {"score": 0}', 'bad to q? {"score": 0}')
     wrong = TextReward("judge", [], judge_at(server.url, tmp_path, template="{respones}"))
     wrong.bind([])
-    with pytest.raises(InputError, match=r"has \{prompt\}, \{response\} and columns, got \{respones\}; they are"):
+    with pytest.raises(InputError, match=r"may use \{prompt\}, \{response\} and columns, got \{respones\}; use one of"):
         wrong.try_on(prompt)
 
 

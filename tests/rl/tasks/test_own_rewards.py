@@ -242,7 +242,7 @@ def test_several_rewards_are_summed_by_weight_without_those_that_abstain() -> No
     ("body", "message"),
     [
         ("return undefined", r"with the text 'yes' raised own\.py:2: NameError: name 'undefined'"),
-        ("return 'good'", r"own\.py:1: a reward is one finite number"),
+        ("return 'good'", r"own\.py:1: a reward must be one finite number"),
         ("raise SystemExit(1)", r"own\.py:2: InputError: a task may not end the run"),
     ],
 )

@@ -104,9 +104,9 @@ def test_a_bad_file_of_the_model_is_named(tmp_path: Path, llama: Path, text: str
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ("<|eot|>", "names single tokens, and '<|eot|>' is none of"),
-        ("", "names single tokens, and '' is none of"),
-        (5000, "holds ids of the tokenizer, and 5000 is none of"),
+        ("<|eot|>", "must name single tokens, and '<|eot|>' is not one of"),
+        ("", "must name single tokens, and '' is not one of"),
+        (5000, "must hold ids of the tokenizer, and 5000 is not one of"),
     ],
 )
 def test_an_unknown_stop_token_is_refused_by_name(llama: Path, named: str | int, message: str) -> None:

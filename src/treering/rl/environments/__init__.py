@@ -1,4 +1,4 @@
-"""Environments of agents: episodes ask for calls, and what they sampled is trained as trees."""
+"""Environments of agents: episodes request model calls, and the sampled tokens are trained as trees."""
 
 from treering.errors import ContextFullError
 from treering.rl.environments.adapters import StepEnvironment, ToolEnvironment

@@ -1,4 +1,4 @@
-"""A judge: a language model behind an OpenAI-compatible URL that scores responses, asked once for each text."""
+"""A judge: a language model behind an OpenAI-compatible URL that scores each distinct response once."""
 
 import json
 import os
@@ -19,17 +19,17 @@ from treering.errors import InputError, StateError
 from treering.files.writing import write_text
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-"""Environment variable with the key that requests carry; without it they carry none."""
+"""Environment variable with the key sent in requests; without it requests have none."""
 
 _AGAIN = frozenset({408, 409, 429, 500, 502, 503, 504})
-"""HTTP statuses of a server that may answer later."""
+"""HTTP statuses of servers that may answer later."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class Judge(JudgeConfig):
-    """A reward for groups, called as TRL calls rewards.
+    """Reward for groups, called as TRL calls rewards.
 
-    Replies are kept on disk by what was asked, so that a resumed run and a second run get the same ones.
+    Replies are stored on disk by question, so that a resumed run and a second run get the same ones.
 
     Example: with the template "Is {response} a colour? 0 or 1" and the pattern "([01])", a model that replies "1, it
     is." gives the score 1.0.
@@ -39,9 +39,9 @@ class Judge(JudgeConfig):
     model: str
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | Exception]:
-        """The score of each completion, or why it has none.
+        """Return the score of each completion, or the error that left it without one.
 
-        Only what follows a completion's thought is judged; a completion without that gets 0, and is not asked about.
+        Only the text after a completion's thought is judged; a completion without any gets 0 and no request.
         """
         rows = [{name: values[i] for name, values in columns.items()} for i in range(len(completions))]
         answers = [answer_part(_text_of(completion)) for completion in completions]
@@ -49,7 +49,7 @@ class Judge(JudgeConfig):
             self._question({**row, "prompt": _text_of(prompt), "response": answer}) if answer.strip() else None
             for row, prompt, answer in zip(rows, prompts, answers, strict=True)
         ]
-        # Equal ones are asked once.
+        # Ask equal questions once.
         unique = list(dict.fromkeys(question for question in questions if question is not None))
         with ThreadPoolExecutor(self.max_concurrent) as threads:
             scores = dict(zip(unique, threads.map(self._score, unique), strict=True))
@@ -59,7 +59,7 @@ class Judge(JudgeConfig):
         def fill(match: re.Match[str]) -> str:
             if match[1] not in values:
                 raise InputError(
-                    f"task.judge.template has {{prompt}}, {{response}} and columns, got {match[0]}; they are "
+                    f"task.judge.template may use {{prompt}}, {{response}} and columns, got {match[0]}; use one of "
                     f"{', '.join(values)}"
                 )
             return str(values[match[1]])
@@ -88,7 +88,7 @@ class Judge(JudgeConfig):
         return reply
 
     def _ask(self, data: bytes) -> str:
-        """The reply; failures that may pass are tried again after 1, 2, 4, ... seconds."""
+        """Return the reply; retry temporary failures after 1, 2, 4, ... seconds."""
         for attempt in range(self.num_retries):
             try:
                 return self._attempt(data)
@@ -104,7 +104,7 @@ class Judge(JudgeConfig):
             raise self._refused(error) from error
         except (OSError, HTTPException) as error:
             raise StateError(
-                f"the judge at {self.url} answers within task.judge.time_limit_s = "
+                f"the judge at {self.url} must answer within task.judge.time_limit_s = "
                 f"{self.time_limit_s:g}, and it failed {self.num_retries + 1} times, at last with "
                 f"{type(error).__name__}: {error}; start it, or correct task.judge.url"
             ) from error
@@ -119,10 +119,10 @@ class Judge(JudgeConfig):
         try:
             text = json.loads(answer)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
-            raise StateError(f"a judge answers with choices, got {answer!r:.200}; check task.judge.url") from error
-        # A reply that only thinks, or was cut before its text, has none.
+            raise StateError(f"a judge must answer with choices, got {answer!r:.200}; check task.judge.url") from error
+        # A reply that only thinks, or was cut before its text, has no content.
         if not isinstance(text, str):
-            raise StateError(f"a judge answers with text, got {answer!r:.200}; raise its max_tokens")
+            raise StateError(f"a judge must answer with text, got {answer!r:.200}; raise its max_tokens")
         return text
 
     def _refused(self, error: HTTPError) -> StateError:
@@ -131,7 +131,7 @@ class Judge(JudgeConfig):
 
 
 def _kept(file: Path) -> str | None:
-    """The reply in a file; None if it is missing or damaged."""
+    """Return the reply in a file, or None if the file is missing or damaged."""
     try:
         return str(json.loads(file.read_bytes())["reply"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -145,11 +145,13 @@ def _number(reply: str, pattern: str | None) -> float:
         return float(json.loads(reply[reply.index("{") : reply.rindex("}") + 1])["score"])
     except (ValueError, LookupError, TypeError) as error:
         wanted = 'a JSON object with a number "score"' if pattern is None else f"a number that {pattern} finds"
-        raise InputError(f"the reply of a judge has {wanted}, got {reply!r:.100}; say so in the template") from error
+        raise InputError(
+            f"a judge's reply must have {wanted}, got {reply!r:.100}; ask for it in the template"
+        ) from error
 
 
 def _text_of(value: Any) -> str:
-    """A text, or the messages of a chat one after another; of parts of a message those that are text."""
+    """Return a text as is, or join the text parts of a chat's messages."""
     if isinstance(value, str):
         return value
     texts = [_content_of(message) for message in value]

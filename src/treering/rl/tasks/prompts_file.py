@@ -1,4 +1,4 @@
-"""A task from a file of prompts: its lines, prompts kept as arrays, and rewards of their columns."""
+"""A task from a file of prompts: its lines, prompts stored as arrays, and rewards that read their columns."""
 
 import math
 import mmap
@@ -34,7 +34,7 @@ from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
 from treering.types import PromptId, TokenIds
 
 _PROMPT_KEYS = (*CONTEXT_KEYS, "images", "image", "videos", "video", "audio", "documents", "chat_template_kwargs")
-"""Keys beside the prompt that change it; the trajectory decoder reads or refuses them."""
+"""Keys other than the prompt that change it; the trajectory decoder reads or refuses them."""
 _LIKELY_PROMPTS = ("messages", "problem", "query", "instruction", "input", "text")
 _LIKELY_ANSWERS = ("solution", "label", "target", "final_answer", "expected_answer", "gold", "output", "response")
 _ID_KEYS = ("prompt_id", "task_id", "id")
@@ -42,36 +42,36 @@ _ID_KEYS = ("prompt_id", "task_id", "id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """A line without its chat, which `chat` reads.
+    """A line whose chat is not yet read; `chat` reads it.
 
     Example: `{"question": "2+2?", "answer": 4, "unit": "kg"}` has the answer "4", no id, and all three columns.
     """
 
     where: str
-    """Its place, such as FILE:LINE."""
+    """Place of the line, such as FILE:LINE."""
     record: Mapping[str, Any]
-    """As it stands in the file."""
+    """The line's object, unchanged."""
     answer: str | None
-    """The reference answer; None without one."""
+    """Reference answer, if there is one."""
     prompt_id: PromptId | None
-    """None if it has no id."""
+    """None without an id."""
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """Its record, with the answer as `answer`."""
+        """The record, with the answer also as `answer`."""
         is_elsewhere = self.answer is not None and self.record.get("answer") is None
         return {**self.record, "answer": self.answer} if is_elsewhere else self.record
 
     @property
     def likely_answer(self) -> str | None:
-        """A key that may hold the answer under another name."""
+        """Name of a key that may hold the answer under another name."""
         return next((name for name in _LIKELY_ANSWERS if not is_blank(self.record.get(name))), None)
 
     def chat(self, folder: Path) -> tuple[Trajectory, bool]:
-        """Its messages and tools, and whether its pictures have no part among the messages.
+        """Return the messages and tools, and whether its images lack a place among the messages.
 
         Args:
-            folder: of local pictures.
+            folder: folder of local images.
 
         Raises:
             InputError: a bad field.
@@ -79,7 +79,7 @@ class PromptLine:
         key = "question" if self.record.get("prompt") is None else "prompt"
         value = self.record[key]
         if key == "question" and not isinstance(value, str):
-            raise InputError(f"a question is text, got {value!r}; quote it, or give messages as prompt")
+            raise InputError(f"a question must be text, got {value!r}; quote it, or give messages as prompt")
         messages = value if isinstance(value, list) else [{"role": "user", "content": value}]
         fields = {name: self.record.get(name) for name in _PROMPT_KEYS}
         notes: list[str] = []
@@ -90,12 +90,12 @@ class PromptLine:
 
 
 def prompt_lines(path: Path) -> Iterator[PromptLine]:
-    """The lines of a file or folder, in order.
+    """Yield the lines of a file or folder, in order.
 
     Raises:
         InputError: a bad line, as "FILE:LINE: rule, value, fix".
 
-    Example: of a file with the line `{"prompt": "a", "id": 3}` it is one, with the id 3.
+    Example: a file with the line `{"prompt": "a", "id": 3}` gives one PromptLine with the id 3.
     """
     for where, record in read_records(path, parse_float=_ExactFloat):
         with placed(where):
@@ -104,7 +104,7 @@ def prompt_lines(path: Path) -> Iterator[PromptLine]:
 
 
 class _ExactFloat(float):
-    """A number of a JSON text with the digits that it was written with."""
+    """A number from JSON that keeps the digits it was written with."""
 
     def __new__(cls, text: str) -> Self:
         number = super().__new__(cls, text)
@@ -116,7 +116,7 @@ class _ExactFloat(float):
 
 def _line(record: object, where: str) -> PromptLine:
     if not isinstance(record, dict):
-        raise InputError(f"a line is a JSON object, got {type(record).__name__}; write one object per line")
+        raise InputError(f"a line must be a JSON object, got {type(record).__name__}; write one object per line")
     if record.get("prompt") is None and record.get("question") is None:
         likely = next((name for name in _LIKELY_PROMPTS if record.get(name) is not None), None)
         fix = "add one" if likely is None else f"rename {likely}, if that is the prompt"
@@ -126,13 +126,15 @@ def _line(record: object, where: str) -> PromptLine:
 
 def _check(messages: tuple[Message, ...], value: object) -> None:
     if messages[-1].is_trained:
-        raise InputError("a prompt ends before the policy's turn, got an assistant message at its end; drop that one")
+        raise InputError(
+            "a prompt ends before the policy's turn, got an assistant message at its end; drop that message"
+        )
     if not any(message.content or message.pictures for message in messages):
-        raise InputError(f"a prompt holds text, got {value!r}; drop the line")
+        raise InputError(f"a prompt must hold text, got {value!r}; drop the line")
 
 
 def _given_answer(record: Mapping[str, Any]) -> object:
-    """The answer under `answer`, or as verl has it, under `ground_truth`, also inside of `reward_model`."""
+    """Return the answer under `answer`, or under verl's `ground_truth` or `reward_model.ground_truth`."""
     inner = record.get("reward_model")
     places = {
         "answer": record.get("answer"),
@@ -151,12 +153,12 @@ def _answer(value: object) -> str | None:
     if isinstance(value, str):
         return valid_text(value, "answer")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"an answer is text or a number, got {value!r}; write it as text")
+        raise InputError(f"an answer must be text or a number, got {value!r}; write it as text")
     if isinstance(value, int):
         return str(value)
     if not math.isfinite(value):
-        # JSON has no such numbers, and a number that is too large for Python's floats reads as one.
-        raise InputError(f"an answer that is a number is finite, got {value!r}; write it as text")
+        # JSON has no such numbers; a number too large for a Python float is read as infinity.
+        raise InputError(f"an answer that is a number must be finite, got {value!r}; write it as text")
     return value.text if isinstance(value, _ExactFloat) else str(value)
 
 
@@ -179,7 +181,7 @@ def prompt_of(
     columns: Mapping[str, Any],
     where: str = "",
 ) -> Prompt:
-    """The prompt of a row of tokens and pictures; without an id it is named by what it shows."""
+    """Make the prompt of a row of tokens and images; without an id its content names it."""
     ids, pictures = tokens.tokens(row), tokens.placed(row)
     return Prompt(
         prompt_id=prompt_id_of(ids, pictures) if prompt_id is None else prompt_id,
@@ -192,15 +194,15 @@ def prompt_of(
 
 
 class PromptWriter(Closing):
-    """Writes what prompts have beside their tokens, in a `with` statement; what `prompts` gives may be read after it.
+    """Writes the fields of prompts other than tokens, in a `with` statement; the result of `prompts` outlives it.
 
     Example: after `writer.add(2, prompt)`, `writer.prompts()[0]` has the tokens of row 2 and the prompt's columns.
     """
 
     def __init__(self, tokens: TokenDataset) -> None:
-        """Opens a file without a name, which is gone with the last process that reads it.
+        """Open a file without a name, which disappears with the last process that reads it.
 
-        `tokens`: the tokens and pictures of prompts.
+        `tokens` holds the tokens and images of the prompts.
         """
         self._tokens = tokens
         self._ends, self._rows = array("q", [0]), array("q")
@@ -210,13 +212,13 @@ class PromptWriter(Closing):
             raise _cannot_write(error) from error
 
     def close(self) -> None:
-        """Closes the file; what is mapped stays readable."""
-        # What a full disk has refused is refused again.
+        """Close the file; mapped data stays readable."""
+        # A full disk refuses the same bytes again.
         with suppress(OSError):
             self._file.close()
 
     def add(self, row: int, prompt: Prompt) -> None:
-        """Adds the prompt of a row.
+        """Add the prompt of a row.
 
         Raises:
             StateError: the disk is full.
@@ -230,7 +232,7 @@ class PromptWriter(Closing):
         self._rows.append(row)
 
     def prompts(self) -> Sequence[Prompt]:
-        """All prompts, of which there is at least one; nothing can be added any more.
+        """Return all prompts, at least one; afterwards nothing can be added.
 
         Raises:
             StateError: the disk is full.
@@ -244,13 +246,13 @@ class PromptWriter(Closing):
 
 
 class ChosenPrompts(Sequence[Prompt]):
-    """Some of a sequence of prompts, each read when it is asked for.
+    """Some of a sequence of prompts, each read on access.
 
-    Example: `ChosenPrompts(prompts, range(0, len(prompts), 2))` is every second one.
+    Example: `ChosenPrompts(prompts, range(0, len(prompts), 2))` has every second prompt.
     """
 
     def __init__(self, prompts: Sequence[Prompt], numbers: Sequence[int]) -> None:
-        """`numbers`: places in `prompts`, in the order wanted."""
+        """Choose by `numbers`: indices into `prompts`, in the wanted order."""
         self._prompts, self._numbers = prompts, numbers
 
     def __len__(self) -> int:
@@ -261,7 +263,7 @@ class ChosenPrompts(Sequence[Prompt]):
     @overload
     def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
     def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
-        """A prompt, or those of a slice."""
+        """Return a prompt, or the prompts of a slice."""
         if isinstance(place, slice):
             return ChosenPrompts(self._prompts, self._numbers[place])
         return self._prompts[self._numbers[place]]
@@ -283,17 +285,17 @@ class _StoredPrompts(Sequence[Prompt]):
     @overload
     def __getitem__(self, place: slice) -> Sequence[Prompt]: ...
     def __getitem__(self, place: int | slice) -> Prompt | Sequence[Prompt]:
-        """A prompt, made anew, or those of a slice."""
+        """Return a prompt, newly made, or the prompts of a slice."""
         numbers = range(len(self))[place]
         if isinstance(numbers, range):
             return ChosenPrompts(self, numbers)
         content = self._content[self._ends[numbers] : self._ends[numbers + 1]]
         self._count(len(content))
-        # The process has written it itself, into a file that no other can name.
+        # Unpickling is safe: this process wrote the bytes, into a file that no other process can open.
         return prompt_of(self._tokens, self._rows[numbers], *pickle.loads(content))
 
     def _count(self, num_bytes: int) -> None:
-        """Gives pages that were read back to the system now and then."""
+        """Return pages that were read to the system now and then."""
         self._num_read += num_bytes
         if self._num_read > _RELEASE_BYTES:
             self._num_read = 0
@@ -302,26 +304,25 @@ class _StoredPrompts(Sequence[Prompt]):
 
 def _cannot_write(error: OSError) -> StateError:
     return StateError(
-        f"prompts are kept in the folder of temporary files while a run trains, and it cannot be written "
+        "the folder of temporary files, which holds prompts while a run trains, cannot be written "
         f"({error.strerror or error}); free some space, or name another folder by TMPDIR"
     )
 
 
 PromptTemplate = Literal["auto", "plain", "hf", "raw"]
-"""raw: the text unchanged, for base models. The others are those of `Renderer`."""
+"""raw: the text unchanged, for base models. The others are `Renderer`'s."""
 
 
 class PromptsFile(Task):
-    """The prompts of a file: JSON Lines, a JSON array, Parquet or a dataset's folder, read as trajectories are.
+    """Prompts of a file: JSON Lines, a JSON array, Parquet or a dataset's folder, read as trajectories are.
 
-    Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optional `answer`, or verl's
+    Fields: `prompt` (text or a list of OpenAI messages) or `question` (text); optionally `answer`, or verl's
     `reward_model.ground_truth` or `ground_truth` (text or a number); the id in `prompt_id`, `task_id` or `id`, else a
-    hash of the tokens. `tools` are JSON schemas for the chat template. Every field of a prompt is in its `columns`, for
-    rewards of your own, and its answer as `answer`. Pictures stand in messages or in the columns `images` or `image`
-    as in trajectories. Other fields that would change a prompt are refused.
+    hash of the tokens. `tools` are JSON schemas for the chat template. A prompt's `columns` have all of its fields, for
+    the user's rewards, and its answer as `answer`. Images are in messages or in the columns `images` or `image` as in
+    trajectories. Other fields that would change a prompt are refused.
 
-    Tokens and pictures are kept in a cache as those of trajectories are, so that the next start reads the records and
-    renders none.
+    Tokens and images are cached like those of trajectories, so the next start reads the records and renders nothing.
 
     Example: the line `{"question": "2+2?", "answer": "#### 4"}` with template "raw" becomes the tokens of "2+2?", and
     the response "It is 4" gets 1.0 from the reward "exact_answer".
@@ -343,27 +344,27 @@ class PromptsFile(Task):
         stop_tokens: Sequence[str | int] = (),
         cache: Path | None = None,
     ) -> None:
-        """Reads the file.
+        """Read the file.
 
         Args:
             path: the file.
             tokenizer: a Hugging Face tokenizer folder.
             reward: "exact_answer", "contains_answer", "math_verify", "file.py:function" or "package.module:function",
-                or several of them with weights; see `rewards.bound.SIGNATURES`.
+                or several of them with weights; functions need one of `text_reward.SIGNATURES`.
             folders: where such files and modules are looked up.
-            judge: the reward "judge"; None if there is none.
+            judge: the reward "judge", if the run has one.
             template: how a prompt becomes text; see `PromptTemplate`.
-            max_prompts: how many prompts to keep from the start of the file; None keeps all.
-            max_prompt_tokens: longer prompts are left out and counted; None keeps all.
-            date: what chat templates that write today's date write; None is today.
-            model: the policy's folder, which names tokens that end a turn; None if there is none.
-            stop_tokens: texts or ids of further such tokens.
+            max_prompts: prompts to keep from the start of the file; None keeps all.
+            max_prompt_tokens: longer prompts are dropped and counted; None keeps all.
+            date: today's date for chat templates that write it; None is today.
+            model: the policy's folder, whose files name tokens that end a turn; None without one.
+            stop_tokens: texts or ids of further tokens that end a turn.
             cache: folder of caches, see `treering.data.cache.folder.cache_folder`; None keeps nothing.
 
         Raises:
-            ConfigError: an unknown reward or one of another signature, an unknown template or stop token, a folder
+            ConfigError: an unknown reward or one with another signature, an unknown template or stop token, a folder
                 without a tokenizer, or a limit below 1.
-            InputError: a bad line, as "FILE:LINE: rule, value, fix", no prompt that fits, or a bad file of the model.
+            InputError: a bad line, as "FILE:LINE: rule, value, fix", no prompt that fits, or a bad model file.
         """
         if template not in get_args(PromptTemplate):
             raise ConfigError(
@@ -373,28 +374,28 @@ class PromptsFile(Task):
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name} is at least 1, got {limit}; None sets no limit")
         self.text_reward = TextReward(reward, folders, judge)
-        """The reward of a text."""
+        """Reward of a text."""
         self._is_raw = template == "raw"
         self._tokens = TextTokens(tokenizer)
         self._renderer = Renderer(tokenizer=tokenizer, template="plain" if template == "raw" else template, date=date)
         self.form = None if self._is_raw else self._renderer
-        """How chats become text; None for raw text."""
+        """Renderer of chats; None for raw text."""
         self.stops = find_stop_tokens(self._tokens, self.form, model=model, named=stop_tokens)
-        """The tokens that end a turn, with their origin."""
+        """Tokens that end a turn, with their origin."""
         self._cache = cache
         self._folder = path if path.is_dir() else path.parent
         self._kept = _Kept(max_prompts=max_prompts, max_tokens=max_prompt_tokens)
         self.form_in_words: str | None = None
-        """One sentence on how the prompts have become text; None for raw text."""
+        """One sentence on how the prompts became text; None for raw text."""
         self.notes: tuple[str, ...] = ()
-        """Sentences on what was read with a reservation."""
+        """Sentences on doubts about the file's content."""
         names: dict[str, None] = {}
         self._prompts = self._read(path, names)
         self.text_reward.bind(names)
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """In file order, each made when it is asked for, so that they take no memory."""
+        """Prompts in file order, each made on access, so that they take no memory."""
         return self._prompts
 
     @property
@@ -404,7 +405,7 @@ class PromptsFile(Task):
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The ids of `stops`: of tokenizer, chat template, model and settings; see `find_stop_tokens`."""
+        """Ids of `stops`, from tokenizer, chat template, model and settings."""
         return tuple(stop.token_id for stop in self.stops)
 
     @property
@@ -414,17 +415,17 @@ class PromptsFile(Task):
 
     @property
     def num_overlong(self) -> int:
-        """Prompts left out because of their length."""
+        """Prompts dropped because of their length."""
         return self._kept.num_overlong
 
     @property
     def num_duplicates(self) -> int:
-        """Prompts without an id left out because an earlier one has the same tokens and pictures."""
+        """Prompts without an id that were dropped because an earlier one has the same tokens and images."""
         return self._kept.num_duplicates
 
     @property
     def reward_name(self) -> str:
-        """The reward as it was given, such as "package.module:function"."""
+        """Name of the reward as given, such as "package.module:function"."""
         return self.text_reward.name
 
     @property
@@ -433,14 +434,14 @@ class PromptsFile(Task):
         return self.text_reward.takes_groups
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Score:
-        """The reward of the response's text, without special tokens, a final stop token and final stop strings."""
+        """Return the reward of the response's text without special tokens, final stop token and final stop strings."""
         [score] = self.reward_group(prompt, [rollout])
         if isinstance(score, Exception):
             raise score
         return score
 
     def reward_group(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Score | Exception]:
-        """As `reward`, of the rollouts of a group; coroutines run at the same time."""
+        """Return the rewards of a group's rollouts as `reward` does; coroutines run concurrently."""
         tokens = [self._without_stop(rollout.tokens) for rollout in rollouts]
         texts = [self._without_stop_strings(self._tokens.decode(each)) for each in tokens]
         answers = [self._without_stop_strings(self._tokens.answer(each, prompt.tokens)) for each in tokens]
@@ -455,12 +456,12 @@ class PromptsFile(Task):
         return text
 
     def _read(self, path: Path, names: dict[str, None]) -> Sequence[Prompt]:
-        """The prompts; adds the names of their columns to `names`, in order."""
+        """Return the prompts; add the names of their columns to `names`, in order."""
         options = {"prompts": code_digest(Path(__file__).parent), "is_raw": self._is_raw, **self._kept.extent}
         with unchanged(path):
             tokens = open_built(path, self._renderer, options, partial(self._build, path), folder=self._cache)
             self.form_in_words, self.notes = tokens.facts.form, tuple(tokens.facts.notes)
-            # Warnings of reading are those of the build, and have been given.
+            # The build has already given the warnings of reading.
             with PromptWriter(tokens) as writer, kept_warnings():
                 for row, line in zip(range(tokens.num_rows), prompt_lines(path), strict=False):
                     with placed(line.where):
@@ -474,7 +475,7 @@ class PromptsFile(Task):
                 return writer.prompts()
 
     def _build(self, path: Path, draft: Path) -> DatasetFacts:
-        """Writes the tokens of all lines up to the last prompt that is kept; refuses what `_read` would refuse."""
+        """Write the tokens of all lines up to the last kept prompt; refuse everything that `_read` would refuse."""
         kept, num_lines, num_unplaced = replace(self._kept, ids=set()), 0, 0
         with kept_warnings() as said:
             with ArrayWriter(draft) as writer:
@@ -518,7 +519,7 @@ class PromptsFile(Task):
 
 @dataclass(slots=True, kw_only=True)
 class _Kept:
-    """Which prompts of a file are kept, in its order; others are counted."""
+    """Choice of the prompts to keep, in file order; dropped ones are counted."""
 
     max_prompts: int | None
     max_tokens: int | None
@@ -528,7 +529,7 @@ class _Kept:
 
     @property
     def extent(self) -> dict[str, Any]:
-        """What says how far a file is read."""
+        """Settings that decide how far a file is read."""
         is_whole = self.max_prompts is None
         return {"max_prompts": self.max_prompts, "max_prompt_tokens": None if is_whole else self.max_tokens}
 
@@ -538,7 +539,7 @@ class _Kept:
         return len(self.ids) == self.max_prompts
 
     def takes(self, prompt: Prompt, *, has_id: bool) -> bool:
-        """Whether a prompt is short enough and new."""
+        """Return whether a prompt is short enough and new."""
         if self.max_tokens is not None and prompt.tokens.size > self.max_tokens:
             self.num_overlong += 1
             return False
@@ -546,16 +547,16 @@ class _Kept:
             self.ids.add(prompt.prompt_id)
             return True
         if has_id:
-            raise InputError(f"prompts have distinct ids, got {prompt.prompt_id!r} again; rename one")
+            raise InputError(f"prompts must have distinct ids, got {prompt.prompt_id!r} again; rename one")
         self.num_duplicates += 1
         return False
 
     def check(self, path: Path) -> None:
-        """Refuses a file of which nothing is kept."""
+        """Refuse a file from which nothing is kept."""
         if not self.ids:
             raise InputError(
-                f"{path}: a prompts file holds at least one prompt that fits, got 0 and {self.num_overlong} of more "
-                f"than max_prompt_tokens={self.max_tokens}; check the file, or raise the limit"
+                f"{path}: a prompts file must hold at least one prompt that fits, got 0 and {self.num_overlong} of "
+                f"more than max_prompt_tokens={self.max_tokens}; check the file, or raise the limit"
             )
 
 

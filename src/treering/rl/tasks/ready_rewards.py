@@ -1,6 +1,6 @@
-"""Ready rewards, by name, and the final answers that they compare.
+"""Built-in rewards by name, and the final answers that they compare.
 
-They read what follows the thought of a response; one whose thought has no end gets 0.
+They read the text after a response's thought; a response whose thought does not end gets 0.
 """
 
 import difflib
@@ -18,10 +18,10 @@ from treering.rl.tasks.task import Prompt
 from treering.rl.user_code import load_own
 
 MAX_DIGITS = 1000
-"""Digits of a number, and the largest size of an exponent; beyond them a number has no value here."""
+"""Most digits of a number, and the largest exponent; a number beyond them has no value here."""
 
 _SPACE = "\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}\N{NO-BREAK SPACE}"
-# One kind of mark per number; a fourth digit after a mark means that it groups nothing.
+# A number uses one kind of mark; a fourth digit after a mark means that the mark does not group digits.
 _GROUPED = "|".join(rf"[0-9]{{1,3}}(?:{mark}[0-9]{{3}})+(?!_?[0-9])" for mark in (",", "_", f"[{_SPACE}]"))
 _WHOLE = f"(?:{_GROUPED}|[0-9]+)"
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
@@ -33,11 +33,11 @@ _UNSIGNED = rf"(?:{_WHOLE}(?:\.[0-9]+)?|(?<!\w)\.[0-9]+){_EXPONENT}?"
 _RATIO = rf"(?<![0-9]/){_UNSIGNED} ?/ ?{_UNSIGNED}(?!\.?[0-9]| ?/ ?[0-9])"
 
 NUMBER = rf"(?:(?<![\w)\]}}])[-\N{{MINUS SIGN}}]\$?)?(?:[0-9]+ {_RATIO}|{_RATIO}|{_UNSIGNED})"
-"""The pattern of a number, without groups."""
+"""Pattern of a number, without groups."""
 
 _NUMBER = re.compile(NUMBER)
 _MIXED = re.compile(r"(.*[0-9]) ([0-9]+)/([0-9]+)")
-# v1e5 and H2O; but Rs500 may be a currency and its amount.
+# Names such as v1e5 and H2O; but Rs500 may be a currency and its amount.
 _NAME = re.compile(r"(?<!\\)\b[^\W\d_][^\W\d]*[0-9]+[^\W\d]\w*")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|([0-9])\s*([0-9]))")
 _LATEX_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}0-9]*\}(?:\^\{?[0-9]\}?)?|\^\{?\\circ\}?")
@@ -46,9 +46,9 @@ _ASCII = str.maketrans({"\N{MINUS SIGN}": "-", **dict(zip(_RAISED, "0123456789+-
 
 
 def numbers_in(text: str) -> list[str]:
-    """The numbers of a text as they are written, in their order; `value_of` reads them.
+    """Return the numbers of a text as written, in order; `value_of` reads them.
 
-    Digits inside a name, such as v1e5 or H2O, are none.
+    Digits inside a name, such as v1e5 or H2O, do not count.
 
     Example: "5 * 2 = $1,010.50, or 3/4" has "5", "2", "1,010.50" and "3/4".
     """
@@ -57,7 +57,7 @@ def numbers_in(text: str) -> list[str]:
 
 
 def value_of(number: str) -> Fraction | None:
-    """The value of a text that matches `NUMBER`; None if it divides by zero or is beyond `MAX_DIGITS`.
+    """Return the value of a text that matches `NUMBER`; None if it divides by zero or is beyond `MAX_DIGITS`.
 
     Example: "1,010.50" is 2021/2, "-1 1/2" is -3/2, "5×10^3" is 5000, and "1e999999999" and "1/0" are None.
     """
@@ -73,7 +73,7 @@ def value_of(number: str) -> Fraction | None:
 
 
 def without_latex(text: str) -> str:
-    r"""The text with a/b for `\frac{a}{b}` of two numbers, and without LaTeX's units and escapes.
+    r"""Return the text with a/b for `\frac{a}{b}` of two numbers, and without LaTeX's units and escapes.
 
     Example: `1\frac{1}{2}\text{ cm}` becomes "1 1/2 ".
     """
@@ -90,7 +90,7 @@ def _plain_fraction(found: re.Match[str]) -> str:
 
 
 def _split(number: str) -> Iterator[str]:
-    """A whole number and a fraction are one number only if the fraction is proper."""
+    """Split a whole number from a fraction that is not proper; with a proper fraction they are one number."""
     mixed = _MIXED.fullmatch(number)
     if mixed is None or int(mixed[2][:MAX_DIGITS]) < int(mixed[3][:MAX_DIGITS]):
         yield number
@@ -99,19 +99,19 @@ def _split(number: str) -> Iterator[str]:
 
 
 def _decimal(text: str) -> Fraction | None:
-    """The value of digits, a point and an exponent."""
+    """Return the value of digits with a point and an exponent."""
     mantissa, _, exponent = text.lower().partition("e")
     size = exponent.lstrip("+-").lstrip("0") or "0"
-    # Digits are counted first: Python refuses to read thousands of them as an integer.
+    # Count the digits first: Python refuses to read thousands of them as an integer.
     if len(mantissa) > MAX_DIGITS or len(size) > len(str(MAX_DIGITS)) or int(size) > MAX_DIGITS:
         return None
     return Fraction(mantissa) * Fraction(10) ** (-int(size) if exponent.startswith("-") else int(size))
 
 
 FINAL_MARK = "####"
-"""The marker before the final answer, as in GSM8K."""
+"""Marker before the final answer, as in GSM8K."""
 
-# A name or a sum before the number, and words of a unit after it. Short words are more often variables (2 pi, 5 x).
+# A name or a sum before the number, and words of a unit after it. Short words are mostly variables (2 pi, 5 x).
 _NAMED = r"(?:(?:[^\W\d_]|[\s'])*(?:=|:|\b(?:is|are)\b)|[0-9\s.,+*/×÷()-]+=)"
 _UNIT = r"(?:\s*[%°]|\s+(?:[^\W\d_]{3,}|[kcm]m|[km]g|ml|ft|lb|oz)(?:,?\s+[^\W\d_]{2,})*)"
 _ONE_NUMBER = re.compile(rf"{_NAMED}?\s*\+?((?>{NUMBER}))(?!(?s:.*)\b(?:or|and)\b){_UNIT}?")
@@ -123,9 +123,10 @@ _BRACES = re.compile(r"(?<!\\)(?:\\boxed\s*\{|[{}])")
 
 
 def final_answer(text: str) -> str:
-    r"""What stands in the last closed `\boxed{}` after the last "####", or after that mark, or in the last line.
+    r"""Return the contents of the last closed `\boxed{}`, else the text after the last "####", else the last line.
 
-    Without the mark the whole text is searched for the box. The result has no surrounding spaces and may be empty.
+    With the mark "####" only the text after the last one is searched for a box. The result has no surrounding spaces
+    and may be empty.
 
     Example: both "x = 3\n#### Paris" and `so \boxed{Paris}, I think` give "Paris", and "Well.\nParis!" gives "Paris!".
     """
@@ -137,10 +138,10 @@ def final_answer(text: str) -> str:
 
 
 def find_number(text: str) -> Fraction | None:
-    r"""The number that a response gives as its answer; None if there is none, or it has no value.
+    r"""Return the number that a response gives as its answer; None if there is none, or it has no value.
 
     It is the number in the last `\boxed{}` (see `single_number`), else the first one after the last "####", else the
-    last one of the text. See `numbers_in` for what is a number.
+    last one of the text. `numbers_in` defines what counts as a number.
 
     Example: "so 5 * 2 = $1,010.50." gives 2021/2, "#### -7 apples, 2 left" gives -7, and "9-4" gives 4.
     """
@@ -153,24 +154,24 @@ def find_number(text: str) -> Fraction | None:
 
 
 def single_number(answer: str) -> Fraction | None:
-    """The number that an answer is; None if it is anything else, such as two numbers or a term with variables.
+    """Return the number that an answer is; None for anything else, such as two numbers or a term with variables.
 
-    Before it may stand a currency, a name with "=", ":" or "is", or a sum with "="; after it words of a unit.
+    A currency, a name with "=", ":" or "is", or a sum with "=" may precede it, and words of a unit may follow.
 
-    Example: "x = 5", "2 + 3 = 5", "$5.00." and "5 apples" are 5; "3 or 4", "(1, 2)", "5x", "3:4" and "H2O" are none.
+    Example: "x = 5", "2 + 3 = 5", "$5.00." and "5 apples" are 5; "3 or 4", "(1, 2)", "5x", "3:4" and "H2O" give None.
     """
     text = re.sub("[$€£¥]", "", without_latex(_unwrapped(answer)))
     found = _ONE_NUMBER.fullmatch(text.strip())
-    # The pattern takes a whole number before an improper fraction for one number.
+    # The pattern reads a whole number before an improper fraction as one number.
     return value_of(found[1]) if found is not None and numbers_in(found[1]) == [found[1]] else None
 
 
 def normalized(answer: str) -> str:
-    r"""The answer as it is compared with others, if it is no number.
+    r"""Return an answer that is not a number in the form in which it is compared.
 
-    Letters are case-folded, runs of spaces become one, spaces beside a sign are dropped, and so are a final full stop,
-    comma, semicolon or colon, an exclamation mark after a word, and `$`, `$$`, `\(`, `\[`, `**` or `\text{}` around
-    the whole.
+    Letters are case-folded, runs of spaces become one, and spaces next to a sign are dropped. A final full stop, comma,
+    semicolon or colon, an exclamation mark after a word, and `$`, `$$`, `\(`, `\[`, `**` or `\text{}` around the whole
+    are dropped too.
 
     Example: "**New  York**." becomes "new york", and "( 1, 2 )" becomes "(1,2)".
     """
@@ -192,12 +193,12 @@ def _unwrapped(answer: str) -> str:
 def _without_final_punctuation(text: str) -> str:
     text = text.rstrip(".,;:")
     word = text.rstrip("!")
-    # The factorials 5! and n! keep their sign.
+    # Keep the sign of the factorials 5! and n!.
     return word if len(word) > 1 and word[-2:].isalpha() else text
 
 
 def _boxed(text: str) -> str | None:
-    r"""The contents of the last `\boxed{}` that is closed."""
+    r"""Return the contents of the last `\boxed{}` that is closed."""
     last, opened = None, []
     for found in _BRACES.finditer(text):
         if found[0].endswith("{"):
@@ -213,11 +214,11 @@ RewardFunction = Callable[[Prompt, str], float]
 
 
 def exact_answer(prompt: Prompt, text: str) -> float:
-    r"""1.0 if text and answer agree, else 0.0.
+    r"""Return 1.0 if text and answer agree, else 0.0.
 
-    An answer whose final part is one number (`single_number` of `final_answer`) is compared as a
-    number: `find_number` of the text has the same value, exactly. Any other answer is compared as text: the
-    final answers of both are equal after `normalized`.
+    An answer whose final part is one number (`single_number` of `final_answer`) is compared as a number: `find_number`
+    of the text must have exactly its value. Any other answer is compared as text: the final answers of both must be
+    equal after `normalized`.
 
     Raises InputError if the prompt has no answer.
 
@@ -232,9 +233,9 @@ def exact_answer(prompt: Prompt, text: str) -> float:
 
 
 def contains_answer(prompt: Prompt, text: str) -> float:
-    """1.0 if the text contains the answer as whole words, ignoring case, else 0.0.
+    """Return 1.0 if the text contains the answer as whole words, ignoring case, else 0.0.
 
-    The answer is the part after the last "####", or all of it, without surrounding spaces.
+    The answer is the part after the last "####", or the whole text, without surrounding spaces.
 
     Example: for the answer "Paris", "It is PARIS." gets 1.0 and "Parisian" gets 0.0.
     """
@@ -243,14 +244,14 @@ def contains_answer(prompt: Prompt, text: str) -> float:
 
 
 def math_verify(prompt: Prompt, text: str) -> float:
-    r"""1.0 if the library math-verify finds the answer's formula in the text, else 0.0; needs `treering[math]`.
+    r"""Return 1.0 if the library math-verify finds the answer's formula in the text, else 0.0; needs `treering[math]`.
 
-    It reads LaTeX and plain numbers, and compares formulas by algebra, and numbers to six decimals: see
-    https://github.com/huggingface/Math-Verify. It stops after 5 seconds for each of reading and comparing, by a signal,
-    so that it runs in the main thread only. Words are products of letters to it: take exact_answer for them.
+    It reads LaTeX and plain numbers, and compares formulas by algebra and numbers to six decimals; see
+    https://github.com/huggingface/Math-Verify. A signal ends reading and comparing after 5 seconds each, so it runs in
+    the main thread only. It reads words as products of letters: use exact_answer for them.
 
     Raises:
-        InputError: the prompt has no answer, or one that the library cannot read.
+        InputError: the prompt has no answer, or the library cannot read it.
         MissingExtraError: the library is not installed.
 
     Example: for the answer `\frac{\sqrt{2}}{2}`, "It is $1/\sqrt{2}$" gets 1.0.
@@ -259,7 +260,7 @@ def math_verify(prompt: Prompt, text: str) -> float:
     from math_verify import parse, verify
 
     text = answer_part(text)
-    # The library knows boxes and no mark.
+    # The library knows boxes but not the mark.
     final = f"\\boxed{{{final_answer(text)}}}" if FINAL_MARK in text else text
     return float(verify(expected, parse(final)))
 
@@ -267,18 +268,18 @@ def math_verify(prompt: Prompt, text: str) -> float:
 NAMED_REWARDS: Mapping[str, RewardFunction] = MappingProxyType(
     {"exact_answer": exact_answer, "contains_answer": contains_answer, "math_verify": math_verify}
 )
-"""Built-in rewards, by name."""
+"""Built-in rewards by name."""
 
 
 def check_answer(name: str, answer: str | None) -> None:
-    """Refuses an answer that a built-in reward cannot use, before anything is sampled.
+    """Refuse an answer that a built-in reward cannot use, before anything is sampled.
 
     All of them refuse a missing answer and one without a letter, a digit or a sign in its final part. math_verify also
-    refuses what its library cannot read. User functions are not checked.
+    refuses an answer that its library cannot read. User functions are not checked.
 
     Raises:
-        InputError: such an answer.
-        MissingExtraError: math_verify without its library.
+        InputError: the reward cannot use the answer.
+        MissingExtraError: the reward is math_verify and its library is not installed.
 
     Example: `check_answer("exact_answer", "#### .")` raises, and `check_answer("exact_answer", "Paris")` does not.
     """
@@ -302,13 +303,13 @@ def _final(answer: str) -> str:
 
 
 def _formula(answer: str) -> list[Any]:
-    """The answer as math-verify reads it."""
+    """Parse the answer with math-verify."""
     require("the reward math_verify", "math_verify")
     from math_verify import parse
 
     final = final_answer(answer)
     number = single_number(final)
-    # JSON's exponents are no LaTeX: 1e-07 would be -7 + e.
+    # JSON's exponents are not LaTeX: 1e-07 would be -7 + e.
     final = str(number) if number is not None and re.search("[0-9]e", final, re.IGNORECASE) else final
     formula: list[Any] = parse(f"\\boxed{{{final}}}", fallback_mode="no_fallback")
     if not formula:
@@ -317,14 +318,14 @@ def _formula(answer: str) -> list[Any]:
 
 
 def find_reward(name: str, folders: Sequence[Path] = (Path(),)) -> Callable[..., object]:
-    """The ready reward of that name, or the function of "file.py:function" or "package.module:function".
+    """Return the built-in reward of that name, or the function of "file.py:function" or "package.module:function".
 
-    Files are looked up in the folders in order. Modules are too, before the rest of Python's import path; the folders
-    stay on the path of this process, because the code may import more when it is called.
+    Files are looked up in the folders in order, and so are modules, before the rest of Python's import path. The
+    folders stay on this process's path, because the code may import more when it is called.
 
     Raises:
-        ConfigError: an unknown name (with the nearest ones), file, module or function, or code that cannot be imported
-            (with its file and line).
+        ConfigError: the name (the nearest ones are listed), file, module or function does not exist, or importing it
+            raises (with its file and line).
 
     Example: `find_reward("exact_answer")` is `exact_answer`; `find_reward("rewards.py:short", [Path("conf")])` is
     `short` of `conf/rewards.py`.
@@ -335,11 +336,11 @@ def find_reward(name: str, folders: Sequence[Path] = (Path(),)) -> Callable[...,
     if not (module and function):
         near = difflib.get_close_matches(name, NAMED_REWARDS, n=3, cutoff=0.4) or list(NAMED_REWARDS)
         raise ConfigError(
-            f"a reward is a known name, file.py:function or package.module:function, got {name!r}; nearest names: "
+            f"a reward must be a known name, file.py:function or package.module:function, got {name!r}; nearest names: "
             f"{', '.join(near)}"
         )
     found = getattr(load_own("reward", name, folders), function, None)
     if not callable(found):
         what = "has no such name" if found is None else f"has a {type(found).__name__} of that name"
-        raise ConfigError(f"a reward is a function, and {module} of {name!r} {what}; check the spelling")
+        raise ConfigError(f"a reward must be a function, and {module} of {name!r} {what}; check the spelling")
     return found  # type: ignore[no-any-return]

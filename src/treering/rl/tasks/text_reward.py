@@ -1,4 +1,4 @@
-"""The reward of a response: one function, ready or the user's, or a weighted sum of several."""
+"""Reward of a response: one function, built-in or the user's, or a weighted sum of several."""
 
 import asyncio
 import inspect
@@ -30,19 +30,19 @@ class BoundReward:
     """A reward function and the columns that it takes."""
 
     label: str
-    """Its name in metrics."""
+    """Name in metrics."""
     function: Callable[..., object]
     takes_group: bool
-    """Whether it is called once for a group, as TRL calls rewards."""
+    """Whether one call gets a whole group, as in TRL."""
     is_async: bool
-    """Whether its calls are coroutines, which run at the same time."""
+    """Whether calls are coroutines, which run concurrently."""
     columns: tuple[str, ...]
-    """Names of the columns that it is called with."""
+    """Names of the columns passed to it."""
 
     def start(self, prompt: Prompt, texts: Sequence[str]) -> list[object]:
-        """Calls the function: the result for each text, or one for all if it takes groups.
+        """Call the function and return the result for each text, or one for all if it takes groups.
 
-        An exception stands for a call that raised, and awaitables are not awaited yet.
+        A call that raised gives its exception. Awaitables are not awaited yet.
         """
         columns = {name: prompt.columns.get(name) for name in self.columns}
         if not self.takes_group:
@@ -58,7 +58,7 @@ class BoundReward:
         return [_called(self.function, completions=completions, **given)]
 
     def scores(self, results: Sequence[object], num_texts: int) -> list[Score | Exception]:
-        """The score of each text, or its error, from the awaited results of `start`."""
+        """Return the score or error of each text, from the awaited results of `start`."""
         if self.takes_group:
             results = self._split(results[0], num_texts)
         return [self._score(result) for result in results]
@@ -72,8 +72,8 @@ class BoundReward:
         got = f"{answer!r:.60} ({type(answer).__name__})" if parts is None else f"{len(parts)}"
         return [
             InputError(
-                f"a reward of a group returns a list of one reward for each of its {num_texts} completions, and "
-                f"{self.label} at {place_of_function(self.function)} returned {got}; return None for one without reward"
+                f"a reward of a group must return a list with one reward for each of its {num_texts} completions, and "
+                f"{self.label} at {place_of_function(self.function)} returned {got}; return None to skip one"
             )
         ] * num_texts
 
@@ -87,10 +87,10 @@ class BoundReward:
 
 
 def bind(label: str, function: Callable[..., object], columns: Collection[str]) -> BoundReward:
-    """Binds a function to the columns of a prompts file by the names of its parameters.
+    """Bind a function to the columns of a prompts file by the names of its parameters.
 
     Raises:
-        ConfigError: a signature that is none of `SIGNATURES`, or a parameter that is no column.
+        ConfigError: a signature that is not one of `SIGNATURES`, or a parameter that is not a column.
 
     Example: with the columns "prompt" and "unit", `def reward(prompt, text, unit)` is called with the unit of each
     prompt, `def reward(completions, **columns)` once for a group with `prompts` and `unit` as lists, and
@@ -114,15 +114,15 @@ def bind(label: str, function: Callable[..., object], columns: Collection[str]) 
 
 
 def _check_first(function: Callable[..., object], first: Sequence[str], columns: Collection[str]) -> None:
-    """The first two parameters are the prompt and the text; an underscore begins the name of one that is not used."""
+    """Check that the first two parameters are the prompt and the text; an unused one may begin with an underscore."""
     has_any = any(each.kind is Parameter.VAR_POSITIONAL for each in _parameters(function).values())
     names = [*first, *["prompt", "text"][len(first) :]] if has_any else [*first]
-    # A parameter of another name, or a column in their place, would silently get the prompt or the text.
+    # Any other parameter, or a column in their place, would silently get the prompt or the text.
     known = ({"prompt"}, set(_TEXTS) - set(columns) | {"text"})
     if len(names) == 2 and all(name[:1] == "_" or name in own for name, own in zip(names, known, strict=True)):
         return
     raise ConfigError(
-        f"a reward is {SIGNATURES}; got {_described(function)}; rename or add its parameters (text may be "
+        f"a reward must be {SIGNATURES}; got {_described(function)}; rename or add its parameters (text may be "
         f"{', '.join(_TEXTS[1:-1])} or {_TEXTS[-1]})"
     )
 
@@ -133,7 +133,7 @@ def _check_columns(function: Callable[..., object], others: Sequence[Parameter],
     missing = [name for name in needed if name not in columns]
     if missing:
         raise ConfigError(
-            f"a reward is {SIGNATURES}; got {_described(function)}, and {', '.join(missing)} is no column: they are "
+            f"a reward must be {SIGNATURES}; got {_described(function)} with no column {', '.join(missing)}; columns: "
             f"{', '.join(columns) or 'none'}; rename it, or give it a default"
         )
 
@@ -147,7 +147,7 @@ def _parameters(function: Callable[..., object]) -> Mapping[str, Parameter]:
     try:
         return inspect.signature(function).parameters
     except (ValueError, TypeError):
-        # Compiled code may not say.
+        # Compiled code may have no signature.
         return {name: Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("prompt", "text")}
 
 
@@ -163,7 +163,7 @@ def _called(function: Callable[..., object], *args: object, **columns: object) -
 
 
 def _listed(answer: Any) -> list[object] | None:
-    """The items of a list, an array or a tensor; None of what has no items."""
+    """Return the items of a list, an array or a tensor, or None if the value has none."""
     try:
         return list(answer)
     except TypeError:
@@ -181,77 +181,79 @@ class WeightedReward:
     """
 
     name: str
-    """See `find_reward`."""
+    """Name of the function, as `find_reward` takes it."""
     weight: float = 1.0
 
 
 class TextReward:
-    """A weighted sum of rewards on the text of responses.
+    """Weighted sum of rewards on the text of responses.
 
-    A reward that returns None is left out of the sum; if all do, so is the response of its group.
+    A reward that returns None is left out of the sum; if all do, the response is dropped from its group.
 
-    Example: of `exact_answer` with weight 1 and a reward 0.5 with weight 0.2, a right answer gets 1.1, and the numbers
-    "exact_answer" 1.0 and "short" 0.5.
+    Example: `exact_answer` with weight 1 and a reward "short" of 0.5 with weight 0.2 give a right answer 1.1, and the
+    numbers "exact_answer" 1.0 and "short" 0.5.
     """
 
     def __init__(
         self, reward: str | Sequence[WeightedReward], folders: Sequence[Path], judge: Judge | None = None
     ) -> None:
-        """Finds the functions.
+        """Find the functions.
 
         Args:
-            reward: one by its name, or several.
+            reward: name of a reward, or several.
             folders: where files and modules are looked up, see `find_reward`.
-            judge: the reward "judge"; None if there is none.
+            judge: the reward "judge", if the run has one.
 
         Raises:
-            ConfigError: no reward, two of one name, or one that is not found.
+            ConfigError: no reward, two with the same name, or one that is not found.
         """
         parts = [WeightedReward(name=reward)] if isinstance(reward, str) else list(reward)
         self._parts = {part.name.rpartition(":")[2]: part for part in parts}
         if not parts or len(self._parts) < len(parts):
             names = ", ".join(part.name for part in parts) or "none"
-            raise ConfigError(f"rewards are one or more functions of different names, got {names}; rename or drop some")
+            raise ConfigError(
+                f"rewards must be one or more functions of different names, got {names}; rename or drop some"
+            )
         self.name = " + ".join(part.name for part in parts)
-        """For errors: the names of the rewards."""
+        """Names of the rewards, for errors."""
         self._judge = judge
         self._functions: dict[str, Callable[..., object]] = {
             label: judge if judge is not None and part.name == "judge" else find_reward(part.name, folders)
             for label, part in self._parts.items()
         }
         self._rewards: list[BoundReward] = []
-        # One event loop for all calls: clients that a reward keeps belong to the loop in which they were made.
+        # One event loop for all calls: clients that a reward keeps belong to the loop that they were made in.
         self._runner = asyncio.Runner()
         weakref.finalize(self, self._runner.close)
 
     @property
     def is_own(self) -> bool:
-        """Whether one of the rewards is no ready one."""
+        """Whether one of the rewards is not built in."""
         return any(part.name not in NAMED_REWARDS for part in self._parts.values())
 
     @property
     def takes_groups(self) -> bool:
-        """Whether `scores` gets whole groups: a reward needs one, or is a coroutine, of which many run at a time."""
+        """Whether `scores` gets whole groups: a reward needs one, or is a coroutine, so that many run at a time."""
         return any(reward.takes_group or reward.is_async for reward in self._rewards)
 
     def check_answer(self, answer: str | None) -> None:
-        """Refuses an answer that a ready reward cannot use; see `ready_rewards.check_answer`."""
+        """Refuse an answer that a built-in reward cannot use; see `ready_rewards.check_answer`."""
         for part in self._parts.values():
             check_answer(part.name, answer)
 
     def bind(self, columns: Collection[str]) -> None:
-        """Checks the signatures of the functions against the columns of the prompts file; see `bind`."""
+        """Check the signatures of the functions against the columns of the prompts file; see `bind`."""
         self._rewards = [bind(label, function, columns) for label, function in self._functions.items()]
 
     def scores(
         self, prompt: Prompt, texts: Sequence[str], answers: Sequence[str] | None = None
     ) -> list[Score | Exception]:
-        """The score of each response, or why it has none.
+        """Return the score of each response, or the error that left it without one.
 
         Args:
-            prompt: of the responses.
-            texts: what rewards of your own read.
-            answers: what ready ones read, the texts after the thoughts; None: where tags in the texts show it.
+            prompt: prompt of the responses.
+            texts: texts for the user's rewards.
+            answers: texts after the thoughts, for built-in rewards; None finds thoughts by their tags in the texts.
         """
         ready = [*NAMED_REWARDS.values(), self._judge]
         started = [
@@ -263,12 +265,12 @@ class TextReward:
         return [self._sum(scores) for scores in zip(*parts, strict=True)]
 
     def try_on(self, prompt: Prompt, time_limit_s: float = 60.0) -> None:
-        """Calls rewards of your own once, on the prompt's answer or an empty text, in a copy of this process.
+        """Call the user's rewards once, on the prompt's answer or an empty text, in a copy of this process.
 
-        Nothing counts it. What raises for an empty text may mean to, unless it is a mistake in the code.
+        The call is not counted. A reward may raise for an empty text, unless the error is a mistake in the code.
 
         Raises:
-            InputError: one raises, returns no reward, or takes longer than `time_limit_s`.
+            InputError: a reward raises, returns no reward, or takes longer than `time_limit_s`.
         """
         if not self.is_own:
             return
@@ -277,12 +279,12 @@ class TextReward:
         except TimeoutError:
             raise InputError(
                 f"a reward may take runtime.reward_time_limit_s = {time_limit_s:g} s, and {self.name} on prompt "
-                f"{prompt.prompt_id!r} with the text {(prompt.answer or '')!r:.60} took longer in its trial call; give "
-                "what it waits for a time limit, or raise the setting"
+                f"{prompt.prompt_id!r} with the text {(prompt.answer or '')!r:.60} took longer in its trial call; set "
+                "a time limit for whatever it waits for, or raise the setting"
             ) from None
         if error:
             raise InputError(
-                f"a reward returns a number for every text, or None to leave it out, and {self.name} on prompt "
+                f"a reward must return a number for every text, or None to skip it, and {self.name} on prompt "
                 f"{prompt.name} with the text {(prompt.answer or '')!r:.60} raised {error}; correct it"
             )
 
@@ -316,7 +318,7 @@ class TextReward:
             return error
 
     def _await(self, started: Sequence[list[object]]) -> None:
-        """Replaces awaitables by their results; all run at the same time."""
+        """Replace awaitables by their results; all run concurrently."""
         places = [
             (results, i) for results in started for i, result in enumerate(results) if inspect.isawaitable(result)
         ]
@@ -331,13 +333,13 @@ class TextReward:
             asyncio.get_running_loop()
         except RuntimeError:
             return self._runner.run(_settled(awaitables))
-        # The caller has a loop of its own in this thread, as notebooks do.
+        # The caller already runs a loop in this thread, as notebooks do.
         with ThreadPoolExecutor(1) as threads:
             return threads.submit(self._runner.run, _settled(awaitables)).result()
 
 
 async def _settled(awaitables: Sequence[object]) -> list[object]:
-    """The results in order; an exception stands for one that raised."""
+    """Return the results in order; an awaitable that raised gives its exception."""
 
     async def settle(awaitable: object) -> object:
         try:

@@ -1,4 +1,4 @@
-"""Text as token ids and back, and the tokens that end a turn."""
+"""Text to token ids and back, and the tokens that end a turn."""
 
 import json
 import re
@@ -19,27 +19,27 @@ from treering.files.writing import read_object
 from treering.types import TokenIds
 
 _END_TOKENS = 64
-"""Tokens of a prompt's end in which an opened thought is looked for."""
+"""Number of last prompt tokens that are searched for an opened thought."""
 _SPACE = "▁"
-"""A space, in tokens of SentencePiece."""
+"""Space in SentencePiece tokens."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTES: Mapping[str, int] = MappingProxyType(
     {chr(each): each for each in _VISIBLE}
     | {chr(0x100 + i): each for i, each in enumerate(sorted({*range(256)} - {*_VISIBLE}))}
 )
-"""The byte of each letter in tokens of byte-level tokenizers, which have none for spaces and control characters."""
+"""Byte of each letter in tokens of byte-level tokenizers, which write spaces and control characters as letters."""
 
 
 class TextTokens:
     """A Hugging Face tokenizer folder, opened once.
 
-    Example: with Qwen's tokenizer, `TextTokens(folder).encode("2+2=")` gives 4 tokens, and `end_tokens` are those
+    Example: with Qwen's tokenizer, `TextTokens(folder).encode("2+2=")` gives 4 tokens, and `end_tokens` are the ids
     of <|im_end|> and <|endoftext|>.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens the folder; raises ConfigError if it has no tokenizer."""
+        """Open the folder; raise ConfigError if it has no tokenizer."""
         self.folder = folder
         self._tokenizer = open_tokenizer(folder)
         self._end_of_text = end_of_text(folder)
@@ -58,29 +58,29 @@ class TextTokens:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a turn or a text, as far as they exist: the chat marker, then the end of text."""
+        """Existing tokens that end a turn or a text: the chat marker, then the end of text."""
         ids = [self._tokenizer.token_to_id(token) for token in (TURN_END, self._end_of_text) if token is not None]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     def id_of(self, text: str) -> int | None:
-        """The token whose text this is, as it stands in tokenizer.json or as plain text; None if there is none."""
+        """Return the token with this text, written as in tokenizer.json or as plain text, or None."""
         token_id = self._tokenizer.token_to_id(text)
         if token_id is not None:
             return int(token_id)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        # An unknown text may become one token too: that for unknown words.
+        # An unknown text may become one token too: the one for unknown words.
         is_one = len(ids) == 1 and self._tokenizer.decode(ids, skip_special_tokens=False) == text
         return int(ids[0]) if is_one else None
 
     def text_of(self, token_id: int) -> str | None:
-        """The text of a token as it stands in tokenizer.json; None if the tokenizer has no such id."""
+        """Return a token's text as in tokenizer.json, or None if the tokenizer has no such id."""
         text = self._tokenizer.id_to_token(token_id)
         return None if text is None else str(text)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token, which may be a part of a character; of a special one those of its name.
+        """Return the bytes of a token, which may be part of a character; a special token gives those of its name.
 
-        Example: under Qwen's tokenizer the two tokens of an emoji are 3 bytes and 1 byte.
+        Example: in Qwen's tokenizer the two tokens of an emoji are 3 bytes and 1 byte.
         """
         text = self.text_of(token_id) or ""
         if token_id in self._added:
@@ -92,34 +92,34 @@ class TextTokens:
         return (text.replace(_SPACE, " ") if self._has_marks_for_spaces else text).encode()
 
     def encode(self, text: str, *, adds_special: bool = False) -> TokenIds:
-        """Token ids int32 [T].
+        """Encode text as token ids int32 [T].
 
         Args:
             text: the text.
-            adds_special: whether what the tokenizer writes before a text stands before it, once, as in raw text that is
-                trained. What it writes after a text never follows: a prompt goes on.
+            adds_special: whether to add the tokenizer's start tokens once, as in raw training text. End tokens are
+                never added, because a prompt goes on.
         """
         tokens = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
         return begun(tokens, self._begin) if adds_special else tokens
 
     def decode(self, tokens: TokenIds) -> str:
-        """The text, without special tokens."""
+        """Return the text without special tokens."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def decode_all(self, tokens: TokenIds) -> str:
-        """The text, with special tokens: some of them begin thoughts and calls."""
+        """Return the text with special tokens, some of which begin thoughts and calls."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
     def end_of(self, prompt: TokenIds) -> str:
-        """The end of a prompt with special tokens, which may open a thought."""
+        """Return the end of a prompt with special tokens; it may open a thought."""
         return self.decode_all(prompt[-_END_TOKENS:])
 
     def without_special(self, text: str) -> str:
-        """A part of what `decode_all` returns, as `decode` would return it."""
+        """Convert a part of the result of `decode_all` to the form that `decode` returns."""
         return self._special.sub("", without_headers(text))
 
     def answer(self, tokens: TokenIds, prompt: TokenIds) -> str:
-        """The text after a response's thought, without special tokens; "" if the thought has no end.
+        """Return the text after a response's thought, without special tokens; "" if the thought does not end.
 
         Args:
             tokens: int32 [T], the response.
@@ -146,9 +146,9 @@ class StopToken:
 
     token_id: int
     text: str | None
-    """As the tokenizer has it; None if the tokenizer has no such id."""
+    """Text in the tokenizer; None if the tokenizer has no such id."""
     source: str
-    """Where it was found first."""
+    """First place where it was found."""
 
     def __str__(self) -> str:
         return f"{self.text or 'a token without text'} ({self.token_id}, {self.source})"
@@ -157,21 +157,21 @@ class StopToken:
 def find_stop_tokens(
     tokens: TextTokens, form: Renderer | None = None, *, model: Path | None = None, named: Sequence[str | int] = ()
 ) -> tuple[StopToken, ...]:
-    """All tokens that end a turn, each once, in the order of the arguments.
+    """Find all tokens that end a turn, each once, in the order of the arguments.
 
-    Rollouts, episodes, evaluations and the server stop at them, and checkpoints name them in generation_config.json.
+    Rollouts, episodes, evaluations and the server stop at them, and checkpoints list them in generation_config.json.
 
     Args:
-        tokens: the tokenizer, with its `end_tokens`.
-        form: how chats become text, with its `turn_ends`; None for raw text.
-        model: the policy's folder, whose generation_config.json and config.json name one `eos_token_id` or several.
-        named: texts or ids of single tokens, as the user set them.
+        tokens: the tokenizer, which gives its `end_tokens`.
+        form: renderer of chats, which gives its `turn_ends`; None for raw text.
+        model: the policy's folder; its generation_config.json and config.json give one or several `eos_token_id`.
+        named: texts or ids of single tokens from the settings.
 
     Raises:
-        ConfigError: a named text is not one token, or a named id is none of the tokenizer's.
-        InputError: one of the model's two files cannot be read.
+        ConfigError: a named text is not one token, or the tokenizer does not have a named id.
+        InputError: one of the two model files cannot be read.
 
-    Example: Llama 3's tokenizer ends texts with <|end_of_text|>, its template turns with <|eot_id|>, and its
+    Example: Llama 3's tokenizer ends texts with <|end_of_text|>, its template ends turns with <|eot_id|>, and its
     generation_config.json adds <|eom_id|>: all three stop a rollout.
     """
     found: list[tuple[int, str]] = [(token_id, "tokenizer") for token_id in tokens.end_tokens]
@@ -189,12 +189,12 @@ def _named_id(tokens: TextTokens, named: str | int) -> int:
     token_id = named if isinstance(named, int) else tokens.id_of(named)
     if token_id is None:
         raise ConfigError(
-            f"task.stop_tokens names single tokens, and {named!r} is none of {tokens.folder}; write it as in its "
-            "tokenizer.json, or give the id"
+            f"task.stop_tokens must name single tokens, and {named!r} is not one of {tokens.folder}; write it as in "
+            "its tokenizer.json, or give the id"
         )
     if tokens.text_of(token_id) is None:
         raise ConfigError(
-            f"task.stop_tokens holds ids of the tokenizer, and {named} is none of {tokens.folder}, which has "
+            f"task.stop_tokens must hold ids of the tokenizer, and {named} is not one of {tokens.folder}, which has "
             f"{tokens.vocab_size}; correct it"
         )
     return token_id
@@ -204,7 +204,7 @@ def _ends_of_model(folder: Path) -> list[tuple[int, str]]:
     found = []
     for file in (folder / name for name in _MODEL_FILES):
         settings = read_object(file) if file.is_file() else {}
-        # Models of text and images keep the text's settings in an object of their own.
+        # Multimodal models keep the text model's settings in an inner object.
         inner = settings.get("text_config")
         for place in (settings, inner if isinstance(inner, dict) else {}):
             found += [(token_id, file.name) for token_id in _ids(place.get("eos_token_id"), file)]
@@ -212,10 +212,10 @@ def _ends_of_model(folder: Path) -> list[tuple[int, str]]:
 
 
 def _ids(value: Any, file: Path) -> Iterator[int]:
-    """The ids of a field that has one, several or none; -1 stands for none."""
+    """Yield the ids of a field with one, several or none; -1 also means none."""
     values: Iterable[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in values:
         if type(token_id) is not int:
-            raise InputError(f"{file}: eos_token_id is a token id or a list of them, got {value!r}; correct it")
+            raise InputError(f"{file}: eos_token_id must be a token id or a list of them, got {value!r}; correct it")
         if token_id >= 0:
             yield token_id
