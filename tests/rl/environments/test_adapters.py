@@ -218,12 +218,12 @@ def test_an_environment_is_found_by_its_file_and_refused_by_name(tmp_path: Any) 
     (tmp_path / "envs.py").write_text(SOURCE)
     assert isinstance(find_environment("envs.py:Mine", [tmp_path]), Environment)
     for name, rule in (
-        ("envs.py", "reads file.py:Name"),
+        ("envs.py", "must be file.py:Name"),
         ("other.py:Mine", "other.py is not in"),
         ("envs.py:Nine", "has none named 'Nine'"),
         ("envs.py:number", "has none named 'number'"),
         ("envs.py:broken", r"envs\.py:\d+: ValueError: no file"),
-        ("envs.py:Sync", "has tasks and a coroutine run"),
+        ("envs.py:Sync", "needs tasks and a coroutine run"),
     ):
         with pytest.raises(ConfigError, match=rule):
             find_environment(name, [tmp_path])

@@ -517,7 +517,7 @@ def test_episodes_that_do_not_end_are_left_after_a_time_and_counted(
             await policy.chat([user("hello")])
             return 0.0
 
-    with pytest.warns(UserWarning, match=r"^2 cancelled episodes.* did not end within 0\.5 s and were left"):
+    with pytest.warns(UserWarning, match=r"^2 cancelled episodes.* did not end within 0\.5 s and were abandoned"):
         collected = collect(engine_of(model), task_of(Stubborn(), max_failed=1.0, episode_timeout=0.5), group_size=3)
     release.set()
     limit = "no end within 0.5 s (task.episode_timeout), and its clean-up did not end within 0.5 s"

@@ -84,7 +84,7 @@ def test_a_module_of_these_folders_is_imported_by_its_dotted_name(tmp_path: Path
         ("def f(prompt, text:\n    pass", r"bad\.py:1: SyntaxError"),
         ("\nimport no_such_library", r"bad\.py:2: ModuleNotFoundError: No module named 'no_such_library'"),
         ("x = 1\ny = z", r"bad\.py:2: NameError"),
-        ("import sys\nsys.exit(3)", r"bad\.py:2: InputError: a task may not end the run, and it raised SystemExit"),
+        ("import sys\nsys.exit(3)", r"bad\.py:2: InputError: a task must not end the run, got SystemExit"),
         ("g = 1", r"bad\.py of 'bad\.py:f' has no such name"),
     ],
 )
@@ -243,7 +243,7 @@ def test_several_rewards_are_summed_by_weight_without_those_that_abstain() -> No
     [
         ("return undefined", r"with the text 'yes' raised own\.py:2: NameError: name 'undefined'"),
         ("return 'good'", r"own\.py:1: a reward must be one finite number"),
-        ("raise SystemExit(1)", r"own\.py:2: InputError: a task may not end the run"),
+        ("raise SystemExit(1)", r"own\.py:2: InputError: a task must not end the run"),
     ],
 )
 def test_a_reward_is_tried_on_the_answer_of_a_prompt_before_a_run(body: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Environments out of objects that other libraries have: objects whose methods are tools, and reset with step."""
+"""Environments from other libraries' objects: objects whose methods are tools, and objects with reset and step."""
 
 import asyncio
 import inspect
@@ -22,30 +22,30 @@ class ToolObject(Protocol):
     """An object whose other public methods are tools, as TRL's `environment_factory` makes them."""
 
     def reset(self, **data: Any) -> Any:
-        """Begins an episode with the fields of a task, its prompt too if that is taken.
+        """Begin an episode with the fields of a task, and with its prompt if there is a parameter for it.
 
-        Returns what is added to the question, text or parts of a message; or None.
+        Return text or message parts to add to the question, or None.
         """
 
     def get_reward(self) -> Any:
-        """The reward of the episode; may be a coroutine."""
+        """Return the reward of the episode; may be a coroutine."""
 
 
 class StepObject(Protocol):
-    """An object with reset and step, in the manner of Gymnasium, whose observations and actions are texts."""
+    """An object with reset and step, as in Gymnasium, whose observations and actions are texts."""
 
     def reset(self, **data: Any) -> Any:
-        """Begins an episode; returns the first observation, or a pair of it and anything else."""
+        """Begin an episode; return the first observation, or a pair that begins with it."""
 
     def step(self, action: str) -> Sequence[Any]:
-        """Takes an action; returns observation, reward, whether it is over, and as Gymnasium perhaps more."""
+        """Take an action; return observation, reward, whether it is over, and maybe more, as in Gymnasium."""
 
 
 class ToolEnvironment(Environment):
-    """Episodes of an object whose public methods are tools: they end with the first turn that calls none.
+    """Episodes of an object whose public methods are tools: they end with the first turn without a call.
 
-    A task's data are a mapping with "prompt", a text or messages, and the fields that `reset` takes. Each episode has
-    an object of its own, whose methods run in other threads, unless they are coroutines.
+    A task's data is a mapping with "prompt", a text or messages, and the fields that `reset` takes. Each episode has
+    its own object, whose methods run in other threads unless they are coroutines.
 
     Example:
         >>> class Calculator:
@@ -65,12 +65,12 @@ class ToolEnvironment(Environment):
     """
 
     def __init__(self, factory: Callable[[], ToolObject], tasks: Sequence[EnvTask], *, max_turns: int = 16) -> None:
-        """Makes one object to read its tools.
+        """Make one object to read its tools.
 
         Args:
-            factory: makes an object; a class will do.
-            tasks: see above.
-            max_turns: turns of an episode, at most.
+            factory: makes an object; it may be a class.
+            tasks: tasks with data as above.
+            max_turns: most turns of an episode.
 
         Raises:
             InputError: the object has no tools.
@@ -80,7 +80,7 @@ class ToolEnvironment(Environment):
         self.tools = _tools_of(factory())
 
     async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
-        """See `Environment.run`."""
+        """Run an episode with one object."""
         data = dict(task.data)
         messages = _opening(data.get("prompt"), task)
         thing = self._factory()
@@ -104,10 +104,10 @@ class ToolEnvironment(Environment):
 class StepEnvironment(Environment):
     """Episodes of an object with reset and step: observations are the user's messages, turns are actions.
 
-    The reward of a step belongs to the call that chose the action, so a call is worth what its episode earns from it
-    on. A task's data are a mapping with the fields that `reset` takes.
+    The reward of a step belongs to the call that chose the action, so a call is worth the rewards of its episode from
+    that step on. A task's data is a mapping with the fields that `reset` takes.
 
-    Example: with rewards 0, 0 and 1 of three steps, each of the three calls is worth 1; with 1, 0 and 0 the first alone
+    Example: if three steps have rewards 0, 0 and 1, each of the three calls is worth 1; with 1, 0 and 0 only the first
     is.
     """
 
@@ -119,19 +119,19 @@ class StepEnvironment(Environment):
         system: str | None = None,
         max_turns: int = 16,
     ) -> None:
-        """Makes no object yet.
+        """Set up the environment; objects are made later.
 
         Args:
             factory: makes an object, one for each episode.
-            tasks: see above.
-            system: the first message; None has none.
-            max_turns: turns of an episode, at most.
+            tasks: tasks with data as above.
+            system: text of the first message; None for no system message.
+            max_turns: most turns of an episode.
         """
         self.tasks = tasks
         self._factory, self._system, self._max_turns = factory, system, max_turns
 
     async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
-        """See `Environment.run`."""
+        """Run an episode with one object."""
         thing = self._factory()
         observed = await asyncio.to_thread(thing.reset, **dict(task.data or {}))
         messages: list[Mapping[str, Any]] = [{"role": "system", "content": self._system}] if self._system else []
@@ -144,7 +144,7 @@ class StepEnvironment(Environment):
                 messages.append(reply.message)
                 observed, reward, *ends = await asyncio.to_thread(thing.step, reply.text)
                 rewards[reply.call] = float(reward)
-                # Gym before Gymnasium has its info in the place of the second.
+                # Gym, unlike Gymnasium, returns info as the second value.
                 if any(end for end in ends[:2] if not isinstance(end, Mapping)):
                     break
         except ContextFullError:
@@ -153,18 +153,18 @@ class StepEnvironment(Environment):
 
 
 def tool_schema(function: Callable[..., Any], name: str) -> Mapping[str, Any]:
-    """The JSON schema of a method as a tool: its name, the first lines of its docstring, and its parameters.
+    """Return the JSON schema of a method as a tool: its name, docstring and parameters.
 
     Raises:
-        InputError: a parameter that calls cannot name.
+        InputError: a parameter cannot be passed by name.
 
-    Example: `def add(self, a: int, b: int = 0)` has integers "a" and "b", of which "a" is required.
+    Example: `def add(self, a: int, b: int = 0)` has integers "a" and "b", and only "a" is required.
     """
     hints = get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
     wrong = [each.name for each in parameters if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     if wrong:
-        raise InputError(f"the arguments of a tool have names, and {name} takes *{wrong[0]}; name each")
+        raise InputError(f"the arguments of a tool must have names, and {name} takes *{wrong[0]}; name each")
     return {
         "type": "function",
         "function": {
@@ -188,7 +188,7 @@ def _json_type(hint: Any) -> dict[str, str]:
 
 
 def _tools_of(thing: object) -> list[Mapping[str, Any]]:
-    # Of the class, as properties of the object may not have values yet.
+    # Read the class, because the object's properties may not have values yet.
     names = [name for name, _ in inspect.getmembers(type(thing), inspect.isfunction)]
     found = [
         tool_schema(getattr(thing, name), name) for name in names if not name.startswith("_") and name not in _RESERVED
@@ -206,11 +206,11 @@ def _opening(prompt: object, task: EnvTask) -> list[Mapping[str, Any]]:
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list | tuple) and prompt:
         return list(prompt)
-    raise InputError(f'the data of a task have a "prompt", a text or messages, got {prompt!r:.60} in {task.id!r}')
+    raise InputError(f'a task\'s data must have a "prompt", a text or messages, got {prompt!r:.60} in {task.id!r}')
 
 
 def _extended(message: Mapping[str, Any], more: Any) -> Mapping[str, Any]:
-    """A message with more at its end; both may be text or lists of parts."""
+    """Return a message with more at its end; both may be text or lists of parts."""
     content = message["content"]
     if isinstance(content, str) and isinstance(more, str):
         return {**message, "content": content + more}
@@ -230,7 +230,7 @@ async def _called(method: Callable[..., Any], /, **arguments: Any) -> Any:
 
 
 async def _answer(thing: object, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The message of a call's result; what the tool raises is its answer, so that the policy sees it."""
+    """Return the message with a call's result; an exception of the tool becomes the result, so the policy sees it."""
     message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
     try:
         arguments = json.loads(call.given) if isinstance(call.given, str) else dict(call.given)

@@ -1,6 +1,6 @@
-"""Chats as tokens: each turn goes on after the tokens that were sampled, and is rendered anew only where it has to be.
+"""Chats as tokens: each turn continues the sampled tokens, and a chat is rendered again only where necessary.
 
-A chat whose earlier messages are those of an earlier call keeps the ids that this call read and sampled, and renders
+A chat that begins with the messages of an earlier call keeps the ids that this call read and sampled, and renders only
 the messages after it. Any other chat, such as one that summarises its history, is a new branch.
 """
 
@@ -26,15 +26,15 @@ from treering.rl.tasks.text_tokens import TextTokens
 from treering.types import TokenIds
 
 Messages = Sequence[Message | Mapping[str, Any]]
-"""Chat messages, as records or in OpenAI's spelling."""
+"""Chat messages, as records or in OpenAI's form."""
 
 BYTES_FOLDER = Path(__file__).parent / "bytes"
-"""A tokenizer of single bytes with the markers of the plain form: 258 ids, for models without a tokenizer."""
+"""A tokenizer of single bytes with the plain form's markers, 258 ids, for models without a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """A chat up to a turn of the policy, that turn too, and its tokens."""
+    """A chat up to and including a turn of the policy, and its tokens."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
@@ -42,13 +42,13 @@ class _Known:
 
 
 class ChatTokens:
-    """A tokenizer with its chat template; shared by all episodes.
+    """A tokenizer with its chat template; all episodes share it.
 
     Example: with Qwen3's tokenizer, `prompt([{"role": "user", "content": "Hi"}])` ends in the opening of an answer.
     """
 
     def __init__(self, tokenizer: Path, template: Template = "auto", date: Date | None = None) -> None:
-        """Opens the folder; `template` and `date` are as for `Renderer`.
+        """Open the folder; `template` and `date` are as for `Renderer`.
 
         Raises:
             ConfigError: the folder has no tokenizer, or no chat form.
@@ -56,33 +56,33 @@ class ChatTokens:
         self.text = TextTokens(tokenizer)
         self._folder = tokenizer
         self.form = Renderer(tokenizer=tokenizer, template=template, date=date)
-        """How chats become text."""
+        """Renderer of chats."""
         self._shows_tools = self.form.chat_template is not None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
-        """The ids of a new chat, int32 [N].
+        """Return the ids of a new chat, int32 [N].
 
         Raises:
-            InputError: the template refuses or drops something.
+            InputError: the template refuses or drops a part of the chat.
         """
         return self.form.prompt(messages, self._shown(tools))
 
     def continuation(
         self, messages: Sequence[Message], num_seen: int, tools: Sequence[Mapping[str, Any]]
     ) -> TokenIds | None:
-        """See `Renderer.continuation`."""
+        """Return the ids after the seen messages, see `Renderer.continuation`."""
         return self.form.continuation(messages, num_seen, self._shown(tools))
 
     def read(self, context: TokenIds, decode: Callable[[Decode], str], tools: Sequence[Mapping[str, Any]]) -> "Turn":
-        """What the policy has written after a context.
+        """Read the turn that the policy wrote after a context.
 
         Args:
-            context: int32 [N], which may open a thought.
-            decode: the turn's text by a decoder of ids.
-            tools: those of the chat; with any, calls are read.
+            context: int32 [N]; it may open a thought.
+            decode: decodes the turn with a given decoder of ids.
+            tools: tools of the chat; with any, calls are read.
 
         Raises:
-            UnsupportedError: tools, under a template whose calls cannot be read.
+            UnsupportedError: there are tools, but the template's calls cannot be read.
         """
         written, text = decode(self.text.decode_all), decode(self.text.decode)
         form = self.call_form if tools else None
@@ -93,7 +93,7 @@ class ChatTokens:
         answer = answer.strip() if calls or start else answer
         thought = self.text.without_special(written[:start])
         if has_tags(written[:start]) and not has_tags(thought):
-            # The tags are special tokens, which the text of a message does not have.
+            # The tags are special tokens, which message text never contains.
             return Turn(text=answer, content=answer, calls=calls, thought=thought.strip())
         if not calls and without_headers(written) == written:
             return Turn(text=text if start == 0 else answer, content=text, calls=())
@@ -101,10 +101,10 @@ class ChatTokens:
 
     @cached_property
     def call_form(self) -> CallForm:
-        """The form of tool calls under the chat template, or that of the plain form.
+        """Form of tool calls in the chat template, or the plain form's.
 
         Raises:
-            UnsupportedError: a template whose calls cannot be read.
+            UnsupportedError: the template's calls cannot be read.
         """
         template = self.form.chat_template
         if template is None:
@@ -112,56 +112,56 @@ class ChatTokens:
         return find_call_form(template, read_settings(self._folder / CONFIG_FILE))
 
     def _shown(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-        """The plain form has no place for tools: there a message of the user's says what they are."""
+        """Return no tools for the plain form, which has no place for them: there a user message describes them."""
         return tuple(tools) if self._shows_tools else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A turn of the policy as text, without special tokens."""
+    """Turn of the policy as text, without special tokens."""
 
     text: str
-    """What follows the thought, without the calls; "" if the thought has no end."""
+    """Text after the thought, without the calls; "" if the thought does not end."""
     content: str
-    """The text of its message, without the calls: with the thought, where that has tags that are not special tokens."""
+    """Text of its message, without the calls, including a thought whose tags are not special tokens."""
     calls: tuple[ToolCall, ...]
-    """After the thought, in order."""
+    """Calls after the thought, in order."""
     thought: str | None = None
-    """Apart, where its tags are special tokens."""
+    """Thought whose tags are special tokens, else None."""
 
     def with_ids(self, *parts: object) -> "Turn":
-        """The turn with an id for each call that has none, from what `parts` name."""
+        """Return the turn with ids, derived from `parts`, for the calls that have none."""
         calls = [replace(each, id=each.id or short_id(*parts, i)) for i, each in enumerate(self.calls)]
         return replace(self, calls=tuple(calls))
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn in OpenAI's spelling."""
+        """The turn as a message in OpenAI's form."""
         return turn_message(self.content, self.calls, self.thought)
 
 
 class ChatMemory:
-    """What one agent's chats were as tokens, in one episode.
+    """Tokens of one agent's chats in one episode.
 
     Example: after `note([question], [], ids)`, `context([question, answer, result], [])` begins with `ids`.
     """
 
     def __init__(self, chat: ChatTokens) -> None:
-        """Knows nothing yet."""
+        """Start without any chat."""
         self._chat = chat
         self._known: list[_Known] = []
 
     @property
     def num_tokens(self) -> int:
-        """Ids of all chats that it knows."""
+        """Number of ids in all known chats."""
         return sum(known.tokens.size for known in self._known)
 
     def context(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> TokenIds:
-        """The ids of a chat up to the policy's next turn, int32 [N].
+        """Return the ids of a chat up to the policy's next turn, int32 [N].
 
         Raises:
-            InputError: the template refuses or drops something.
-            UnsupportedError: tools, under a template whose calls cannot be read.
+            InputError: the template refuses or drops a part of the chat.
+            UnsupportedError: there are tools, but the template's calls cannot be read.
         """
         known = self._longest(messages, tools)
         if known is not None:
@@ -171,16 +171,16 @@ class ChatMemory:
                 return np.concatenate([known.tokens, tail[1:] if is_ended else tail])
         context = self._chat.prompt(messages, tools)
         if tools:
-            # A form that nobody can read is refused before anything is sampled.
+            # Refuse an unreadable form of calls before anything is sampled.
             self._chat.call_form  # noqa: B018
         return context
 
     def note(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], tokens: TokenIds) -> None:
-        """Notes a chat that ends with the policy's turn, and its ids, those that it sampled too."""
+        """Remember a chat that ends with the policy's turn, and its ids, including the sampled ones."""
         self._known.append(_Known(tuple(messages), tuple(tools), tokens))
 
     def _longest(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Known | None:
-        """The longest known beginning of a chat, the latest of equal ones."""
+        """Return the longest known beginning of a chat; among equals, the latest."""
         found: _Known | None = None
         for known in self._known:
             size = len(known.messages)
@@ -191,10 +191,10 @@ class ChatMemory:
 
 
 def as_messages(messages: Messages) -> tuple[Message, ...]:
-    """Validates messages; those of the assistant are context, whoever wrote them.
+    """Validate messages; assistant messages become context, whoever wrote them.
 
     Raises:
-        InputError: no message, or one that cannot be read.
+        InputError: there is no message, or one cannot be read.
 
     Example: `as_messages([{"role": "user", "content": "Hi"}])` is `(Message(role="user", content="Hi"),)`.
     """
@@ -205,20 +205,20 @@ def as_messages(messages: Messages) -> tuple[Message, ...]:
 
 
 def as_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Validates tool schemas; raises InputError for what is none."""
+    """Validate tool schemas; raise InputError for an invalid one."""
     return decode_tools({"tools": [dict(tool) for tool in tools]}) if tools else ()
 
 
 def split_calls(text: str, form: CallForm | None = None, tools: Tools = ()) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text of a turn without its tool calls, and the calls in order.
+    """Return the text of a turn without its tool calls, and the calls in order.
 
-    Calls stand after the thought, and what is not a whole call stays text.
+    Calls follow the thought; incomplete calls stay text.
 
     Args:
-        text: of the turn.
-        form: of the calls; None: a JSON object with "name" and "arguments", between <tool_call> and </tool_call> or on
-            a line of its own.
-        tools: schemas, which say what type an argument has where the form does not.
+        text: text of the turn.
+        form: form of the calls; None reads a JSON object with "name" and "arguments", between <tool_call> and
+            </tool_call> or on its own line.
+        tools: schemas, which give the types of arguments where the form does not.
 
     Example:
         >>> split_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
@@ -232,7 +232,7 @@ def split_calls(text: str, form: CallForm | None = None, tools: Tools = ()) -> t
 
 
 def turn_message(text: str, calls: Sequence[ToolCall], thought: str | None = None) -> dict[str, Any]:
-    """A turn of the policy in OpenAI's spelling, whose arguments are JSON text.
+    """Return a turn of the policy as a message in OpenAI's form, with arguments as JSON text.
 
     Example:
         >>> turn_message("", [ToolCall(name="add", arguments={"a": 1}, id="c1")])["tool_calls"][0]["function"]
@@ -250,17 +250,17 @@ def turn_message(text: str, calls: Sequence[ToolCall], thought: str | None = Non
 
 
 def short_id(*parts: object) -> str:
-    """An id of nine letters and digits, as Mistral's templates want it of a call.
+    """Return an id of nine letters and digits, as Mistral's templates require for calls.
 
-    Example: `short_id("chat", 0)` is the same each time, and another than `short_id("chat", 1)`.
+    Example: `short_id("chat", 0)` is the same each time and differs from `short_id("chat", 1)`.
     """
     return blake2b(repr(parts).encode(), digest_size=5).hexdigest()[:9]
 
 
 def _same(known: Sequence[Message], sent: Sequence[Message]) -> bool:
-    """Whether messages that are sent back are known ones.
+    """Return whether messages that are sent back are the known ones.
 
-    Clients write no text as null, dump arguments anew, and drop thoughts that stand apart.
+    Clients write missing text as null, serialise arguments again, and drop separate thoughts.
     """
     pairs = zip(known, sent, strict=True)
     return all(_key(one) == _key(replace(other, reasoning=other.reasoning or one.reasoning)) for one, other in pairs)
@@ -272,7 +272,7 @@ def _key(message: Message) -> Message:
 
 
 def _canonical(call: ToolCall) -> str:
-    """The arguments as JSON in one spelling; text that is no JSON as it is."""
+    """Return the arguments as JSON in one spelling; text that is not JSON stays as it is."""
     try:
         return json.dumps(json.loads(call.arguments_text, parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The episodes of a step and the groups that their calls are: run here, or collected from whoever runs them.
+"""Episodes of a step and the groups of their calls: run here, or collected from other processes.
 
 Results depend on tasks and samples, never on the order in which episodes end.
 """
@@ -24,11 +24,11 @@ from treering.types import PromptId
 
 
 class EpisodeForecast:
-    """Sampled tokens, turns and waiting of each task's next episodes, from its latest ones.
+    """Forecast of the tokens, turns and waits of each task's next episodes, from its latest ones.
 
-    Where no episode has waited, the order reads no clock and repeats bitwise.
+    If no episode has waited, the order depends on no clock and repeats bitwise.
 
-    Example: of two tasks with as many tokens, of which the second waited for a tool, the second's episodes start first.
+    Example: of two tasks with the same tokens, the one whose episodes waited for a tool starts first.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class EpisodeForecast:
         self._token_s = 0.0
 
     def order(self, prompts: Sequence[PromptId], group_size: int) -> list[int]:
-        """The numbers of a step's episodes, tasks in order and then samples, as they should start.
+        """Return the indices of a step's episodes (tasks in order, then samples) in the order in which to start them.
 
-        As they stand if nothing is known of any task.
+        If nothing is known of any task, the order is unchanged.
         """
         if not any(prompt in self._waits for prompt in prompts):
             return list(range(len(prompts) * group_size))
@@ -50,11 +50,11 @@ class EpisodeForecast:
         return order.tolist()  # type: ignore[no-any-return]
 
     def note_pace(self, token_s: float) -> None:
-        """Takes the seconds that a token of a running call took in the latest step."""
+        """Note the seconds per token of a running call in the latest step."""
         self._token_s = token_s
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Takes the groups of a step."""
+        """Learn from the groups of a step."""
         found: dict[PromptId, list[tuple[Turn, ...]]] = {}
         for group in groups:
             episodes = () if group.runs is None else group.runs.episodes
@@ -66,18 +66,18 @@ class EpisodeForecast:
                 self._waits.observe(prompt_id, turns)
 
     def state(self) -> dict[str, Any]:
-        """Checkpoint state, as lists, numbers and strings."""
+        """Return the checkpoint state, as lists, numbers and strings."""
         return {"lengths": self._lengths.state(), "waits": self._waits.state(), "token_s": self._token_s}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state`."""
+        """Restore a `state`."""
         self._lengths.load_state(state["lengths"])
         self._waits.load_state(state["waits"])
         self._token_s = state["token_s"]
 
 
 _TICK_S = 0.1
-"""How often the waiting process looks whether it is interrupted, or an episode blocks the others."""
+"""Seconds between checks whether the process is interrupted or an episode blocks the others."""
 
 
 def collect_episodes(
@@ -93,26 +93,26 @@ def collect_episodes(
     on_finished: Callable[[Rollout], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> Collected:
-    """Runs a group of episodes for each task and returns what they sampled as groups, one per task and agent.
+    """Run a group of episodes for each task and return their rollouts as groups, one per task and agent.
 
-    An episode that raises, exits or takes longer than the time limit is left out and counted by its cause.
+    An episode that raises, exits or exceeds the time limit is dropped and counted by its cause.
 
     Args:
         engine: idle before and after, also after an error.
         task: the environment.
-        prompts: distinct ones of the task.
+        prompts: distinct prompts of the task.
         draws: how often each task has been scheduled before; 0 if it is not listed.
         group_size: episodes per task, samples 0 to group_size - 1.
-        sampling: of every call; `max_tokens` bounds a context with its turn.
-        num_episodes: of the whole step, of which some may run elsewhere; None: they are all here.
-        forecast: tells which episodes start first, and learns how long a token takes; None: they start in order.
-        on_finished: called in the engine's thread with the branches of each episode that is kept.
-        on_progress: called with the number of episodes that have ended since, at least every tenth of a second.
+        sampling: sampling of every call; `max_tokens` bounds a context with its turn.
+        num_episodes: episodes of the whole step, if some run elsewhere; None if all run here.
+        forecast: decides which episodes start first, and learns how long a token takes; None starts them in order.
+        on_finished: called in the engine's thread with the branches of each kept episode.
+        on_progress: called with the number of newly ended episodes, at least every tenth of a second.
 
     Raises:
         StateError: too many episodes failed, an episode blocks the others, or the engine is not idle.
 
-    Example: two tasks in groups of 4 whose episodes play two seats give four groups of 4 runs.
+    Example: two tasks in groups of 4 whose episodes play two agents give four groups of 4 runs.
     """
     step = EpisodeCollection(task, prompts, draws, group_size=group_size, sampling=sampling, num_episodes=num_episodes)
     before, requests = engine.stats, step.requests()
@@ -133,7 +133,7 @@ def collect_episodes(
 
 
 class EpisodeCollection:
-    """Collects the runs of a step, from any process and in any order.
+    """Collect the runs of a step, from any process and in any order.
 
     Example: with 2 tasks in groups of 4 it has 8 requests, and `num_open` falls from 8 to 0 as `take` gets runs.
     """
@@ -148,7 +148,7 @@ class EpisodeCollection:
         sampling: Sampling,
         num_episodes: int | None = None,
     ) -> None:
-        """See `collect_episodes` for the arguments."""
+        """Prepare the collection; the arguments are those of `collect_episodes`."""
         self._task, self._prompts, self._draws = task, prompts, draws
         self._group_size, self._sampling = group_size, sampling
         self._num_episodes = num_episodes or group_size * len(prompts)
@@ -161,7 +161,7 @@ class EpisodeCollection:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a context with its turn, at most."""
+        """Most tokens of a context with its turn."""
         return self._sampling.max_tokens
 
     @property
@@ -170,7 +170,7 @@ class EpisodeCollection:
         return self._group_size * len(self._prompts) - len(self._runs)
 
     def requests(self) -> list[Episode]:
-        """Every episode, group after group."""
+        """Return every episode, group after group."""
         return [
             Episode(
                 prompt_id=prompt.prompt_id,
@@ -183,10 +183,10 @@ class EpisodeCollection:
         ]
 
     def take(self, run: Run) -> None:
-        """Takes a run.
+        """Take a run.
 
         Raises:
-            StateError: too many episodes have failed.
+            StateError: too many episodes failed.
         """
         self._runs[run.key] = run
         if run.error is not None:
@@ -194,30 +194,30 @@ class EpisodeCollection:
             check_failures(errors, self._num_episodes, self._task.options.max_failed)
 
     def turns(self) -> Turns:
-        """The turns of all runs, in the order of the requests; a run that failed is a turn of one token."""
+        """Return the turns of all runs, in the order of the requests; a failed run is a turn of one token."""
         runs = [self._runs[request.key] for request in self.requests()]
         return Turns.of([run.turns or (Turn(1, 0.0),) for run in runs])
 
     def result(self) -> Collected:
-        """The groups, in order of tasks and agents."""
+        """Return the groups, in order of tasks and agents."""
         return _collected(self._prompts, list(self._runs.values()), self._task)
 
 
 def check_failures(error_counts: Mapping[str, int], num_episodes: int, max_failed: float) -> None:
-    """Stops a run of which too many episodes failed.
+    """Stop a run in which too many episodes failed.
 
     Args:
         error_counts: how often each cause occurred in a step.
-        num_episodes: of the step.
+        num_episodes: episodes of the step.
         max_failed: share of them that may fail.
 
     Raises:
-        StateError: more did; it names the commonest cause.
+        StateError: more failed; the message names the commonest cause.
 
     Example: with three of four failed and `max_failed` 0.5 it raises.
     """
     num_failed = sum(error_counts.values())
-    # A quotient is rounded as the setting was: 0.29 * 100 is less than 29.
+    # Compare quotients, because the setting is rounded like one: 0.29 * 100 is less than 29.
     if num_failed / num_episodes <= max_failed:
         return
     cause, count = Counter(error_counts).most_common(1)[0]
@@ -251,7 +251,7 @@ def _collected(prompts: Sequence[Prompt], runs: Sequence[Run], task: Environment
 
 
 def _groups(prompt: Prompt, runs: Sequence[Run], task: EnvironmentTask) -> list[Group]:
-    """One per agent; one without rollouts if no run of the task trains anything."""
+    """Return one group per agent, or an empty one if no run of the task trains anything."""
     own = [run for run in runs if run.key[0] == prompt.prompt_id]
     agents = dict.fromkeys(seat.agent for run in own for seat in run.seats)
     return [_group(prompt, agent, own, task) for agent in agents] or [Group(prompt=prompt, rollouts=())]

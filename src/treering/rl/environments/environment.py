@@ -1,4 +1,4 @@
-"""What a user writes, an environment with tasks and a coroutine that runs an episode; and its place in the loop."""
+"""Base class of user environments, tasks with a coroutine that runs an episode, and their place in the loop."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from treering.types import PromptId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvTask:
-    """A task of an environment: the runs of one are compared with each other.
+    """A task of an environment; runs of the same task are compared with each other.
 
     Example: `EnvTask(id="17+5", data={"answer": 22})`
     """
@@ -30,26 +30,25 @@ class EnvTask:
     id: PromptId
     """Stable across epochs and machines."""
     data: Any = None
-    """Whatever the environment needs."""
+    """Any value that the environment needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How an episode ended.
 
-    Example: `Outcome(reward=1.0, turn_rewards={reply.call: -0.1})` takes a tenth off what this call and those before it
-    are worth.
+    Example: `Outcome(reward=1.0, turn_rewards={reply.call: -0.1})` makes this call and those before it worth 0.1 less.
     """
 
     reward: float
-    """Of the run: every agent's that `rewards` does not name."""
+    """Reward of the run, for every agent that `rewards` does not name."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Of agents, by name."""
+    """Rewards of agents, by name."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
-    """Rewards of single calls, by `Reply.call`: a call is worth the run's reward and those of this and later calls of
-    its agent. What is logged and evaluated is the run's reward and those of all calls of the agent."""
+    """Rewards of single calls, by `Reply.call`: a call is worth the run's reward plus those of this and later calls of
+    its agent. The run's reward plus those of all the agent's calls is logged and evaluated."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Logged as means over runs, by name."""
+    """Numbers by name, logged as means over runs."""
 
     def __post_init__(self) -> None:
         for values in ({"": self.reward}, self.rewards, self.turn_rewards, self.numbers):
@@ -58,9 +57,9 @@ class Outcome:
 
 
 class Environment(ABC):
-    """Tasks with a coroutine that runs an episode of one; branches and sub-agents come by asking more than once.
+    """Tasks with a coroutine that runs an episode; several chats give branches, `Policy.agent` gives more agents.
 
-    Episodes run at the same time in one event loop: await whatever waits, and call what blocks by `asyncio.to_thread`.
+    Episodes run concurrently in one event loop: await slow operations, and call blocking code by `asyncio.to_thread`.
 
     Example:
         >>> class Sums(Environment):
@@ -72,48 +71,50 @@ class Environment(ABC):
     """
 
     tasks: Sequence[EnvTask]
-    """In a fixed order, with distinct ids."""
+    """Tasks in a fixed order, with distinct ids."""
 
     @abstractmethod
     async def run(self, task: EnvTask, policy: Policy) -> float | Outcome:
-        """Runs an episode; what it raises leaves the run out, and is counted."""
+        """Run an episode; an exception drops the run, which is counted."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """Ends what the environment has started; called once, after the last episode."""
+        """End everything that the environment started; called once, after the last episode."""
 
 
 def as_outcome(value: object) -> Outcome:
-    """Validates what an episode returned.
+    """Validate the value that an episode returned.
 
     Raises:
-        InputError: neither a finite number nor an outcome.
+        InputError: the value is neither a finite number nor an outcome.
 
     Example: `as_outcome(1)` is `Outcome(reward=1.0)`.
     """
     if isinstance(value, Outcome):
         return value
     if value is None:
-        raise InputError("an episode returns its reward, a number or an Outcome, got None; return one")
+        raise InputError("an episode must return its reward, a number or an Outcome, got None; return one")
     return Outcome(reward=checked_reward(value))
 
 
 def find_environment(name: str, folders: Sequence[Path] = (Path(),)) -> Environment:
-    """The environment of "file.py:Name" or "package.module:Name".
+    """Return the environment of "file.py:Name" or "package.module:Name".
 
-    Name is a class of an `Environment`, or anything else that is called without arguments and returns one. Files and
-    modules are looked up as those of rewards are.
+    Name is an `Environment` class, or another callable without arguments that returns one. Files and modules are looked
+    up like those of rewards.
 
     Raises:
-        ConfigError: no such file, module or name, or code that raises, with its file and line.
+        ConfigError: the file, module or name does not exist, or its code raises (with its file and line).
 
     Example: `find_environment("calculator.py:Calculator", [Path("examples/environments")])`.
     """
     module, _, attribute = name.rpartition(":")
     if not (module and attribute):
-        raise ConfigError(f"task.class reads file.py:Name or package.module:Name, got {name!r}; add the part it lacks")
+        raise ConfigError(f"task.class must be file.py:Name or package.module:Name, got {name!r}; add the missing part")
     make = getattr(load_own("environment", name, folders), attribute, None)
     if not callable(make):
-        raise ConfigError(f"task.class names a class, and {module} has none named {attribute!r}; check the spelling")
+        raise ConfigError(
+            f"task.class must name a class, and {module} has none named {attribute!r}; check the spelling"
+        )
     try:
         with contained():
             found = make()
@@ -123,25 +124,25 @@ def find_environment(name: str, folders: Sequence[Path] = (Path(),)) -> Environm
         ) from error
     if not isinstance(found, Environment) and not inspect.iscoroutinefunction(getattr(found, "run", None)):
         raise ConfigError(
-            f"an environment has tasks and a coroutine run(task, policy), and {name!r} is a {type(found).__qualname__} "
-            "without; derive it from treering.rl.environments.Environment, or wrap it in ToolEnvironment or "
-            "StepEnvironment"
+            f"an environment needs tasks and a coroutine run(task, policy), and {name!r} is a "
+            f"{type(found).__qualname__}; derive it from treering.rl.environments.Environment, or wrap it in "
+            "ToolEnvironment or StepEnvironment"
         )
     return found  # type: ignore[no-any-return]
 
 
 class TaskPrompt(Prompt):
-    """An environment's task as a prompt; it has no tokens, because each call brings its own context."""
+    """Task of an environment as a prompt; it has no tokens, because each call brings its own context."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
         if type(self.prompt_id) not in (str, int) or self.prompt_id == "":
-            raise InputError(f"a task's id is text with a character or an integer, got {self.prompt_id!r}; name it")
+            raise InputError(f"a task's id must be nonempty text or an integer, got {self.prompt_id!r}; name it")
 
 
 class EnvironmentTask(Task):
-    """An environment with what it takes to run its episodes.
+    """An environment with everything needed to run its episodes.
 
     Example: `EnvironmentTask(Sums(), ChatTokens(folder), EpisodeOptions(max_rows=8)).prompts[0].prompt_id` is "2+2".
     """
@@ -154,16 +155,16 @@ class EnvironmentTask(Task):
         *,
         stop_tokens: Sequence[int] | None = None,
     ) -> None:
-        """Reads the tasks.
+        """Read the tasks.
 
         Args:
-            environment: has the tasks, and runs episodes of them.
-            chat: tokens of its chats.
+            environment: gives the tasks and runs their episodes.
+            chat: renders its chats as tokens.
             options: how episodes run.
-            stop_tokens: what ends a turn; None is what the tokenizer and the chat's form say.
+            stop_tokens: tokens that end a turn; None takes those of the tokenizer and the chat form.
 
         Raises:
-            InputError: no task, or one that is no `EnvTask`.
+            InputError: there is no task, or one is not an `EnvTask`.
         """
         self.environment, self.chat, self.options = environment, chat, options
         own = [stop.token_id for stop in find_stop_tokens(chat.text, chat.form)] if stop_tokens is None else stop_tokens
@@ -176,7 +177,7 @@ class EnvironmentTask(Task):
 
     @property
     def vocab_size(self) -> int:
-        """That of the tokenizer."""
+        """Vocabulary size of the tokenizer."""
         return self.chat.text.vocab_size
 
     @property
@@ -186,25 +187,27 @@ class EnvironmentTask(Task):
 
     @property
     def reward_name(self) -> str:
-        """The coroutine in errors."""
+        """Name of the coroutine in errors."""
         return f"{type(self.environment).__qualname__}.run"
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> RewardValue:
-        """Episodes give their rewards themselves.
+        """Refuse to reward a rollout: episodes return their own rewards.
 
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("the episodes of an environment give their rewards; collect them with collect_episodes")
+        raise UnsupportedError(
+            "the episodes of an environment return their rewards; collect them with collect_episodes"
+        )
 
 
 def _checked_tasks(environment: Environment) -> list[EnvTask]:
     tasks = list(getattr(environment, "tasks", ()))
     if not tasks:
-        raise InputError(f"an environment has tasks, and {type(environment).__qualname__}.tasks is empty; add some")
+        raise InputError(f"an environment needs tasks, and {type(environment).__qualname__}.tasks is empty; add some")
     wrong = next((task for task in tasks if not isinstance(task, EnvTask)), None)
     if wrong is not None:
         raise InputError(
-            f"the tasks of an environment are EnvTask records, got {wrong!r:.60}; write EnvTask(id=..., data=...)"
+            f"the tasks of an environment must be EnvTask records, got {wrong!r:.60}; write EnvTask(id=..., data=...)"
         )
     return tasks

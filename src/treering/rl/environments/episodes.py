@@ -1,4 +1,4 @@
-"""Episodes run at the same time in one event loop beside the engine's thread, and each one's run when it has ended."""
+"""Episodes that run concurrently in one event loop next to the engine's thread, and the run that each one leaves."""
 
 import asyncio
 import os
@@ -31,16 +31,16 @@ from treering.rl.user_code import in_words, place_of_frame
 from treering.types import PromptId, TokenIds
 
 CLEAN_UP_S = 30.0
-"""How long cancelled episodes have to clean up, for example to close a sandbox."""
+"""Seconds that cancelled episodes have to clean up, for example to close a sandbox."""
 
 _PATIENCE_S = 1.0
-"""How long a blocked loop has to answer, and the tasks that are cancelled last have to end."""
+"""Seconds that a blocked loop has to answer, and that tasks cancelled last have to end."""
 
 _CALLS: ContextVar["set[Future[Any]] | None"] = ContextVar("calls that a task and its children run in threads")
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """An executor that runs each call in a daemon thread of its own.
+    """Executor that runs each call in its own daemon thread.
 
     Example:
         >>> DaemonThreads().submit(pow, 2, 5).result()
@@ -48,13 +48,13 @@ class DaemonThreads(ThreadPoolExecutor):
     """
 
     def __init__(self) -> None:
-        """Starts no thread."""
+        """Start no thread yet."""
         super().__init__()
         self.running: set[Future[Any]] = set()
         """Calls that have not ended."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """See `Executor.submit`."""
+        """Start a call in a new thread, as `Executor.submit` does."""
         found: Future[Any] = Future()
         for calls in (self.running, _CALLS.get(None)):
             if calls is not None:
@@ -74,7 +74,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class _Selector(selectors.DefaultSelector):
-    """Tells when its loop is about to wait, with nothing left to run, and when it goes on."""
+    """Selector that reports when its loop is about to wait with nothing left to run, and when it resumes."""
 
     def __init__(self, on_idle: Callable[[], None], on_busy: Callable[[], None]) -> None:
         super().__init__()
@@ -91,9 +91,9 @@ class _Selector(selectors.DefaultSelector):
 
 
 class EpisodeLoop(Closing):
-    """An event loop in a daemon thread: what blocks it can be seen and left from outside.
+    """Event loop in a daemon thread; code that blocks it can be seen and abandoned from outside.
 
-    `SystemExit` in a task stays in the task.
+    `SystemExit` in a task only ends that task.
 
     Example:
         >>> async def double(number):
@@ -104,7 +104,7 @@ class EpisodeLoop(Closing):
     """
 
     def __init__(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._state = threading.Condition()
         self._is_marked = self._is_idle = self._is_closing = False
         self._busy_since: float | None = time.monotonic()
@@ -120,11 +120,11 @@ class EpisodeLoop(Closing):
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Runs a coroutine in the loop, from any thread."""
+        """Run a coroutine in the loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def task(self, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Starts a task whose clean-up is awaited when it is cancelled; called in a task of the loop."""
+        """Start a task whose clean-up is awaited if it is cancelled; call this inside a task of the loop."""
         calls: set[Future[Any]] = set()
         token = _CALLS.set(calls)
         task = asyncio.ensure_future(coroutine)
@@ -134,7 +134,7 @@ class EpisodeLoop(Closing):
         return task
 
     async def cancel(self, task: "asyncio.Task[Any]") -> bool:
-        """Cancels a running one of `task`; returns whether it and its calls in threads end within `CLEAN_UP_S`."""
+        """Cancel a running task of `task`; return whether it and its calls in threads end within `CLEAN_UP_S`."""
         works = {task, *self._calls.get(task, ())}
         task.cancel()
         return await self._wait(works, CLEAN_UP_S)
@@ -146,13 +146,13 @@ class EpisodeLoop(Closing):
 
     @property
     def num_left(self) -> int:
-        """How many cancelled tasks and calls in threads were given up and have not ended since."""
+        """Number of cancelled tasks and thread calls that were given up and still run."""
         return sum(not work.done() for work in self._left)
 
     def settle(self) -> None:
-        """Returns once the loop has nothing to run but what waits for a time, a file or another thread.
+        """Wait until everything in the loop waits for a time, a file or another thread.
 
-        What other threads have handed to the loop before is among what has run. Returns at once while the loop ends.
+        Work that other threads handed to the loop before this call has run by then. Return at once while the loop ends.
         """
         with self._state:
             if self._is_closing:
@@ -165,22 +165,22 @@ class EpisodeLoop(Closing):
             self._state.wait_for(lambda: self._is_idle or self._is_closing)
 
     def num_pauses(self) -> int:
-        """How often the loop has had nothing to run so far."""
+        """Return how often the loop has had nothing to run."""
         return self._num_pauses
 
     def busy_s(self) -> float:
-        """Seconds for which the loop has been running without a pause; 0.0 while it waits."""
+        """Return for how many seconds the loop has been running without a pause; 0.0 while it waits."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def frame(self) -> FrameType | None:
-        """What the loop's thread runs now."""
+        """Return the frame that the loop's thread runs now."""
         return sys._current_frames().get(self._thread.ident or -1)
 
     def close(self, *, patience_s: float = CLEAN_UP_S) -> None:
-        """Cancels all tasks, waits up to `CLEAN_UP_S` for their clean-up, and ends the thread.
+        """Cancel all tasks, wait up to `CLEAN_UP_S` for their clean-up, and end the thread.
 
-        A task that blocks the loop for longer than `patience_s` is left to run.
+        A task that blocks the loop for longer than `patience_s` is abandoned.
         """
         with self._state:
             self._is_closing = True
@@ -208,7 +208,7 @@ class EpisodeLoop(Closing):
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         while not self._is_closing:
-            # A task that raises SystemExit has it as its result, and asyncio ends the loop besides.
+            # asyncio gives a task its SystemExit as result, and ends the loop too.
             with suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
         self._is_ending.set()
@@ -219,15 +219,15 @@ class EpisodeLoop(Closing):
         self._loop.close()
 
     async def _end(self) -> None:
-        """Cancels the episodes and waits for them, then for whatever else runs.
+        """Cancel the episodes and wait for them, then for everything else.
 
-        What an episode starts to clean up is no task of `task`, so that it is not cancelled before its episode ends.
+        Tasks that an episode starts to clean up were not started by `task`, so they are not cancelled before it ends.
         """
         end_s = time.monotonic() + CLEAN_UP_S
         episodes = set(self._calls) - self._left
         calls = {call for task in episodes for call in self._calls[task]}
         await self._wait(_cancelled(episodes) | calls, CLEAN_UP_S)
-        # Gives generators that nobody holds any more the turn in which asyncio begins to close them.
+        # Give unreferenced generators the turn in which asyncio begins to close them.
         await asyncio.sleep(0)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await self._wait(_cancelled(others), max(end_s - time.monotonic(), _PATIENCE_S))
@@ -236,7 +236,7 @@ class EpisodeLoop(Closing):
             await asyncio.wait_for(self._loop.shutdown_asyncgens(), max(end_s - time.monotonic(), _PATIENCE_S))
 
     async def _wait(self, works: "Iterable[asyncio.Task[Any] | Future[Any]]", timeout_s: float) -> bool:
-        """Returns whether all end in time; the others are left."""
+        """Return whether all end in time; the others count as left."""
         futures = {asyncio.wrap_future(work) if isinstance(work, Future) else work: work for work in works}
         left = (await asyncio.wait(futures, timeout=timeout_s))[1] if futures else set()
         self._left |= {futures[future] for future in left}
@@ -244,7 +244,7 @@ class EpisodeLoop(Closing):
 
 
 def _cancelled(tasks: "set[asyncio.Task[Any]]") -> "set[asyncio.Task[Any]]":
-    """Cancels those that are not cancelled yet: a second time would end their clean-up, as would one of `aclose`."""
+    """Cancel tasks once: a second cancel would end their clean-up, and so would cancelling an `aclose`."""
     for task in tasks:
         if not task.cancelling() and type(task.get_coro()).__name__ != "async_generator_athrow":
             task.cancel()
@@ -252,28 +252,28 @@ def _cancelled(tasks: "set[asyncio.Task[Any]]") -> "set[asyncio.Task[Any]]":
 
 
 def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Errors that nobody awaits belong to episodes that have ended."""
+    """Ignore errors that nobody awaits, because their episodes have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seat:
-    """What one agent of a run is trained on.
+    """Training data of one agent of a run.
 
-    Example: of a run with two branches, `rollouts` has two entries, both with the reward of the run.
+    Example: for a run with two branches, `rollouts` has two entries, both with the reward of the run.
     """
 
     agent: str
     rollouts: tuple[Rollout, ...]
-    """Its branches, whole contexts included."""
+    """Branches of the agent, whole contexts included."""
     turns: tuple[NDArray[np.int32], ...]
-    """See `Runs.turns`."""
+    """Index of the call that sampled each token, as in `Runs.turns`."""
     turn_rewards: tuple[float, ...]
-    """See `Runs.turn_rewards`."""
+    """Rewards of the agent's calls, as in `Runs.turn_rewards`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """A finished episode: the seats that it trains, or why it failed.
+    """A finished episode: its trained agents, or why it failed.
 
     Example: a run that raised has no seats and an `error`.
     """
@@ -282,27 +282,27 @@ class Run:
     seats: tuple[Seat, ...] = ()
     num_calls: int = 0
     num_cut: int = 0
-    """Calls that reached their longest turn."""
+    """Calls that reached the maximum turn length."""
     num_sampled: int = 0
-    """Tokens of all calls."""
+    """Sampled tokens of all calls."""
     turns: tuple[Turn, ...] = ()
-    """What all agents sampled, and the waiting between."""
+    """Turns of all agents, with the waits between them."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """The branches of all seats."""
+        """Branches of all agents."""
         return [rollout for seat in self.seats for rollout in seat.rollouts]
 
 
 def finished_run(session: Session, outcome: Outcome, shared: SharedTurns) -> Run:
-    """The run of an episode that has ended.
+    """Return the run of an episode that has ended.
 
     Args:
-        session: its calls.
-        outcome: what its coroutine returned, of agents and calls that it has (`unknown_names`).
-        shared: see `SharedTurns`.
+        session: the episode's calls.
+        outcome: the coroutine's result; its agents and calls must exist (`unknown_names`).
+        shared: which branches train shared tokens, see `SharedTurns`.
 
     Example: a run of three calls in one chat has one seat with one branch.
     """
@@ -329,16 +329,16 @@ def finished_run(session: Session, outcome: Outcome, shared: SharedTurns) -> Run
 
 
 def unknown_names(session: Session, outcome: Outcome) -> str | None:
-    """What an outcome rewards and the run does not have, as an error in words; None if there is nothing.
+    """Return an error text for agents or calls that the outcome rewards but the run lacks, else None.
 
     Example: `turn_rewards={7: 1.0}` after two calls gives a text that names call 7.
     """
     agents = [name for name in outcome.rewards if name not in session.trainable]
     calls = [number for number in outcome.turn_rewards if number not in session.calls]
     if agents:
-        return f"InputError: rewards are of agents of the run, which has no {agents[0]!r}; ask policy.agent for it"
+        return f"InputError: rewards must name agents of the run, got {agents[0]!r}; make it with policy.agent"
     if calls:
-        return f"InputError: turn_rewards are of calls of the run, which has no call {calls[0]!r}; take Reply.call"
+        return f"InputError: turn_rewards must name calls of the run, got {calls[0]!r}; use Reply.call"
     return None
 
 
@@ -371,7 +371,7 @@ def _rollout(session: Session, branch: Branch, reward: float) -> Rollout:
 
 
 _BLOCKED_S = 2.0
-"""How long a loop that an episode has blocked for its whole time limit has to answer."""
+"""Seconds for a loop to answer that an episode has blocked for its whole time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -382,17 +382,17 @@ class Episode:
     """
 
     prompt_id: PromptId
-    """The id of its task."""
+    """Id of its task."""
     draw: int
-    """How many times the run has scheduled the task before."""
+    """Number of times that the run scheduled the task before."""
     sample: int
     """Index within the group."""
     sampling: Sampling
-    """Of every call; `max_tokens` bounds a context with its turn."""
+    """Sampling of every call; `max_tokens` bounds a context with its turn."""
 
     @property
     def key(self) -> RolloutKey:
-        """That of its run."""
+        """Key of its run."""
         return self.prompt_id, self.draw, self.sample
 
     @property
@@ -402,7 +402,7 @@ class Episode:
 
 
 class Episodes(Closing):
-    """Episodes that run, started in order, as many at a time as the task's options say.
+    """Running episodes, started in order; the task's options limit how many run at a time.
 
     Example:
         >>> with Episodes(engine, task) as episodes:                                            # doctest: +SKIP
@@ -414,12 +414,12 @@ class Episodes(Closing):
     def __init__(
         self, engine: Engine, task: EnvironmentTask, *, on_finished: Callable[[Rollout], None] | None = None
     ) -> None:
-        """Takes the engine until it is closed.
+        """Take the engine until `close`.
 
         Args:
-            engine: idle.
+            engine: an idle engine.
             task: the environment.
-            on_finished: called in the engine's thread with the branches of each episode that is kept.
+            on_finished: called in the engine's thread with the branches of each kept episode.
         """
         self._task, self._on_finished = task, on_finished
         self._ended: SimpleQueue[Run] = SimpleQueue()
@@ -433,18 +433,18 @@ class Episodes(Closing):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the engine made steps."""
+        """Seconds that the engine spent in steps."""
         return self._host.busy_s
 
     def start(self, episodes: Iterable[Episode]) -> None:
-        """Runs episodes after those that were started before, whose calls come first where they queue."""
+        """Run episodes after the earlier ones, whose calls come first if calls queue."""
         self._started = [each for each in self._started if not each.done() or each.exception() is not None]
         ranked = list(enumerate(episodes, self._num_started))
         self._num_started += len(ranked)
         self._started.append(self._loop.start(self._all(ranked)))
 
     def take(self, timeout_s: float) -> list[Run]:
-        """The runs that have ended; waits for one, but not longer than `timeout_s`.
+        """Return the runs that have ended; wait up to `timeout_s` for the first.
 
         Raises:
             StateError: an episode blocks the others.
@@ -460,19 +460,19 @@ class Episodes(Closing):
         return found
 
     def in_engine(self, function: Callable[[], None]) -> None:
-        """Runs a function in the engine's thread before its next step."""
+        """Run a function in the engine's thread before its next step."""
         self._host.run(function)
 
     def close(self) -> None:
-        """Cancels what runs, and leaves the engine idle."""
+        """Cancel running episodes, and leave the engine idle."""
         is_blocked = self._loop.busy_s() > self._max_busy_s
-        # Before the engine's, so that open calls leave it.
+        # Close the loop before the engine, so that open calls leave the engine.
         self._loop.close(patience_s=_BLOCKED_S if is_blocked else CLEAN_UP_S)
         self._host.close()
         if self._loop.num_left:
             warnings.warn(
-                f"{self._loop.num_left} cancelled episodes, or tasks and calls in threads that they began, did not end "
-                f"within {CLEAN_UP_S:g} s and were left: what they hold, as a sandbox, may stay open",
+                f"{self._loop.num_left} cancelled episodes, or their tasks and calls in threads, did not end within "
+                f"{CLEAN_UP_S:g} s and were abandoned: resources such as sandboxes may stay open",
                 stacklevel=2,
             )
 
@@ -484,12 +484,12 @@ class Episodes(Closing):
 
     @property
     def _max_busy_s(self) -> float:
-        """How long an episode may block the loop: as long as it may take, or clean up."""
+        """Seconds that an episode may block the loop: its time limit, or the time for clean-up."""
         limit = self._task.options.episode_timeout
         return max(limit, CLEAN_UP_S) if self._loop.is_cleaning_up else limit
 
     def _check_running(self) -> None:
-        """Raises what ended the episodes, or that one blocks the others."""
+        """Raise the error that ended the episodes, or report that one blocks the others."""
         for started in self._started:
             if started.done() and self._ended.empty():
                 started.result()
@@ -499,7 +499,7 @@ class Episodes(Closing):
             place = None if frame is None else place_of_frame(frame)
             raise StateError(
                 f"episodes share one event loop, and one has blocked it for {limit:g} s"
-                f"{'' if place is None else f' at {place}'}; await what waits there, or call it by asyncio.to_thread"
+                f"{'' if place is None else f' at {place}'}; await the slow call there, or run it by asyncio.to_thread"
             )
 
     async def _all(self, ranked: Sequence[tuple[int, Episode]]) -> None:
@@ -541,7 +541,7 @@ class Episodes(Closing):
         return finished_run(session, found, options.shared)
 
     async def _outcome(self, session: Session) -> Outcome | str:
-        """What the user's coroutine returns, or its error in words."""
+        """Return the result of the user's coroutine, or its error as text."""
         process = os.getpid()
         task = self._task.tasks[session.prompt_id]
         try:
@@ -552,5 +552,5 @@ class Episodes(Closing):
             return in_words(error)
         finally:
             if os.getpid() != process:
-                # A fork came back from the episode; only the original continues the run.
+                # The episode forked; only the original process continues the run.
                 os._exit(0)

@@ -1,9 +1,7 @@
-"""What an environment asks: a chat's next turn, or tokens after tokens. Each answer is a call of the run's log.
+"""Interface of an environment to the policy: the next turn of a chat, or tokens after tokens. Each answer is a call.
 
-What a policy is trained on is this log alone: a token is trained if and only if a kept call sampled it, once for each
-call that did, with the log-probs and the policy version that it had. Its trajectories are the maximal paths of what was
-read and sampled.
-
+Only the log of calls is trained: a token is trained if and only if a kept call sampled it, once for each such call,
+with the log-probs and the policy version it had then. Trajectories are the maximal paths of read and sampled tokens.
     T tokens of a path
 """
 
@@ -33,29 +31,29 @@ from treering.rl.environments.chat import (
 from treering.types import LossMask, PromptId, TokenIds
 
 SharedTurns = Literal["once", "sum"]
-"""Sampled tokens that several trajectories of a run go through. once: one of these trains them. sum: each does, as in
-training that takes the trajectories for separate rollouts."""
+"""Sampled tokens that several trajectories of a run share. once: one of them trains the tokens. sum: each does, as if
+the trajectories were separate rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """One answered call.
+    """An answered call.
 
-    Example: the context [5, 6] and a rollout of the tokens [7, 8] have the path [5, 6, 7, 8].
+    Example: the context [5, 6] and a rollout with the tokens [7, 8] have the path [5, 6, 7, 8].
     """
 
     number: int
-    """Of its run, in the order in which the calls were asked for."""
+    """Number in its run, in the order of requests."""
     agent: str
-    """The seat that asked."""
+    """Agent that asked."""
     context: TokenIds
-    """int32 [C], what it continues."""
+    """int32 [C], context of the rollout."""
     rollout: Rollout
-    """What was sampled."""
+    """The sampled tokens."""
 
     @property
     def path(self) -> TokenIds:
-        """int32, the context and what was sampled after it."""
+        """Context and sampled tokens, int32."""
         return np.concatenate([self.context, self.rollout.tokens])
 
 
@@ -63,38 +61,38 @@ class Call:
 class Branch:
     """A trajectory: a path with the calls that it trains.
 
-    Example: two calls [5, 6] -> [7] and [5, 6, 7, 8] -> [9] are the branch [5, 6, 7, 8, 9] with the turns
+    Example: two calls [5, 6] -> [7] and [5, 6, 7, 8] -> [9] give the branch [5, 6, 7, 8, 9] with the turns
     [-1, -1, 0, -1, 1].
     """
 
     tokens: TokenIds
     """int32 [T]."""
     turns: NDArray[np.int32]
-    """int32 [T], index among the calls of the call that trains a token; -1 for tokens that are not trained here."""
+    """int32 [T], index of the call that trains each token; -1 for tokens that are not trained here."""
     logprobs: Logprobs
     """float64 [T], as in `Rollout`; 0 for tokens that are not trained here."""
     policy_logprobs: Logprobs
     """float64 [T], likewise."""
     versions: NDArray[np.int32]
-    """int32 [T], policy version that sampled each token, or read it last."""
+    """int32 [T], policy version that sampled each token or read it last."""
 
     @property
     def loss_mask(self) -> LossMask:
-        """Bool [T]."""
+        """Bool [T], True for trained tokens."""
         return self.turns >= 0
 
 
 def branches_of(calls: Sequence[Call], shared: SharedTurns = "once") -> list[Branch]:
-    """The trajectories of a seat's calls, in the order of the first call that each trains.
+    """Return the trajectories of an agent's calls, in the order of the first call that each trains.
 
     They are the maximal paths. Two calls that sampled the same tokens after the same context are two samples, so the
-    second one gets a branch of its own, which costs nothing in a forest.
+    second one gets its own branch, which costs nothing in a forest.
 
-    Example: the calls [5] -> [6], [5, 6, 1] -> [7] and [5, 6, 2] -> [8] are two branches; the first trains 6 and 7, the
-    second 8, or 6 and 8 with "sum".
+    Example: the calls [5] -> [6], [5, 6, 1] -> [7] and [5, 6, 2] -> [8] give two branches; the first trains 6 and 7,
+    the second 8, or 6 and 8 with "sum".
     """
     asked = sorted(calls, key=lambda call: call.number)
-    # Longest first, so that a path never begins with one that comes later.
+    # Longest first, so that no path begins with a later one.
     order = sorted(range(len(asked)), key=lambda i: -asked[i].path.size)
     open_branches: list[_OpenBranch] = []
     for i in order:
@@ -110,7 +108,7 @@ def branches_of(calls: Sequence[Call], shared: SharedTurns = "once") -> list[Bra
 
 
 class _OpenBranch:
-    """A path that calls are added to."""
+    """A path to which calls are added."""
 
     def __init__(self, path: TokenIds, text: bytes) -> None:
         self.text = text
@@ -121,7 +119,7 @@ class _OpenBranch:
         self._versions = np.zeros(path.size, np.int32)
 
     def is_free(self, call: Call) -> bool:
-        """Whether no other call trains what this one sampled."""
+        """Return whether no other call trains this call's tokens."""
         return bool((self._turns[_sampled(call)] < 0).all())
 
     def take(self, index: int, call: Call) -> None:
@@ -132,7 +130,7 @@ class _OpenBranch:
         self._versions[own] = call.rollout.versions
 
     def close(self) -> Branch:
-        # What was read has the version of the next call, which read it.
+        # Read tokens get the version of the next call, which read them.
         read = self._versions[np.minimum.accumulate(_next_sampled(self._turns)[::-1])[::-1]]
         return Branch(
             tokens=self._path,
@@ -144,7 +142,7 @@ class _OpenBranch:
 
 
 def _next_sampled(turns: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Each sampled token's own index, and the last index for the others; a path ends with a sampled token."""
+    """Return each sampled token's own index, and the last index for others; a path ends with a sampled token."""
     return np.where(turns >= 0, np.arange(turns.size), turns.size - 1)
 
 
@@ -153,24 +151,24 @@ def _sampled(call: Call) -> slice:
 
 
 _DIGITS = 4
-"""Of logged seconds: a tenth of a millisecond."""
+"""Decimals of logged seconds: a tenth of a millisecond."""
 
 
 class TurnClock:
-    """Notes when a run's calls are asked and answered; it waits while none is open.
+    """Clock of a run's calls; the run waits while no call is open.
 
-    Only pauses count: of an episode that goes on at once, without waiting for a time, a file or another thread, all
-    waits are exactly 0, so that what is forecast from them repeats bitwise.
+    Only pauses count: an episode that continues at once, without waiting for a time, a file or another thread, has
+    waits of exactly 0, so that forecasts from them repeat bitwise.
 
-    Example: a call of 8 tokens, a tool that takes 2 s and a call of 5 tokens are the turns (8, 2.0) and (5, 0.0). Calls
-    that are open at the same time are one turn.
+    Example: a call of 8 tokens, a tool that takes 2 s and a call of 5 tokens give the turns (8, 2.0) and (5, 0.0).
+    Calls that are open at the same time are one turn.
     """
 
     def __init__(self, num_pauses: Callable[[], int], now_s: Callable[[], float] = time.monotonic) -> None:
-        """Begins the run.
+        """Begin the run.
 
         Args:
-            num_pauses: how often the loop of the episodes has had nothing to run so far.
+            num_pauses: returns how often the event loop has had nothing to run.
             now_s: reads a clock.
         """
         self._num_pauses, self._now_s = num_pauses, now_s
@@ -179,13 +177,13 @@ class TurnClock:
         self._since = self._mark()
 
     def note_asked(self) -> None:
-        """Counts a call that waits for its answer."""
+        """Count a call that waits for its answer."""
         if self._num_open == 0:
             self._note_wait()
         self._num_open += 1
 
     def note_answered(self, num_tokens: int) -> None:
-        """A call has ended with so many tokens; 0 if it was left."""
+        """Count the end of a call with `num_tokens` tokens; 0 if it was cancelled."""
         self._num_open -= 1
         self._num_tokens += num_tokens
         if self._num_open == 0:
@@ -193,7 +191,7 @@ class TurnClock:
             self._num_tokens, self._since = 0, self._mark()
 
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of the run, which ends now."""
+        """Return the turns of the run, which ends now."""
         if self._num_open == 0:
             self._note_wait()
         return tuple(self._turns)
@@ -211,26 +209,26 @@ class TurnClock:
 
 
 FIRST_AGENT = "policy"
-"""The agent that a run begins with."""
+"""Name of the first agent of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """The answer of `Policy.sample`."""
+    """Answer of `Policy.sample`."""
 
     call: int
     """Number of the call in its run."""
     tokens: TokenIds
-    """int32 [N], N >= 1; a stop token is the last one."""
+    """int32 [N], N >= 1; a stop token comes last."""
     logprobs: "np.ndarray[Any, np.dtype[np.float64]]"
-    """float64 [N], of the distribution sampled from."""
+    """float64 [N], log-probs of the distribution sampled from."""
     finish_reason: FinishReason
-    """"stop", or "length" where it was cut off."""
+    """stop, or length if the turn was cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reply:
-    """The answer of `Policy.chat`.
+    """Answer of `Policy.chat`.
 
     Example: a turn `{"name": "add", "arguments": {"a": 1}}` has the text "" and one tool call.
     """
@@ -238,36 +236,36 @@ class Reply:
     call: int
     """Number of the call in its run, for `Outcome.turn_rewards`."""
     text: str
-    """What follows the thought, without special tokens and without the tool calls; "" where the thought has no end."""
+    """Text after the thought, without special tokens and tool calls; "" if the thought does not end."""
     tool_calls: tuple[ToolCall, ...]
-    """Those after the thought, only where tools were given."""
+    """Calls after the thought; only read if tools were given."""
     finish_reason: FinishReason
-    """"stop", or "length" where it was cut off."""
+    """stop, or length if the turn was cut off."""
     message: Mapping[str, Any]
-    """The turn as a message with its thought, to append to the chat: the next turn goes on after the sampled tokens."""
+    """The turn as a message with its thought; appended to the chat, it lets the next turn continue the same tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """How long contexts and turns may be.
+    """Limits on the length of contexts and turns.
 
     Example: with `max_context=100` and `max_turn_tokens=32`, a context of 90 tokens leaves a turn of 10.
     """
 
     max_context: int
-    """Tokens of a context and the turn after it."""
+    """Most tokens of a context and the turn after it."""
     max_turn_tokens: int
-    """Tokens of a turn."""
+    """Most tokens of a turn."""
 
     def turn_tokens(self, num_context: int, wanted: int | None) -> int:
-        """Tokens of the turn after a context.
+        """Return the most tokens that the turn after a context may have.
 
         Raises:
-            InputError: a turn of no token is wanted.
-            ContextFullError: there is no room for one.
+            InputError: `wanted` is less than one token.
+            ContextFullError: the context leaves no room for a token.
         """
         if wanted is not None and wanted < 1:
-            raise InputError(f"a turn has at least one token, got max_tokens={wanted}; raise it")
+            raise InputError(f"a turn needs at least one token, got max_tokens={wanted}; raise it")
         room = self.max_context - num_context
         if room < 1:
             raise ContextFullError(
@@ -280,7 +278,7 @@ class CallLimits:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """One run's calls: its key, its log, and what its agents are.
+    """Calls of one run: its key, its log, and its agents.
 
     Example: a session without calls has an empty `calls`.
     """
@@ -294,9 +292,9 @@ class Session:
     chat: ChatTokens
     calls: dict[int, Call] = field(default_factory=dict)
     clock: TurnClock = field(default_factory=lambda: TurnClock(lambda: 0))
-    """Of the run's turns and waits."""
+    """Clock of the run's turns and waits."""
     rank: int = 0
-    """Of the run's calls, where calls queue; the lowest is first."""
+    """Priority of the run's calls if calls queue; the lowest is first."""
     trainable: dict[str, bool] = field(default_factory=dict)
     _num_asked: int = 0
     _times: Counter[tuple[str, bytes]] = field(default_factory=Counter)
@@ -305,31 +303,33 @@ class Session:
 
     @property
     def num_asked(self) -> int:
-        """Calls so far, whether they were answered or not."""
+        """Calls so far, answered or not."""
         return self._num_asked
 
     def rename(self, agent_of: Callable[[Call], str], trainable: Mapping[str, bool]) -> None:
-        """Gives calls to the agents that made them, once these are known, with whether each is trained."""
+        """Assign calls to the agents that made them, once these are known, and set which agents are trained."""
         self.calls = {number: replace(call, agent=agent_of(call)) for number, call in self.calls.items()}
         self.trainable = dict(trainable)
 
     def close(self) -> None:
-        """Aborts open calls and refuses later ones."""
+        """Abort open calls and refuse later ones."""
         self._is_closed = True
         for answer in list(self._open):
             answer.cancel()
 
     async def ask(self, agent: str, context: TokenIds, sampling: Sampling, *, noise: str | None = None) -> Call:
-        """Samples after a context and logs the call.
+        """Sample after a context and log the call.
 
         Args:
-            agent: who asks.
+            agent: name of the asking agent.
             context: int32 [N].
-            sampling: of this call.
-            noise: what names the call's noise in place of an agent whose name is another in each run.
+            sampling: sampling parameters of this call.
+            noise: name for the call's noise, for agents whose name differs between runs.
         """
         if self._is_closed:
-            raise StateError("the episode of this policy has ended, and it answers no more calls")
+            raise StateError(
+                "the episode of this policy has ended, so it answers no more calls; await all calls in run()"
+            )
         noise = agent if noise is None else noise
         number, asked = self._num_asked, (noise, context.tobytes())
         noise_id = call_id(context, self._times[asked], noise)
@@ -358,53 +358,53 @@ class Session:
 
 
 class Policy:
-    """The model under training, or one agent of several that it plays."""
+    """The model under training, or one of several agents that it plays."""
 
     def __init__(self, session: Session, agent: str = FIRST_AGENT, *, trainable: bool = True) -> None:
-        """`trainable`: whether what the agent samples is trained."""
+        """Join the run as an agent; `trainable` decides whether its sampled tokens are trained."""
         if session.trainable.setdefault(agent, trainable) != trainable:
-            raise InputError(f"the agent {agent!r} is trained or not, and it was both in one run; use two names")
+            raise InputError(f"an agent is either trained or not, got both for {agent!r} in one run; use two names")
         self._session, self._agent = session, agent
         self._memory = ChatMemory(session.chat)
 
     @property
     def session(self) -> Session:
-        """The run's calls, for an environment that asks by another door."""
+        """The run's calls, for environments that make calls without this class."""
         return self._session
 
     def agent(self, name: str, *, trainable: bool = True) -> "Policy":
-        """Another agent of the run, with chats of its own; its runs are compared with its own in other runs.
+        """Return another agent of the run, with its own chats; its runs are compared with its own in other runs.
 
         Args:
-            name: of the agent, the same in each run.
-            trainable: False for one whose tokens are not trained, such as a critic or a user simulator.
+            name: name of the agent, the same in each run.
+            trainable: False for an agent whose tokens are not trained, such as a critic or a user simulator.
 
         Raises:
-            InputError: the run has had it with another `trainable`.
+            InputError: the run already has this agent with another `trainable`.
         """
         return Policy(self._session, name, trainable=trainable)
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of a text, int32 [N]."""
+        """Return the ids of a text, int32 [N]."""
         return self._session.chat.text.encode(text)
 
     def decode(self, tokens: TokenIds) -> str:
-        """The text of ids, without special tokens."""
+        """Return the text of ids, without special tokens."""
         return self._session.chat.text.decode(np.asarray(tokens, np.int32))
 
     async def sample(
         self, tokens: Sequence[int] | TokenIds, *, max_tokens: int | None = None, stop: Sequence[int] = ()
     ) -> Sampled:
-        """Samples after the given ids, to a stop token or the longest turn.
+        """Sample after the given ids until a stop token or the maximum turn length.
 
         Args:
             tokens: the whole context, at least one id.
-            max_tokens: of this turn; None, or more than task.max_turn_tokens, is that.
-            stop: ids that end the turn besides those of the tokenizer.
+            max_tokens: limit of this turn; None or a larger value means task.max_turn_tokens.
+            stop: ids that end the turn in addition to the tokenizer's.
 
         Raises:
             InputError: no ids, or ids that the model does not have.
-            ContextFullError: no room for another token.
+            ContextFullError: the context leaves no room for a token.
         """
         call = await self._ask(np.array(tokens, None if len(tokens) else np.int32), max_tokens, stop)
         rollout = call.rollout
@@ -415,19 +415,19 @@ class Policy:
     async def chat(
         self, messages: Messages, *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None
     ) -> Reply:
-        """The next turn of a chat.
+        """Sample the next turn of a chat.
 
         Args:
-            messages: from the first one on, in OpenAI's spelling or as `Message`; with the messages of earlier replies
-                in it, the chat goes on after the ids that were sampled.
+            messages: the whole chat, in OpenAI's form or as `Message`; a chat with the messages of earlier replies
+                continues the sampled ids.
             tools: JSON schemas for the chat template (the plain form shows none); with any, tool calls are read in the
                 template's own form.
-            max_tokens: of this turn; None, or more than task.max_turn_tokens, is that.
+            max_tokens: limit of this turn; None or a larger value means task.max_turn_tokens.
 
         Raises:
-            InputError: messages that cannot be rendered.
-            UnsupportedError: tools, under a chat template whose calls cannot be read.
-            ContextFullError: no room for another token.
+            InputError: the messages cannot be rendered.
+            UnsupportedError: there are tools, but the chat template's calls cannot be read.
+            ContextFullError: the context leaves no room for a token.
         """
         records, schemas = as_messages(messages), as_tools(tools)
         context = self._memory.context(records, schemas)
