@@ -122,6 +122,14 @@ def test_a_variant_of_lora_is_exact(variant: str) -> None:
     assert_exact(model)
 
 
+def test_replicated_layers_whose_kinds_the_configuration_lacks_are_refused_until_it_names_them() -> None:
+    model = adapted(LoraConfig(**{**RANK, "task_type": "CAUSAL_LM", **LORA["replicated layers"]}), "qwen3")
+    with pytest.raises(UnsupportedError, match="must name every layer, got 2 names for 3 layers"):
+        patch(model)
+    model.config.layer_types = ["full_attention"] * 3
+    assert_exact(model)
+
+
 def test_the_list_has_no_method_without_a_test_and_leaves_the_others_of_peft_out() -> None:
     assert METHODS.keys() == ADAPTERS
     packages = {path.parent.name for path in Path(peft.__file__).parent.glob("tuners/*/layer.py")}

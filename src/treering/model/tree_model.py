@@ -157,6 +157,7 @@ def _bind(model: nn.Module, *, calls_modules: bool) -> TreeModel:
     decoder = causal_lm.get_decoder()
     config = causal_lm.config if vision is None else decoder.config
     family = _family_of(config)
+    _check_layer_types(config, num_layers=len(decoder.layers))
     _check_attention(config)
     _check_positions(config)
     _check_output(causal_lm)
@@ -232,6 +233,15 @@ def _family_of(config: PreTrainedConfig) -> Family:
         if kind not in supported:
             raise UnsupportedError(f"layer {index} is {kind!r}: supported are {', '.join(supported)}")
     return family
+
+
+def _check_layer_types(config: PreTrainedConfig, *, num_layers: int) -> None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds and len(kinds) < num_layers:
+        raise UnsupportedError(
+            f"config.layer_types must name every layer, got {len(kinds)} names for {num_layers} layers; after "
+            "PEFT's layer_replication, set model.config.layer_types to the kinds of the replicated layers"
+        )
 
 
 def transformers_release() -> tuple[int, ...]:
