@@ -34,9 +34,9 @@ def test_json_is_what_the_page_shows(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_page_that_is_not_written_is_not_opened_or_refreshed(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    with pytest.raises(ConfigError, match="--refresh writes the page again, and --json prints its content once"):
+    with pytest.raises(ConfigError, match="--refresh rewrites the page, but --json prints its content once"):
         run([tmp_path / "a"], out=tmp_path / "page.html", refresh=True, json_output=True)
-    with pytest.raises(ConfigError, match="--open shows a page, and with --json none is written"):
+    with pytest.raises(ConfigError, match="--open shows a page, but --json writes none"):
         run([tmp_path / "a"], out=None, open_page=True, rollouts=None, json_output=True)
 
 

@@ -147,17 +147,17 @@ def test_temperature_zero_takes_the_likeliest_token_and_tells_its_probability(se
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"min_tokens": 3}, "min_tokens"),
         ({"tempreature": 0.5}, "tempreature"),
-        ({"temperature": "hot"}, "temperature of sampling_params is of the type integer or number"),
+        ({"temperature": "hot"}, "temperature of sampling_params must be of type integer or number"),
         ({"temperature": -1.0}, "temperature: expected greater than 0, got -1"),
-        ({"temperature": 10**400}, "temperature of sampling_params is a number that a float holds"),
+        ({"temperature": 10**400}, "temperature of sampling_params must fit a float"),
         ({"max_tokens": 0}, "max_tokens: expected greater than or equal to 1, got 0"),
-        ({"max_completion_tokens": 4}, "max_tokens and max_completion_tokens are one number"),
-        ({"seed": -5}, "a seed is a whole number from 0 on, got -5"),
+        ({"max_completion_tokens": 4}, "max_tokens and max_completion_tokens are names of the same number"),
+        ({"seed": -5}, "seed must be at least 0, got -5"),
         ({"top_k": -2}, "top_k: expected greater than or equal to 0, got -2"),
         ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"max_tokens": 1000}, "positions"),
         ({"logprobs": 5}, "logprobs=5"),
-        ({"n": 0}, r"n lies in \[1, 1024\]"),
+        ({"n": 0}, r"n must lie in \[1, 1024\]"),
         ({"stop_token_ids": ["a"]}, "stop_tokens"),
     ],
 )
@@ -170,17 +170,17 @@ def test_what_would_change_the_answer_and_is_not_done_is_refused(
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (b"{", 400, "a body is JSON"),
-        (b"[" * 100_000, 400, "a body is JSON"),
-        (b"[1]", 400, "a body is a JSON object"),
+        (b"{", 400, "the body is not JSON"),
+        (b"[" * 100_000, 400, "the body is not JSON"),
+        (b"[1]", 400, "the body must be a JSON object"),
         ({}, 400, "no token_ids"),
-        ({"token_ids": []}, 400, "no token_ids|one at least"),
+        ({"token_ids": []}, 400, "no token_ids|at least one"),
         ({"token_ids": [1, "a"]}, 400, "'a'"),
         ({"token_ids": [1, True]}, 400, "True"),
         ({"token_ids": [1, 10**6]}, 400, "another model"),
         ({"token_ids": [1] * NUM_POSITIONS}, 400, "no position"),
         ({"token_ids": [1], "model": "other"}, 404, "'tiny'"),
-        ({"token_ids": [1], "features": {"mm_hashes": {}}}, 400, "pictures"),
+        ({"token_ids": [1], "features": {"mm_hashes": {}}}, 400, "images"),
         ({"token_ids": [1], "sampling_parms": {}}, 400, "sampling_parms"),
     ],
 )
@@ -253,11 +253,11 @@ def test_other_machines_are_served_with_a_key_only() -> None:
 
 
 def test_an_address_that_is_none_or_taken_is_refused(server: Server) -> None:
-    with pytest.raises(ConfigError, match="an IP address, got host='localhost'"):
+    with pytest.raises(ConfigError, match="an IP address, got 'localhost'"):
         ServerSettings(host="localhost")
     taken = server._socket.getsockname()[1]
     for host, port in (("127.0.0.1", taken), ("192.0.2.1", 0)):
-        with pytest.raises(ConfigError, match=f"got port {port} of {host}"):
+        with pytest.raises(ConfigError, match=f"on port {port} of {host}"):
             Server(
                 server._sampler,
                 model="tiny",

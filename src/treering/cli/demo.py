@@ -1,6 +1,6 @@
-"""`treering demo`: trains one policy by GRPO twice, with a plain loop and with Treering's, and compares.
+"""Run `treering demo`: train one policy by GRPO twice, with a plain loop and with Treering's, and compare.
 
-The policy is a small one that is made on the spot, or with --real a pretrained model that learns sums in words.
+The policy is a small model trained on the spot; with --real it is a pretrained model that learns sums in words.
 """
 
 import json
@@ -57,11 +57,11 @@ DEFAULT_FOLDER = Path("runs/demo")
 REPORT_FILE = "demo.json"
 MODEL = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=384)
 MAX_NUMBER = 9
-"""Largest number in a sum: small enough for this model to learn in a minute."""
+"""Largest number in a sum; small enough for this model to learn in a minute."""
 MAX_ROLLOUT_TOKENS = 64
-"""The longest right response has 35 tokens."""
+"""Longest rollout; the longest right response has 35 tokens."""
 ENOUGH = 0.4
-"""Share of right answers at which the warm start ends. The share rises steeply here and often ends nearer 0.6."""
+"""Accuracy at which the warm start ends. Accuracy rises steeply here and often ends nearer 0.6."""
 MAX_STEPS = 600
 """Most supervised steps."""
 _SUMS_PER_STEP = 32
@@ -77,25 +77,25 @@ _NO_WORK = Work(num_tokens=0, num_pairs=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WarmStart:
-    """A policy and how it was trained."""
+    """Policy after its supervised warm start."""
 
     model: PreTrainedModel
     num_steps: int
     """Supervised steps."""
     accuracy: float
-    """Share of right answers to sums outside its training data."""
+    """Share of right answers to sums outside the training data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSize:
-    """How much is trained."""
+    """Amount of training."""
 
     num_prompts: int = 128
     prompts_per_step: int = 32
     group_size: int = 16
     num_epochs: int = 5
     max_batch: int = 8
-    """Rollouts that run at one time, on both sides."""
+    """Rollouts that run at a time, on both sides."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -109,28 +109,28 @@ class DemoSize:
 
 
 REAL = DemoSize(num_prompts=32, prompts_per_step=4, group_size=8, num_epochs=3, max_batch=32)
-"""Of --real: about a quarter of an hour on two cores."""
+"""Size of --real: about a quarter of an hour on two cores."""
 Sections: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Settings of `treering train` by section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoStart:
-    """What both runs begin with."""
+    """Start of both runs."""
 
     folder: Path
-    """Of the model."""
+    """Folder of the model."""
     sections: Sections
-    """The settings of this model and its task."""
+    """Settings of this model and its task."""
     warm_steps: int = 0
     """Supervised steps before both runs."""
     warm_accuracy: float | None = None
-    """Share of right answers after them; None without any."""
+    """Share of right answers after them; None without them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """What both runs did, step by step."""
+    """Steps of both runs, side by side."""
 
     num_parameters: int = 0
     num_threads: int = 1
@@ -146,7 +146,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoReport:
-    """Both runs. Seconds are wall time over all steps; ratios are plain over Treering."""
+    """Report on both runs. Seconds are wall time over all steps; ratios are plain over Treering."""
 
     seed: int
     size: DemoSize
@@ -154,7 +154,7 @@ class DemoReport:
     warm_steps: int
     """Supervised steps before both runs."""
     warm_accuracy: float | None
-    """Share of right answers after them; None without any."""
+    """Share of right answers after them; None without them."""
     plain: RlTotals
     treering: RlTotals
     rollout_ratio: float
@@ -175,21 +175,21 @@ class DemoReport:
 
 
 def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -> None:
-    """Trains both ways with a live display on stderr and prints one table, or JSON, to stdout.
+    """Train both ways with a live display on stderr; print one table, or JSON, to stdout.
 
     Args:
-        out: new or empty folder for the runs; None is the first free one of `runs/demo`, `runs/demo-2` and so on.
+        out: new or empty folder for the runs; None: the first free one of `runs/demo`, `runs/demo-2` and so on.
         seed: of weights, prompts, their order and the noise.
-        json_output: JSON instead of the table.
-        real: trains SmolLM2-135M-Instruct instead of a small policy of its own.
+        json_output: print JSON instead of the table.
+        real: train SmolLM2-135M-Instruct instead of a small policy trained on the spot.
 
     Raises:
         InputError: `out` already holds files, or the model cannot be fetched.
-        StateError: another process uses it, or it cannot be written.
+        StateError: another process uses `out`, or it is not writable.
     """
     out = _free_folder() if out is None else out
     console = LogConsole()
-    advice = f"the demo starts again in another folder; treering train {out}/treering.toml goes on with one run"
+    advice = f"the demo starts over in another folder; treering train {out}/treering.toml continues one run"
     with advising(advice), locked(out), warnings_as_lines(console), console.telling("preparing"):
         _check_empty(out)
         report = (
@@ -204,21 +204,21 @@ def run(out: Path | None, seed: int, json_output: bool, *, real: bool = False) -
     console.print(
         f"everything is in {out}: configuration, metrics, checkpoints and every epoch's rollouts of both runs\n"
         f"look at both on one page: treering report {out} --open\n"
-        f"go on with either: treering train {out}/treering.toml rl.num_epochs={report.size.num_epochs + 2}",
+        f"continue either run: treering train {out}/treering.toml rl.num_epochs={report.size.num_epochs + 2}",
         soft_wrap=True,
     )
 
 
 def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: float = ENOUGH) -> DemoReport:
-    """Makes the policy, trains it both ways in the folder `out`, and writes the report there."""
-    # Its own progress bars would flicker through ours.
+    """Create the policy, train it both ways in the folder `out`, and write the report there."""
+    # Transformers' progress bars would disturb ours.
     transformers_logging.disable_progress_bar()
     start = _warm_start(out, size, seed=seed, console=console, enough=enough)
     return _measure_from(start, out, size, seed=seed, console=console)
 
 
 def measure_real(out: Path, size: DemoSize, *, seed: int, console: LogConsole) -> DemoReport:
-    """Does the same with the model that `treering fetch smollm2` fetches, on sums in words."""
+    """Measure with the model that `treering fetch smollm2` fetches, on sums in words."""
     transformers_logging.disable_progress_bar()
     start = write_real_task(out, fetched(SMOLLM2, console), size, seed=seed)
     console.print(
@@ -242,12 +242,12 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
     task = demo_task(size.num_prompts, seed)
     note_doing(console, "warm start")
     note_compiling(console, fill_forest, propose)
-    console.print(f"warm start on solved sums until a share of {enough} of others is right", soft_wrap=True)
+    console.print(f"warm start on solved sums until {enough:.0%} of other sums are right", soft_wrap=True)
     title = "warm start"
     with RunDisplay(title=title, num_steps=MAX_STEPS, first_step=0, console=console, unit=title) as display:
 
         def show(step: int, accuracy: float) -> None:
-            display.show_step(step, f"right {accuracy:.2f} of {enough} wanted")
+            display.show_step(step, f"accuracy {accuracy:.2f}, target {enough}")
 
         start = warm_start(task, seed=seed, enough=enough, on_step=show)
     num_bytes = num_tensor_bytes(start.model.state_dict())
@@ -269,13 +269,13 @@ def _warm_start(out: Path, size: DemoSize, *, seed: int, console: Console, enoug
 def _show(display: RunDisplay, compared: Comparison) -> None:
     plain, ours = compared.reports["plain"], compared.reports["treering"]
     ratio = sum(each.phases.step_s for each in plain) / sum(each.phases.step_s for each in ours)
-    note = f"{ratio:.2f}x as fast as the plain loop, which takes its turn after each step"
+    note = f"{ratio:.2f}x as fast as the plain loop, which runs its own step in turn"
     display.show({"step": ours[-1].step, **ours[-1].values()}, note=note)
 
 
 def _check_empty(out: Path) -> None:
     if any(path.name != LOCK_FILE for path in out.iterdir()):
-        raise InputError(f"--out needs a new or empty folder, and {out} holds files; name another one")
+        raise InputError(f"--out needs a new or empty folder, but {out} holds files; name another")
 
 
 def _free_folder() -> Path:
@@ -284,12 +284,12 @@ def _free_folder() -> Path:
 
 
 def demo_task(num_prompts: int, seed: int) -> ChainedSums:
-    """The prompts that both loops train on."""
+    """Return the prompts that both loops train on."""
     return ChainedSums(num_prompts, seed, max_number=MAX_NUMBER)
 
 
 def warm_start(task: ChainedSums, *, seed: int, enough: float = ENOUGH, on_step: OnStep) -> WarmStart:
-    """Supervised training on solved sums outside the task, until the policy gets `enough` of held-out ones right.
+    """Train on solved sums outside the task until the policy gets a share of `enough` held-out sums right.
 
     Example: with seed 0 it takes 225 steps of 32 sums to an accuracy of 0.38, and 275 to 0.84.
     """
@@ -312,9 +312,9 @@ def warm_start(task: ChainedSums, *, seed: int, enough: float = ENOUGH, on_step:
 
 
 def measure_accuracy(model: PreTrainedModel, task: ChainedSums) -> float:
-    """Share of a task's prompts that one sampled rollout each gets right.
+    """Return the share of a task's prompts that one sampled rollout each gets right.
 
-    The engine drafts from its own history, so that all compiled code is ready before either loop is timed.
+    The engine drafts from its own history, so that all code is compiled before either loop is timed.
     """
     store = HistoryStore()
     engine = TorchEngine(model, Drafter(store), max_batch=16, num_threads=1, costs="none")
@@ -331,7 +331,7 @@ def measure_accuracy(model: PreTrainedModel, task: ChainedSums) -> float:
 
 
 def sums_sections(size: DemoSize, seed: int) -> Sections:
-    """The settings of the small policy and its sums."""
+    """Return the settings of the small policy and its sums."""
     return {
         "model": {"path": START_FOLDER},
         "task": {"kind": "sums", "num_prompts": size.num_prompts, "max_number": MAX_NUMBER, "seed": seed},
@@ -342,11 +342,11 @@ def sums_sections(size: DemoSize, seed: int) -> Sections:
 
 
 PROMPTS_FILE, REWARDS_FILE = "prompts.jsonl", "rewards.py"
-_REWARD = '''"""What the demo rewards; treering train reads it again where a run goes on."""
+_REWARD = '''"""Reward of the demo; treering train reads this file again when it continues a run."""
 
 
 def number_alone(prompt, text):
-    """1.0 for the right number alone, 0.2 for another number alone or the right one in words, else 0.0."""
+    """Return 1.0 for only the right number, 0.2 for only a wrong number or the right one among words, else 0.0."""
     words = text.replace(".", " ").replace(",", " ").split()
     if words == [prompt.answer]:
         return 1.0
@@ -355,7 +355,7 @@ def number_alone(prompt, text):
 
 
 def sums_in_words(count: int, seed: int) -> list[dict[str, str]]:
-    """Distinct lines of a file of prompts.
+    """Return distinct lines of a file of prompts.
 
     Example: one is {"prompt_id": "7 + 5", "prompt": "What is 7 + 5? Answer with only the number.", "answer": "12"}.
     """
@@ -367,7 +367,7 @@ def sums_in_words(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def write_real_task(out: Path, model: Path, size: DemoSize, *, seed: int) -> DemoStart:
-    """Writes sums in words and their reward for the model in a folder."""
+    """Write sums in words and their reward for the model in a folder."""
     with writing(out):
         lines = [json.dumps(line) for line in sums_in_words(size.num_prompts, seed)]
         (out / PROMPTS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -379,7 +379,7 @@ def write_real_task(out: Path, model: Path, size: DemoSize, *, seed: int) -> Dem
             "task": {"kind": "prompts", "file": PROMPTS_FILE, "reward": f"{REWARDS_FILE}:number_alone"},
             "sampling": {"max_tokens": 24},
             "optim": {"learning_rate": 3e-6},
-            # A checkpoint with its optimiser has 1.6 GB.
+            # A checkpoint with its optimizer takes 1.6 GB.
             "run": {"save_every": size.num_steps, "keep": 1},
         },
     )
@@ -388,7 +388,7 @@ def write_real_task(out: Path, model: Path, size: DemoSize, *, seed: int) -> Dem
 def compare(
     out: Path, size: DemoSize, own: Sections, *, seed: int, on_step: Callable[[Comparison], None]
 ) -> Comparison:
-    """Trains one model in `out/plain` and `out/treering`; `own` are the settings of model and task."""
+    """Train one model in `out/plain` and `out/treering`; `own` has the settings of model and task."""
     result = Comparison()
     with ExitStack() as stack:
         runs: dict[Side, RlRun] = {
@@ -418,7 +418,7 @@ def compare(
 
 
 def write_config(out: Path, size: DemoSize, own: Sections, *, side: Side, seed: int) -> Path:
-    """Writes the configuration of one side for `treering train`; sides differ in two settings."""
+    """Write the configuration of one side for `treering train`; the sides differ in two settings."""
     ours = side == "treering"
     sections: dict[str, Mapping[str, Any]] = {
         **own,
@@ -441,7 +441,7 @@ def write_config(out: Path, size: DemoSize, own: Sections, *, side: Side, seed: 
 
 
 def _forests(trajectories: list[Trajectory]) -> list[Forest]:
-    """The trees that a step trained: one per group whose rewards differ."""
+    """Return the trees that a step trained: one per group with different rewards."""
     groups: dict[object, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.task_id, []).append(trajectory)
@@ -462,7 +462,7 @@ def _tokens(trajectories: list[Trajectory]) -> list[list[int]]:
 
 
 def make_report(start: DemoStart, size: DemoSize, compared: Comparison, *, seed: int) -> DemoReport:
-    """The report of two finished runs."""
+    """Return the report of two finished runs."""
     plain, ours = totals(compared.reports["plain"]), totals(compared.reports["treering"])
     best = work_bounds(compared.flat, compared.tree, read_shape(start.folder))
     train_ratio = plain.train_s / ours.train_s
@@ -489,7 +489,7 @@ def make_report(start: DemoStart, size: DemoSize, compared: Comparison, *, seed:
 
 
 def as_table(report: DemoReport) -> Table:
-    """The comparison for a terminal."""
+    """Return the comparison as a table for the terminal."""
     plain, ours, size = report.plain, report.treering, report.size
     first = "none" if report.first_difference is None else f"step {report.first_difference}"
     title = f"{report.num_steps} steps of GRPO from one start, {size.num_epochs} epochs over {size.num_prompts} prompts"
@@ -513,7 +513,7 @@ def as_table(report: DemoReport) -> Table:
     table.add_row("first step with a different token", "", first, "")
     warm = f"; warm start {report.warm_steps} steps" if report.warm_steps else ""
     table.caption = (
-        f"{report.num_parameters:,} parameters, {size.max_batch} rollouts at one time on both sides, by "
+        f"{report.num_parameters:,} parameters, {size.max_batch} rollouts at a time on both sides, "
         f"{report.num_threads} threads{warm}"
     )
     return table

@@ -1,4 +1,4 @@
-"""`treering report`: writes the page of a run, and its rollouts as a table."""
+"""Run `treering report`: write the page of a run, and its rollouts as a table."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from treering.report.run import RunData, is_training, read_runs, section_of
 PAGE_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 REFRESH_S = 10
-"""Seconds between two pages of a run that trains."""
+"""Seconds between two pages of a training run."""
 
 
 def run(
@@ -33,18 +33,18 @@ def run(
     rollouts: Path | None = None,
     json_output: bool = False,
 ) -> None:
-    """Write the page and print where it is; opened or refreshed, it follows a run that trains to its end.
+    """Write the page and print its path; with --open or --refresh, follow a training run to its end.
 
     Args:
         folders: of a run or of a demo; several are compared.
-        out: the page's file; None is `report.html` in the folder, and of a comparison `comparison.html` here.
-        open_page: show it in the browser.
-        refresh: write it again until the run ends.
+        out: the page's file; None: `report.html` in the folder, or `comparison.html` here for a comparison.
+        open_page: show the page in the browser.
+        refresh: rewrite the page until the run ends.
         rollouts: Parquet file for all rollouts of the run; None writes none.
         json_output: print the page's content as JSON, and write no page unless `out` names its file.
 
     Raises:
-        ConfigError: several folders with `rollouts`, or a page that is opened or refreshed but not written.
+        ConfigError: several folders with `rollouts`, or a page to open or refresh that is not written.
         InputError: a folder holds no run.
         StateError: a file cannot be written.
     """
@@ -52,11 +52,11 @@ def run(
     console = PlainConsole(stderr=True, highlight=False)
     note_compiling(console, propose)
     if rollouts is not None and others:
-        raise ConfigError(f"--rollouts writes those of one run, got {len(folders)} runs; name one")
+        raise ConfigError(f"--rollouts writes the rollouts of one run, got {len(folders)} runs; name one")
     if open_page and json_output and out is None:
-        raise ConfigError("--open shows a page, and with --json none is written; name one by --out, or leave one out")
+        raise ConfigError("--open shows a page, but --json writes none; name one with --out, or drop --open or --json")
     if refresh and json_output:
-        raise ConfigError("--refresh writes the page again, and --json prints its content once; leave one of them out")
+        raise ConfigError("--refresh rewrites the page, but --json prints its content once; drop one of them")
     follows = (open_page or refresh) and not json_output and any(map(is_training, folders))
     content = page_content(folder, find_text, others=others)
     if rollouts is not None:
@@ -73,12 +73,12 @@ def run(
     if open_page:
         webbrowser.open(file.resolve().as_uri())
     if follows:
-        console.print("the page follows the run until it ends, or this command does (Ctrl-C)")
+        console.print("the page follows the run until the run or this command (Ctrl-C) ends")
         _follow(folders, file)
 
 
 def _follow(folders: Sequence[Path], file: Path) -> None:
-    """Writes the page again and again; the last one no longer reloads itself."""
+    """Rewrite the page until the runs end; the last page no longer reloads itself."""
     follows = True
     while follows:
         try:
@@ -97,10 +97,10 @@ def _write(file: Path, page: str) -> None:
 
 
 def write_parquet(folder: Path, file: Path) -> int:
-    """Writes a row per rollout, an epoch at a time, and returns their number.
+    """Write a row per rollout, an epoch at a time, and return the number of rows.
 
     Columns: run, epoch, step, version, prompt_id, reward, advantage, num_tokens, num_sampled, prompt, response, tokens,
-    loss_mask, logprobs. The texts are null where the tokenizer is not known.
+    loss_mask, logprobs. The texts are null if the tokenizer is not known.
 
     Raises:
         InputError: a run has no rollouts, or a damaged file of them.
@@ -178,13 +178,13 @@ def _text(tokens: list[int], text_of: TextOf | None) -> str | None:
 
 _TOKENIZER_FILE = "tokenizer.json"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece writes a space before a word."""
+"""SentencePiece's mark for a space before a word."""
 
 
 def find_text(run: RunData) -> Callable[[int], str] | None:
-    """A function of a token id; None without a whole tokenizer of the run, or without `treering[train]`.
+    """Return a function from a token id to its text; None without a complete tokenizer or `treering[train]`.
 
-    It is looked up in the newest checkpoint, then where the settings say.
+    The tokenizer is looked up in the newest checkpoint, then where the settings point.
 
     Example: a run on sums, in characters, gives "+" for the id of the plus sign.
     """
@@ -210,7 +210,7 @@ def _text_of_tokenizer(folder: Path) -> Callable[[int], str]:
     tokenizer = open_tokenizer(folder)
 
     def text_of(token: int) -> str:
-        # Decoding one token drops the space that these pieces begin with.
+        # Decoding a single token drops the leading space of these pieces.
         piece, text = str(tokenizer.id_to_token(token) or ""), str(tokenizer.decode([token], skip_special_tokens=False))
         return f" {text.lstrip()}" if piece.startswith(_SPACE) else text or f"[{token}]"
 

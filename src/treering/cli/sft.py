@@ -1,4 +1,4 @@
-"""`treering sft` from its settings to its summary: data, model, loop, steps."""
+"""Run `treering sft` from its settings to its summary: data, model, loop, steps."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -45,17 +45,17 @@ from treering.tree.radix import fill_forest
 
 
 def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
-    """Writes the first tasks without pictures as `samples.jsonl`, as many as a page draws, at least one.
+    """Write the first tasks without images to `samples.jsonl`, as many as a page draws but at least one.
 
-    Without such a task there is no file.
+    Writes no file if every task has images.
 
     Raises:
         InputError: the disk is full.
 
-    Example: of tasks with 30,000 tokens each, it is the first one.
+    Example: of tasks with 30,000 tokens each, only the first is written.
     """
     num_tokens, chosen = 0, list[Trajectory]()
-    # A file of tokens has no form for pictures; `treering inspect --html` shows them.
+    # Token files cannot hold images; `treering inspect --html` shows them.
     for task in [task for task in tasks if not task.pictures][:MAX_DRAWN_PROMPTS]:
         num_tokens += sum(sequence.size for sequence in task.sequences)
         if chosen and num_tokens > MAX_DRAWN_TOKENS:
@@ -71,15 +71,15 @@ def write_samples(folder: Path, tasks: Sequence[TrainingTask]) -> None:
 def split_corpus(
     config: SftConfig, corpus: Corpus, *, config_dir: Path, model: Path | None
 ) -> tuple[Corpus, Corpus | None]:
-    """The corpus to train on, and the one to evaluate; None if nothing is held out.
+    """Return the corpus to train on, and the one to evaluate; None if nothing is held out.
 
-    A task is held out with all of its trajectories.
+    A task is held out with all its trajectories.
 
     Args:
         config: of the run.
         corpus: all of [data].
         config_dir: folder of the configuration file.
-        model: see `load_corpus`.
+        model: folder of the model, whose tokenizer is the default.
 
     Raises:
         InputError: a bad file, or a share of less than two tasks.
@@ -96,7 +96,7 @@ def split_corpus(
 
 
 def read_files(config: SftConfig, *, config_dir: Path, model: Path | None) -> Corpus:
-    """The tasks of `eval.files`; arguments as above."""
+    """Return the tasks of `eval.files`; the arguments are those of `split_corpus`."""
     data = config.data.model_copy(update={"files": config.eval.files, "max_tasks": None})
     held = load_corpus(data, config_dir=config_dir, model=model)
     return replace(held, tasks=held.tasks[: config.eval.max_tasks])
@@ -113,7 +113,7 @@ def _shared_out(config: SftConfig, corpus: Corpus) -> tuple[Corpus, Corpus]:
 
 
 def _notes(held: Corpus, trained: Corpus) -> list[str]:
-    """What a user should know of the two parts."""
+    """Return notes on the held-out tasks and their overlap with training."""
     known = {digest for task in trained.tasks for digest in _digests(task)}
     trained.release()
     common = [task for task in held.tasks if not known.isdisjoint(_digests(task))]
@@ -121,13 +121,13 @@ def _notes(held: Corpus, trained: Corpus) -> list[str]:
     if common:
         have = "has" if len(common) == 1 else "have"
         notes.append(
-            f"{len(common)} of them {have} a trajectory that is trained on too, such as task {common[0].task_id!r}"
+            f"{len(common)} of them {have} a trajectory that is also trained on, such as task {common[0].task_id!r}"
         )
     return notes
 
 
 def _digests(task: TrainingTask) -> Iterator[bytes]:
-    """Of each sequence, by its tokens and pictures."""
+    """Yield a digest of each sequence, by its tokens and images."""
     for sequence, pictures in zip_longest(task.sequences, task.pictures, fillvalue=()):
         digest = hashlib.blake2b(np.ascontiguousarray(sequence).data, digest_size=16)
         for placed in pictures:
@@ -136,7 +136,7 @@ def _digests(task: TrainingTask) -> Iterator[bytes]:
 
 
 def with_step_size(config: SftConfig, num_tasks: int, num_ranks: int) -> SftConfig:
-    """Return the configuration with a number of trees per step."""
+    """Return the configuration with trees_per_step resolved to a number."""
     if config.train.trees_per_step != "auto":
         return config
     size = step_size("auto", num_tasks, num_ranks)
@@ -144,7 +144,7 @@ def with_step_size(config: SftConfig, num_tasks: int, num_ranks: int) -> SftConf
 
 
 def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run must share with the original one: model, data, optimization, layout."""
+    """Return what a resumed run must share with the original one: model, data, optimization, layout."""
     data: dict[str, Scalar] = {}
     for number, (name, digest) in enumerate(corpus.digests.items()):
         data |= {f"data.files[{number}]": digest, f"data.files[{number}]{NAME}": name} if name else {"data": digest}
@@ -153,19 +153,19 @@ def identity(config: SftConfig, corpus: Corpus, model: PreTrainedModel) -> dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftSummary:
-    """What a call of `treering sft` did; figures cover the steps of this call, not those it resumed from."""
+    """Result of a call of `treering sft`; figures cover the steps of this call only."""
 
     run_dir: str
     data: Literal["files", "generated"]
-    """"files", or "generated" for the stand-in."""
+    """"files", or "generated" for the generated stand-in data."""
     num_tasks: int
     num_parameters: int
     resumed_from_step: int | None
-    """Steps that an earlier call had done; None for a new run."""
+    """Last step of earlier calls; None for a new run."""
     num_steps: int
     """Steps of the whole run."""
     first_loss: float | None
-    """Loss of this call's first step; None if no step was left."""
+    """Loss of this call's first step; None without a step."""
     last_loss: float | None
     seconds: float
     flat_tokens: int
@@ -173,18 +173,18 @@ class SftSummary:
     sharing: float
     """1 - unique / flat tokens; 0.0 without a step."""
     num_micro_batches: int
-    """Forward passes; more than steps if the trees of a step do not fit `max_batch_tokens` together."""
+    """Forward passes; more than steps if a step's trees do not fit `max_batch_tokens` together."""
     flat_tokens_per_s: float
     unique_tokens_per_s: float
     checkpoint: str
     """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
     evaluations: Sequence[Row] = ()
-    """What this call measured on held-out data: "step", and the names of `treering.metrics`."""
+    """Measurements of this call on held-out data: "step", and the names of `treering.metrics`."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SftRun(TrainingRun[StepReport]):
-    """A run of `treering sft`, with what it trains on."""
+    """A run of `treering sft`, with its corpus."""
 
     config: SftConfig
     corpus: Corpus
@@ -192,7 +192,7 @@ class SftRun(TrainingRun[StepReport]):
 
 
 def summary_of(run: SftRun, reports: Sequence[StepReport]) -> SftSummary:
-    """Adds up the steps of a call."""
+    """Sum up the steps of a call."""
     config, corpus, opened = run.config, run.corpus, run.opened
     flat = sum(report.update.num_branch_tokens for report in reports)
     unique = sum(report.update.num_tokens for report in reports)
@@ -220,7 +220,7 @@ def summary_of(run: SftRun, reports: Sequence[StepReport]) -> SftSummary:
 
 
 def as_table(summary: SftSummary) -> Table:
-    """The summary for a terminal."""
+    """Return the summary as a table for the terminal."""
     rows = {
         "data": f"{summary.data}, {summary.num_tasks} tasks",
         "model": f"{summary.num_parameters:,} parameters",
@@ -252,7 +252,7 @@ def _steps_cell(summary: SftSummary) -> str:
 
 
 def train(config: SftConfig, *, config_dir: Path, console: Console) -> SftSummary:
-    """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
+    """Train by a configuration in the folder `config_dir`, or resume the run in its run folder."""
     with owning(config.run.dir) as group:
         return _train(agreed(config, config_dir, group), config_dir, console, group)
 
@@ -274,7 +274,7 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
     doubt = tokenizer_note(model, folder, corpus.tokenizer)
     note_doing(console, "preparing the first step")
     note_compiling(console, fill_forest)
-    # The identity is that of weights before they are sharded.
+    # The identity needs the weights before they are sharded.
     checkpoints = checkpoint_store(config, model, identity(config, corpus, model), corpus, group)
     loop = _make_loop(config, config_dir, corpus, model, length.total, group)
     run = SftRun(
@@ -294,7 +294,7 @@ def _train(config: SftConfig, config_dir: Path, console: Console, group: RankGro
 
 
 def _read(config: SftConfig, config_dir: Path, model: Path | None, console: Console) -> tuple[Corpus, Corpus | None]:
-    """What is trained on, and what is held out."""
+    """Read the data; return the part to train on and the held-out part."""
     note_doing(console, "reading the data")
     with WorkProgress(console) as reading:
         corpus = load_corpus(config.data, config_dir=config_dir, model=model, on_build=partial(show_build, reading))
@@ -302,7 +302,7 @@ def _read(config: SftConfig, config_dir: Path, model: Path | None, console: Cons
 
 
 def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
-    """Says what is trained, and keeps samples of a new run's data."""
+    """Print what is trained, and keep samples of a new run's data."""
     config, tasks = run.config, run.corpus.tasks
     lengths = [sequence.size for task in tasks for sequence in task.sequences]
     run.say(*run.corpus.notes, budget_note("train.max_batch_tokens", config.train.max_batch_tokens, max(lengths)))
@@ -313,7 +313,7 @@ def _announce(run: SftRun, model: PreTrainedModel, length: RunLength) -> None:
 
 
 def _notes_of(corpus: Corpus, report: StepReport) -> Sequence[str]:
-    # What a step has read of the data is not needed before the next epoch.
+    # Data that a step has read is not needed before the next epoch.
     corpus.release()
     return report.update.notes
 

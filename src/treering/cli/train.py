@@ -1,4 +1,4 @@
-"""`treering train` from its settings to its summary: task, model, warm-up, loop, steps."""
+"""Run `treering train` from its settings to its summary: task, model, warm-up, loop, steps."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -65,10 +65,10 @@ from treering.tree.radix import fill_forest
 
 
 class TrainRecipe:
-    """The `Recipe` of a configuration; pickling drops the built objects."""
+    """`Recipe` of a configuration; pickling drops the built objects."""
 
     def __init__(self, config: RlConfig, config_dir: Path) -> None:
-        """`config_dir` is the folder of the configuration file."""
+        """Keep the configuration and the folder of its file, `config_dir`."""
         self._config = config
         # Other processes may run in another folder.
         self._config_dir = config_dir.absolute()
@@ -80,23 +80,23 @@ class TrainRecipe:
 
     @property
     def max_batch(self) -> int:
-        """See `Recipe`."""
+        """Rollouts that an engine runs at a time, or episodes in flight."""
         task, max_rows = self._config.task, self._config.engine.max_batch
         return task.changed(max_rows=max_rows).num_in_flight if task.runs_episodes else max_rows
 
     def make_model(self) -> PreTrainedModel:
-        """See `Recipe`."""
+        """Build the configured model."""
         transformers_logging.disable_progress_bar()
         return make_model(self._config, self._config_dir, self._source)
 
     def make_task(self) -> Task:
-        """See `Recipe`."""
+        """Load the configured task."""
         return self._source.task
 
     def make_engine(self, model: PreTrainedModel, drafter: Drafter | None, version: int) -> Engine:
-        """See `Recipe`."""
+        """Build an engine for a model."""
         if self._make_engine is None:
-            # One for all engines of a process, which may share what takes long to start.
+            # All engines of a process share one factory, and with it what takes long to start.
             self._make_engine = engine_factory(self._config, model, self._source)
         return self._make_engine(drafter, version)
 
@@ -106,7 +106,7 @@ class TrainRecipe:
 
 
 def make_model(config: RlConfig, config_dir: Path, source: TaskSource) -> PreTrainedModel:
-    """The configured model, with a vocabulary for the task's ids."""
+    """Return the configured model, with a vocabulary that covers the task's ids."""
     return build_model(
         config.model,
         num_ids=source.task.vocab_size,
@@ -126,10 +126,10 @@ def make_loop(
     num_steps: int,
     group: RankGroup | None = None,
 ) -> RlLoop | PipelineLoop:
-    """The loop over a given task and model, which several ranks (`group`) shard; each samples by a whole copy.
+    """Return the loop over a task and model; the ranks of `group` shard the model, and each samples from a whole copy.
 
     Raises:
-        InputError: a prompt that the engine has no room for.
+        InputError: a prompt does not fit the engine.
     """
     check_room(config, source)
     whole = None
@@ -176,9 +176,9 @@ def make_loop(
 def make_reference(
     config: RlConfig, config_dir: Path, run_dir: Path, num_ids: int, *, takes_pictures: bool = False
 ) -> PreTrainedModel:
-    """The weights that a run begins with, those of its warm-up where it has one, also once it was resumed.
+    """Return the weights that a run began with, after its warm-up if it has one, also in a resumed run.
 
-    Leaves torch's random state as it is.
+    Torch's random state is left unchanged.
 
     Raises:
         StateError: the checkpoint of the warm-up is gone.
@@ -199,7 +199,7 @@ def make_reference(
 
 
 def make_actors(runtime: RuntimeConfig) -> Actors:
-    """What starts the workers.
+    """Return the launcher of the workers.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -221,7 +221,7 @@ def _load_teacher(config: RlConfig, config_dir: Path) -> PreTrainedModel | None:
 
 
 def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console: Console) -> None:
-    """Trains the model on solved prompts outside the task, sharded if several ranks do; resumes a stopped warm-up."""
+    """Train the model on solved prompts outside the task, sharded over several ranks; resume a stopped warm-up."""
     if config.warmup.num_steps == 0:
         return
     section = RlRunConfig(dir=config.run.dir / WARMUP_FOLDER, save_every=config.run.save_every, keep=1)
@@ -248,7 +248,7 @@ def warm_up(config: RlConfig, model: PreTrainedModel, group: RankGroup, console:
 
 
 def joined(tasks: Sequence[TrainingTask], size: int) -> list[TrainingTask]:
-    """Joins each `size` tasks into one, the last one smaller, so that sequences share prefixes across prompts.
+    """Join every `size` tasks into one, so that sequences share prefixes across prompts; the last may be smaller.
 
     Example: five tasks of one sequence each, joined by two, are three tasks of 2, 2 and 1 sequences.
     """
@@ -264,28 +264,28 @@ def joined(tasks: Sequence[TrainingTask], size: int) -> list[TrainingTask]:
 
 
 _EARLY = 10
-"""Steps after which a run that learns nothing is said to."""
+"""Steps after which a run that learns nothing is warned about."""
 
 
 def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSummary:
-    """Trains as a configuration in the folder `config_dir` says, or resumes the run that its run folder holds."""
+    """Train by a configuration in the folder `config_dir`, or resume the run in its run folder."""
     with open_training(config, config_dir=config_dir, console=console) as run:
         reports = run.show(StepNotes(run.num_steps))
     summary = summary_of(run, reports)
     total = summary.total
     if total.num_unscored and not total.num_rollouts:
         raise StateError(
-            f"a run learns from rewards, and {run.source.task.reward_name} returned None for {total.num_unscored} "
-            f"rollouts and scored none; return a number for some"
+            f"{run.source.task.reward_name} returned None for all {total.num_unscored} rollouts, so the run learned "
+            f"nothing; return a number for some"
         )
     return summary
 
 
 @contextmanager
 def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator[RlRun]:
-    """Opens a run: lock, task, model, newest checkpoint, warm-up, logs; closes the logs at the end.
+    """Open a run: lock, task, model, newest checkpoint, warm-up, logs; close the logs at the end.
 
-    Of several ranks the first one alone has the lock and the logs.
+    Of several ranks only the first holds the lock and writes the logs.
     """
     with owning(config.run.dir) as group, ExitStack() as stack:
         config = agreed(config, config_dir, group)
@@ -302,7 +302,7 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
         note_doing(console, "preparing the first step")
         note_compiling(console, fill_forest, propose)
         length = run_length(config, len(source.task.prompts))
-        # The identity is that of weights before they are sharded.
+        # The identity needs the weights before they are sharded.
         checkpoints = checkpoint_store(config, model, identity(config, source, model), source, group)
         loop = make_loop(config, config_dir, source, model, num_steps=length.total, group=group)
         if isinstance(loop, PipelineLoop):
@@ -320,28 +320,28 @@ def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> It
         if group.rank == 0:
             with printed_warnings(console):
                 on_step = step_logs(run, metrics, stack)
-        # Measured in this process, whatever other processes the loop has.
+        # Evaluation runs in this process, even if the loop has workers.
         policy = loop.policy if isinstance(loop, RlLoop) else lambda: loop.model
         run.begin(metrics, None if held is None else measure_rewards(config, held, policy, group), on_step)
         yield run
 
 
 class StepNotes:
-    """Says of each step what it has left out, and of a run in which no group has two rewards that it learns nothing.
+    """Notes on each step: dropped rollouts, and a warning if no group has two different rewards.
 
     Example: after ten steps in which every reward is 0 there is one warning, and another after the last step.
     """
 
     def __init__(self, num_steps: int) -> None:
-        """`num_steps`: of the whole run."""
+        """Expect a run of `num_steps` steps."""
         self._num_steps, self._num_seen, self._num_uneven = num_steps, 0, 0
 
     def __call__(self, report: RlStepReport) -> Sequence[str]:
-        """Return the sentences on a step."""
+        """Return the notes on a step."""
         rollouts = report.rollouts
         # Rewards that raised, and episodes that failed.
         left_out = [
-            f"warning: step {report.step}: {plural(rollouts.num_reward_errors, 'rollout')} left out; "
+            f"warning: step {report.step}: {plural(rollouts.num_reward_errors, 'rollout')} dropped; "
             f"{' '.join(message.split())}"
             for message in rollouts.reward_errors[:1]
         ]
@@ -351,7 +351,7 @@ class StepNotes:
         rollouts = report.rollouts
         self._num_seen += 1
         self._num_uneven += rollouts.num_groups - rollouts.num_zero_variance - rollouts.num_empty_groups
-        # The last steps of a run that goes on say little.
+        # The last steps of a resumed run alone say little.
         if self._num_uneven or self._num_seen not in (_EARLY, self._num_steps):
             return ()
         return [

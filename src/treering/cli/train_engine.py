@@ -1,4 +1,4 @@
-"""The engine of `treering train`, its drafts and its evaluations, and the identity of a run."""
+"""Build the engine of `treering train`, its drafts and its evaluations, and the identity of a run."""
 
 import json
 import os
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from treering.integrations.vllm.llm import LLMSettings
 
 
-# Where the judge is, and how it is asked; its model and its question stay.
+# A resumed run may change where the judge is and how it is called, but not its model or question.
 _JUDGE_FREE = frozenset({"url", "max_concurrent", "time_limit_s"})
 
 
 def make_drafting(config: RlConfig) -> Drafting | None:
-    """The run's history and drafter, in a folder if other processes read it too; None if drafts are off."""
+    """Return the run's history and drafter, in a folder if other processes read it too; None if drafts are off."""
     if config.history.drafts == "off":
         return None
     is_read = config.engine.kind == "vllm" or config.runtime.workers > 0
@@ -62,7 +62,7 @@ def make_drafting(config: RlConfig) -> Drafting | None:
 
 
 def cluster_of(config: RlConfig) -> Cluster:
-    """The workers as policies plan for them, with usual times until the run has measured its own."""
+    """Return the workers as scheduling policies see them, with typical times until the run has measured its own."""
     return Cluster(
         num_workers=config.runtime.workers,
         num_slots=config.engine.max_batch,
@@ -74,19 +74,19 @@ def cluster_of(config: RlConfig) -> Cluster:
 
 
 def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
-    """Makes engines of this model.
+    """Return a factory of engines of this model.
 
-    Without `max_tokens`, an engine has room for `max_batch` rollouts of the longest prompt and for the prompts of a
-    step, the latter up to the same size again.
+    Without `engine.max_tokens`, an engine has room for `max_batch` rollouts of the longest prompt, and for the prompts
+    of a step up to the same size.
 
     Raises:
-        UnsupportedError: vLLM is to sample, and a prompt has pictures.
+        UnsupportedError: vLLM is to sample from prompts with images.
     """
     engine = config.engine
     if engine.kind == "vllm" and source.has_pictures:
         raise UnsupportedError(
-            "prompts with pictures are sampled by the embedded engine alone, since vLLM's vision models could not be "
-            'tested (docs/pictures.md says why); got engine.kind = "vllm", set "torch"'
+            'engine.kind = "vllm" does not support prompts with images, because vLLM\'s vision models are not tested '
+            '(docs/pictures.md); set engine.kind = "torch"'
         )
     if engine.kind == "vllm":
         return _vllm_factory(config, model, source)
@@ -94,7 +94,7 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
     def make_engine(drafter: Drafter | None, version: int) -> TorchEngine:
         if drafter is not None:
-            # A resumed run that measured costs before has them in its state.
+            # A resumed run restores measured costs from its state.
             drafter.use_costs(None)
         return TorchEngine(
             model,
@@ -113,11 +113,11 @@ def engine_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource)
 
 
 def _vllm_factory(config: RlConfig, model: PreTrainedModel, source: TaskSource) -> EngineFactory:
-    """Makes engines that share one LLM, which drafts from the run's history if drafts are on."""
+    """Return a factory of engines that share one LLM, which drafts from the run's history if drafts are on."""
     from treering.integrations.vllm.llm import make_llm
     from treering.integrations.vllm.vllm_engine import VLLMEngine
 
-    # An LLM takes half a minute to start, and an engine none.
+    # An LLM takes half a minute to start, an engine no time.
     llm = cache(lambda: make_llm(model, _llm_settings(config, source)))
 
     def make_engine(drafter: Drafter | None, version: int) -> VLLMEngine:
@@ -155,14 +155,14 @@ def _llm_settings(config: RlConfig, source: TaskSource) -> "LLMSettings":
 
 
 def _num_slots(config: RlConfig, source: TaskSource) -> int:
-    """Tokens whose keys and values an engine holds."""
+    """Return the number of tokens whose keys and values an engine holds."""
     running = config.engine.max_batch * (source.longest_prompt + config.sampling.max_tokens) * source.room_factor
     prompts = min(config.rl.prompts_per_step * source.longest_prompt, running)
     return config.engine.max_tokens or running + prompts
 
 
 def check_room(config: RlConfig, source: TaskSource) -> None:
-    """Refuses a prompt that the engine would refuse in its step.
+    """Refuse a prompt that does not fit the engine, before the run begins.
 
     Raises:
         InputError: `engine.max_tokens` is less than a rollout may need.
@@ -170,16 +170,16 @@ def check_room(config: RlConfig, source: TaskSource) -> None:
     needed = source.longest_prompt - 1 + config.sampling.max_tokens
     if config.engine.max_tokens is not None and needed > config.engine.max_tokens:
         raise InputError(
-            f"the longest prompt has {source.longest_prompt} tokens, with sampling.max_tokens = "
-            f"{config.sampling.max_tokens} its rollouts need {needed}, and engine.max_tokens is "
-            f"{config.engine.max_tokens}; raise it, or shorten either"
+            f"engine.max_tokens is {config.engine.max_tokens}, but rollouts of the longest prompt "
+            f"({source.longest_prompt} tokens) with sampling.max_tokens = {config.sampling.max_tokens} need {needed}; "
+            "raise it, or shorten either"
         )
 
 
 def _engine_threads(config: RlConfig, model: PreTrainedModel | None = None) -> int | None:
-    """Threads of one engine: by default an equal share of the cores if workers and a trainer share the machine.
+    """Return the threads of one engine: an equal share of the cores if workers and a trainer share the machine.
 
-    A small model takes one in any case. `runtime.worker_cpus` says it otherwise, rounded down, and at least one.
+    A small model always takes one. `runtime.worker_cpus`, rounded down to at least one, overrides the share.
     """
     if config.engine.num_threads is not None or config.runtime.workers == 0:
         return config.engine.num_threads
@@ -191,7 +191,7 @@ def _engine_threads(config: RlConfig, model: PreTrainedModel | None = None) -> i
 
 
 def warmup_options(config: RlConfig) -> tuple[OptimOptions, SftOptions]:
-    """Options of the warm-up, in which all solutions of a step form one tree."""
+    """Return the options of the warm-up, in which all solutions of a step form one tree."""
     warmup = config.warmup
     rate = warmup.learning_rate
     optim = config.optim.changed(
@@ -206,9 +206,9 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, SftOptions]:
 
 
 def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed run must share with the original one: of [history] and [engine] the seed of the noise alone."""
+    """Return what a resumed run must share with the original one; of [engine] only seed and kind, of [history] nothing."""
     task = config.task
-    # Checkpoints hold no weights of the reference: a resumed run reads it again.
+    # Checkpoints do not hold the reference's weights: a resumed run reads them again.
     needs_reference = config.rl.kl > 0 and not config.lora.is_set
     reward = task.reward
     if not isinstance(reward, str):
@@ -241,7 +241,7 @@ def _environment_identity(task: TaskConfig) -> dict[str, Scalar]:
 
 
 def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scalar]:
-    """What a resumed warm-up must share with the original one."""
+    """Return what a resumed warm-up must share with the original one."""
     return {
         **model_identity(config, model),
         **section_identity("task", config.task, free=frozenset({"judge"})),
@@ -252,7 +252,7 @@ def warmup_identity(config: RlConfig, model: PreTrainedModel) -> dict[str, Scala
 
 
 def load_trained(config: RlConfig, config_dir: Path, shell_dir: Path = Path()) -> TaskSource:
-    """The prompts to train on: those of the configured task that are not held out.
+    """Return the prompts to train on: the configured task's without the held-out ones.
 
     `shell_dir` is the folder in which the run was started.
     """
@@ -264,7 +264,7 @@ def load_trained(config: RlConfig, config_dir: Path, shell_dir: Path = Path()) -
 
 
 def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
-    """The prompts to evaluate; None if the section sets none.
+    """Return the prompts to evaluate; None if [eval] sets none.
 
     Raises:
         ConfigError, InputError: bad settings or files, or a share of less than two prompts.
@@ -282,28 +282,28 @@ def load_held_out(config: RlConfig, config_dir: Path) -> TaskSource | None:
 
 
 def held_out_notes(held: TaskSource, trained: TaskSource) -> list[str]:
-    """What a user should know of the two parts."""
-    # Tasks of an environment have no tokens of their own.
+    """Return notes on the held-out prompts and their overlap with training."""
+    # Tasks of an environment have no tokens.
     known = {prompt_id_of(prompt.tokens, prompt.pictures) for prompt in trained.task.prompts if prompt.tokens.size}
     num_common = sum(prompt_id_of(prompt.tokens, prompt.pictures) in known for prompt in held.task.prompts)
     notes = [f"{len(held.task.prompts)} held-out {'tasks' if held.runs_episodes else 'prompts'} are evaluated"]
-    return [*notes, f"{num_common} of them are trained on too, with the same tokens"] if num_common else notes
+    return [*notes, f"{num_common} of them are also trained on, with the same tokens"] if num_common else notes
 
 
 def measure_rewards(
     config: RlConfig, held: TaskSource, policy: Callable[[], nn.Module], group: RankGroup | None = None
 ) -> Measure:
-    """What measures a policy on held-out prompts.
+    """Return a function that measures a policy on held-out prompts.
 
     Args:
         config: of the run.
-        held: the prompts.
-        policy: the whole model with the present weights; asked for at each measurement, by all ranks.
+        held: the held-out prompts.
+        policy: returns the whole model with the current weights; all ranks call it at each measurement.
         group: ranks that share the prompts.
     """
     section = config.eval
     max_tokens = section.max_tokens or config.sampling.max_tokens
-    # Engines size themselves by these settings; no clock has a part in an evaluation.
+    # Engines take their size from these settings; no wall clock influences an evaluation.
     own = config.model_copy(
         update={
             "sampling": Sampling(max_tokens=max_tokens),
@@ -329,7 +329,7 @@ def measure_rewards(
         report = rewards(on_progress)
         if report.reward_errors:
             warnings.warn(
-                f"evaluation: {plural(report.num_reward_errors, 'rollout')} left out; {report.reward_errors[0]}",
+                f"evaluation: {plural(report.num_reward_errors, 'rollout')} dropped; {report.reward_errors[0]}",
                 stacklevel=2,
             )
         return report.values()

@@ -1,4 +1,4 @@
-"""What `treering train` reports: the rollouts and times of each step, and the summary of a call."""
+"""Report on `treering train`: the rollouts and times of each step, and the summary of a call."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -34,14 +34,14 @@ from treering.types import TokenIds
 
 
 class TimelineLog(Closing):
-    """The file `timeline.jsonl` of a run with workers; use it in a `with` statement.
+    """File `timeline.jsonl` of a run with workers; use it in a `with` statement.
 
     Example: `{"step": 3, "worker": 1, "started_s": 1767261600.2, "ended_s": 1767261604.9, "busy_s": 4.5,
-    "num_rollouts": 32}`; the trainer's line has the worker null.
+    "num_rollouts": 32}`; the trainer's line has "worker": null.
     """
 
     def __init__(self, file: Path, *, resume_step: int | None) -> None:
-        """Lines of steps after `resume_step`, or all if it is None, are removed: the run repeats these steps.
+        """Open the file and remove lines of steps after `resume_step` (all if None): the run repeats these steps.
 
         Raises:
             StateError: the file cannot be read or written.
@@ -55,7 +55,7 @@ class TimelineLog(Closing):
             self._file = file.open("ab", buffering=0)
 
     def write(self, report: RlStepReport) -> None:
-        """Appends the spans of one step.
+        """Append the spans of one step.
 
         Raises:
             StateError: the disk is full.
@@ -66,21 +66,21 @@ class TimelineLog(Closing):
             append(self._file, b"".join(lines))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 MAX_CHARACTERS = 4000
-"""Of a prompt and of a completion in a table; the middle of a longer one is left out."""
+"""Most characters of a prompt or completion in a table; the middle of a longer text is cut."""
 
 
 def is_table_due(config: RlMetricsConfig, step: int) -> bool:
-    """Whether a step has a table, as the steps 1, 10, 20 and so on have."""
+    """Return whether a step gets a table: the first and every tenth step do."""
     return config.log_completions > 0 and (step == 1 or step % 10 == 0)
 
 
 def completions_of(trajectories: Sequence[Trajectory], num_rows: int, source: TaskSource) -> list[Completion]:
-    """Rollouts from the worst reward to the best, evenly spaced among all, all of them where there are fewer.
+    """Return up to `num_rows` rollouts from the worst reward to the best, evenly spaced.
 
     Example: 3 of five rollouts with rewards 0.1 to 0.5 are those with 0.1, 0.3 and 0.5.
     """
@@ -125,7 +125,7 @@ class RlRun(TrainingRun[RlStepReport]):
 
 
 def step_logs(run: RlRun, metrics: Metrics, stack: ExitStack) -> OnStep:
-    """Writes the rollouts of each step, some of them to trackers, and, with workers, when each of them worked."""
+    """Return a function that writes each step's rollouts and completion tables and, with workers, the timeline."""
     config, loop, log_rollouts = run.config, run.loop, _rollout_log(run)
     timeline = None
     if isinstance(loop, PipelineLoop):
@@ -155,10 +155,10 @@ def _rollout_log(run: RlRun) -> OnStep | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlTotals:
-    """Sums and means over the steps of one call; zeros without rewards if there was no step."""
+    """Sums and means over the steps of one call; zero without a step, and then without rewards."""
 
     first_reward: float | None
-    """Mean over the rollouts of this call's first epoch; None without one."""
+    """Mean over the rollouts of this call's first epoch; None without any."""
     last_reward: float | None
     """Mean over the rollouts of its last epoch."""
     num_updates: int
@@ -190,29 +190,29 @@ class RlTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSummary:
-    """What a call of `treering train` did; figures cover the steps of this call, not those it resumed from."""
+    """Result of a call of `treering train`; figures cover the steps of this call only."""
 
     run_dir: str
     task: str
     num_prompts: int
     num_parameters: int
     resumed_from_step: int | None
-    """Steps that an earlier call had done; None for a new run."""
+    """Last step of earlier calls; None for a new run."""
     num_steps: int
     """Steps of the whole run."""
     total: RlTotals
     checkpoint: str
     """Folder of the last checkpoint; `AutoModelForCausalLM.from_pretrained` loads it."""
     evaluations: Sequence[Row] = ()
-    """What this call measured on held-out data: "step", and the names of `treering.metrics`."""
+    """Measurements of this call on held-out data: "step", and the names of `treering.metrics`."""
     account: Mapping[str, int] | None = None
-    """What became of every rollout of the run, see `treering.runtime.account`; None without processes."""
+    """Fate of every rollout of the run, as `treering.runtime.account` counts it; None without workers."""
     latency: Mapping[str, float] | None = None
-    """Measured times that the run plans with, see `times_of`; None if it has measured none."""
+    """Measured times that the run plans with, as from `times_of`; None if it has measured none."""
 
 
 def summary_of(run: RlRun, reports: Sequence[RlStepReport]) -> TrainSummary:
-    """Adds up the steps of a call."""
+    """Sum up the steps of a call."""
     folder, source, loop = run.config.run.dir, run.source, run.loop
     last_step = reports[-1].step if reports else run.opened.step
     pipeline = loop if isinstance(loop, PipelineLoop) else None
@@ -233,9 +233,9 @@ def summary_of(run: RlRun, reports: Sequence[RlStepReport]) -> TrainSummary:
 
 
 def totals(reports: Sequence[RlStepReport]) -> RlTotals:
-    """Adds up step reports.
+    """Sum up step reports.
 
-    Example: two epochs whose rewards average 0.4 and 0.6 have the rewards 0.4 and 0.6.
+    Example: two epochs whose rewards average 0.4 and 0.6 have first_reward 0.4 and last_reward 0.6.
     """
     engine = total_stats(report.engine for report in reports)
     updates = [report.update for report in reports if report.update is not None]
@@ -269,9 +269,9 @@ def totals(reports: Sequence[RlStepReport]) -> RlTotals:
 
 
 def times_of(latency: Latency) -> dict[str, float]:
-    """Seconds of a linear latency: "step_s" per pass, "row_s" per row of it, and the other times by name.
+    """Return the times of a linear latency in seconds: "step_s" per pass, "row_s" per row, and the others by name.
 
-    Example: passes of 1 and 2 rows that take 3 and 4 ms have the step_s 0.002 and the row_s 0.001.
+    Example: passes of 1 and 2 rows that take 3 and 4 ms have step_s 0.002 and row_s 0.001.
     """
     row_s = float(latency.decode_s[-1] - latency.decode_s[0]) / int(latency.num_rows[-1] - latency.num_rows[0])
     step_s = float(latency.decode_s[0]) - row_s * int(latency.num_rows[0])
@@ -281,7 +281,7 @@ def times_of(latency: Latency) -> dict[str, float]:
 
 
 def as_table(summary: TrainSummary) -> Table:
-    """The summary for a terminal."""
+    """Return the summary as a table for the terminal."""
     total = summary.total
     rows = {
         "task": f"{summary.task}, {plural(summary.num_prompts, 'prompt')}",
@@ -289,7 +289,7 @@ def as_table(summary: TrainSummary) -> Table:
         "steps": _steps_cell(summary),
         "reward": _reward_cell(total),
         **held_out(summary.evaluations),
-        "groups": f"{total.num_groups:,}, of one reward {total.num_zero_variance:,}",
+        "groups": f"{total.num_groups:,}, with equal rewards {total.num_zero_variance:,}",
         "rollouts": _rollouts_cell(total),
         "seconds": f"{total.seconds:,.1f}: rollout {total.rollout_s:,.1f}, training {total.train_s:,.1f}, "
         f"update {total.update_s:,.1f}",
@@ -306,10 +306,10 @@ def as_table(summary: TrainSummary) -> Table:
 
 
 def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
-    """Where every scheduled rollout went, and which processes died."""
+    """Return the rows on the fate of scheduled rollouts and on processes that died."""
     if account is None:
         return {}
-    left_out = {"of one reward": "without_variance", "without reward": "reward_errors", "empty": "empty"}
+    left_out = {"with equal rewards": "without_variance", "without reward": "reward_errors", "empty": "empty"}
     ends = [f"{account['trained']:,} trained", *(f"{account[key]:,} {text}" for text, key in left_out.items())]
     if account["unscored"]:
         ends.append(f"{account['unscored']:,} unscored")
@@ -319,7 +319,7 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
         f"({account['evaluated_again']:,} evaluated again), "
         f"{account['trainer_deaths']} trainers ({account['steps_trained_again']:,} steps trained again)"
     )
-    elsewhere = f"{account['stolen']:,} started, {account['moved']:,} went on at another worker than planned"
+    elsewhere = f"{account['stolen']:,} started, {account['moved']:,} continued on another worker than planned"
     return {
         "account": f"{account['scheduled']:,} scheduled = {' + '.join(ends)}",
         "elsewhere": elsewhere,
@@ -328,7 +328,7 @@ def _account_rows(account: Mapping[str, int] | None) -> dict[str, str]:
 
 
 def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
-    """The times that the run plans with."""
+    """Return the row of times that the run plans with."""
     if latency is None:
         return {}
     milliseconds = {name: f"{1e3 * seconds:,.3g} ms" for name, seconds in latency.items()}
@@ -341,7 +341,7 @@ def _latency_rows(latency: Mapping[str, float] | None) -> dict[str, str]:
 def _reward_of_epoch(reports: Sequence[RlStepReport], epoch: int) -> float | None:
     parts = [report.rollouts for report in reports if report.epoch == epoch and report.rollouts.reward_mean is not None]
     count = sum(part.num_rollouts for part in parts)
-    # Shares, because a sum of very large rewards is infinite.
+    # Add weighted means, because a sum of very large rewards may be infinite.
     return sum(part.num_rollouts / count * (part.reward_mean or 0.0) for part in parts) if count else None
 
 

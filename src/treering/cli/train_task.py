@@ -1,4 +1,4 @@
-"""The task of `treering train`: its prompts and rewards, and what a run needs to know of them."""
+"""Load the task of `treering train`: its prompts and rewards, and what a run needs to know of them."""
 
 import hashlib
 import sys
@@ -24,22 +24,22 @@ from treering.rl.tasks.text_tokens import TextTokens, find_stop_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskSource:
-    """A task and where it came from."""
+    """A task and how it was loaded."""
 
     task: Task
     """Prompts and rewards."""
     kind: str
-    """Its name in the configuration."""
+    """Task kind in the configuration."""
     tokenizer: Path | None = None
     """Folder of the tokenizer that made the ids; None without one."""
     form: Renderer | None = None
-    """How chats become text; None for raw text and without a tokenizer."""
+    """Renderer of chats; None for raw text and without a tokenizer."""
     decode: Decode | None = None
     """Tokens to text, for stop strings; None without a tokenizer."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user."""
+    """Notes for the user."""
     text_reward: TextReward | None = None
-    """Of a file of prompts: the reward of a response's text."""
+    """Reward of a response's text, for a file of prompts."""
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class TaskSource:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the prompts in order: equal only if ids, tokens and answers are."""
+        """SHA-256 of the prompts in order; equal only if ids, tokens and answers are equal."""
         total = hashlib.sha256()
         for prompt in self.task.prompts:
             total.update(f"{prompt.prompt_id!r} {prompt.answer!r} {prompt.tokens.size}\n".encode())
@@ -58,17 +58,17 @@ class TaskSource:
         return total.hexdigest()
 
     def try_reward(self, time_limit_s: float) -> None:
-        """Calls a reward of your own once on the first prompt, so that a mistake shows before the model loads.
+        """Call a custom reward once on the first prompt, so that a mistake shows before the model loads.
 
         Raises:
-            InputError: it raises, returns no reward, or takes longer than `time_limit_s`.
+            InputError: the reward raises, returns something else, or takes longer than `time_limit_s`.
         """
         if self.text_reward is not None:
             self.text_reward.try_on(self.task.prompts[0], time_limit_s)
 
     @property
     def columns_digest(self) -> str | None:
-        """SHA-256 over what a reward of your own may read of the prompts; None if there is no such reward."""
+        """SHA-256 of the prompt columns that a custom reward may read; None without such a reward."""
         if self.text_reward is None or not self.text_reward.is_own:
             return None
         total = hashlib.sha256()
@@ -78,7 +78,7 @@ class TaskSource:
 
     @property
     def has_pictures(self) -> bool:
-        """Whether a prompt has pictures."""
+        """Whether a prompt has images."""
         return any(prompt.pictures for prompt in self.task.prompts)
 
     @property
@@ -88,7 +88,7 @@ class TaskSource:
 
     @property
     def room_factor(self) -> int:
-        """How many rollouts an engine has room for beside each that runs: episodes that wait keep theirs."""
+        """Rollouts that an engine has room for per running one: waiting episodes keep their cache."""
         return 2 if self.runs_episodes else 1
 
     @property
@@ -97,7 +97,7 @@ class TaskSource:
         return isinstance(self.task, EnvironmentTask)
 
     def close(self) -> None:
-        """Ends what the environment has started."""
+        """Stop what the environment has started."""
         if isinstance(self.task, EnvironmentTask) and isinstance(self.task.environment, Environment):
             self.task.environment.close()
 
@@ -110,10 +110,10 @@ def load_task(
     model: Path | None = None,
     max_rows: int = 1,
 ) -> TaskSource:
-    """Draws or reads the prompts of a configuration in the folder `config_dir`, for the policy in the folder `model`.
+    """Generate or read the prompts of a configuration in the folder `config_dir`, for the policy in the folder `model`.
 
-    Rewards and environments of your own are looked up there, then in `shell_dir`. `max_rows` is what the engine runs at
-    one time.
+    Custom rewards and environments are looked up there, then in `shell_dir`. `max_rows` is the number of rollouts that
+    the engine runs at a time.
 
     Raises:
         ConfigError, InputError: bad settings or files.
@@ -126,7 +126,7 @@ def load_task(
 
 
 def draw_sums(config: TaskConfig) -> ChainedSums:
-    """The prompts of a task of kind sums."""
+    """Return the prompts of a task of kind sums."""
     return ChainedSums(
         config.num_prompts,
         config.seed,
@@ -163,7 +163,7 @@ def _from_file(config: TaskConfig, config_dir: Path, shell_dir: Path, model: Pat
     }
     form = task.form_in_words
     notes = [
-        plural(count, f"prompt has {why} and is left out", f"prompts have {why} and are left out")
+        plural(count, f"prompt has {why} and is dropped", f"prompts have {why} and are dropped")
         for why, count in left_out.items()
         if count
     ]
@@ -194,7 +194,7 @@ def _of_environment(
         config.model_copy(update={"max_rows": max_rows}),
         stop_tokens=tuple(stop.token_id for stop in stops),
     )
-    what = "single bytes, for want of a tokenizer" if tokenizer == BYTES_FOLDER else f"the tokens of {tokenizer}"
+    what = "single bytes, because there is no tokenizer" if tokenizer == BYTES_FOLDER else f"the tokens of {tokenizer}"
     listed = ", ".join(map(str, stops)) or "task.max_turn_tokens only; set task.stop_tokens for a token"
     return TaskSource(
         task=task,
@@ -238,7 +238,5 @@ def _judge(config: TaskConfig, shell_dir: Path) -> Judge | None:
 def _stops_of(task: PromptsFile) -> str:
     stops = [*map(str, task.stops), *(f"the text {text}" for text in task.stop_strings)]
     if not stops:
-        return (
-            "rollouts stop at sampling.max_tokens only: no token is known to end a turn; set task.stop_tokens for one"
-        )
+        return "rollouts stop only at sampling.max_tokens: no end-of-turn token is known; set task.stop_tokens"
     return f"rollouts stop at {', '.join(stops)}"

@@ -1,4 +1,4 @@
-"""An engine over HTTP: tokens in and tokens out as vLLM's server, and completions as OpenAI's."""
+"""Serve an engine over HTTP: tokens in and out as vLLM's server does, and completions as OpenAI's API does."""
 
 from treering.serving.server import HostSampler, Server, ServerSettings
 

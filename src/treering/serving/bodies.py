@@ -1,4 +1,4 @@
-"""The bodies of requests and answers: sampling parameters, tokens in and out, and completions of texts.
+"""Bodies of requests and answers: sampling parameters, tokens in and out, and text completions.
 
 The token route `POST /inference/v1/generate` is vLLM's; its answer is read by `renderers.client.generate`.
 """
@@ -25,7 +25,7 @@ _NAMES = {bool: "bool", int: "integer", float: "number", str: "text", list: "lis
 
 
 class Fields:
-    """A JSON object whose fields are taken one by one.
+    """JSON object whose fields are taken one by one.
 
     Example:
         >>> fields = Fields({"n": 2}, "the body")
@@ -34,29 +34,29 @@ class Fields:
     """
 
     def __init__(self, values: object, where: str) -> None:
-        """Holds the object.
+        """Hold the object.
 
         Raises:
-            InputError: `values` is no object.
+            InputError: `values` is not an object.
         """
         if not isinstance(values, Mapping):
-            raise InputError(f"{where} is a JSON object, got {show(values)}; send one")
+            raise InputError(f"{where} must be a JSON object, got {show(values)}")
         self._left: dict[str, Any] = dict(values)
         self._where = where
 
     def take(self, name: str, kind: type[T], default: T) -> T:
-        """The field, or its default where it is absent or null; an integer will do for a float.
+        """Take a field, or its default if it is absent or null; an integer is accepted for a float.
 
         Raises:
-            InputError: a value of another type, or one that a float does not hold.
+            InputError: a value of another type, or one too large for a float.
         """
         value: Any = self.take_any(name, (int, float) if kind is float else (kind,), default)
         if kind is float and abs(value) > float_info.max:
-            raise InputError(f"{name} of {self._where} is a number that a float holds, got {show(value)}; correct it")
+            raise InputError(f"{name} of {self._where} must fit a float, got {show(value)}")
         return kind(value) if kind is float else value  # type: ignore[call-arg]
 
     def take_any(self, name: str, kinds: tuple[type, ...], default: Any) -> Any:
-        """The field of any of these types, or its default where it is absent or null.
+        """Take a field of any of these types, or its default if it is absent or null.
 
         Raises:
             InputError: a value of another type.
@@ -66,11 +66,11 @@ class Fields:
             return default
         if type(value) not in kinds:
             names = " or ".join(_NAMES[each] for each in kinds)
-            raise InputError(f"{name} of {self._where} is of the type {names}, got {show(value)}; correct it")
+            raise InputError(f"{name} of {self._where} must be of type {names}, got {show(value)}")
         return value
 
     def need(self, name: str, kind: type[T]) -> T:
-        """The field.
+        """Take a required field.
 
         Raises:
             InputError: it is absent, or of another type.
@@ -80,7 +80,7 @@ class Fields:
         return self.take(name, kind, kind())
 
     def refuse_unless(self, name: str, neutral: Collection[object], why: str) -> None:
-        """Takes a field that may only have values that change nothing.
+        """Take a field that may only have values that change nothing.
 
         Raises:
             UnsupportedError: another value.
@@ -88,48 +88,48 @@ class Fields:
         value = self._left.pop(name, None)
         if value is None or any(value == each and isinstance(value, type(each)) for each in neutral):
             return
-        raise UnsupportedError(f"{name} of {self._where} {why}, got {show(value)}; leave it out")
+        raise UnsupportedError(f"{name} of {self._where} {why}, got {show(value)}; remove it")
 
     def ignore(self, *names: str) -> None:
-        """Drops fields that change no token."""
+        """Drop fields that change no token."""
         for name in names:
             self._left.pop(name, None)
 
     def end(self) -> None:
-        """Refuses what is left.
+        """Refuse the fields that are left.
 
         Raises:
-            UnsupportedError: a field that nobody took and that is not null.
+            UnsupportedError: a field that was not taken and is not null.
         """
         left = sorted(name for name, value in self._left.items() if value is not None)
         if left:
             raise UnsupportedError(
-                f"{self._where} has {', '.join(left)}, which this server does not know and will not ignore; leave "
-                f"{'it' if len(left) == 1 else 'them'} out"
+                f"{self._where} has {', '.join(left)}, which this server does not know and will not ignore; remove "
+                f"{'it' if len(left) == 1 else 'them'}"
             )
 
 
 _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "presence_penalty": ((0, 0.0), "would change the distribution in a way that log-probs here do not know"),
-    "frequency_penalty": ((0, 0.0), "would change the distribution in a way that log-probs here do not know"),
-    "logit_bias": (({},), "would change the distribution in a way that log-probs here do not know"),
-    "allowed_token_ids": ((), "would change the distribution in a way that log-probs here do not know"),
-    "bad_words": (([],), "would change the distribution in a way that log-probs here do not know"),
-    "response_format": (({"type": "text"},), "would sample from a masked distribution, whose log-probs are others"),
-    "structured_outputs": ((), "would sample from a masked distribution, whose log-probs are others"),
-    "guided_json": ((), "would sample from a masked distribution, whose log-probs are others"),
-    "min_tokens": ((0,), "would forbid the end of a turn, which log-probs here do not know"),
+    "presence_penalty": ((0, 0.0), "would change the distribution but not the log-probs"),
+    "frequency_penalty": ((0, 0.0), "would change the distribution but not the log-probs"),
+    "logit_bias": (({},), "would change the distribution but not the log-probs"),
+    "allowed_token_ids": ((), "would change the distribution but not the log-probs"),
+    "bad_words": (([],), "would change the distribution but not the log-probs"),
+    "response_format": (({"type": "text"},), "would sample from a masked distribution, unlike the log-probs"),
+    "structured_outputs": ((), "would sample from a masked distribution, unlike the log-probs"),
+    "guided_json": ((), "would sample from a masked distribution, unlike the log-probs"),
+    "min_tokens": ((0,), "would forbid the end of a turn, which the log-probs ignore"),
     "prompt_logprobs": ((), "is not computed while sampling; use treering.forward"),
-    "truncate_prompt_tokens": ((), "would sample from another prompt than the one sent"),
-    "stream": ((False,), "is not served: answers come whole"),
-    "echo": ((False,), "is not served"),
-    "suffix": (("",), "is not served"),
-    "best_of": ((1,), "is not served; ask for n and choose"),
-    "include_stop_str_in_output": ((False,), "is not served: an answer ends before its stop"),
+    "truncate_prompt_tokens": ((), "would sample from a prompt other than the one sent"),
+    "stream": ((False,), "is not supported: answers come whole"),
+    "echo": ((False,), "is not supported"),
+    "suffix": (("",), "is not supported"),
+    "best_of": ((1,), "is not supported; ask for n and choose"),
+    "include_stop_str_in_output": ((False,), "is not supported: an answer ends before its stop"),
     "use_beam_search": ((False,), "is not sampling"),
 }
 _OFF = -1
-"""Of vLLM: no seed, and all tokens for `top_k`."""
+"""vLLM's value for no seed, and for all tokens in `top_k`."""
 _WITHOUT_EFFECT = (
     "detokenize", "metadata", "output_kind", "skip_special_tokens", "spaces_between_special_tokens", "store",
     "stream_options", "user",
@@ -138,20 +138,20 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a call asks of sampling.
+    """Sampling that a call asks for.
 
-    Example: `{"temperature": 0}` asks for the likeliest token always: `top_k` is 1, and `is_greedy`.
+    Example: `{"temperature": 0}` always samples the likeliest token: `top_k` is 1, `is_greedy` is True.
     """
 
     sampling: Sampling
     num_samples: int
-    """Answers to one context, at least 1."""
+    """Number of answers to one context, at least 1."""
     seed: int | None
-    """Of equal calls with equal seeds, answers are equal."""
+    """Equal calls with equal seeds get equal answers."""
     has_logprobs: bool
-    """Whether log-probs are sent."""
+    """Whether to return log-probs."""
     is_greedy: bool
-    """Temperature 0: the log-probs sent are those of temperature 1, as the distribution sampled from has one token."""
+    """Temperature 0: returned log-probs are those of temperature 1, as the sampled distribution has only one token."""
 
 
 def take_sampling(
@@ -162,31 +162,31 @@ def take_sampling(
     num_context: int = 0,
     ends: Sequence[int] = (),
 ) -> Asked:
-    """Takes the sampling parameters out of a body.
+    """Take the sampling parameters out of a body.
 
     Args:
         fields: of the body, or of its `sampling_params`.
         num_left: positions that the model has after the context.
-        default_max_tokens: without max_tokens; None fills the model's context.
+        default_max_tokens: used without max_tokens; None fills the model's context.
         num_context: tokens of the context.
-        ends: ids that end an answer besides those asked for, unless `ignore_eos` is set.
+        ends: ids that end an answer besides the requested ones, unless `ignore_eos` is set.
 
     Raises:
         InputError: a value of a wrong type or range.
-        ContextFullError: a context that leaves no room.
+        ContextFullError: the context leaves no room.
         UnsupportedError: a parameter that this server would have to ignore.
     """
     num_positions = num_context + num_left
     if num_left < 1:
         raise ContextFullError(
-            f"the maximum context length is {num_positions} tokens, and the prompt has {num_context}, so no "
-            "position is left to sample at; shorten it"
+            f"the maximum context length is {num_positions} tokens and the prompt has {num_context}, which leaves no "
+            "position to sample at; shorten the prompt"
         )
     max_tokens = _one_of(fields, "max_tokens", "max_completion_tokens")
     if max_tokens is not None and max_tokens > num_left:
         raise ContextFullError(
-            f"the maximum context length is {num_positions} tokens, and the prompt has {num_context}, which "
-            f"leaves {num_left} positions, got max_tokens={max_tokens}; ask for fewer, or leave it out"
+            f"the maximum context length is {num_positions} tokens and the prompt has {num_context}, which "
+            f"leaves {num_left} positions, got max_tokens={max_tokens}; ask for fewer, or remove it"
         )
     ends = () if fields.take("ignore_eos", bool, False) else ends
     stops = fields.take("stop_token_ids", list, [])
@@ -204,7 +204,7 @@ def take_sampling(
     )
     num_samples = fields.take("n", int, 1)
     if not 1 <= num_samples <= 1024:
-        raise InputError(f"n lies in [1, 1024], got {num_samples}; ask again for more")
+        raise InputError(f"n must lie in [1, 1024], got {num_samples}; send several calls for more")
     asked = Asked(
         sampling=sampling,
         num_samples=num_samples,
@@ -219,10 +219,10 @@ def take_sampling(
 
 
 def _one_of(fields: Fields, *names: str) -> int | None:
-    """A number that has two names."""
+    """Take a number that has two names."""
     given = {name: value for name in names if (value := fields.take_any(name, (int,), None)) is not None}
     if len(set(given.values())) > 1:
-        raise InputError(f"{' and '.join(given)} are one number, got {given}; send one of them")
+        raise InputError(f"{' and '.join(given)} are names of the same number, got {given}; send one of them")
     return next(iter(given.values()), None)
 
 
@@ -234,35 +234,35 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 def _seed(fields: Fields) -> int | None:
     seed = fields.take("seed", int, _OFF)
     if seed < _OFF:
-        raise InputError(f"a seed is a whole number from 0 on, got {seed}; send another, or none")
+        raise InputError(f"seed must be at least 0, got {seed}; send another, or none")
     return None if seed == _OFF else seed
 
 
 def _has_logprobs(fields: Fields) -> bool:
-    """A chat sends a bool and `top_logprobs`, others a count, of which 0 and 1 are both the sampled token's."""
+    """Take whether log-probs are wanted: a chat sends a bool and `top_logprobs`, other calls a count of 0 or 1."""
     count: int | bool = fields.take_any("logprobs", (int, bool), False)
     most = fields.take("top_logprobs", int, 0)
     if not 0 <= count <= 1 or not 0 <= most <= 1:
         raise InputError(
-            f"log-probs are those of the sampled tokens, got logprobs={count!r}, top_logprobs={most}; ask for 1"
+            f"only log-probs of the sampled tokens are returned, got logprobs={count!r}, top_logprobs={most}; ask for 1"
         )
     return count is not False or most == 1
 
 
 REFUSED = {
-    "features": "holds pictures, which this server does not read",
-    "content_parts": "holds pictures, which this server does not read",
-    "kv_transfer_params": "moves keys and values between servers, which this one does not",
+    "features": "has images, which this server does not support",
+    "content_parts": "has images, which this server does not support",
+    "kv_transfer_params": "moves keys and values between servers, which is not supported",
     "lora_request": "names an adapter; serve the merged model",
 }
 WITHOUT_EFFECT = ("priority", "request_id", "return_token_ids")
 
 
 def token_ids(value: Sequence[object], name: str) -> TokenIds:
-    """Token ids of a JSON list, int32 [N].
+    """Return the token ids of a JSON list, int32 [N].
 
     Raises:
-        InputError: an empty list, or an element that is no token id.
+        InputError: an empty list, or an element that is not a token id.
 
     Example:
         >>> token_ids([5, 6], "token_ids").tolist()
@@ -270,25 +270,25 @@ def token_ids(value: Sequence[object], name: str) -> TokenIds:
     """
     if not value or not all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in value):
         wrong = next((each for each in value if type(each) is not int or not 0 <= each <= MAX_TOKEN_ID), value)
-        raise InputError(f"{name} is a list of token ids, one at least, got {wrong!r}; send integers from 0")
+        raise InputError(f"{name} must be a list of at least one token id, got {wrong!r}; send integers from 0")
     return np.array(value, np.int32)
 
 
 def logprobs_of(rollout: Rollout, asked: Asked) -> list[float]:
-    """The log-prob of every sampled token: of the distribution that it was sampled from.
+    """Return the log-prob of every sampled token under the distribution that it was sampled from.
 
-    For a greedy call, whose distribution has one token, those of the logits.
+    For a greedy call, whose distribution has one token, return those of the logits.
     """
     logprobs: list[float] = (rollout.policy_logprobs if asked.is_greedy else rollout.logprobs).tolist()
     return logprobs
 
 
 def take_tokens(fields: Fields) -> TokenIds:
-    """Takes the context out of a body of this route.
+    """Take the context out of a body of the token route.
 
     Raises:
-        InputError: it is missing or wrong.
-        UnsupportedError: the body has pictures or the like.
+        InputError: it is missing or malformed.
+        UnsupportedError: the body has images or other unsupported content.
     """
     context = token_ids(fields.need("token_ids", list), "token_ids")
     for name, why in REFUSED.items():
@@ -298,7 +298,7 @@ def take_tokens(fields: Fields) -> TokenIds:
 
 
 def token_answer(request_id: str, context: TokenIds, rollouts: Sequence[Rollout], asked: Asked) -> dict[str, Any]:
-    """The body of the answer; `policy_versions` has an element for every sampled token."""
+    """Return the body of the answer; `policy_versions` has an element per sampled token."""
     return {
         "request_id": request_id,
         "choices": [
@@ -328,7 +328,7 @@ def completion(
     rollouts: Sequence[Rollout],
     choices: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The body of an answer as OpenAI's clients read it; `kind` is "chat.completion" or "text_completion"."""
+    """Return an answer's body in OpenAI's format; `kind` is "chat.completion" or "text_completion"."""
     return {
         "id": request_id,
         "object": kind,
@@ -340,7 +340,7 @@ def completion(
 
 
 def usage(num_prompt: int, rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """Token counts as OpenAI's clients read them.
+    """Return token counts in OpenAI's format.
 
     Example: a context of 5 tokens and two answers of 3 give 5, 6 and 11.
     """
@@ -353,38 +353,38 @@ def usage(num_prompt: int, rollouts: Sequence[Rollout]) -> dict[str, int]:
 
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's for completions."""
+"""OpenAI's default for completions."""
 
 
 def take_prompt(fields: Fields, texts: TextTokens | None) -> tuple[TokenIds, bool]:
-    """Takes the prompt out of a body, and whether token ids are to be sent back.
+    """Take the prompt out of a body, and whether to send token ids back.
 
     Raises:
-        InputError: a prompt of another type, several prompts, or a text that is no Unicode or meets no tokenizer.
+        InputError: a prompt of another type, several prompts, invalid Unicode, or a text without a tokenizer.
     """
     prompt: str | list[Any] = fields.take_any("prompt", (str, list), [])
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        raise UnsupportedError(f"a call has one prompt, got {len(prompt)}; send a call for each")
+        raise UnsupportedError(f"a call may have one prompt, got {len(prompt)}; send a call for each")
     has_ids = fields.take("return_token_ids", bool, False)
     if isinstance(prompt, list):
         return token_ids(prompt, "prompt"), has_ids
     tokens = need_texts(texts).encode(valid_text(prompt, "prompt"), adds_special=True)
     if tokens.size == 0:
-        raise InputError(f"a prompt holds at least one token, got the text {prompt!r}; send one")
+        raise InputError(f"a prompt must have at least one token, got the text {prompt!r}")
     return tokens, has_ids
 
 
 def need_texts(texts: TextTokens | None) -> TextTokens:
-    """The server's tokenizer.
+    """Return the server's tokenizer.
 
     Raises:
         InputError: it has none.
     """
     if texts is None:
         raise InputError(
-            "this server has no tokenizer, and reads and writes token ids alone; use /inference/v1/generate"
+            "this server has no tokenizer, so it takes and returns only token ids; use /inference/v1/generate"
         )
     return texts
 
@@ -398,7 +398,7 @@ def completion_answer(
     texts: TextTokens,
     has_ids: bool,
 ) -> dict[str, Any]:
-    """The body of the answer."""
+    """Return the body of a completion's answer."""
     choices = [_choice(i, context, rollout, asked, texts, has_ids) for i, rollout in enumerate(rollouts)]
     return completion(request_id, "text_completion", model, context, rollouts, choices)
 
@@ -420,10 +420,10 @@ def _choice(
 
 
 def token_texts(rollout: Rollout, texts: TextTokens) -> list[str]:
-    r"""The text of each sampled token, of a special one its name; of a part of a character, as OpenAI's, its bytes.
+    r"""Return the text of each sampled token: the name of a special token, the bytes of a partial character.
 
-    Example: the tokens of "4 apples" and an end are "4", " apples" and "<|im_end|>", and those of an emoji
-    `bytes:\xf0\x9f\x98` and `bytes:\x80`.
+    Example: the tokens of "4 apples" and an end are "4", " apples" and "<|im_end|>"; those of an emoji are
+    `bytes:\xf0\x9f\x98` and `bytes:\x80`, as OpenAI writes them.
     """
     return [_text_of_bytes(texts.bytes_of(token)) for token in rollout.tokens.tolist()]
 
@@ -436,7 +436,7 @@ def _text_of_bytes(content: bytes) -> str:
 
 
 def ids_of(context: TokenIds, rollout: Rollout) -> dict[str, Any]:
-    """What `return_token_ids` adds to a choice: vLLM's two keys, and the policy version of every sampled token."""
+    """Return what `return_token_ids` adds to a choice: vLLM's two keys, and the policy version per sampled token."""
     return {
         "prompt_token_ids": context.tolist(),
         "token_ids": rollout.tokens.tolist(),
@@ -445,7 +445,7 @@ def ids_of(context: TokenIds, rollout: Rollout) -> dict[str, Any]:
 
 
 def text_of(rollout: Rollout, asked: Asked, decode: Decode) -> str:
-    """The text of an answer, without the stop token or stop string that ended it.
+    """Return the text of an answer, without the stop token or stop string that ended it.
 
     Example: the tokens of "4 END" with the stop string "END" are the text "4 ".
     """

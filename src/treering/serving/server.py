@@ -1,12 +1,16 @@
-"""An HTTP server of a model's samples, in a thread of its own: chats, completions, and tokens in and out.
+"""HTTP server of a model's samples, in its own thread: chats, completions, and tokens in and out.
 
-Every call that arrives whole is answered or refused; a client that leaves aborts its calls.
+Every call that arrives whole is answered or refused; a client that disconnects aborts its calls.
 
-Calls are named so that each has its own noise and those who ask for it get equal answers. A call with a seed is named
-by its context and the seed: the same call gives the same answer. One with an identity, in `cache_salt` or the header
-X-Session-ID, is named by it, its context and how often it has sampled that context before. Any other call is named by
-its number. A session remembers its chats: a chat that begins with the messages of an earlier answer goes on after the
-ids that this answer had, and nothing of it is rendered anew.
+A call's name keys its noise, so equal names get equal answers:
+
+- a call with a seed is named by its context and the seed;
+- a call with an identity, in `cache_salt` or the header X-Session-ID, is named by the identity, its context and how
+  often the identity has sampled that context before;
+- any other call is named by its number.
+
+A session remembers its chats: a chat that begins with the messages of an earlier answer continues that answer's ids;
+none of it is rendered again.
 """
 
 import asyncio
@@ -58,31 +62,30 @@ if TYPE_CHECKING:
 
 
 MAX_IDENTITIES = 65536
-"""Identities whose calls are counted; those that were quiet for longest are forgotten first."""
+"""Identities whose calls are counted; those idle longest are forgotten first."""
 
 
 _EPISODE = re.compile(r"(?P<task>.*)\|(?P<draw>\d{1,9})\|(?P<sample>\d{1,9})", re.DOTALL)
 
 
 class Calls:
-    """Makes the requests of calls.
+    """Naming of calls: turns each call into requests.
 
     Example: two calls of the identity "q1|0|3" with equal contexts are rollouts of task "q1", draw 0 and sample 3, with
-    two call ids.
+    different call ids.
     """
 
     def __init__(self) -> None:
-        """Knows no identity."""
         self._numbers = itertools.count()
         self._counts: OrderedDict[str, Counter[int]] = OrderedDict()
 
     def requests(self, context: TokenIds, asked: Asked, identity: str | None) -> list[Request]:
-        """One request for each sample that a call asks for.
+        """Return one request for each sample that a call asks for.
 
         Args:
             context: int32 [N].
-            asked: what the call asks for.
-            identity: of an episode, "TASK|DRAW|SAMPLE", or of any other session; None for a call by itself.
+            asked: sampling that the call asks for.
+            identity: "TASK|DRAW|SAMPLE" of an episode, or the name of any other session; None for a call by itself.
         """
         sampling, num_samples = asked.sampling, asked.num_samples
         if identity is None and asked.seed is None:
@@ -96,7 +99,7 @@ class Calls:
         return [_request(prompt_id, draw, sample, context, sampling, call) for call in calls]
 
     def _count(self, identity: str, context: int) -> int:
-        """How often an identity has sampled a context before, this time not counted."""
+        """Return how often an identity has sampled a context before this call."""
         counts = self._counts.setdefault(identity, Counter())
         self._counts.move_to_end(identity)
         if len(self._counts) > MAX_IDENTITIES:
@@ -118,7 +121,7 @@ def _request(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks, as far as a call says it.
+    """Identity of a call, as far as the call gives it.
 
     Example: `Caller(identity="q1|0|3", session="trace-7")`
     """
@@ -126,32 +129,32 @@ class Caller:
     identity: str | None = None
     """`cache_salt` of the body."""
     session: str | None = None
-    """The header X-Session-ID."""
+    """Value of the header X-Session-ID."""
 
 
 class Sampler(Protocol):
-    """Answers calls."""
+    """Anything that answers calls."""
 
     async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
-        """`asked.num_samples` answers after a context int32 [N]; cancelling it aborts them."""
+        """Return `asked.num_samples` answers after a context int32 [N]; cancelling the call aborts them."""
         ...
 
 
 class HostSampler:
-    """Answers by an engine, which gets the calls as `Calls` names them.
+    """Sampler that answers with an engine, naming calls by `Calls`.
 
     Example:
         >>> sampler = HostSampler(host)                                                         # doctest: +SKIP
     """
 
     def __init__(self, host: EngineHost) -> None:
-        """`host` outlives it."""
+        """Sample with `host`, which must outlive the sampler."""
         self._host = host
         self._calls = Calls()
         self._turns: WeakValueDictionary[RolloutKey, asyncio.Lock] = WeakValueDictionary()
 
     async def sample(self, context: TokenIds, asked: Asked, caller: Caller) -> list[Rollout]:
-        """See `Sampler.sample`; one answer that fails aborts the others."""
+        """Return the answers to a call; if one fails, abort the others."""
         requests = self._calls.requests(context, asked, caller.identity or caller.session)
         try:
             async with asyncio.TaskGroup() as group:
@@ -161,46 +164,46 @@ class HostSampler:
         return [task.result() for task in asking]
 
     async def _sample_one(self, request: Request) -> Rollout:
-        """Waits for calls of the same key: equal calls with a seed may come at the same time."""
+        """Sample after other calls of the same key: equal calls with a seed may arrive at the same time."""
         turn = self._turns.setdefault(request.key, asyncio.Lock())
         async with turn:
             return await self._host.sample(request)
 
 
 MAX_CHAT_TOKENS = 1 << 26
-"""Token ids of chats that a server remembers, 256 MiB."""
+"""Token ids of chats that a server remembers: 256 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chat:
-    """A chat to be continued."""
+    """Chat to be continued."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
     context: TokenIds
     """int32 [N]."""
     has_ids: bool
-    """Whether token ids are sent back."""
+    """Whether to send token ids back."""
     memory: ChatMemory
-    """Of its session."""
+    """Memory of its session."""
 
 
 class Chats:
-    """The chats of a server's sessions; those that were quiet for longest are forgotten first.
+    """Chats of a server's sessions; those idle longest are forgotten first.
 
     Example:
         >>> chats = Chats(ChatTokens(folder))                                                   # doctest: +SKIP
     """
 
     def __init__(self, tokens: ChatTokens) -> None:
-        """`tokens`: the tokenizer with its chat template."""
+        """Render chats with `tokens`, a tokenizer and its chat template."""
         self.tokens = tokens
         self._memories: OrderedDict[str, ChatMemory] = OrderedDict()
         self._num_tokens = 0
-        """At least as many ids as the memories hold."""
+        """Upper bound of the ids that the memories hold."""
 
     def take(self, fields: Fields, session: str | None) -> Chat:
-        """Takes a chat out of a body.
+        """Take a chat out of a body.
 
         Raises:
             InputError: messages or tools that cannot be read or rendered.
@@ -210,8 +213,8 @@ class Chats:
         tools = as_tools(_records(fields.take("tools", list, []), "tools"))
         choice = fields.take_any("tool_choice", (str, dict), "auto")
         if choice not in ("auto", "none"):
-            raise UnsupportedError(f'tool_choice is "auto" or "none", got {choice!r}: the policy says what it says')
-        fields.refuse_unless("parallel_tool_calls", (True,), "would forbid what the policy may say")
+            raise UnsupportedError(f'tool_choice must be "auto" or "none", got {choice!r}: calls cannot be forced')
+        fields.refuse_unless("parallel_tool_calls", (True,), "would restrict what the policy may sample")
         tools = () if choice == "none" else tools
         memory = self._memory(session)
         return Chat(
@@ -223,14 +226,14 @@ class Chats:
         )
 
     def with_stops(self, asked: Asked) -> Asked:
-        """Ends a turn at the text that ends it too, where no token does."""
+        """Add the template's stop strings, for turns that no token ends."""
         strings = tuple(dict.fromkeys([*asked.sampling.stop_strings, *self.tokens.form.stop_strings]))
         return replace(asked, sampling=asked.sampling.changed(stop_strings=strings))
 
     def answer(
         self, request_id: str, model: str, chat: Chat, rollouts: Sequence[Rollout], asked: Asked
     ) -> dict[str, Any]:
-        """The body of the answer; the session remembers each choice."""
+        """Return the body of the answer; the session remembers each choice."""
         choices = [self._choice(i, request_id, chat, rollout, asked) for i, rollout in enumerate(rollouts)]
         self._num_tokens += sum(chat.context.size + rollout.num_tokens for rollout in rollouts)
         if self._num_tokens > MAX_CHAT_TOKENS:
@@ -270,7 +273,7 @@ class Chats:
         return memory
 
     def _forget(self) -> None:
-        """Forgets the sessions that were quiet for longest, until half of what fits is left."""
+        """Forget the sessions idle longest until half of the limit is free."""
         sizes = {session: memory.num_tokens for session, memory in self._memories.items()}
         self._num_tokens = sum(sizes.values())
         for session, size in sizes.items():
@@ -283,7 +286,7 @@ class Chats:
 def _records(values: Sequence[object], name: str) -> list[Mapping[str, Any]]:
     wrong = next((value for value in values if not isinstance(value, dict)), None)
     if wrong is not None:
-        raise InputError(f"{name} is a list of objects, got {wrong!r:.80} in it; correct it")
+        raise InputError(f"{name} must be a list of objects, got {wrong!r:.80} in it")
     return [value for value in values if isinstance(value, dict)]
 
 
@@ -294,20 +297,20 @@ _Handler = Callable[["web.Request"], Awaitable["web.Response"]]
 
 @dataclass(frozen=True, slots=True)
 class Refusal(Exception):  # noqa: N818 - not an error of the server
-    """A call that is not answered; the text states the rule, the value and the fix."""
+    """Call that is not answered; the text states the rule, the value and the fix."""
 
     status: int
-    """HTTP status: 400 bad input, 401 no key, 404 unknown model or path, 413 too large, 500 the engine's error."""
+    """HTTP status: 400 bad input, 401 no key, 404 unknown model or path, 413 too large, 500 engine error."""
     text: str
     code: str | None = None
-    """OpenAI's, where clients ask for it; None: the status."""
+    """OpenAI's error code, where clients check it; None: the status."""
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """What a client is told of an error.
+    """Return the refusal that a client gets for an error.
 
     Example:
-        >>> refusal_of(InputError("a prompt holds at least one token")).status
+        >>> refusal_of(InputError("a prompt must have at least one token")).status
         400
     """
     if isinstance(error, Refusal):
@@ -322,73 +325,72 @@ def refusal_of(error: BaseException) -> Refusal:
 
 
 def as_json(refusal: Refusal) -> dict[str, Any]:
-    """The body of a refusal, as OpenAI's clients read it."""
+    """Return the body of a refusal in OpenAI's format."""
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     return {"error": {"message": refusal.text, "type": kind, "code": refusal.code or refusal.status}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Where a server listens, and what it takes.
+    """Address of a server, and the limits of calls.
 
-    Example: `ServerSettings(port=0)` listens on a free port of this machine alone.
+    Example: `ServerSettings(port=0)` listens on a free port of this machine only.
     """
 
     host: str = "127.0.0.1"
-    """IP address; one beyond loopback needs a key."""
+    """IP address; an address beyond loopback needs a key."""
     port: int = 8000
-    """0 is a free one."""
+    """Port; 0: a free one."""
     api_key: str | None = None
-    """What clients send as `Authorization: Bearer KEY`; None lets everybody in."""
+    """Key that clients send as `Authorization: Bearer KEY`; None lets everybody in."""
     max_body_bytes: int = 64 << 20
     """Largest body of a call."""
     body_timeout_s: float = 60.0
     """Longest time that a body may take to arrive."""
     backlog: int = 1024
-    """Connections that wait to be accepted."""
+    """Connections that may wait to be accepted."""
 
     def __post_init__(self) -> None:
         try:
             is_open = not ip_address(self.host).is_loopback
         except ValueError:
             raise ConfigError(
-                f'a server listens at an IP address, got host={self.host!r}; set host="127.0.0.1" for this machine'
+                f'host must be an IP address, got {self.host!r}; set host="127.0.0.1" for this machine'
             ) from None
         if is_open and not self.api_key:
             raise ConfigError(
-                f"a server that other machines reach needs a key, got host={self.host!r} without; set api_key, or "
-                'host="127.0.0.1"'
+                f"a server that other machines can reach needs a key, got host={self.host!r} without one; set api_key, "
+                'or host="127.0.0.1"'
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteHelp:
-    """What routes beside the server's own use of it."""
+    """Server functions that additional routes use."""
 
     guarded: Callable[["_Handler"], "_Handler"]
-    """A handler for those who have the key, whose errors are answered."""
+    """Wrap a handler: check the key, and answer its errors."""
     read_raw: Callable[["web.Request"], Awaitable[bytes]]
     read_json: Callable[["web.Request"], Awaitable[dict[str, Any]]]
 
 
 class MoreRoutes(Protocol):
-    """Routes beside the server's own, such as Tinker's."""
+    """Routes in addition to the server's own, such as Tinker's."""
 
     def routes(self, help: RouteHelp) -> "list[web.RouteDef]":
-        """Called once, in the server's thread."""
+        """Return the routes; called once, in the server's thread."""
         ...
 
     async def close(self) -> None:
-        """Called once, after the last answer."""
+        """Release resources; called once, after the last answer."""
         ...
 
 
 class Server(Closing):
-    """Answers calls over HTTP until it is closed.
+    """HTTP server that answers calls until it is closed.
 
-    Routes: `POST /inference/v1/generate`, `POST /v1/completions`,
-    `POST /v1/chat/completions`, `GET /v1/models`, `GET /health`. Calls carry their
-    identity in `cache_salt` or the header X-Session-ID; see `treering.serving.server`.
+    Routes: `POST /inference/v1/generate`, `POST /v1/completions`, `POST /v1/chat/completions`, `GET /v1/models`,
+    `GET /health`. Calls carry their identity in `cache_salt` or the header X-Session-ID.
 
     Example:
         >>> with EngineHost(engine) as host:                                                    # doctest: +SKIP
@@ -409,21 +411,21 @@ class Server(Closing):
         settings: ServerSettings | None = None,
         more: MoreRoutes | None = None,
     ) -> None:
-        """Listens, and answers from now on.
+        """Listen, and answer from now on.
 
         Args:
-            sampler: answers the calls; it outlives the server.
-            model: name that clients call the model by.
+            sampler: answers the calls; must outlive the server.
+            model: name by which clients call the model.
             num_positions: most tokens of a context and its answer together.
-            texts: for completions; None serves tokens alone.
-            chat: for chats; None refuses them.
+            texts: tokenizer of completions; None serves only tokens.
+            chat: tokenizer of chats; None refuses them.
             stop_tokens: ids that end every answer, unless a call sets `ignore_eos`; None: those of `chat`.
-            settings: where it listens.
+            settings: where to listen.
             more: other routes, which the server closes.
 
         Raises:
             MissingExtraError: aiohttp is not installed.
-            ConfigError: the address is taken or none of this machine's.
+            ConfigError: the address is taken, or does not belong to this machine.
         """
         require("treering.serving", "aiohttp")
         self._sampler, self._model, self._num_positions, self._texts = sampler, model, num_positions, texts
@@ -438,8 +440,8 @@ class Server(Closing):
             self._socket = socket.create_server((own.host, own.port), family=family, backlog=own.backlog)
         except OSError as error:
             raise ConfigError(
-                f"a server listens at a free address of this machine, got port {own.port} of {own.host} "
-                f"({error.strerror}); choose another"
+                f"cannot listen on port {own.port} of {own.host} ({error.strerror}); choose a free address of this "
+                "machine"
             ) from error
         self._loop = asyncio.new_event_loop()
         self._is_ready, self._stop = threading.Event(), asyncio.Event()
@@ -449,17 +451,17 @@ class Server(Closing):
 
     @property
     def model(self) -> str:
-        """Name that clients call the model by."""
+        """Name by which clients call the model."""
         return self._model
 
     @property
     def url(self) -> str:
-        """Where it answers, such as http://127.0.0.1:8000."""
+        """Base URL, such as http://127.0.0.1:8000."""
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def close(self) -> None:
-        """Closes connections, aborts the calls that are open, and ends the thread."""
+        """Close connections, abort open calls, and end the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -488,7 +490,7 @@ class Server(Closing):
         if self._more is not None:
             help = RouteHelp(guarded=self._guarded, read_raw=self._read_raw, read_json=self._read)
             app.add_routes(self._more.routes(help))
-        # Without it a call of a client that left would run to its end.
+        # Without handler_cancellation the call of a client that disconnected would run to its end.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         await web.SockSite(runner, self._socket, backlog=self._settings.backlog).start()
@@ -508,7 +510,7 @@ class Server(Closing):
         return _respond({"object": "list", "data": [card]})
 
     def _route(self, answer: _Route) -> _Handler:
-        """A handler that answers a JSON object with another one."""
+        """Return a handler that answers a JSON object with another."""
 
         async def handle(request: "web.Request") -> "web.Response":
             body = await self._read(request)
@@ -517,7 +519,7 @@ class Server(Closing):
         return self._guarded(handle)
 
     def _guarded(self, answer: _Handler) -> _Handler:
-        """A handler that answers, or says why not."""
+        """Return a handler that checks the key and answers errors as refusals."""
 
         async def handle(request: "web.Request") -> "web.Response":
             try:
@@ -533,7 +535,7 @@ class Server(Closing):
     def _unknown_key(self, request: "web.Request") -> Refusal | None:
         key = self._settings.api_key
         given = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        # A header of other bytes than UTF-8 is read with surrogates.
+        # A header that is not UTF-8 is decoded with surrogates.
         if key is None or hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode()):
             return None
         return Refusal(401, "this server needs its key; send Authorization: Bearer KEY")
@@ -544,18 +546,18 @@ class Server(Closing):
         try:
             return await asyncio.wait_for(request.read(), self._settings.body_timeout_s)
         except TimeoutError:
-            raise Refusal(408, f"a body arrives within {self._settings.body_timeout_s} s; send it at once") from None
+            raise Refusal(408, f"the body did not arrive within {self._settings.body_timeout_s} s") from None
         except web.HTTPRequestEntityTooLarge:
-            raise Refusal(413, f"a body has at most {self._settings.max_body_bytes} bytes; send less") from None
+            raise Refusal(413, f"a body may have at most {self._settings.max_body_bytes} bytes") from None
 
     async def _read(self, request: "web.Request") -> dict[str, Any]:
         raw = await self._read_raw(request)
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"a body is JSON, got something else ({error}); send a JSON object") from None
+            raise Refusal(400, f"the body is not JSON ({error}); send a JSON object") from None
         if not isinstance(body, dict):
-            raise Refusal(400, f"a body is a JSON object, got {type(body).__name__}; send an object")
+            raise Refusal(400, f"the body must be a JSON object, got {type(body).__name__}")
         return body
 
     async def _generate(self, body: Mapping[str, Any], session: str | None) -> dict[str, Any]:
@@ -581,7 +583,7 @@ class Server(Closing):
 
     async def _chat(self, body: Mapping[str, Any], session: str | None) -> dict[str, Any]:
         if self._chats is None:
-            raise Refusal(400, "this server has no chat template, and reads no chats; use /v1/completions")
+            raise Refusal(400, "this server has no chat template for chats; use /v1/completions")
         fields = Fields(body, "the body")
         caller = self._take_names(fields, session)
         chat = self._chats.take(fields, caller.identity or caller.session)
@@ -592,9 +594,9 @@ class Server(Closing):
         return self._chats.answer(_new_id("chatcmpl"), self._model, chat, rollouts, asked)
 
     def _take_names(self, fields: Fields, session: str | None) -> Caller:
-        """Takes the model's name, which has to be right, and who asks."""
+        """Take the model's name, which must match, and the caller's identity."""
         if (name := fields.take("model", str, self._model)) != self._model:
-            raise Refusal(404, f"this server has the model {self._model!r}, got {name!r}; name it")
+            raise Refusal(404, f"this server has the model {self._model!r}, got {name!r}")
         return Caller(identity=fields.take("cache_salt", str, "") or None, session=session)
 
     def _take_sampling(self, fields: Fields, context: TokenIds, default_max_tokens: int | None) -> Asked:

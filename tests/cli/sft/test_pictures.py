@@ -167,6 +167,6 @@ def test_equal_ids_on_other_pixels_are_other_data(folder, model):
         corpus = load_corpus(config.data, config_dir=folder, model=model)
         trained, held = split_corpus(config, corpus, config_dir=folder, model=model)
         digests.update(held.digests.values())
-        said.append(any("trained on too" in note for note in trained.notes))
+        said.append(any("also trained on" in note for note in trained.notes))
     assert len(digests) == 2
     assert said == [True, False]

@@ -128,5 +128,5 @@ def test_shuffled_rows_are_refused_where_mini_batches_have_whole_groups() -> Non
     from treering.integrations.verl.mini_batches import GroupedWorker
 
     data = tu.get_tensordict({}, {"dataloader_kwargs": {"shuffle": True}})
-    with pytest.raises(UnsupportedError, match=r"actor.shuffle=True mixes rows.*write False"):
+    with pytest.raises(UnsupportedError, match=r"actor.shuffle=True separates groups.*set False"):
         GroupedWorker.train_mini_batch(SimpleNamespace(), data)

@@ -45,10 +45,10 @@ def test_splitting_keeps_every_row_and_gives_the_wanted_number(parts: list[int],
 
 
 def test_a_row_longer_than_the_budget_is_refused_with_verls_setting() -> None:
-    with pytest.raises(InputError, match=r"a micro-batch holds 2 tokens, and a row has 3: raise verl's ppo_max_token"):
+    with pytest.raises(InputError, match=r"a row has 3 tokens, but a micro-batch holds 2: raise verl's ppo_max_token"):
         plan_rows(Forest.from_sequences([[1, 2, 3]]), [0], max_tokens=2)
 
 
 def test_fewer_rows_than_micro_batches_of_another_rank_are_refused() -> None:
-    with pytest.raises(InputError, match="another rank runs 3 micro-batches, and this one has 2 rows"):
+    with pytest.raises(InputError, match="another rank runs 3 micro-batches, but this one has 2 rows"):
         split_rows([[0, 1]], 3)

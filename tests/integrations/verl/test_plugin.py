@@ -38,7 +38,7 @@ def test_only_the_vendor_of_its_own_opts_in() -> None:
 
 def test_an_engine_that_cannot_be_imported_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verl.workers.engine", None)
-    with pytest.raises(SystemExit, match=r"asks for Treering's engine, and it cannot be imported"):
+    with pytest.raises(SystemExit, match=r"asks for Treering's engine, which cannot be imported"):
         plugin.register()
 
 

@@ -82,7 +82,7 @@ def test_groups_come_in_the_order_in_which_their_last_rows_were_done() -> None:
 
 
 def test_rows_that_ranks_cannot_have_equally_many_of_are_refused() -> None:
-    with pytest.raises(InputError, match="2 ranks get equally many rows, and there are 3"):
+    with pytest.raises(InputError, match="3 rows cannot be divided equally among 2 ranks"):
         share_rows(Forest.from_sequences([[1], [2], [3]]), "abc", 2)
     with pytest.raises(InputError, match=r"2 mini-batches of 3 ranks .* there are 3; give a multiple of 6"):
         order_rows("abc", 3, 2)
@@ -91,5 +91,7 @@ def test_rows_that_ranks_cannot_have_equally_many_of_are_refused() -> None:
 def test_where_groups_are_made_whole_is_one_word_and_others_are_refused() -> None:
     assert grouping({}) == "whole"
     assert grouping({"TREERING_VERL_GROUPS": "as_dealt"}) == "as_dealt"
-    with pytest.raises(ConfigError, match="TREERING_VERL_GROUPS is whole, whole_mini_batches or as_dealt, got '0'"):
+    with pytest.raises(
+        ConfigError, match="TREERING_VERL_GROUPS must be whole, whole_mini_batches or as_dealt, got '0'"
+    ):
         grouping({"TREERING_VERL_GROUPS": "0"})

@@ -30,16 +30,16 @@ def test_a_text_model_under_fsdp2_is_taken() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"strategy": "fsdp"}, "write actor_rollout_ref.actor.strategy=fsdp2"),
+        ({"strategy": "fsdp"}, "set actor_rollout_ref.actor.strategy=fsdp2"),
         ({"strategy": "megatron"}, "actor.strategy=megatron does not allow"),
-        ({"ulysses_sequence_parallel_size": 2}, r"ulysses_sequence_parallel_size=2\) cuts sequences .* write 1"),
-        ({"use_fused_kernels": True}, "model.use_fused_kernels is on: .*; write False"),
-        ({"use_liger": True}, "model.use_liger is on: .*; write False"),
+        ({"ulysses_sequence_parallel_size": 2}, r"ulysses_sequence_parallel_size=2\) cuts sequences .* set it to 1"),
+        ({"use_fused_kernels": True}, "model.use_fused_kernels is on: .*; set it to False"),
+        ({"use_liger": True}, "model.use_liger is on: .*; set it to False"),
         ({"tiled_mlp": {"enabled": True}}, "model.tiled_mlp is on"),
         ({"mtp": SimpleNamespace(enable=True)}, "model.mtp is on"),
         ({"pad_to_length": True}, "actor.fsdp_config.pad_to_length is on"),
         ({"qat": SimpleNamespace(enable=True)}, "qat is on"),
-        ({"hf_config": SimpleNamespace(vision_config={})}, "takes images or sound"),
+        ({"hf_config": SimpleNamespace(vision_config={})}, "takes images or audio"),
     ],
 )
 def test_what_would_not_be_exact_is_refused_before_a_model_is_loaded(changes: dict[str, Any], message: str) -> None:
@@ -58,11 +58,11 @@ ALONE = {"global_batch_size": None}
 @pytest.mark.parametrize(
     ("options", "loss_function", "message"),
     [
-        ({"calculate_sum_pi_squared": True}, None, "calculate_sum_pi_squared=True asks for"),
-        ({"distillation_use_topk": True}, None, "distillation_use_topk=True asks for"),
+        ({"calculate_sum_pi_squared": True}, None, "support calculate_sum_pi_squared=True"),
+        ({"distillation_use_topk": True}, None, "support distillation_use_topk=True"),
         ({"force_group_size": 4}, None, "use_prefix_grouper=False"),
-        ({}, loss(policy_loss={"loss_mode": "clip_cov"}), "loss_mode=clip_cov takes means within a micro-batch"),
-        ({}, loss(loss_agg_mode="seq-mean-token-sum-norm"), "write actor_rollout_ref.actor.loss_scale_factor=N"),
+        ({}, loss(policy_loss={"loss_mode": "clip_cov"}), "loss_mode=clip_cov averages within a micro-batch"),
+        ({}, loss(loss_agg_mode="seq-mean-token-sum-norm"), "set actor_rollout_ref.actor.loss_scale_factor=N"),
         (ALONE, loss(loss_agg_mode="seq-mean-token-sum"), "=seq-mean-token-sum without global_batch_size divides"),
         (ALONE, loss(loss_agg_mode="seq-mean-token-mean"), "give the batch a global_batch_size"),
         (ALONE, loss(policy_loss={"loss_mode": "sapo"}), "=seq-mean-token-mean without global_batch_size"),
@@ -89,7 +89,7 @@ def test_rows_with_images_or_other_positions_are_refused() -> None:
         return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
     check_rows(nested([0, 1, 2], [0]), [{}, {}])
-    with pytest.raises(UnsupportedError, match="other position_ids"):
+    with pytest.raises(UnsupportedError, match="position_ids must count"):
         check_rows(nested([0, 1, 2], [1, 2]), None)
     with pytest.raises(UnsupportedError, match="a row has images"):
         check_rows(nested([0]), [{"pixel_values": 1}])

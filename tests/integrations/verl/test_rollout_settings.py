@@ -27,8 +27,8 @@ def test_drafts_are_added_and_every_other_setting_stays() -> None:
     ("vllm", "max_draft", "message"),
     [
         ({"speculative_config": {"method": "ngram"}}, 16, "vLLM has one source of drafts"),
-        ({"async_scheduling": True}, 16, "async_scheduling=True begins a step before"),
-        ({}, 65, "a draft has 1 to 64 tokens, got max_draft=65"),
+        ({"async_scheduling": True}, 16, "async_scheduling=True begins a step earlier"),
+        ({}, 65, "max_draft must be 1 to 64, got 65"),
     ],
 )
 def test_settings_that_contradict_drafts_are_refused(vllm: dict[str, object], max_draft: int, message: str) -> None:
@@ -53,7 +53,7 @@ def test_responses_stand_under_the_prompts_that_the_drafter_finds_by_their_token
         hash_of_prompt([3]): [-1, 7],
         "q": [-1, 8],
     }
-    with pytest.raises(InputError, match=r"each row has a prompt, .* got \[1, 2\] of them"):
+    with pytest.raises(InputError, match=r"must have the same length, got \[1, 2\]"):
         record_batch(store, [[1]], [[2], [3]], version=0)
     with pytest.raises(InputError, match=r"got \[1, 1, 2\] of them"):
         record_batch(store, [[1]], [[2]], version=0, prompt_ids=["a", "b"])

@@ -218,13 +218,13 @@ def test_what_vllm_would_sample_otherwise_is_refused(host: Host, sampling: dict[
 def test_settings_are_checked(host: Host) -> None:
     for settings, message in (
         ({"max_batch": MAX_BATCH + 1}, "max_num_seqs"),
-        ({"truncated": "no"}, "truncated is one of"),
-        ({"verification": "no"}, "verification is one of"),
+        ({"truncated": "no"}, "truncated must be one of"),
+        ({"verification": "no"}, "verification must be one of"),
         ({"version": -1}, "version of an engine"),
     ):
         with pytest.raises(ConfigError, match=message):
             host.engine(**settings)
-    with pytest.raises(InputError, match="vocab_size is 64 where the model's is 32"):
+    with pytest.raises(InputError, match="vocab_size is 64 and the model's is 32"):
         VLLMEngine(host.llm, build(tied=True, vocab_size=32))
 
 

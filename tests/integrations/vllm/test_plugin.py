@@ -318,7 +318,7 @@ def test_outputs_are_recorded_under_their_prompts() -> None:
     }
     with pytest.raises(InputError, match="got 2 for 1 outputs"):
         record(store, outputs, version=4, prompt_ids=["q", "r"])
-    with pytest.raises(InputError, match="has no hash; pass its prompt_ids"):
+    with pytest.raises(InputError, match="no token ids to hash; pass prompt_ids"):
         record(store, [SimpleNamespace(prompt_token_ids=None, outputs=completion)], version=4)
 
 

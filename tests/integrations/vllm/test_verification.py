@@ -77,7 +77,7 @@ def test_64_of_64_rollouts_are_those_of_no_drafts(
 
 
 def test_vllm_s_own_verification_is_refused_where_its_build_samples_wrongly(drafting: Host) -> None:
-    with pytest.raises(UnsupportedError, match=r"verification=\"rejection\" is wrong here.*55005.*set \"exact\""):
+    with pytest.raises(UnsupportedError, match=r"verification=\"rejection\" does not work here.*55005.*set \"exact\""):
         drafting.engine(verification="rejection")
 
 

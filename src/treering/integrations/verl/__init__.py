@@ -3,8 +3,8 @@
     actor_rollout_ref.actor.strategy=fsdp2
     +ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR=treering
 
-These lines follow verl's own on its command line. The last one is the opt-in: without it nothing of verl changes, and
-only the small file `plugin` is imported.
+Append these lines to verl's command line. The last line is the opt-in: without it verl is unchanged, and only the small
+file `plugin` is imported.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""`GroupedWorker`: verl's worker of an actor, with mini-batches of whole groups.
+"""`GroupedWorker`: verl's actor worker with mini-batches of whole groups.
 
-verl's workers name the class of their actor, and the plugin puts this one there where
-`TREERING_VERL_GROUPS=whole_mini_batches`. Imported by the plugin and by nobody else, because it needs verl.
+verl's workers name the class of their actor; the plugin sets this class if `TREERING_VERL_GROUPS=whole_mini_batches`.
+Only the plugin imports this file, because it needs verl.
 """
 
 from typing import Any
@@ -18,29 +18,29 @@ from treering.integrations.verl.verl_engine import RowExchange, prompts_of
 
 
 class GroupedWorker(TrainingWorker):  # type: ignore[misc]
-    """Updates as verl's worker does, but cuts a batch between groups.
+    """verl's actor worker, except that it cuts a batch into mini-batches between groups.
 
-    verl cuts the rows of each rank in their order, which takes the rows of a prompt to several mini-batches.
-    Mini-batches stay as many and as large. Which rows are in one changes, and with it the course of the training.
+    verl cuts each rank's rows in order, which spreads a prompt's rows over several mini-batches. The number and size of
+    mini-batches stay the same, but their rows change, and with them the course of training.
     """
 
     def train_mini_batch(self, data: Any) -> Any:
-        """Verl's contract: the rows of this rank in, metrics out.
+        """Train on this rank's rows and return metrics, by verl's contract.
 
         Raises:
-            UnsupportedError: rows are shuffled, which would take groups apart again.
-            InputError: mini-batches cannot get equally many rows of each rank.
+            UnsupportedError: rows are shuffled, which would separate groups again.
+            InputError: mini-batches cannot get the same number of rows from each rank.
         """
         if tu.get_non_tensor_data(data, key="dataloader_kwargs", default={}).get("shuffle"):
             raise UnsupportedError(
-                "actor_rollout_ref.actor.shuffle=True mixes rows, and mini-batches of whole groups do not: write "
+                "actor_rollout_ref.actor.shuffle=True separates groups, but mini-batches are to hold whole ones: set "
                 "False, or TREERING_VERL_GROUPS=whole"
             )
         return super().train_mini_batch(_in_whole_groups(data, self.engine.get_data_parallel_group()))
 
 
 def _in_whole_groups(data: Any, group: dist.ProcessGroup) -> Any:
-    """The rows that this rank computes, one mini-batch after another, from those that it has."""
+    """Return the rows that this rank computes, one mini-batch after another, in exchange for its own rows."""
     num_ranks, own_rank = dist.get_world_size(group), dist.get_rank(group)
     size, number = (tu.get_non_tensor_data(data, key, default=None) for key in ("mini_batch_size", "num_mini_batch"))
     gathered: list[Any] = [None] * num_ranks
@@ -50,6 +50,6 @@ def _in_whole_groups(data: Any, group: dist.ProcessGroup) -> Any:
     rank_of_row = np.empty(len(prompts), np.int64)
     rank_of_row[rows] = np.arange(num_ranks)[:, None]
     received = RowExchange(rank_of_row, group, get_device_id()).there(data)
-    # Rows arrive in the order of their numbers.
+    # Received rows are sorted by their numbers.
     places = np.searchsorted(np.sort(rows[own_rank]), rows[own_rank])
     return tu.index_select_tensor_dict(received, places.tolist())

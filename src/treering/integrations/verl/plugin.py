@@ -1,7 +1,7 @@
-"""The `verl.plugins` entry point: verl imports this file in every process, and it does nothing without the opt-in.
+"""The `verl.plugins` entry point: verl imports this file in every process, and without the opt-in it does nothing.
 
-verl picks an engine by device and vendor, and `VERL_ENGINE_VENDOR` overrides the vendor. The tree engine is registered
-for a vendor of its own, so no engine of verl is replaced, and runs that do not name it never meet it.
+verl picks an engine by device and vendor; `VERL_ENGINE_VENDOR` overrides the vendor. The tree engine is registered for
+its own vendor, so it replaces none of verl's engines, and runs that do not name it never load it.
 """
 
 import os
@@ -11,16 +11,16 @@ from importlib import import_module
 VARIABLE, VENDOR = "VERL_ENGINE_VENDOR", "treering"
 
 BACKENDS = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
-"""Strategies of verl 0.9.1. The engine trains with fsdp2 and refuses the others, where verl would take its own."""
+"""Strategies of verl 0.9.1. The engine trains with fsdp2 and refuses the others, where verl would use its own."""
 
 DEVICES = ("cuda", "npu", "cpu")
 
 
 def is_chosen(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the run asks for the tree engine.
+    """Return whether the run asks for the tree engine.
 
     Args:
-        environment: variables by name; None is the process's own.
+        environment: variables by name; None: the process's own.
 
     Example: `is_chosen({"VERL_ENGINE_VENDOR": "treering"})` is true, and `is_chosen({})` is not.
     """
@@ -29,18 +29,18 @@ def is_chosen(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def register() -> None:
-    """Registers the tree engine as verl's engine of language models for the vendor `treering`.
+    """Register the tree engine as verl's language-model engine for the vendor `treering`.
 
-    Where `TREERING_VERL_GROUPS=whole_mini_batches`, verl's workers of actors get `GroupedWorker`.
+    If `TREERING_VERL_GROUPS=whole_mini_batches`, verl's actors use `GroupedWorker`.
 
     Raises:
-        SystemExit: the engine cannot be imported. verl hides a plugin's exceptions, and its own engine would train
-            then, so the process ends instead.
+        SystemExit: the engine cannot be imported. verl hides a plugin's exceptions and would train with its own engine,
+            so the process exits instead.
     """
     try:
         registry = import_module("verl.workers.engine").EngineRegistry
         engine = import_module("treering.integrations.verl.verl_engine").TreeEngine
-        # Another value is for the engine to refuse, because verl would not show what is raised here.
+        # The engine refuses other values, because verl would hide an error raised here.
         if os.environ.get("TREERING_VERL_GROUPS") == "whole_mini_batches":
             worker = import_module("treering.integrations.verl.mini_batches").GroupedWorker
             import_module("verl.workers.engine_workers").ActorRolloutRefWorker.actor_worker_cls = worker
@@ -48,7 +48,7 @@ def register() -> None:
         from treering.extras import install_hint
 
         raise SystemExit(
-            f"{VARIABLE}={VENDOR} asks for Treering's engine, and it cannot be imported ({error!r}): "
+            f"{VARIABLE}={VENDOR} asks for Treering's engine, which cannot be imported ({error!r}): "
             f"{install_hint('verl')} on every node, or unset the variable"
         ) from error
     registry.register(model_type="language_model", backend=list(BACKENDS), device=list(DEVICES), vendor=VENDOR)(engine)

@@ -1,6 +1,6 @@
-"""Which rank computes which rows of a batch, and in which micro-batch: rows of a prompt together.
+"""Assign the rows of a batch to ranks and micro-batches, keeping rows of a prompt together.
 
-Groups are whole where they fit. Ranks have equally many rows, micro-batches a budget of distinct tokens.
+Groups stay whole where they fit. Ranks get the same number of rows; micro-batches have a budget of distinct tokens.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,28 +13,28 @@ from treering.tree.forest import Forest
 
 
 def share_rows(forest: Forest, groups: Sequence[Hashable], num_ranks: int) -> Int64Array:
-    """The rank of each row, so that the busiest rank computes few distinct tokens.
+    """Return the rank of each row, chosen so that the busiest rank computes few distinct tokens.
 
-    Rows come as verl deals them, an equal share to each rank in order. Groups go whole to the rank with the fewest
-    tokens so far, the largest first; one is split only where no rank has room for it. If the busiest rank would not
-    compute fewer tokens then, all rows stay.
+    verl deals rows in order, an equal share to each rank. Here groups go whole to the rank with the fewest tokens so
+    far, the largest group first; a group is split only if no rank has room for it. If that would not reduce the tokens
+    of the busiest rank, all rows stay.
 
     Args:
         forest: of the B rows of all ranks.
-        groups: of each row, such as its prompt.
-        num_ranks: a divisor of B; each gets B / num_ranks rows.
+        groups: group of each row, such as its prompt.
+        num_ranks: a divisor of B; each rank gets B / num_ranks rows.
 
     Returns:
         int64 [B], from 0 to num_ranks - 1.
 
     Raises:
-        InputError: the ranks cannot get equally many rows.
+        InputError: num_ranks does not divide B.
 
     Example: rows [1, 2], [5, 6], [1, 3], [5, 7] with groups a, b, a, b on two ranks get the ranks 0, 1, 0, 1.
     """
     num_rows = forest.num_branches
     if num_rows % num_ranks:
-        raise InputError(f"{num_ranks} ranks get equally many rows, and there are {num_rows}; give a multiple")
+        raise InputError(f"{num_rows} rows cannot be divided equally among {num_ranks} ranks; give a multiple")
     dealt = dealt_rows(num_rows, num_ranks)
     members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
@@ -48,27 +48,27 @@ def share_rows(forest: Forest, groups: Sequence[Hashable], num_ranks: int) -> In
 
 
 def dealt_rows(num_rows: int, num_ranks: int) -> Int64Array:
-    """The rank of each row as verl deals them. Example: 4 rows on 2 ranks are [0, 0, 1, 1]."""
+    """Return the rank of each row as verl deals them. Example: 4 rows on 2 ranks are [0, 0, 1, 1]."""
     return np.repeat(np.arange(num_ranks), num_rows // num_ranks)
 
 
 def order_rows(groups: Sequence[Hashable], num_ranks: int, num_mini_batches: int) -> Int64Array:
-    """The rows of each rank, one mini-batch after another, so that a mini-batch of all ranks holds whole groups.
+    """Return the rows of each rank, one mini-batch after another, so that mini-batches hold whole groups.
 
-    Rows come as verl deals them, and each rank's in the order in which they were done. Groups are taken in the order in
-    which their last rows were; one is split only where a mini-batch ends within it. Which rank computes which rows of a
-    mini-batch is for `share_rows` to say.
+    Rows come as verl deals them; each rank's rows are in the order in which they finished. Groups follow the order in
+    which their last rows finished; a group is split only where a mini-batch ends within it. `share_rows` then decides
+    which rank computes which rows of a mini-batch.
 
     Args:
-        groups: of each of the B rows of all ranks, such as its prompt.
-        num_ranks: of the ranks; each gets B / num_ranks rows, equally many in each mini-batch.
-        num_mini_batches: of the batch.
+        groups: group of each of the B rows of all ranks, such as its prompt.
+        num_ranks: number of ranks; each gets B / num_ranks rows, the same number in each mini-batch.
+        num_mini_batches: number of mini-batches.
 
     Returns:
         int64 [num_ranks, B / num_ranks]: each row once.
 
     Raises:
-        InputError: ranks and mini-batches cannot get equally many rows.
+        InputError: B is not a multiple of num_ranks * num_mini_batches.
 
     Example: of groups a, b, a, b on two ranks in two mini-batches rank 0 has rows 0 and 1, and rank 1 has 2 and 3:
     first the rows of a, then those of b.
@@ -76,10 +76,10 @@ def order_rows(groups: Sequence[Hashable], num_ranks: int, num_mini_batches: int
     num_rows, num_parts = len(groups), num_ranks * num_mini_batches
     if num_rows % num_parts:
         raise InputError(
-            f"{num_mini_batches} mini-batches of {num_ranks} ranks hold equally many rows, and there are {num_rows}; "
+            f"{num_rows} rows cannot be divided equally among {num_mini_batches} mini-batches of {num_ranks} ranks; "
             f"give a multiple of {num_parts}"
         )
-    # Of each group the last place that a row of it has on a rank: later rows overwrite earlier ones.
+    # The last place of each group's rows on any rank: later rows overwrite earlier ones.
     places = np.arange(num_rows) % (num_rows // num_ranks)
     last = {groups[row]: (int(places[row]), row) for row in np.argsort(places, kind="stable")}
     order = np.array(sorted(range(num_rows), key=lambda row: last[groups[row]]))
@@ -87,7 +87,7 @@ def order_rows(groups: Sequence[Hashable], num_ranks: int, num_mini_batches: int
 
 
 class _Shares:
-    """The rows of each rank so far."""
+    """Rows of each rank so far."""
 
     def __init__(self, forest: Forest, num_ranks: int) -> None:
         self._paths, self._offsets = forest.paths()
@@ -97,20 +97,20 @@ class _Shares:
         self.rank_of_row = np.full(forest.num_branches, -1, np.int64)
 
     def num_tokens(self, rows: Sequence[int]) -> int:
-        """Distinct tokens of some rows."""
+        """Return the number of distinct tokens of some rows."""
         paths = [self._paths[self._offsets[row] : self._offsets[row + 1]] for row in rows]
         tokens = np.concatenate(paths)
         numbers = np.arange(tokens.size)
-        # One place of each token stays, whatever else is in the array; sorting millions takes seconds.
+        # Each token keeps one place, whatever else is in the array; sorting millions would take seconds.
         self._place[tokens] = numbers
         return int((self._place[tokens] == numbers).sum())
 
     def tokens_by_rank(self, rank_of_row: Int64Array) -> list[int]:
-        """Distinct tokens of each rank."""
+        """Return the distinct tokens of each rank."""
         return [self.num_tokens(np.flatnonzero(rank_of_row == rank).tolist()) for rank in range(self._loads.size)]
 
     def add(self, rows: list[int]) -> None:
-        """Gives a group to the least busy rank with room, else as much of it as fits to the one with most room."""
+        """Give a group to the least busy rank with room; if none has room, split it, starting with the most room."""
         while rows:
             fits = np.flatnonzero(self._room >= len(rows))
             rank = fits[self._loads[fits].argmin()] if fits.size else self._room.argmax()
@@ -123,26 +123,26 @@ class _Shares:
 def plan_rows(
     forest: Forest, groups: Sequence[Hashable], *, max_tokens: int | None = None, max_rows: int | None = None
 ) -> list[list[int]]:
-    """Rows of each micro-batch: groups in the order of their first rows, a new micro-batch where the next does not fit.
+    """Return the rows of each micro-batch, adding groups in the order of their first rows until one does not fit.
 
     A group is split only if it is larger than a micro-batch.
 
     Args:
         forest: of the B rows.
-        groups: of each row, such as its prompt.
+        groups: group of each row, such as its prompt.
         max_tokens: most distinct tokens of a micro-batch.
         max_rows: most rows of a micro-batch.
 
     Raises:
-        InputError: a row longer than `max_tokens`.
+        InputError: a row is longer than `max_tokens`.
 
     Example: rows [1, 2, 3], [9, 9], [1, 2, 4] with groups a, b, a and `max_tokens=4` are [[0, 2], [1]].
     """
     longest = int(forest.branch_length.max(initial=0))
     if max_tokens is not None and longest > max_tokens:
         raise InputError(
-            f"a micro-batch holds {max_tokens} tokens, and a row has {longest}: raise verl's "
-            "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu to the longest prompt and response together"
+            f"a row has {longest} tokens, but a micro-batch holds {max_tokens}: raise verl's ppo_max_token_len_per_gpu "
+            "and log_prob_max_token_len_per_gpu to the longest prompt and response together"
         )
     members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
@@ -154,10 +154,10 @@ def plan_rows(
 
 
 def split_rows(micro_batches: Sequence[Sequence[int]], num_wanted: int) -> list[list[int]]:
-    """Splits the micro-batches with most rows until there are `num_wanted`, because all ranks run equally many.
+    """Split the micro-batches with most rows until there are `num_wanted`, the number that every rank must run.
 
     Raises:
-        InputError: fewer rows than micro-batches.
+        InputError: there are fewer rows than micro-batches.
 
     Example: `split_rows([[0, 1, 2], [3]], 3)` is [[0], [1, 2], [3]].
     """
@@ -165,8 +165,8 @@ def split_rows(micro_batches: Sequence[Sequence[int]], num_wanted: int) -> list[
     num_rows = sum(map(len, split))
     if num_rows < num_wanted:
         raise InputError(
-            f"another rank runs {num_wanted} micro-batches, and this one has {num_rows} rows: give all ranks equally "
-            "many rows, as verl's own dispatch does"
+            f"another rank runs {num_wanted} micro-batches, but this one has {num_rows} rows: give all ranks the same "
+            "number of rows, as verl's own dispatch does"
         )
     while len(split) < num_wanted:
         at = max(range(len(split)), key=lambda i: len(split[i]))
@@ -176,7 +176,7 @@ def split_rows(micro_batches: Sequence[Sequence[int]], num_wanted: int) -> list[
 
 
 class _Bins:
-    """Micro-batches that are filled one after another."""
+    """Micro-batches, filled one after another."""
 
     def __init__(self, forest: Forest, max_tokens: int | None, max_rows: int | None) -> None:
         self._paths, self._offsets = forest.paths()
@@ -187,7 +187,7 @@ class _Bins:
         self.filled: list[list[int]] = []
 
     def add(self, rows: Sequence[int]) -> None:
-        """Adds a group to the last micro-batch, else to a new one, else row by row."""
+        """Add a group to the last micro-batch, else to a new one, else row by row."""
         if self._fits(rows) or self._opened()._fits(rows):
             self._put(rows)
         else:
@@ -215,7 +215,7 @@ class _Bins:
         self.filled[-1].extend(rows)
 
     def _new_tokens(self, rows: Sequence[int]) -> Int64Array:
-        """The distinct tokens of some rows that the open micro-batch does not hold: packed indices."""
+        """Return the packed indices of distinct tokens of some rows that the open micro-batch does not hold."""
         paths = [self._paths[self._offsets[row] : self._offsets[row + 1]] for row in rows]
         tokens = np.unique(np.concatenate(paths)).astype(np.int64)
         return tokens[~self._is_held[tokens]]

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of rows in verl's layout, each distinct token computed once.
+"""Score rows in verl's layout, computing each distinct token once.
 
-verl's rows stand one after another, and the value at a token is about the next one: the log-probability of the token
-that follows it, and the entropy of what may follow it. At the last token of a row, which no loss of verl reads, both
-are 0 here; verl has the log-probability of the next row's first token there.
+verl concatenates rows, and the value at a token describes the next one: the log-probability of the token that follows,
+and the entropy of its distribution. At the last token of a row, which no loss of verl reads, both are 0 here; verl puts
+the log-probability of the next row's first token there.
 
     B rows   F tokens of all rows   N distinct tokens   T temperatures   E scored pairs of an edge and a temperature
 """
@@ -27,11 +27,11 @@ from treering.tree.forest import Forest
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowScores:
-    """Scores of rows, one after another; float32 or wider, differentiable.
+    """Scores of concatenated rows; float32 or wider, differentiable.
 
     Attributes:
         logprobs: [F] log-probability of the token after each one, 0 at the last token of a row.
-        entropy: [F] entropy in nats of what may follow each token, 0 at the last token of a row.
+        entropy: [F] entropy in nats of the next token's distribution, 0 at the last token of a row.
     """
 
     logprobs: Float[Tensor, " F"]
@@ -40,12 +40,12 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Plan:
-    """Which edges are scored at which temperature, and where each token's value is.
+    """Edges to score at each temperature, and the place of each token's value.
 
     Attributes:
-        temperatures: of each table.
-        tables: the edges of the rows with that temperature.
-        places: int64 [F] index among the E scores of all tables; E at the last token of a row.
+        temperatures: temperature of each table.
+        tables: edges of the rows with that temperature.
+        places: int64 [F] index into the E scores of all tables; E at the last token of a row.
     """
 
     temperatures: tuple[float, ...]
@@ -60,16 +60,16 @@ def score_rows_once(
     *,
     entropy_of: EntropyOf = "all",
 ) -> RowScores:
-    """Computes each distinct token once, and scores each edge once for each temperature that its rows have.
+    """Compute each distinct token once, and score each edge once per temperature of its rows.
 
     Args:
         model: a supported causal language model, sharded by `fully_shard` or whole.
-        forest: of the B rows, in their order; at least one has two tokens.
-        temperatures: of each row; positive.
-        entropy_of: see `treering.forward`.
+        forest: of the B rows, in order; at least one row has two tokens.
+        temperatures: positive temperature of each row.
+        entropy_of: as in `treering.forward`.
 
     Raises:
-        InputError: a token outside the vocabulary, a temperature that is not positive.
+        InputError: a token outside the vocabulary, or a temperature that is not positive.
         UnsupportedError: a model that would not be exact.
 
     Example: rows [1, 2, 3] and [1, 2, 4] compute 4 tokens; at temperatures 1 and 2 the edge from 1 to 2 has two values.
@@ -87,7 +87,7 @@ def score_rows_once(
 
 
 def _scored(hidden: Tensor, head: nn.Module, plan: _Plan, parts: TreeModel, entropy_of: EntropyOf) -> EdgeScores:
-    """The scores of all tables, one after another, from one call of a sharded head."""
+    """Return the scores of all tables, concatenated, from one call of a sharded head."""
     scores = [
         score_edges(parts, hidden, head, temperature=temperature, table=table, entropy_of=entropy_of)
         for temperature, table in zip(plan.temperatures, plan.tables, strict=True)
@@ -117,7 +117,7 @@ def _plan(forest: Forest, temperatures: Sequence[float]) -> _Plan:
         places[own] = num_scored + table.places(forest)[paths[own]]
         tables.append(table)
         num_scored += table.edges.size
-    # A token's value is that of the edge to the next one.
+    # A token's value is that of the edge to the next token.
     places = np.append(places[1:], num_scored)
     places[offsets[1:] - 1] = num_scored
     return _Plan(temperatures=tuple(distinct.tolist()), tables=tuple(tables), places=places)

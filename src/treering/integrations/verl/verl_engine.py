@@ -1,7 +1,7 @@
-"""`TreeEngine`: verl's FSDP engine of language models, with each distinct token of a micro-batch computed once.
+"""`TreeEngine`: verl's FSDP engine of language models that computes each distinct token of a micro-batch once.
 
-Imported by the plugin and by nobody else, because it needs verl. Trees are imported when the first batch comes, so that
-processes that only sample never load them.
+Only the plugin imports this file, because it needs verl. Tree code is imported with the first batch, so that processes
+that only sample never load it.
 """
 
 import pickle
@@ -24,29 +24,29 @@ from treering.integrations.verl.verl_settings import OPTIONS, check_batch, check
 
 
 class RowExchange:
-    """Sends rows to the ranks of a plan, and outputs back.
+    """Exchange that sends rows to the ranks of a plan, and outputs back.
 
-    Every rank owns equally many rows, in order, and knows the whole plan. All ranks call each method together.
+    Every rank owns the same number of rows, in order, and knows the whole plan. All ranks call each method together.
     """
 
     def __init__(self, rank_of_row: Int64Array, group: dist.ProcessGroup, device: Any) -> None:
-        """`rank_of_row`: int64 [B], of the rows of all ranks; bytes go over `device`, which the group can send from."""
+        """Plan with `rank_of_row`, int64 [B] over the rows of all ranks; send bytes over `device`."""
         self._group, self._device = group, device
         size, own = dist.get_world_size(group), dist.get_rank(group)
         by_owner = rank_of_row.reshape(size, -1)
         self._sent = [np.flatnonzero(by_owner[own] == rank).tolist() for rank in range(size)]
         """Own rows that each rank computes."""
         self._num_received = (by_owner == own).sum(1).tolist()
-        """Rows of each rank that this one computes."""
+        """Number of each rank's rows that this one computes."""
 
     def there(self, data: Any) -> Any:
-        """The rows that this rank computes, by owner, from the rows that it owns: a TensorDict for a TensorDict."""
+        """Send this rank's rows; return those that it computes, by owner, as a TensorDict."""
         data = data.to("cpu")
         parts = [tu.index_select_tensor_dict(data, rows) if rows else None for rows in self._sent]
         return tu.concat_tensordict([part for part in self._swapped(parts) if part is not None])
 
     def back(self, outputs: dict[str, Any]) -> dict[str, Any]:
-        """Outputs of the rows that this rank owns, in their order, from those that it computed: nested tensors."""
+        """Send computed outputs back; return those of the rows that this rank owns, in order, as nested tensors."""
         ends = np.cumsum(self._num_received)
         rows = {name: [row.cpu() for row in value.unbind()] for name, value in outputs.items()}
         parts = [
@@ -62,7 +62,7 @@ class RowExchange:
         }
 
     def _swapped(self, parts: Sequence[Any]) -> list[Any]:
-        """What each rank sends to this one, where it sends `parts[rank]` to each."""
+        """Send `parts[rank]` to each rank, and return what each rank sends to this one."""
         blobs = [torch.frombuffer(bytearray(pickle.dumps(part)), dtype=torch.uint8) for part in parts]
         sizes = torch.tensor([blob.numel() for blob in blobs], device=self._device)
         incoming = torch.empty_like(sizes)
@@ -76,12 +76,12 @@ class RowExchange:
 def plan_exchange(
     own: tuple[Sequence[Int32Array], Sequence[Hashable]] | None, group: dist.ProcessGroup, device: Any
 ) -> RowExchange | None:
-    """The exchange that makes groups whole, the same on all ranks; None if every row stays.
+    """Return the exchange that makes groups whole, the same on all ranks; None if every row stays.
 
     Args:
-        own: token ids and group of each row of this rank; None if it keeps its rows, as then all ranks do.
+        own: token ids and group of each row of this rank; None keeps all rows of all ranks in place.
         group: of the ranks, which all call this together.
-        device: see `RowExchange`.
+        device: device that the group can send from.
     """
     from treering.integrations.verl.row_groups import dealt_rows, share_rows
     from treering.tree.forest import Forest
@@ -99,7 +99,7 @@ def plan_exchange(
 
 
 def prompts_of(data: Any) -> list[Hashable]:
-    """What groups rows: the prompt's tokens, and in supervised training nothing, so that each row is its own."""
+    """Return the group of each row: its prompt's tokens, or in supervised training the row itself."""
     prompts = data.get("prompts", None)
     if prompts is None:
         return list(range(len(data)))
@@ -107,29 +107,29 @@ def prompts_of(data: Any) -> list[Hashable]:
 
 
 class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
-    """Trains as verl's own FSDP2 engine does: same losses, same gradients, fewer tokens computed.
+    """Engine that trains as verl's own FSDP2 engine does, with the same gradients but fewer computed tokens.
 
-    verl's loss functions get log-probabilities and entropies in the layout they know. Micro-batches are planned by
-    distinct tokens, with rows of a prompt together: `ppo_max_token_len_per_gpu` counts distinct tokens. Ranks swap rows
-    first where verl has dealt a group to several of them, unless `TREERING_VERL_GROUPS=as_dealt`.
+    verl's loss functions get log-probabilities and entropies in their usual layout. Micro-batches are planned by
+    distinct tokens, with rows of a prompt together: `ppo_max_token_len_per_gpu` counts distinct tokens. If verl dealt a
+    group to several ranks, they first swap rows, unless `TREERING_VERL_GROUPS=as_dealt`.
 
     Raises:
-        UnsupportedError: a setting or model that would not be exact; names it and what to write.
-        ConfigError: `TREERING_VERL_GROUPS` is none of its values.
+        UnsupportedError: a setting or model that would not be exact; names it and what to set.
+        ConfigError: an unknown value of `TREERING_VERL_GROUPS`.
     """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        """As verl's engine; refuses before anything is loaded."""
+        """Create verl's engine; refuse unsupported settings before anything is loaded."""
         if get_device_name() not in ("cuda", "cpu"):
             raise UnsupportedError(
-                f"the tree engine has no attention for {get_device_name()} devices: leave VERL_ENGINE_VENDOR out"
+                f"the tree engine has no attention for {get_device_name()} devices: unset VERL_ENGINE_VENDOR"
             )
         check_settings(model_config, engine_config)
         self._keeps_groups = grouping() != "as_dealt"
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def initialize(self) -> None:
-        """Builds the model as verl does, and refuses one that would not be exact."""
+        """Build the model as verl does, and refuse one that would not be exact."""
         from treering.model.context import tree_attention
 
         super().initialize()
@@ -140,7 +140,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """Verl's contract: a batch in, outputs in the order of its rows, losses and metrics of each micro-batch."""
+        """Run a batch by verl's contract: return outputs in the order of rows, and losses and metrics."""
         names = (*OPTIONS, "global_batch_size")
         check_batch({name: tu.get_non_tensor_data(data, key=name, default=None) for name in names}, loss_function)
         check_rows(data["position_ids"], tu.get(data, "multi_modal_inputs"))
@@ -166,7 +166,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return output
 
     def forward_step(self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool) -> Any:
-        """Verl's contract: a micro-batch in, its loss and what is reported of it."""
+        """Run a micro-batch by verl's contract: return its loss, outputs and metrics."""
         micro_batch = micro_batch.to(get_device_id())
         with self._autocast():
             model_output, ratio = self._tree_outputs(micro_batch)
@@ -186,7 +186,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return output  # type: ignore[no-any-return]
 
     def _around(self, forward_only: bool, is_last: bool) -> AbstractContextManager[Any]:
-        """No gradients, or gradients that are reduced over ranks as verl's setting says."""
+        """Return a context without gradients, or one that reduces them over ranks by verl's settings."""
         if forward_only:
             return torch.no_grad()
         return self._gradient_sync_context(is_last_micro_batch=is_last)  # type: ignore[no-any-return]
@@ -196,13 +196,13 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
 
     def _assign_totals(self, data: Any) -> None:
-        """Tells the loss the tokens of the whole batch, over all ranks, and their number, by which FSDP averages."""
+        """Set the batch's token count over all ranks, and the number of ranks, by which FSDP averages, for the loss."""
         num_tokens = data["loss_mask"].sum().to(get_device_id())
         dist.all_reduce(num_tokens, group=self.get_data_parallel_group())
         tu.assign_non_tensor(data, batch_num_tokens=num_tokens.item(), dp_size=self.get_data_parallel_size())
 
     def _exchange(self, data: Any) -> RowExchange | None:
-        """Where rows go so that groups are whole; None if all stay."""
+        """Return the exchange that makes groups whole; None if all rows stay."""
         group = self.get_data_parallel_group()
         if dist.get_world_size(group) == 1:
             return None
@@ -210,7 +210,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return plan_exchange((_rows(data), prompts_of(data)) if is_wanted else None, group, get_device_id())
 
     def _micro_batches(self, data: Any) -> list[list[int]]:
-        """Rows of each micro-batch, equally many micro-batches on every rank."""
+        """Return the rows of each micro-batch; every rank gets the same number of micro-batches."""
         from treering.integrations.verl.row_groups import plan_rows, split_rows
 
         is_dynamic = tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True)
@@ -222,7 +222,7 @@ class TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         return split_rows(planned, int(most))
 
     def _tree_outputs(self, micro_batch: Any) -> tuple[dict[str, Any], float]:
-        """Log-probabilities, and entropies if asked for, as nested tensors; and flat tokens per computed one."""
+        """Return log-probabilities and requested entropies as nested tensors, and flat tokens per computed token."""
         from treering.integrations.verl.scoring import score_rows_once
 
         forest = _forest(micro_batch)
@@ -248,14 +248,14 @@ def _rows(data: Any) -> list[Int32Array]:
 
 
 def _temperatures(data: Any) -> list[float]:
-    """Of each row; at least 1e-8, as in verl."""
+    """Return the temperature of each row, at least 1e-8 as in verl."""
     temperature = data["temperature"]
     given = temperature.tolist() if isinstance(temperature, torch.Tensor) else [float(temperature)] * len(data)
     return [max(value, 1e-8) for value in given]
 
 
 def _in_order(output: dict[str, Any], micro_batches: Sequence[Sequence[int]], data: Any) -> dict[str, Any]:
-    """Outputs in the order of the batch's rows, which verl restores itself only where its own batching is dynamic."""
+    """Return outputs in the order of the batch's rows; verl itself restores it only for dynamic batching."""
     if tu.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
         return output
     restored = {name: restore_dynamic_batch(values, micro_batches) for name, values in output["model_output"].items()}

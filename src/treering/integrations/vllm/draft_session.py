@@ -1,4 +1,4 @@
-"""The drafter of one vLLM worker with its history: made after the worker has started, as it needs numba."""
+"""Drafter of one vLLM worker and its history; created after the worker has started, because it needs numba."""
 
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -21,25 +21,24 @@ from treering.types import PromptId, hash_of_prompt
 
 
 class PromptTable:
-    """Prompts by their tokens; finds the longest one that a row begins with.
+    """Table of prompts by their tokens; finds the longest prompt that a row begins with.
 
     Example: with the prompts [5, 6] as "q" and [5, 6, 7, 8] as "r", the row [5, 6, 7, 8, 9] begins with "r" and
     [5, 6, 7, 9] with "q".
     """
 
     def __init__(self) -> None:
-        """Holds no prompts."""
         self._ids: dict[int, dict[str, PromptId]] = {}
 
     def add(self, tokens: Int32Array, prompt_id: PromptId) -> None:
-        """Adds a prompt, int32 [P] with P >= 1, or gives it another id."""
+        """Add a prompt, int32 [P] with P >= 1, or change its id."""
         self._ids.setdefault(tokens.size, {})[hash_of_prompt(tokens)] = prompt_id
 
     def find(self, tokens: Int32Array, history: Container[PromptId]) -> tuple[PromptId, int]:
-        """The prompt that a context int32 [L], L >= 1, begins with, and its number of tokens.
+        """Return the prompt that a context int32 [L], L >= 1, begins with, and its number of tokens.
 
-        A whole context that history knows by its hash comes first, then the longest prompt of the table. A context
-        that begins with none is a prompt itself, and joins the table under its hash.
+        A whole context that history knows by its hash comes first, then the table's longest prompt. A context that
+        begins with neither is a prompt itself, and joins the table under its hash.
         """
         whole = hash_of_prompt(tokens)
         found = (whole, int(tokens.size)) if whole in history else self._longest(tokens)
@@ -50,7 +49,7 @@ class PromptTable:
         return found
 
     def _longest(self, tokens: Int32Array) -> tuple[PromptId, int] | None:
-        """The longest prompt of the table that the tokens begin with; hashes each token once."""
+        """Return the table's longest prompt that the tokens begin with; hashes each token once."""
         found, done = None, 0
         hashed = blake2b(digest_size=8)
         for size in sorted(size for size in self._ids if size <= tokens.size):
@@ -68,14 +67,14 @@ _Print = tuple[int, bytes, bytes]
 
 
 class ContentRows:
-    """Gives each row the name that it had in the step before, wherever it was then.
+    """Names of rows that follow them from step to step, wherever the batch puts them.
 
-    A row goes on with an earlier one if it has its tokens: as many, the same newest ones, and the same ones at equal
-    distances. Rows with the same tokens are interchangeable.
+    A row continues an earlier one if it has its tokens: the same count, the same newest tokens, and the same tokens at
+    equal distances. Rows with the same tokens are interchangeable.
     """
 
     def __init__(self, requests: RequestDrafter, prompts: PromptTable) -> None:
-        """Adds rows to `requests` and removes them when they leave."""
+        """Add rows to `requests`, and remove them when they leave."""
         self._requests, self._prompts = requests, prompts
         self._names: list[str] = []
         self._prints: list[_Print] = []
@@ -88,13 +87,13 @@ class ContentRows:
         num_tokens: NDArray[np.integer[Any]],
         history: Container[PromptId],
     ) -> list[str]:
-        """Names of the B rows of a step.
+        """Return the names of the B rows of a step.
 
         Args:
             sampled: B lists of the tokens that each row gained, [] while its prompt is being prefilled.
-            tokens: int32 [>= B, L], prompt and rollout so far of each.
-            num_tokens: [>= B], of each, the sampled ones included.
-            history: ids of prompts that are known.
+            tokens: int32 [>= B, L], prompt and rollout so far.
+            num_tokens: [>= B], tokens of each row, including the sampled ones.
+            history: ids of known prompts.
         """
         sizes = num_tokens[: len(sampled)].tolist()
         before = [size - len(new) for size, new in zip(sizes, sampled, strict=True)]
@@ -105,7 +104,7 @@ class ContentRows:
         return found
 
     def _continued(self, prints: Sequence[_Print]) -> list[str]:
-        """The name of each row that was in the step before, else an empty one."""
+        """Return each row's name from the previous step, or an empty string."""
         names = [""] * len(prints)
         for b, (old, new) in enumerate(zip(self._prints, prints, strict=False)):
             if old == new:
@@ -119,7 +118,7 @@ class ContentRows:
         return [name or (moved[new].pop() if moved.get(new) else "") for name, new in zip(names, prints, strict=True)]
 
     def _add(self, context: Int32Array, history: Container[PromptId]) -> str:
-        """A new row's name. Its context is its prompt, or begins with it where a rollout was preempted."""
+        """Add a new row and return its name; its context is its prompt, or, if it was preempted, begins with it."""
         name = str(self._num_named)
         self._num_named += 1
         prompt_id, size = self._prompts.find(context, history) if context.size else ("", 0)
@@ -128,7 +127,7 @@ class ContentRows:
 
 
 def _print_of(line: Int32Array, size: int) -> _Print:
-    """What tells the first `size` tokens of a line from others."""
+    """Return a fingerprint of the first `size` tokens of a line."""
     newest, spread = line[max(0, size - _NUM_NEWEST) : size], line[: size : size // _NUM_SPREAD + 1]
     return size, newest.tobytes(), spread.tobytes()
 
@@ -137,29 +136,29 @@ _NO_END = np.iinfo(np.int64).max
 
 
 class RunnerRows:
-    """Takes the names of rows from the runner's batch, adds new requests and removes those that ended.
+    """Names of rows from the runner's batch; adds new requests and removes those that ended.
 
-    A request that says what it continues (`request_args`) is known by that, others by their prompt's tokens.
+    A request with an identity (`request_args`) is known by it, others by their prompt's tokens.
 
     Attributes:
-        ends: int64 [B], the number of tokens at which each row of the latest step ends at the latest.
-        first_ends: int64 [B], the number at which its stop tokens may end it at the earliest, by its `min_tokens`.
+        ends: int64 [B], number of tokens at which each row of the latest step ends at the latest.
+        first_ends: int64 [B], number of tokens from which its stop tokens may end it, by its `min_tokens`.
     """
 
     def __init__(self, requests: RequestDrafter, prompts: PromptTable) -> None:
-        """Adds requests to `requests`."""
+        """Add requests to `requests`."""
         self._requests, self._prompts = requests, prompts
         self._names: list[str] = []
         self.ends: Int64Array = np.zeros(0, np.int64)
         self.first_ends: Int64Array = np.zeros(0, np.int64)
 
     def names(self, runner: Any, scheduler_output: Any, history: Container[PromptId]) -> list[str]:
-        """Names of the B rows of a step.
+        """Return the names of the B rows of a step.
 
         Args:
             runner: vLLM's `GPUModelRunner`.
             scheduler_output: of the step.
-            history: ids of prompts that are known.
+            history: ids of known prompts.
         """
         batch = runner.input_batch
         names: list[str] = batch.req_ids
@@ -190,38 +189,38 @@ class RunnerRows:
 
 
 def _end_of(request: Any) -> int:
-    """Tokens at which a request ends by its `max_tokens`."""
+    """Return the number of tokens at which a request ends by its `max_tokens`."""
     most = None if request.sampling_params is None else request.sampling_params.max_tokens
     return _NO_END if most is None else int(request.num_prompt_tokens + most)
 
 
 def _first_end_of(request: Any) -> int:
-    """Tokens from which on a request may stop by its `min_tokens`."""
+    """Return the number of tokens from which a request may stop by its `min_tokens`."""
     least = None if request.sampling_params is None else request.sampling_params.min_tokens
     return int(request.num_prompt_tokens + least) if least else 0
 
 
 class DraftSession:
-    """Drafts for a worker's steps.
+    """Drafter for a worker's steps.
 
     Attributes:
-        requests: the drafter by request.
-        folder: of the store, absolute; None without one.
-        history: the store's folder as it is read; None without one.
-        num_steps: steps that were asked for drafts, those that did not look for any included.
-        num_rows: their rows, summed up.
+        requests: drafter by request.
+        folder: absolute path of the store; None without one.
+        history: reader of the store's folder; None without one.
+        num_steps: steps that asked for drafts, including those that skipped the search.
+        num_rows: total of their rows.
         propose_s: seconds that they took.
 
     Example: `DraftSession(read_settings(), max_draft=16, max_model_len=4096, vocab_size=151936)`.
     """
 
     def __init__(self, settings: PluginSettings, *, max_draft: int, max_model_len: int, vocab_size: int) -> None:
-        """Opens the history and compiles the drafter.
+        """Open the history and compile the drafter.
 
         Args:
             settings: of the plugin.
-            max_draft: tokens of a draft, at most.
-            max_model_len: tokens of a context, at most.
+            max_draft: most tokens of a draft.
+            max_model_len: most tokens of a context.
             vocab_size: of the model.
 
         Raises:
@@ -246,7 +245,7 @@ class DraftSession:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts with history."""
+        """Number of prompts with history."""
         return len(self._source.snapshot)
 
     def propose(
@@ -256,13 +255,13 @@ class DraftSession:
         tokens: Int32Array,
         step: tuple[Any, Any] | None,
     ) -> list[list[int]]:
-        """Drafts for each row of a step.
+        """Return drafts for each row of a step.
 
         Args:
             sampled: B lists of the tokens that each row gained.
-            num_tokens: [>= B], of each context, the sampled ones included.
+            num_tokens: [>= B], tokens of each context, including the sampled ones.
             tokens: int32 [>= B, L], the contexts.
-            step: the runner and its scheduler output; None where only the contract is known.
+            step: the runner and its scheduler output; None if only the documented contract is known.
         """
         began = time.perf_counter()
         history = self._source.snapshot
@@ -280,7 +279,7 @@ class DraftSession:
         return lists
 
     def start_anew(self) -> None:
-        """Forgets all rows, as after an error; what was learnt and counted stays."""
+        """Forget all rows after an error; keep calibration and counts."""
         before = self.requests
         before.drafter.load_state(before.drafter.state())
         self.requests = RequestDrafter(before.drafter, vocab_size=before.vocab_size)
@@ -288,7 +287,7 @@ class DraftSession:
         self._forget_rows()
 
     def close(self) -> None:
-        """Ends the thread that reads the history."""
+        """End the thread that reads the history."""
         if self.history is not None:
             self.history.close()
 
@@ -297,10 +296,10 @@ class DraftSession:
         self._by_runner = RunnerRows(self.requests, self.prompts)
 
     def _next_ends(self, num_tokens: NDArray[np.integer[Any]]) -> Int64Array:
-        """Tokens up to which each row's drafts may go: where it ends, or where its `min_tokens` first let it stop.
+        """Return the length that each row's drafts may reach: its end, or where `min_tokens` first lets it stop.
 
-        vLLM masks stop tokens of the token after a draft by the row's length before the draft, so a draft that passed
-        `min_tokens` would keep the row from stopping there.
+        vLLM masks the stop tokens of the token after a draft by the row's length before the draft, so a draft that
+        passed `min_tokens` would keep the row from stopping there.
         """
         first, ends = self._by_runner.first_ends, self._by_runner.ends
         return np.where(num_tokens[: first.size] < first, np.minimum(first, ends), ends)
@@ -308,7 +307,7 @@ class DraftSession:
     def _limits(
         self, sampled: Sequence[Sequence[int]], num_tokens: NDArray[np.integer[Any]], ends: Int64Array | None
     ) -> Int64Array:
-        """Tokens to draft for each row at most: what fits before its end, none while its prompt is being prefilled.
+        """Return the most tokens to draft for each row: what fits before its end, 0 while its prompt is prefilled.
 
         A step computes the row's newest token and its drafts, and gains one token more than it accepts.
         """
@@ -320,29 +319,29 @@ class DraftSession:
 
 
 class DraftGate:
-    """Lets every step look for drafts while they gain enough, and else one in 16 until they do or history is news.
+    """Gate that lets every step search for drafts while they gain enough, else one step in 16.
 
-    A step with drafts costs vLLM more than one without, however few rows have one.
+    A step with drafts costs vLLM more than one without, even if only few rows have one. New history opens the gate.
 
-    Example: with a `min_gain` of 1/16, 64 rows must gain 4 tokens a look. If they gain none, 8 steps look at first,
-    then 15 do not, one does, and so on.
+    Example: with a `min_gain` of 1/16, 64 rows must gain 4 tokens per search. If they gain none, 8 steps search at
+    first, then 15 do not, one does, and so on.
     """
 
     def __init__(self, min_gain: float) -> None:
-        """Demands so many accepted tokens a row and look; 0 lets every step look."""
+        """Require `min_gain` accepted tokens per row and search; 0 lets every step search."""
         self._min_gain = min_gain
         self._history: Mapping[PromptId, PromptIndex] | None = None
         self._num_rows = self._num_accepted = 0
 
     def is_due(self, history: Mapping[PromptId, PromptIndex]) -> bool:
-        """Whether this step looks, in this history; counts the step."""
+        """Count a step; return whether it searches in this history."""
         if history is not self._history:
-            # The price of a row is in tokens, too.
+            # Row prices are in tokens too.
             self._history, self._gate = history, GainGate(np.zeros(3), self._min_gain)
         return self._gate.is_due()
 
     def note(self, num_rows: int, num_accepted: int) -> None:
-        """Takes the rows of a look, and all tokens that looks before it have gained."""
+        """Record the rows of a search, and the total tokens accepted before it."""
         self._gate.note(self._num_rows, num_accepted - self._num_accepted, 1.0)
         self._num_rows, self._num_accepted = num_rows, num_accepted
 
@@ -350,26 +349,26 @@ class DraftGate:
 def record(
     store: HistoryStore, outputs: Iterable[Any], version: int, *, prompt_ids: Sequence[PromptId] | None = None
 ) -> None:
-    """Adds the tokens of vLLM's outputs to a history, for its next `publish`.
+    """Add the tokens of vLLM's outputs to a history, for its next `publish`.
 
     Args:
-        store: of the folder that `TREERING_HISTORY` names.
+        store: store in the folder that `TREERING_HISTORY` names.
         outputs: vLLM's `RequestOutput` records, as `LLM.generate` returns them.
-        version: of the policy that sampled them, >= 0.
-        prompt_ids: of each output, as its `request_args` named it; None takes hashes of the prompts' tokens, by which
-            the drafter finds requests that have no `request_args`.
+        version: policy version that sampled them, >= 0.
+        prompt_ids: id of each output, as in its `request_args`; None: hashes of the prompts' tokens, by which the
+            drafter finds requests without `request_args`.
 
     Raises:
-        InputError: another number of ids than of outputs, or one without its prompt's tokens.
+        InputError: the numbers of ids and outputs differ, or an output has neither an id nor its prompt's tokens.
 
     Example: `record(store, llm.generate(prompts, sampling), version=3)`, then `store.publish()`.
     """
     found = list(outputs)
     if prompt_ids is not None and len(prompt_ids) != len(found):
-        raise InputError(f"each output has a prompt_id, got {len(prompt_ids)} for {len(found)} outputs; pair them")
+        raise InputError(f"each output needs a prompt_id, got {len(prompt_ids)} for {len(found)} outputs")
     for number, output in enumerate(found):
         if prompt_ids is None and not output.prompt_token_ids:
-            raise InputError("a prompt without token ids, as of embeddings, has no hash; pass its prompt_ids")
+            raise InputError("a prompt of embeddings has no token ids to hash; pass prompt_ids")
         prompt_id = hash_of_prompt(output.prompt_token_ids) if prompt_ids is None else prompt_ids[number]
         rollouts = [np.asarray(completion.token_ids, np.int32) for completion in output.outputs]
         store.add(prompt_id, rollouts, version)

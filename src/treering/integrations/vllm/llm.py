@@ -1,4 +1,4 @@
-"""The LLM that a run samples with: made in processes that end with this one, checked, and given new weights."""
+"""Create, check and update the LLM that a run samples with, in processes that end with this one."""
 
 import copy
 import multiprocessing
@@ -33,40 +33,40 @@ from treering.types import is_count
 EXTENSION = "treering.integrations.vllm.WorkerExtension"
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers")
 Verification = Literal["rejection", "exact"]
-"""rejection: vLLM's own; the distribution is right, and other drafts give other tokens. exact: a drafted position draws
-from its row's generator, as a pass without drafts would, and drafts stay while they equal what is drawn; so tokens do
-not depend on drafts. Only with vLLM's V1 runner on CPU, whose released builds
-have no right rejection sampling above temperature 0."""
+"""rejection: vLLM's own; the distribution is right, but tokens depend on the drafts. exact: a drafted position draws
+from its row's generator, as a pass without drafts would, and a draft is kept while it equals the drawn token, so tokens
+do not depend on drafts. Only for vLLM's V1 runner on CPU, whose released builds sample wrongly by rejection above
+temperature 0."""
 
 
 def check_llm(llm: Any, model: nn.Module) -> None:
-    """Checks that an LLM can sample for a model, and that the engine can update it.
+    """Check that an LLM can sample for a model, and that the engine can update it.
 
     Args:
         llm: a `vllm.LLM`.
         model: a Hugging Face causal language model.
 
     Raises:
-        ConfigError: a setting that would give other log-probs, or none.
-        InputError: the LLM was made for a model of another shape.
-        StateError: the LLM runs requests of someone else.
-        UnsupportedError: a setting that the engine is not made for.
+        ConfigError: a setting that would change or omit log-probs.
+        InputError: the LLM was created for a model of another shape.
+        StateError: the LLM runs other requests.
+        UnsupportedError: a setting that the engine does not support.
     """
     config = llm.llm_engine.vllm_config
     _check_sampling(config)
     _check_extent(config)
     _check_shape(config.model_config.hf_text_config, model)
     if llm.llm_engine.has_unfinished_requests():
-        raise StateError("an engine needs an LLM of its own, and this one runs requests; finish or abort them")
+        raise StateError("an engine needs an idle LLM, but this one runs requests; finish or abort them")
 
 
 def has_extension(config: Any) -> bool:
-    """Whether the LLM's workers answer the calls of `WorkerExtension`."""
+    """Return whether the LLM's workers answer the calls of `WorkerExtension`."""
     return bool(config.parallel_config.worker_extension_cls == EXTENSION)
 
 
 def has_proposer(config: Any) -> bool:
-    """Whether the LLM drafts from history."""
+    """Return whether the LLM drafts from history."""
     speculative = config.speculative_config
     return speculative is not None and speculative.model == PROPOSER
 
@@ -75,22 +75,22 @@ def _check_sampling(config: Any) -> None:
     mode = config.model_config.logprobs_mode
     if mode != "processed_logprobs":
         raise ConfigError(
-            f'log-probs are of the distribution that was sampled, and the LLM has logprobs_mode="{mode}"; make it with '
+            f'log-probs must be of the sampled distribution, but the LLM has logprobs_mode="{mode}"; make it with '
             'LLM(..., logprobs_mode="processed_logprobs")'
         )
     scheduler = config.scheduler_config
     if scheduler.async_scheduling:
         raise UnsupportedError(
-            "VLLMEngine is not made for asynchronous scheduling; make the LLM with LLM(..., async_scheduling=False)"
+            "VLLMEngine does not support asynchronous scheduling; create the LLM with LLM(..., async_scheduling=False)"
         )
     if config.device_config.device_type == "cpu" and scheduler.enable_chunked_prefill:
         raise UnsupportedError(
-            "vLLM's CPU runner fails when the prompt of a request with a seed is computed in parts; make the LLM with "
+            "vLLM's CPU runner cannot compute a seeded request's prompt in parts; create the LLM with "
             "LLM(..., enable_chunked_prefill=False, max_num_batched_tokens=...) of at least max_model_len"
         )
     if has_proposer(config) and not has_extension(config):
         raise ConfigError(
-            "updates refresh the history that vLLM drafts from, which its workers must answer; make the LLM with "
+            "weight updates refresh vLLM's history through its workers; create the LLM with "
             f'LLM(..., worker_extension_cls="{EXTENSION}")'
         )
 
@@ -98,17 +98,17 @@ def _check_sampling(config: Any) -> None:
 def _check_extent(config: Any) -> None:
     if config.parallel_config.world_size != 1:
         raise UnsupportedError(
-            f"VLLMEngine is tested with one worker, and the LLM has {config.parallel_config.world_size}; make it "
+            f"VLLMEngine is tested with one worker, but the LLM has {config.parallel_config.world_size}; create it "
             "without tensor and pipeline parallelism"
         )
     if config.model_config.quantization is not None:
         raise UnsupportedError(
-            f'updates write plain weights, and the LLM has quantization="{config.model_config.quantization}"; make it '
-            "without"
+            f'updates write plain weights, but the LLM has quantization="{config.model_config.quantization}"; create '
+            "it without quantization"
         )
     if config.load_config.load_format not in ("auto", "safetensors", "hf"):
         raise UnsupportedError(
-            f'updates come as safetensors, and the LLM has load_format="{config.load_config.load_format}"; make it '
+            f'updates come as safetensors, but the LLM has load_format="{config.load_config.load_format}"; create '
             'with load_format="auto"'
         )
 
@@ -119,45 +119,45 @@ def _check_shape(own: Any, model: nn.Module) -> None:
         here, there = getattr(own, name, None), getattr(trained.config.get_text_config(), name, None)
         if here != there:
             raise InputError(
-                f"an LLM samples for the model that is trained, and its {name} is {here} where the model's is {there}; "
-                "make both from the same folder"
+                f"the LLM must have the trained model's shape, but its {name} is {here} and the model's is {there}; "
+                "create both from the same folder"
             )
     if own.tie_word_embeddings and not trained.config.get_text_config().tie_word_embeddings:
         raise InputError(
-            "a head that is trained by itself needs one in vLLM, and the LLM ties it to the embedding; make it from a "
-            "folder with tie_word_embeddings = false"
+            "the model's head is trained separately, but the LLM ties it to the embedding; create it from a folder "
+            "with tie_word_embeddings = false"
         )
 
 
 def check_engine_settings(config: Any, *, max_batch: object, truncated: object, version: object, seed: object) -> None:
-    """Checks the settings of a `VLLMEngine`.
+    """Check the settings of a `VLLMEngine`.
 
     Raises:
-        ConfigError: an unknown `truncated`, a number that is none, or more rollouts at a time than the LLM runs.
+        ConfigError: an unknown `truncated`, a value that is not a number, or a batch above the LLM's limit.
     """
     if truncated not in get_args(Truncated):
-        raise ConfigError(f"truncated is one of {', '.join(get_args(Truncated))}, got {truncated!r}; choose one")
+        raise ConfigError(f"truncated must be one of {', '.join(get_args(Truncated))}, got {truncated!r}")
     if not is_count(version, least=0):
-        raise ConfigError(f"version of an engine is a whole number, at least 0, got {version!r}; correct it")
+        raise ConfigError(f"version of an engine must be a whole number >= 0, got {version!r}")
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ConfigError(f"seed of an engine is a whole number, got {seed!r}; correct it")
+        raise ConfigError(f"seed of an engine must be a whole number, got {seed!r}")
     most = config.scheduler_config.max_num_seqs
     if max_batch is not None and not (is_count(max_batch, least=1) and max_batch <= most):
         raise ConfigError(
-            f"max_batch is at least 1 and at most the LLM's max_num_seqs, {most}, got {max_batch!r}; correct it, or "
-            "make the LLM with more"
+            f"max_batch must be 1 to the LLM's max_num_seqs, {most}, got {max_batch!r}; lower it, or "
+            "create the LLM with more"
         )
 
 
 def set_verification(llm: Any, verification: str) -> None:
-    """Makes the workers of an LLM verify drafts so; does nothing without drafts.
+    """Set how the workers of an LLM verify drafts; do nothing without drafts.
 
     Raises:
-        ConfigError: an unknown verification, or "exact" for workers that do not answer.
-        UnsupportedError: "exact" on another device or with another vLLM, or "rejection" where vLLM's own is wrong.
+        ConfigError: an unknown verification, or "exact" without `WorkerExtension`.
+        UnsupportedError: "exact" on another device or vLLM version, or "rejection" where vLLM's own is wrong.
     """
     if verification not in get_args(Verification):
-        raise ConfigError(f"verification is one of {', '.join(get_args(Verification))}, got {verification!r}")
+        raise ConfigError(f"verification must be one of {', '.join(get_args(Verification))}, got {verification!r}")
     config = llm.llm_engine.vllm_config
     if config.speculative_config is None:
         return
@@ -165,16 +165,16 @@ def set_verification(llm: Any, verification: str) -> None:
         problems = [problem for problem in llm.collective_rpc("treering_verify", args=(verification,)) if problem]
         if problems:
             other = "exact" if verification == "rejection" else "rejection"
-            raise UnsupportedError(f'verification="{verification}" is wrong here: {problems[0]}; set "{other}"')
+            raise UnsupportedError(f'verification="{verification}" does not work here: {problems[0]}; set "{other}"')
     elif verification == "exact":
         raise ConfigError(
-            'verification="exact" is installed by the LLM\'s workers; make the LLM with '
+            'verification="exact" is installed by the LLM\'s workers; create the LLM with '
             f'LLM(..., worker_extension_cls="{EXTENSION}")'
         )
 
 
 Fingerprint: TypeAlias = tuple[tuple[int, int], ...]
-"""Two sums of each weight's bits: equal for equal weights, and different with all but certainty for others."""
+"""Two sums of each weight's bits: equal for equal weights, and almost certainly different for others."""
 
 _MEMORY = Path("/dev/shm")
 _MAX_FILE_BYTES = 1 << 30
@@ -182,10 +182,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, WeightSource]]:
-    """Each weight by its name in a checkpoint, LoRA to be added; tied weights under each of their names.
+    """Yield each weight by its checkpoint name, with LoRA to be merged; tied weights under each of their names.
 
     Raises:
-        UnsupportedError: an adapter that is no plain LoRA, or experts that Hugging Face holds in one tensor.
+        UnsupportedError: an adapter other than plain LoRA, or experts that Hugging Face holds in one tensor.
 
     Example: a model with tied embeddings yields "model.embed_tokens.weight" and "lm_head.weight".
     """
@@ -203,7 +203,7 @@ def _weights_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, WeightSou
     for name, weight in module.named_parameters(recurse=False):
         if weight.ndim > 2:
             raise UnsupportedError(
-                f"vLLM loads the weights of experts one by one, and {prefix}{name} holds many in one tensor; train a "
+                f"vLLM loads the weights of experts one by one, but {prefix}{name} holds many in one tensor; train a "
                 "dense model, or sample with TorchEngine"
             )
         yield prefix + name, WeightSource(weight)
@@ -212,7 +212,7 @@ def _weights_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, WeightSou
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """Identifies the present weights; takes twice the memory of the largest matrix.
+    """Return a fingerprint of the current weights; needs twice the memory of the largest matrix.
 
     Example: it changes when a single weight does, and when two weights are swapped.
     """
@@ -222,10 +222,10 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 @contextmanager
 def checkpoint_of(model: nn.Module, *, has_tied_head: bool = True) -> Iterator[Path]:
-    """A folder with the model's present weights as safetensors, in memory where there is room; deleted at the end.
+    """Yield a folder with the model's current weights as safetensors, in shared memory if it fits; delete it on exit.
 
-    A head that is tied to the embedding is written for an update, which would leave the old one otherwise. It is left
-    out for a start: vLLM unties a head that it finds, and holds it twice from then on.
+    A head tied to the embedding is written for updates, which would otherwise leave the old one in place. It is
+    dropped for a start (`has_tied_head=False`): vLLM would untie a head that it finds, and hold it twice.
 
     Example: `with checkpoint_of(model) as folder: llm.collective_rpc("reload_weights", kwargs={"weights_path":
     str(folder)})`.
@@ -237,13 +237,13 @@ def checkpoint_of(model: nn.Module, *, has_tied_head: bool = True) -> Iterator[P
 
 
 def _tied_head(model: nn.Module) -> str | None:
-    """The name of the head if it is the embedding's weight."""
+    """Return the name of the head if it is the embedding's weight."""
     config: Any = unwrap(model).model.config
     return "lm_head.weight" if config.get_text_config().tie_word_embeddings else None
 
 
 def _write(weights: Iterable[tuple[str, WeightSource]], folder: Path) -> None:
-    """Writes files of about a gigabyte, so that the copy needs little memory of its own."""
+    """Write files of about a gigabyte, so that the copy needs little memory."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -265,14 +265,14 @@ def _filled(source: WeightSource) -> Tensor:
 
 
 def _place(model: nn.Module) -> Path | None:
-    """Shared memory if it has room; None is the system's folder for temporary files."""
+    """Return shared memory if it has room; None: the system's temporary folder."""
     num_bytes = sum(source.weight.nbytes for _, source in named_weights(model))
     has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 2 * num_bytes
     return _MEMORY if has_room else None
 
 
 def _sums(weight: Tensor) -> tuple[int, int]:
-    # Sums of integers wrap around: they lose nothing to rounding, whatever the order.
+    # Integer sums wrap around, so they lose nothing to rounding in any order.
     bits = weight.reshape(-1).view(_INTEGERS[weight.itemsize])
     places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
     return int(bits.sum(dtype=torch.int64)), int((bits * places).sum())
@@ -290,15 +290,15 @@ for pid, start in zip(sys.argv[1::2], sys.argv[2::2]):
     except OSError:
         pass
 """
-"""Reads until the pipe's other end is gone, then kills each process that is still the one that it was."""
+"""Wait until the pipe's other end closes, then kill each process whose start time still matches."""
 
 
 def end_with_this_process(pids: Iterable[int]) -> subprocess.Popen[bytes] | None:
-    """Starts a small process that kills these when this process has ended, however it did; keep the result.
+    """Start a small process that kills the given ones once this process has ended, however it ended; keep the result.
 
-    Does nothing where there is no /proc, and for processes that have ended.
+    Does nothing where /proc does not exist, and for processes that have ended.
 
-    Example: after SIGKILL to this process, a child that would have lived on is gone too.
+    Example: after SIGKILL of this process, a child that would have lived on is gone too.
     """
     identities = [(str(pid), start) for pid in pids if (start := _start_of(pid)) is not None]
     if not identities:
@@ -310,7 +310,7 @@ def end_with_this_process(pids: Iterable[int]) -> subprocess.Popen[bytes] | None
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks: with its number this identifies it."""
+    """Return when a process started, in kernel ticks; with its id this identifies it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except OSError:
@@ -318,53 +318,53 @@ def _start_of(pid: int) -> str | None:
 
 
 _BLOCK_SIZE = 32
-"""Tokens of keys and values that are allocated at a time; a prompt shares whole blocks only."""
+"""Tokens of keys and values that are allocated at a time; prompts share only whole blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftsInVLLM:
-    """What the drafter inside vLLM is made with."""
+    """Settings of the drafter inside vLLM."""
 
     history: Path
     """Folder of a `HistoryStore`."""
     max_draft: int
-    """Tokens per draft, at most."""
+    """Most tokens per draft."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The lines of the file that `TREERING_VLLM_CONFIG` names."""
+    """Lines of the file that `TREERING_VLLM_CONFIG` names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LLMSettings:
-    """The settings of an LLM; the rest follows from the model.
+    """Settings of an LLM; the rest follows from the model.
 
     Example: `LLMSettings(max_batch=16, max_model_len=512, num_slots=8192, dtype="float32")` holds 16 such rollouts.
     """
 
     max_batch: int
-    """Rollouts that run at one time."""
+    """Rollouts that run at a time."""
     max_model_len: int
-    """Longest prompt and rollout together, in tokens."""
+    """Most tokens of prompt and rollout together."""
     num_slots: int
     """Tokens whose keys and values fit."""
     dtype: str
-    """What vLLM computes in: "float32" or "bfloat16"."""
+    """Number format that vLLM computes in: "float32" or "bfloat16"."""
     max_prefill: int = 512
-    """Prompt tokens per pass, at most; on CPU a prompt is never split, so that a longer one counts."""
+    """Most prompt tokens per pass; on CPU a prompt is never split, so a longer one raises it."""
     num_threads: int | None = None
-    """Threads on CPU; None leaves them to vLLM, which takes every core."""
+    """Threads on CPU; None: vLLM's default, every core."""
     drafts: DraftsInVLLM | None = None
-    """None drafts nothing."""
+    """Drafts from history; None: no drafts."""
 
 
 def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
-    """A `vllm.LLM` for `VLLMEngine`, started with the model's present weights; it ends with this process.
+    """Return a `vllm.LLM` for `VLLMEngine` with the model's current weights; it ends with this process.
 
-    vLLM runs in processes that this one spawns: its CPU worker fails where numba is imported already. They read this
-    process's environment; the variables that are set for them are set back.
+    vLLM runs in spawned processes: its CPU worker fails if numba is already imported. They read this process's
+    environment; variables set for them are restored.
 
     Args:
         model: a Hugging Face causal language model.
-        settings: see `LLMSettings`.
+        settings: of the LLM.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -373,7 +373,7 @@ def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
     own: Any = unwrap(model).model
     with checkpoint_of(model, has_tied_head=False) as folder, environment_with(_variables(settings, folder)):
         config = copy.deepcopy(own.config)
-        # A model that was never saved has no name of its class, and vLLM would take a general one.
+        # A model that was never saved does not name its class, and vLLM would fall back to a generic one.
         config.architectures = [type(own).__name__]
         config.save_pretrained(folder)
         import vllm
@@ -382,7 +382,7 @@ def make_llm(model: nn.Module, settings: LLMSettings) -> Any:
         others = {process.pid for process in multiprocessing.active_children()}
         llm = vllm.LLM(str(folder), **_arguments(own.config, settings, is_cpu=current_platform.is_cpu()))
     started = {process.pid for process in multiprocessing.active_children()} - others
-    # An attribute of the LLM, so that it lives as long.
+    # Keep the guard alive as long as the LLM.
     llm.treering_guard = end_with_this_process(pid for pid in started if pid is not None)
     return llm
 
@@ -415,25 +415,25 @@ def _arguments(config: Any, settings: LLMSettings, *, is_cpu: bool) -> dict[str,
 
 
 def _num_blocks(settings: LLMSettings, num_drafted: int) -> int:
-    """Blocks for the tokens, for the begun block of each rollout with its drafts, and for one that vLLM keeps."""
+    """Return the blocks for the tokens, for each rollout's partial block and drafts, and for one that vLLM reserves."""
     most = max(settings.num_slots, settings.max_model_len)
     return most // _BLOCK_SIZE + settings.max_batch * (2 + num_drafted // _BLOCK_SIZE) + 2
 
 
 def _token_bytes(config: Any, dtype: str) -> int:
-    """Bytes of the keys and values of one token."""
+    """Return the bytes of one token's keys and values."""
     num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * num_heads * head_size * (4 if dtype == "float32" else 2))
 
 
 def _variables(settings: LLMSettings, folder: Path) -> dict[str, str]:
-    """The environment of vLLM's processes; a file that they read at their start goes into the folder."""
+    """Return the environment of vLLM's processes; write the file that they read at their start into the folder."""
     found = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        # Standard output is the run's result.
+        # Standard output is reserved for the run's result.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }

@@ -1,4 +1,4 @@
-"""Requests of the loop as requests of an LLM, the rollouts that run in it, and counts of its passes."""
+"""Translate requests of the loop to requests of an LLM, track running rollouts, and count passes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,42 +14,42 @@ from treering.integrations.vllm.vllm_settings import request_args
 from treering.types import TokenIds
 
 Truncated = Literal["refuse", "recompute"]
-"""What to do with a cut or a penalty, for which vLLM gives no `policy_logprobs`. refuse: `submit` raises. recompute:
-they are NaN, and the trainer computes them itself (`RlOptions.old_logprobs = "recomputed"`)."""
+"""How to treat a cut or penalty, for which vLLM gives no `policy_logprobs`. refuse: `submit` raises. recompute: they
+are NaN, and the trainer computes them (`RlOptions.old_logprobs = "recomputed"`)."""
 
 _LEAST_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this without an error."""
+"""vLLM silently raises lower temperatures to this."""
 
 
 def is_truncated(sampling: Sampling) -> bool:
-    """Whether tokens are drawn from another distribution than the softmax of the logits over the temperature.
+    """Return whether tokens are drawn from a distribution other than the softmax of logits / temperature.
 
-    Example: True with top_k=20, False with a temperature of 0.7 alone.
+    Example: True with top_k=20, False if only the temperature is 0.7.
     """
     return bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0 or sampling.repetition_penalty != 1
 
 
 def check_sampling(sampling: Sampling, *, truncated: Truncated, has_drafts: bool) -> None:
-    """Checks that vLLM samples as these parameters say.
+    """Check that vLLM applies these sampling parameters exactly.
 
     Args:
         sampling: of a request.
-        truncated: see `Truncated`.
+        truncated: how to treat cuts and penalties.
         has_drafts: whether the LLM speculates.
 
     Raises:
-        ConfigError: a temperature that vLLM would change, min_p where it cannot apply it or in another order, or a cut
-            or penalty with truncated="refuse".
+        ConfigError: a temperature that vLLM would change, a min_p that it cannot apply or applies in another order, or
+            a cut or penalty with truncated="refuse".
 
     Example: temperature 0.001 is refused, because vLLM would sample at 0.01.
     """
     if sampling.temperature < _LEAST_TEMPERATURE:
         raise ConfigError(
-            f"vLLM samples at temperature {_LEAST_TEMPERATURE} or more, got {sampling.temperature}; for the likeliest "
-            "token set top_k=1"
+            f"vLLM samples at temperature {_LEAST_TEMPERATURE} or more, got {sampling.temperature}; for greedy "
+            "decoding set top_k=1"
         )
     if sampling.min_p > 0 and has_drafts:
-        raise ConfigError(f"vLLM has no min_p beside drafts, got min_p={sampling.min_p}; set it to 0, or draft nothing")
+        raise ConfigError(f"vLLM cannot apply min_p with drafts, got min_p={sampling.min_p}; set it to 0")
     if sampling.min_p > 0 and sampling.top_p < 1:
         raise ConfigError(
             f"vLLM cuts by min_p before top_p, which gives another distribution, got min_p={sampling.min_p} and "
@@ -57,17 +57,16 @@ def check_sampling(sampling: Sampling, *, truncated: Truncated, has_drafts: bool
         )
     if truncated == "refuse" and is_truncated(sampling):
         raise ConfigError(
-            "vLLM gives one log-prob per token, of what it sampled, so policy_logprobs need top_k, top_p, min_p and "
+            "vLLM returns one log-prob per token, as sampled, so policy_logprobs need top_k, top_p, min_p and "
             f"repetition_penalty to change nothing, got {_cuts(sampling)}; remove them, or let the trainer compute "
             'policy_logprobs with truncated="recompute"'
         )
 
 
 def noise_seed(seed: int, key: RolloutKey, start: int) -> int:
-    """The seed of a request's generator in vLLM: 63 bits of a hash.
+    """Return the seed of a request's generator in vLLM: 63 bits of a hash.
 
-    `start` is the number of tokens that the rollout has: what continues it must not draw the noise of its beginning
-    again.
+    `start` is the number of tokens that the rollout already has, so that its continuation draws fresh noise.
 
     Example: equal arguments give equal seeds; the prompt ids 1 and "1" give different ones.
     """
@@ -76,23 +75,23 @@ def noise_seed(seed: int, key: RolloutKey, start: int) -> int:
 
 
 def sampling_params(request: Request, *, num_tokens: int, vocab_size: int, seed: int, names_prompt: bool) -> Any:
-    """VLLM's `SamplingParams` of a request.
+    """Return vLLM's `SamplingParams` of a request.
 
     Args:
-        request: passed `check_sampling`.
-        num_tokens: tokens that the rollout has already.
-        vocab_size: stop tokens beyond it are left out: no one can sample them, and vLLM refuses them.
+        request: must have passed `check_sampling`.
+        num_tokens: tokens that the rollout already has.
+        vocab_size: stop tokens beyond it are dropped: they cannot be sampled, and vLLM refuses them.
         seed: of the engine.
-        names_prompt: tell the drafter inside vLLM the prompt and the draw.
+        names_prompt: whether to pass the prompt id and the draw to the drafter inside vLLM.
 
     Raises:
-        InputError: see `request_args`.
+        InputError: a prompt id or draw that `request_args` refuses.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
-    # The history of an episode's calls has whole episodes, so none of a call's context is before them.
+    # The history of an episode's calls stores whole episodes, so a call's context counts as generated.
     given = int(request.prompt.size) if num_tokens else None
     num_prompt = given if request.call is None else 0
     return SamplingParams(
@@ -105,7 +104,7 @@ def sampling_params(request: Request, *, num_tokens: int, vocab_size: int, seed:
         stop_token_ids=[int(token) for token in sampling.stop_tokens if token < vocab_size],
         seed=noise_seed(seed, request.key, num_tokens),
         logprobs=0,
-        # Only the request's own stop tokens end a rollout, and only the engine reads text.
+        # Only the request's own stop tokens end a rollout, and only the engine decodes text.
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -116,7 +115,7 @@ def sampling_params(request: Request, *, num_tokens: int, vocab_size: int, seed:
 
 
 def check_length(request: Request, max_model_len: int) -> None:
-    """Refuses a request whose rollout would be cut short by the LLM's longest sequence.
+    """Refuse a request whose rollout would exceed the LLM's longest sequence.
 
     Raises:
         InputError: prompt and max_tokens do not fit.
@@ -127,7 +126,7 @@ def check_length(request: Request, max_model_len: int) -> None:
     if needed > max_model_len:
         raise InputError(
             f"a prompt of {request.prompt.size} tokens with max_tokens={request.sampling.max_tokens} needs "
-            f"max_model_len={needed}, and the LLM has {max_model_len}; raise it, or shorten either"
+            f"max_model_len={needed}, but the LLM has {max_model_len}; raise it, or shorten either"
         )
 
 
@@ -139,42 +138,42 @@ def _cuts(sampling: Sampling) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningRollout:
-    """A request of vLLM: it lives under one policy version, so that all its tokens have that one.
+    """Running vLLM request. It belongs to one policy version, which all its tokens get.
 
-    Example: a rollout of 5 tokens that an update interrupts ends with `start.num_tokens` 0 and 5 new tokens, and
-    another one begins with a `start` of 5 tokens and the next version.
+    Example: a rollout that an update interrupts after 5 tokens ends with `start.num_tokens` 0 and 5 new tokens; another
+    one begins with a `start` of 5 tokens and the next version.
     """
 
     request: Request
     vllm_id: str
     version: int
     start: Rollout
-    """What the rollout was when vLLM got it."""
+    """Rollout as it was when vLLM got the request."""
     has_policy_logprobs: bool
-    """Whether the log-probs that vLLM gives are those of the policy."""
+    """Whether vLLM's log-probs are those of the policy."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return self.start.num_tokens + len(self.tokens)
 
     def extend(self, completion: Any) -> int:
-        """Adds the new tokens of a vLLM `CompletionOutput`; returns how many.
+        """Add the new tokens of a vLLM `CompletionOutput`; return how many.
 
         Raises:
-            StateError: vLLM failed, or sampled under other weights than the engine's.
+            StateError: vLLM failed, or sampled under weights other than the engine's.
         """
         if completion.finish_reason not in (None, "stop", "length"):
             raise StateError(
-                f"vLLM ended the rollout {self.request.key} with {completion.finish_reason!r} on its own; read its log"
+                f"vLLM ended the rollout {self.request.key} with {completion.finish_reason!r} by itself; read its log"
             )
         spans = completion.weight_versions or ()
         if any(span.version != str(self.version) for span in spans):
             raise StateError(
-                f"the rollout {self.request.key} was sampled under version {self.version}, and vLLM names "
-                f"{[span.version for span in spans]}; let the engine alone update this LLM's weights"
+                f"the rollout {self.request.key} was sampled under version {self.version}, but vLLM reports "
+                f"{[span.version for span in spans]}; let only the engine update this LLM's weights"
             )
         new = [int(token) for token in completion.token_ids]
         self.tokens += new
@@ -182,7 +181,7 @@ class RunningRollout:
         return len(new)
 
     def cut_at_stop(self, num_new: int, decode: Decode) -> bool:
-        """Whether one of the last `num_new` tokens completes a stop string; drops the tokens after it."""
+        """Drop the tokens after a stop string that one of the last `num_new` tokens completes; return if one did."""
         strings = self.request.sampling.stop_strings
         if not strings or not num_new:
             return False
@@ -195,13 +194,13 @@ class RunningRollout:
         return True
 
     def _tail(self, size: int) -> TokenIds:
-        """At most so many of the last tokens of the turn that the request samples."""
+        """Return at most `size` of the last tokens of the turn that the request samples."""
         new = self.tokens[-size:]
         first = max(turn_start(self.request.so_far), self.start.num_tokens - (size - len(new)))
         return np.concatenate([self.start.tokens[first:], np.array(new, np.int32)])
 
     def rollout(self, reason: FinishReason) -> Rollout:
-        """The rollout with its tokens so far."""
+        """Return the rollout with its tokens so far."""
         before, num_new = self.start, len(self.tokens)
         logprobs = np.array(self.logprobs, np.float64)
         policy_logprobs = logprobs if self.has_policy_logprobs else np.full(num_new, np.nan)
@@ -218,26 +217,25 @@ class RunningRollout:
 
 
 class Counts:
-    """The counts of one engine.
+    """Counts of one engine.
 
     Example: a pass that gives three rollouts 2, 1 and 1 tokens adds 1 forward, 3 rows and 4 sampled tokens.
     """
 
     def __init__(self) -> None:
-        """All counts are 0."""
         self._counts = dict.fromkeys(EngineStats.__slots__, 0)
 
     @property
     def stats(self) -> EngineStats:
-        """The counts so far."""
+        """Counts so far."""
         return EngineStats(**self._counts)
 
     def note_pass(self, outputs: Sequence[Any]) -> None:
-        """Counts a pass by its outputs, vLLM's `RequestOutput` records of running rollouts."""
+        """Count a pass by its outputs, vLLM's `RequestOutput` records of running rollouts."""
         self._counts["num_forwards"] += bool(outputs)
 
     def note_row(self, output: Any, num_new: int, *, is_first: bool) -> None:
-        """Counts a row of a pass with so many new tokens, the first ones of its request or not."""
+        """Count a row of a pass with its new tokens; `is_first` if they are the request's first."""
         self._counts["num_rows"] += num_new > 0
         self._counts["num_sampled"] += num_new
         if is_first and num_new:

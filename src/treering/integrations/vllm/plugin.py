@@ -1,6 +1,6 @@
-"""What runs inside vLLM's processes: the drafter's class, the calls that a loop makes, and the plugin that joins them.
+"""Code that runs inside vLLM's processes: the drafter's class, the calls of a loop, and the plugin that joins them.
 
-Nothing here imports numba before `load_model`, which runs after the worker has started.
+Nothing here may import numba before `load_model`, which runs after the worker has started.
 """
 
 import copy
@@ -25,17 +25,17 @@ from treering.integrations.vllm.exact_sampling import install
 
 
 def packed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """Named arrays as an .npz file."""
+    """Return named arrays as the bytes of an .npz file."""
     file, named = io.BytesIO(), dict[str, Any](arrays)
     np.savez(file, **named)
     return file.getvalue()
 
 
 def unpacked(content: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays of `packed`.
+    """Return the arrays of `packed`.
 
     Raises:
-        ValueError: other bytes.
+        ValueError: the bytes are not from `packed`.
 
     Example: `unpacked(packed({"x": np.arange(3)}))["x"]` is [0, 1, 2].
     """
@@ -43,19 +43,19 @@ def unpacked(content: bytes) -> dict[str, NDArray[Any]]:
 
 
 class HistoryProposer:
-    """Drafts from history for vLLM: a `custom_class` proposer.
+    """Drafter from history for vLLM: a `custom_class` proposer.
 
-    Works by vLLM's documented contract alone. Then a request's prompt is found by its tokens, and its rows by what they
-    hold. Where `register` has run, requests are known by their ids and `request_args`.
+    It needs only vLLM's documented contract; then it finds a request's prompt by its tokens, and its rows by their
+    content. If `register` has run, it knows requests by their ids and `request_args`.
 
-    A failing drafter drafts nothing and warns once; it never fails a step.
+    An error while drafting warns once and yields no drafts; it never fails a step.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
 
     Raises:
-        UnsupportedError: see `requirements.check_config`.
-        ConfigError: a setting is unknown or of a wrong kind.
+        UnsupportedError: a configuration under which vLLM would not call the drafter.
+        ConfigError: a setting is unknown or of a wrong type.
 
     Example: `LLM(model, speculative_config={"method": "custom_class", "model":
     "treering.integrations.vllm.HistoryProposer", "num_speculative_tokens": 16})`.
@@ -72,12 +72,12 @@ class HistoryProposer:
         self._session: DraftSession | None = None
         self._step: tuple[Any, Any] | None = None
         self.num_failures = 0
-        """Steps that got no drafts because of an error."""
+        """Steps without drafts because of an error."""
         self.has_identity = False
         """Whether the latest step's requests were known by their ids."""
 
     def load_model(self, target_model: Any = None) -> None:
-        """Opens the history and compiles the drafter, so that no step waits for it; vLLM calls it after the weights.
+        """Open the history and compile the drafter before the first step; vLLM calls it after loading weights.
 
         Raises:
             ConfigError: a setting out of range.
@@ -94,21 +94,21 @@ class HistoryProposer:
 
     @property
     def session(self) -> "DraftSession":
-        """The drafter and its history; made on first use if `load_model` was not called."""
+        """Drafter and its history; created on first use if `load_model` was not called."""
         if self._session is None:
             self.load_model()
         assert self._session is not None
         return self._session
 
     def begin_step(self, runner: Any, scheduler_output: Any) -> None:
-        """Tells which runner asks for the next drafts, and for which step."""
+        """Set the runner that asks for the next drafts, and its step."""
         self._step = runner, scheduler_output
 
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:  # fmt: skip
-        """Drafts for each row; vLLM's contract.
+        """Return drafts for each row, by vLLM's contract.
 
         Args:
             sampled_token_ids: B lists of the tokens that the step sampled, [] for rows in prefill.
@@ -132,7 +132,7 @@ class HistoryProposer:
         self.num_failures += 1
         if self.num_failures == 1:
             warnings.warn(
-                f"drafting failed, and steps in which it does get no drafts: {type(error).__name__}: {error}",
+                f"drafting failed with {type(error).__name__}: {error}; steps where it fails get no drafts",
                 stacklevel=3,
             )
         if self._session is not None:
@@ -140,10 +140,10 @@ class HistoryProposer:
 
 
 def _widened(config: Any, max_draft: int) -> Any:
-    """A copy of the draft model's configuration in which drafts fit after any row.
+    """Return a copy of the draft model's configuration in which drafts fit after any row.
 
-    By `max_model_len` of this configuration vLLM judges whether drafts fit after its longest row. If not, it skips
-    `propose` and verifies zeros for all rows. `DraftSession` cuts drafts to what fits, row by row.
+    vLLM compares its `max_model_len` with the longest row; if drafts do not fit, vLLM skips `propose` and verifies
+    zeros for all rows. `DraftSession` cuts drafts to what fits, row by row.
     """
     if config is None:
         return None
@@ -153,7 +153,7 @@ def _widened(config: Any, max_draft: int) -> Any:
 
 
 class WorkerExtension:
-    """Methods for vLLM's `worker_extension_cls`; results are such that vLLM can send them between processes.
+    """Methods for vLLM's `worker_extension_cls`; vLLM can send their results between processes.
 
     Example: `LLM(model, worker_extension_cls="treering.integrations.vllm.WorkerExtension", ...)`, and after a publish
     `llm.collective_rpc("treering_refresh")`.
@@ -162,27 +162,27 @@ class WorkerExtension:
     model_runner: Any
 
     def treering_refresh(self) -> bool:
-        """Reads the newest publish of the history now; returns whether there was a newer one.
+        """Read the newest publish of the history now; return whether there was one.
 
         Raises:
-            StateError: another drafter runs here.
+            StateError: the worker uses another drafter.
         """
         history = self._treering_proposer().session.history
         return False if history is None else history.refresh()
 
     def treering_state(self) -> bytes:
-        """What the drafter has learnt, for a checkpoint: arrays as the bytes of an .npz file.
+        """Return the drafter's calibration for a checkpoint: arrays as the bytes of an .npz file.
 
         Raises:
-            StateError: another drafter runs here.
+            StateError: the worker uses another drafter.
         """
         return packed(self._treering_proposer().session.requests.drafter.state())
 
     def treering_load_state(self, state: bytes) -> None:
-        """Continues from a `treering_state`; running rows are forgotten.
+        """Continue from a `treering_state`; forget the running rows.
 
         Raises:
-            StateError: another drafter runs here.
+            StateError: the worker uses another drafter.
             InputError: a state of another kind.
         """
         session = self._treering_proposer().session
@@ -190,12 +190,12 @@ class WorkerExtension:
         session.requests.forget()
 
     def treering_stats(self) -> dict[str, Any]:
-        """Counts so far: steps, rows, seconds of drafting, tokens drafted and accepted, prompts, failed steps.
+        """Return counts: steps, rows, seconds of drafting, drafted and accepted tokens, prompts, failed steps.
 
-        "history" is the folder of the history, None without one.
+        "history" is the folder of the history; None without one.
 
         Raises:
-            StateError: another drafter runs here.
+            StateError: the worker uses another drafter.
         """
         proposer = self._treering_proposer()
         session = proposer.session
@@ -212,7 +212,7 @@ class WorkerExtension:
         }
 
     def treering_verify(self, verification: str) -> str | None:
-        """Sets how drafts are verified, see `Verification`; returns why it cannot, or None."""
+        """Set how drafts are verified, "rejection" or "exact"; return None, or why it cannot."""
         return install(self.model_runner, verification)
 
     def _treering_proposer(self) -> HistoryProposer:
@@ -241,11 +241,11 @@ _SAMPLE = ("self", "logits", "spec_decode_metadata")
 
 
 def register() -> None:
-    """Changes vLLM's model runner for `HistoryProposer`; vLLM calls it in every process.
+    """Adapt vLLM's model runner to `HistoryProposer`; vLLM calls this in every process.
 
-    The runner tells which requests its rows are, and samples steps without drafts as if there were no drafter. Other
-    drafters are not touched. Where a method of the runner is not the known one, a warning says so: then the proposer
-    works by the documented contract, or steps without drafts take vLLM's way of steps with some.
+    The runner then reports which requests its rows are, and samples steps without drafts as if there were no drafter.
+    Other drafters are not affected. If a method of the runner has an unknown signature, a warning names the effect: the
+    proposer uses only the documented contract, or steps without drafts are verified like steps with drafts.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -253,9 +253,9 @@ def register() -> None:
 
 
 def wrap_runner(runner_class: Any) -> bool:
-    """Wraps methods of a model runner's class; returns whether requests are known by their ids.
+    """Wrap methods of a model runner's class; return whether requests are known by their ids.
 
-    Example: a class whose methods have other parameters than those of vLLM 0.32 stays as it is, with warnings.
+    Example: a class whose methods' parameters differ from those of vLLM 0.32 is left unchanged, with warnings.
     """
     _wrap(runner_class, "_sample", _SAMPLE, _sampling, "steps without drafts are verified as if they had some")
     return _wrap(runner_class, "propose_draft_token_ids", _DRAFT, _proposing, "requests are told apart by their tokens")
@@ -264,7 +264,7 @@ def wrap_runner(runner_class: Any) -> bool:
 def _wrap(
     runner_class: Any, name: str, parameters: tuple[str, ...], wrapped: Callable[[Any], Any], otherwise: str
 ) -> bool:
-    """Replaces a method once, if it has these parameters; else warns of what is so `otherwise`."""
+    """Replace a method once if it has these parameters; else warn of the effect, `otherwise`."""
     original: Any = getattr(runner_class, name, None)
     if getattr(original, "is_treering", False):
         return True
@@ -296,7 +296,7 @@ def _sampling(original: Any) -> Any:
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         metadata = spec_decode_metadata
         is_ours = metadata is not None and isinstance(getattr(self, "drafter", None), HistoryProposer)
-        # Without any draft there is one token a row to sample, as without a drafter.
+        # Without drafts each row samples one token, as without a drafter.
         return original(self, logits, None if is_ours and not any(metadata.num_draft_tokens) else metadata)
 
     return _sample

@@ -1,7 +1,7 @@
-"""vLLM as an engine of the loop: vLLM schedules, computes and verifies, by the engine protocol.
+"""Run vLLM as an engine of the loop: vLLM schedules, computes and verifies behind the engine protocol.
 
-The engine admits as many requests as run at a time, so that it knows which ones do. A vLLM request lives under one
-policy version: an update ends those that run, and continues them, where asked to, as new ones.
+The engine admits only as many requests as can run at a time, so that it knows which ones run. A vLLM request belongs to
+one policy version: an update ends the running requests and, if asked to, continues them as new ones.
 """
 
 from collections import deque
@@ -50,7 +50,7 @@ _NO_LIMIT = 1 << 62
 
 
 class VLLMEngine(Engine):
-    """Samples rollouts of a model with a vLLM `LLM` of the same shape.
+    """Engine that samples rollouts of a model with a vLLM `LLM` of the same shape.
 
     Example:
         >>> llm = vllm.LLM(folder, logprobs_mode="processed_logprobs", async_scheduling=False)     # doctest: +SKIP
@@ -73,25 +73,25 @@ class VLLMEngine(Engine):
         verification: Verification = "rejection",
         drafter: Drafter | None = None,
     ) -> None:
-        """Loads the model's present weights into the LLM, which no one else may use from then on.
+        """Load the model's current weights into the LLM, which only this engine may use from then on.
 
         Args:
-            llm: a `vllm.LLM`, in this process or in one of its own.
+            llm: a `vllm.LLM`, in this process or its own.
             model: a dense Hugging Face causal language model, or a PEFT model of one with LoRA, which is merged in the
                 LLM; the model itself is only read.
             version: policy version of the current weights.
             seed: of the noise.
-            max_batch: rollouts that run at one time; None takes the LLM's max_num_seqs.
+            max_batch: rollouts that run at a time; None: the LLM's max_num_seqs.
             decode: tokens to text, for stop strings.
-            truncated: see `Truncated`.
-            verification: see `Verification`.
-            drafter: gets what the drafter inside vLLM learns, and gives what it learnt before; None keeps neither.
+            truncated: "refuse" or "recompute" sampling that vLLM gives no `policy_logprobs` for.
+            verification: "rejection" or "exact" verification of drafts.
+            drafter: exchanges its calibration with the drafter inside vLLM; None keeps none.
 
         Raises:
-            ConfigError: a setting of the engine or the LLM that would give other log-probs; the message has the fix.
+            ConfigError: a setting of the engine or the LLM that would change log-probs; the message has the fix.
             InputError: the LLM is of another model.
-            StateError: the LLM runs requests of someone else.
-            UnsupportedError: a setting or a model that the engine is not made for.
+            StateError: the LLM runs other requests.
+            UnsupportedError: a setting or a model that the engine does not support.
         """
         check_llm(llm, model)
         config = llm.llm_engine.vllm_config
@@ -124,37 +124,37 @@ class VLLMEngine(Engine):
 
     @property
     def version(self) -> int:
-        """See `Engine.version`."""
+        """Policy version of the LLM's weights."""
         return self._version
 
     @property
     def keeps(self) -> Keeps:
-        """The distribution: vLLM's rejection sampling draws other tokens where drafts differ.
+        """Guarantee only the distribution: with vLLM's rejection sampling, tokens depend on the drafts.
 
-        With verification="exact" tokens do not depend on drafts, batch and order, up to near-ties of rounding; a
-        rollout that an abort or an update interrupts still goes on with other noise than one that is not.
+        With verification="exact" tokens do not depend on drafts, batch and order, up to near-ties of rounding, but a
+        rollout that an abort or an update interrupts continues with different noise.
         """
         return "distribution"
 
     @property
     def stats(self) -> EngineStats:
-        """See `Engine.stats`; drafts count when their rollout ends, and with `per_request_spec_decode_metrics`."""
+        """Counts; drafts need `per_request_spec_decode_metrics`, and count when their rollout ends."""
         return self._counts.stats
 
     @property
     def num_unfinished(self) -> int:
-        """See `Engine.num_unfinished`."""
+        """Number of requests that wait, run or are not yet delivered."""
         return len(self._waiting) + len(self._running) + len(self._undelivered)
 
     def progress(self) -> dict[RolloutKey, int]:
-        """See `Engine.progress`."""
+        """Return the tokens so far of each running rollout."""
         return {running.request.key: running.num_tokens for running in self._running.values()}
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Engine.submit`; stop strings need `decode`.
+        """Queue requests; stop strings need `decode`.
 
         Raises:
-            ConfigError: sampling parameters that vLLM would not apply as they are; then none is queued.
+            ConfigError: sampling parameters that vLLM would not apply exactly; then no request is queued.
         """
         requests = as_requests(requests)
         self._admission.check(requests, self._keys)
@@ -164,7 +164,7 @@ class VLLMEngine(Engine):
         self._waiting += requests
 
     def step(self) -> list[Rollout]:
-        """See `Engine.step`."""
+        """Run one pass and return the finished rollouts."""
         finished, self._undelivered = self._undelivered, []
         while self._waiting and len(self._running) < self._max_batch:
             request = self._waiting.popleft()
@@ -172,11 +172,11 @@ class VLLMEngine(Engine):
         return finished + self._advance() if self._running else finished
 
     def peek(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """See `Engine.peek`."""
+        """Return running rollouts with their tokens so far."""
         return [running.rollout("abort") for running in self._running.values() if running.request.key in set(keys)]
 
     def abort(self, keys: Sequence[RolloutKey]) -> list[Rollout]:
-        """See `Engine.abort`."""
+        """Abort rollouts and return them with their tokens so far."""
         aborted_keys = set(keys)
         aborted = [rollout for rollout in self._undelivered if rollout.key in aborted_keys]
         self._undelivered = [rollout for rollout in self._undelivered if rollout.key not in aborted_keys]
@@ -187,7 +187,7 @@ class VLLMEngine(Engine):
         return aborted
 
     def update_weights(self, version: int, when_running: WhenRunning = "finish") -> None:
-        """See `Engine.update_weights`."""
+        """Load new weights after finishing, aborting or re-prefilling the running rollouts."""
         check_update(version, self._version, when_running)
         if version == self._version:
             self._check_unchanged()
@@ -205,7 +205,7 @@ class VLLMEngine(Engine):
                 self._undelivered.append(running.rollout("abort"))
 
     def refresh_history(self) -> None:
-        """See `Engine.refresh_history`; also brings back what the drafter inside vLLM has learnt."""
+        """Reload the history, and fetch the calibration of the drafter inside vLLM."""
         if not self._has_proposer:
             return
         self._llm.collective_rpc("treering_refresh")
@@ -219,23 +219,23 @@ class VLLMEngine(Engine):
         return waiting | set(self.progress()) | {rollout.key for rollout in self._undelivered}
 
     def _load_weights(self) -> None:
-        """Makes vLLM compute with the model's weights alone: nothing that others computed stays in its caches."""
+        """Load the model's weights into vLLM, and empty its caches."""
         self._fingerprint = fingerprint(self._model)
         with checkpoint_of(self._model) as folder:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         if not self._llm.reset_prefix_cache():
-            raise StateError("new weights need an empty cache, and vLLM still holds keys and values; make a new LLM")
+            raise StateError("new weights need an empty cache, but vLLM still holds keys and values; create a new LLM")
         self._engine.set_weight_version(str(self._version))
 
     def _check_unchanged(self) -> None:
         if fingerprint(self._model) != self._fingerprint:
             raise InputError(
-                f"the weights have changed since version {self._version}, and a version names one set of weights; call "
+                f"the weights have changed since version {self._version}, but a version names one set of weights; call "
                 f"update_weights({self._version + 1})"
             )
 
     def _start(self, request: Request, start: Rollout) -> None:
-        """Gives vLLM a request, whose rollout has the tokens of `start`."""
+        """Submit a request to vLLM whose rollout has the tokens of `start`."""
         params = sampling_params(
             request,
             num_tokens=start.num_tokens,
@@ -256,7 +256,7 @@ class VLLMEngine(Engine):
         )
 
     def _interrupt(self, keys: set[RolloutKey]) -> list[RunningRollout]:
-        """Takes running rollouts out of vLLM."""
+        """Take running rollouts out of vLLM."""
         found = [running for running in self._running.values() if running.request.key in keys]
         if found:
             self._engine.abort_request([running.vllm_id for running in found])
@@ -265,7 +265,7 @@ class VLLMEngine(Engine):
         return found
 
     def _advance(self) -> list[Rollout]:
-        """Takes the results of one pass."""
+        """Run one pass and take its results."""
         finished = []
         outputs = [output for output in self._engine.step() if output.request_id in self._running]
         self._counts.note_pass(outputs)

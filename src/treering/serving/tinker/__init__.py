@@ -1,1 +1,1 @@
-"""Tinker's protocol: sessions of clients that train and sample models of their own."""
+"""Tinker's protocol: clients train and sample their own models in sessions."""

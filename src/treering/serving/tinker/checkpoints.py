@@ -1,4 +1,4 @@
-"""Checkpoints of trained models by the paths of Tinker's protocol, each a folder that is whole or absent."""
+"""Checkpoints of trained models, named by paths of Tinker's protocol; each folder is written atomically."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,14 +17,14 @@ _KINDS = {"weights": "training", "sampler_weights": "sampler"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    """A checkpoint: its path in the protocol, its folder, and what was said of it."""
+    """Checkpoint: its path in the protocol, its folder, and its metadata."""
 
     path: str
     folder: Path
     facts: Mapping[str, Any]
 
     def card(self) -> dict[str, Any]:
-        """The record of it in answers."""
+        """Return its record in answers."""
         kind, name = self.path.split("/")[-2:]
         return {
             "checkpoint_id": f"{kind}/{name}",
@@ -38,17 +38,17 @@ class SavedModel:
 
 
 class Checkpoints:
-    """The checkpoints in one folder."""
+    """Checkpoints in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: made with the first one."""
+        """Keep checkpoints in `folder`, which the first one creates."""
         self.folder = folder
 
     def place(self, path: str) -> Path:
-        """Where the checkpoint of a path is, or would be.
+        """Return the folder of a path's checkpoint, whether it exists or not.
 
         Raises:
-            InputError: it is no path of this protocol.
+            InputError: the path is not one of this protocol.
         """
         found = _PATH.fullmatch(path)
         if found is None:
@@ -59,25 +59,25 @@ class Checkpoints:
     def save(
         self, path: str, fill: Callable[[Path], None], facts: Mapping[str, Any], *, ttl_s: int | None, overwrites: bool
     ) -> str:
-        """Writes a checkpoint, atomically, and returns its path.
+        """Write a checkpoint atomically and return its path.
 
         Raises:
-            InputError: there is one, and it is to stay.
-            StateError: the disk is full, or the folder cannot be written.
+            InputError: it exists and may not be overwritten.
+            StateError: the disk is full, or the folder is not writable.
         """
         target, now = self.place(path), datetime.now(UTC)
         if target.exists() and not overwrites:
-            raise InputError(f"{path} is there already; choose another name, or set overwrite")
+            raise InputError(f"{path} already exists; choose another name, or set overwrite")
         expires = {} if ttl_s is None else {"expires_at": (now + timedelta(seconds=ttl_s)).isoformat()}
         with writing(target):
             write_folder(target, fill, {**facts, "time": now.isoformat(), **expires})
         return path
 
     def find(self, path: str, *, checks: bool = True) -> SavedModel:
-        """A checkpoint; `checks` reads all its files.
+        """Return a checkpoint; `checks` verifies all its files.
 
         Raises:
-            Refusal: 404, there is none, or it has expired.
+            Refusal: 404, it does not exist or has expired.
             StateError: it is damaged.
         """
         folder = self.place(path)
@@ -85,11 +85,11 @@ class Checkpoints:
             None if not folder.is_dir() else SavedModel(path=path, folder=folder, facts=_facts(folder, checks=checks))
         )
         if saved is None or self._has_expired(saved):
-            raise Refusal(404, f"there is no checkpoint {path!r:.200} here; list_checkpoints says which there are")
+            raise Refusal(404, f"no checkpoint {path!r:.200}; list_checkpoints shows which exist")
         return saved
 
     def all(self, run: str = "*") -> Iterator[SavedModel]:
-        """The checkpoints of a run, or of all of them, oldest first."""
+        """Yield the checkpoints of a run, or of all runs, oldest first."""
         found = []
         for folder in self.folder.glob(f"{run.replace(':train:', '-')}/*weights/[!.]*"):
             session, _, number = folder.parts[-3].partition("-")
@@ -101,10 +101,10 @@ class Checkpoints:
         yield from sorted(found, key=lambda saved: str(saved.facts["time"]))
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint.
+        """Remove a checkpoint.
 
         Raises:
-            Refusal: 404, there is none.
+            Refusal: 404, it does not exist.
         """
         remove(self.find(path, checks=False).folder)
 

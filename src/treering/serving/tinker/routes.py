@@ -1,7 +1,7 @@
-"""The routes of Tinker's protocol under `/api/v1`: what clients ask, and the answers that they read.
+"""Routes of Tinker's protocol under `/api/v1`: requests of clients, and the answers that they expect.
 
-A request that computes is answered by a promise, named by its number so that one sent again runs once; its answer is
-fetched by `retrieve_future`.
+A request that computes is answered by a promise, named by the request's number, so that a repeated request runs once.
+The client fetches the answer from `retrieve_future`.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 TESTED = ">=0.38,<0.39"
-"""Releases of the client."""
+"""Supported releases of the client."""
 POLL_S = 20.0
-"""Longest time that a poll waits for an answer; clients give up after 45."""
+"""Longest time that a poll waits for an answer; clients give up after 45 s."""
 _ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 _RUN = re.compile(r"[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
 _Answer = Callable[[Fields], Awaitable[dict[str, Any]]]
@@ -42,7 +42,7 @@ _Answer = Callable[[Fields], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinkerOptions:
-    """What clients may hold, and where checkpoints are."""
+    """Limits of clients, and the folder of checkpoints."""
 
     folder: Path
     num_positions: int
@@ -51,21 +51,21 @@ class TinkerOptions:
     tokenizer: str | None = None
     """Folder or hub id that clients load their tokenizer from; None: the model's name."""
     max_tokens: int = 16_384
-    """Distinct tokens that training computes at one time."""
+    """Distinct tokens that training computes at a time."""
     max_sessions: int = 64
     max_models: int = 16
     session_timeout_s: float = 300.0
     shares: bool = True
-    """Whether what data have in common is computed once, also that of requests that wait in a row; off: all alone."""
+    """Whether to compute shared prefixes once, also across queued requests; False computes each datum separately."""
     log: Callable[[str], None] = print
-    """Gets a line at each optim_step."""
+    """Called with a line at each optim_step."""
 
 
 class TinkerRoutes:
-    """Answers the clients of one base model, for `treering.serving.Server`."""
+    """Routes for the clients of one base model, for `treering.serving.Server`."""
 
     def __init__(self, model: Any, name: str, options: TinkerOptions) -> None:
-        """Starts the thread that trains.
+        """Start the training thread.
 
         Raises:
             MissingExtraError: the client's package or PEFT is not installed.
@@ -83,7 +83,7 @@ class TinkerRoutes:
         self._reaper: asyncio.Task[None] | None = None
 
     def routes(self, help: RouteHelp) -> "list[web.RouteDef]":
-        """What a server adds to its own."""
+        """Return the routes that a server adds to its own."""
         from aiohttp import web
 
         root = "/api/v1/"
@@ -146,14 +146,14 @@ class TinkerRoutes:
         ]
 
     async def close(self) -> None:
-        """Ends training and sampling; what is open fails."""
+        """Stop training and sampling; open requests fail."""
         if self._reaper is not None:
             self._reaper.cancel()
         await asyncio.to_thread(self._thread.close)
         await self._pool.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the server began."""
+        """Return counts since the server started."""
         return {
             "sessions": len(self._held.sessions),
             "models": sum(len(each.models) for each in self._held.sessions.values()),
@@ -199,7 +199,7 @@ class TinkerRoutes:
         }
 
     async def _reap(self) -> None:
-        """Frees what clients held that have gone."""
+        """Free what clients held whose sessions have timed out."""
         while True:
             await asyncio.sleep(min(10.0, self._options.session_timeout_s / 4))
             for session in self._held.take_silent():
@@ -220,7 +220,7 @@ class TinkerRoutes:
         options = TraineeOptions(rank=lora.take("rank", int, 0), seed=seed, **kinds)
         lora.end()
         if not 0 <= options.rank <= 1024:
-            raise InputError(f"rank of lora_config lies in [0, 1024], 0 trains all weights, got {options.rank}")
+            raise InputError(f"rank of lora_config must lie in [0, 1024] (0 trains all weights), got {options.rank}")
         model = self._held.add_model(session_id, number, options, fields.take("user_metadata", dict, {}))
 
         def create() -> dict[str, Any]:
@@ -248,19 +248,19 @@ class TinkerRoutes:
         return str(self._base.model.config.model_type)
 
     def _promised(self, name: str, job: Job) -> Promise:
-        """A promise of a job that no other waits for."""
+        """Submit a job that no other job waits for, and return its promise."""
         self._thread.submit(job)
         return self._held.give(name, asyncio.wrap_future(job.answer), model_id=job.model_id)
 
     def _in_order(self, model: TrainedModel, seq_id: int, make: Callable[[], Job]) -> dict[str, Any]:
-        """Runs a job after all earlier ones of its model; a request that came before gets its promise again."""
+        """Run a job after all earlier ones of its model; a repeated request gets its promise again."""
         name = f"{model.id}:{seq_id}"
         if seq_id and (known := self._held.promise(name)) is not None:
             return known.ticket()
         try:
             job = make()
         except TreeringError:
-            # Later requests do not wait for one that was refused.
+            # Later requests must not wait for a refused one.
             model.enqueue(self._thread, seq_id, None)
             raise
         model.enqueue(self._thread, seq_id, job)
@@ -278,7 +278,7 @@ class TinkerRoutes:
         return self._in_order(model, record.seq_id, make)
 
     def _job(self, fields: Fields, make: Callable[[TrainedModel], Callable[[], Any]]) -> dict[str, Any]:
-        """Runs what a body asks of its model, in order."""
+        """Run what a body asks of its model, in order."""
         model = self._held.model(fields.need("model_id", str))
         seq_id = fields.take("seq_id", int, 0)
         return self._in_order(model, seq_id, lambda: Job(model_id=model.id, run=make(model)))
@@ -286,13 +286,13 @@ class TinkerRoutes:
     async def _optim_step(self, fields: Fields) -> dict[str, Any]:
         def make(model: TrainedModel) -> Callable[[], Any]:
             if fields.take("optimizer_params", dict, {}):
-                raise UnsupportedError("optim_params are AdamParams, and these are of another optimizer; send those")
+                raise UnsupportedError("optimizer_params of other optimizers are not supported; send AdamParams")
             adam = Fields(fields.need("adam_params", dict), "adam_params")
             params = {name: adam.take(name, float, default) for name, default in _ADAM.items()}
             adam.end()
             wrong = next((name for name, value in params.items() if value < 0), None)
             if wrong or max(params["beta1"], params["beta2"]) >= 1:
-                raise InputError(f"adam_params are at least 0 and betas below 1, got {params}; correct them")
+                raise InputError(f"adam_params must be at least 0 and betas below 1, got {params}")
             return lambda: self._step(model, params)
 
         return self._job(fields, make)
@@ -344,7 +344,7 @@ class TinkerRoutes:
     async def _save_for_sampler(self, fields: Fields) -> dict[str, Any]:
         def make(model: TrainedModel) -> Callable[[], Any]:
             if fields.take("kind", str, "snapshot") not in ("snapshot", "inflight"):
-                raise InputError("kind of the body is snapshot or inflight; set one of them")
+                raise InputError("kind of the body must be snapshot or inflight")
             number = fields.take_any("sampling_session_seq_id", (int,), None)
             if number is None:
                 return self._saving(model, fields, "sampler_weights")
@@ -375,17 +375,17 @@ class TinkerRoutes:
         return self._promised(f"{model.id}:0", Job(model_id=model.id, run=load)).ticket()
 
     def _find(self, path: str, kind: str = "weights") -> SavedModel:
-        """A checkpoint of this base model."""
+        """Return a checkpoint of this base model."""
         saved = self._checkpoints.find(path)
         if saved.facts["base"] != self._base.checksum:
-            raise InputError(f"{path} is of another base model, {saved.facts['base_model']!r}; serve that one")
+            raise InputError(f"{path} belongs to another base model, {saved.facts['base_model']!r}; serve that model")
         if kind == "weights" != path.split("/")[-2]:
-            raise InputError(f"training goes on from .../weights/NAME, got {path}; save_state writes one")
+            raise InputError(f"training resumes from .../weights/NAME, which save_state writes, got {path}")
         return saved
 
     def _loading(self, model: TrainedModel, saved: SavedModel, with_optimizer: bool) -> Callable[[], dict[str, Any]]:
         if TraineeOptions(**{**saved.facts["options"], "seed": model.options.seed}) != model.options:
-            raise InputError(f"{saved.path} has {saved.facts['options']}, and the model {model.options.facts()}")
+            raise InputError(f"{saved.path} has {saved.facts['options']}, but the model has {model.options.facts()}")
 
         def load() -> dict[str, Any]:
             trainee = model.trainee or self._trainee(model.options)
@@ -420,7 +420,7 @@ class TinkerRoutes:
     def _sampler(self, name: str) -> SamplerWeights:
         found = self._held.session(name.partition(":")[0]).samplers.get(name)
         if found is None:
-            raise Refusal(404, f"there is no sampler {name!r:.80}; create a sampling client first")
+            raise Refusal(404, f"no sampler {name!r:.80}; create a sampling client first")
         return found
 
     def _get_sampler(self, name: str) -> dict[str, Any]:
@@ -443,10 +443,10 @@ class TinkerRoutes:
         return self._held.give(request_id, asyncio.ensure_future(run), sample_sequence_ids=ids).ticket()
 
     def _sampling(self, fields: Fields, weights: SamplerWeights) -> tuple[Awaitable[bytes], int]:
-        """What computes the answer of `asample`, and how many samples it has."""
+        """Return an awaitable that computes the answer of `asample`, and its number of samples."""
         prompt = take_prompt_chunks(fields)
         if int(prompt.max()) >= self._vocab_size:
-            raise InputError(f"prompt holds token ids below {self._vocab_size}, got {prompt.max()}; correct it")
+            raise InputError(f"token ids of prompt must be below {self._vocab_size}, got {prompt.max()}")
         given: dict[str, Any] = fields.need("sampling_params", dict)
         stop = given.pop("stop", None)
         stops = [stop] if isinstance(stop, str) else stop
@@ -456,7 +456,7 @@ class TinkerRoutes:
             given["ignore_eos"] = True
         wants_logprobs = fields.take("prompt_logprobs", bool, False)
         num_left = self._options.num_positions - prompt.size
-        # Scoring a prompt that fills the context leaves no room for the token that comes with it.
+        # A prompt that fills the context can be scored, although it leaves no room for the token sampled with it.
         only_scores = wants_logprobs and num_left == 0 and given.get("max_tokens") == 1
         params = Fields({**given, "n": fields.take("num_samples", int, 1)}, "sampling_params")
         asked = take_sampling(
@@ -470,13 +470,13 @@ class TinkerRoutes:
         top_prompt, top_sampled = (fields.take(f"topk_{name}_logprobs", int, 0) for name in ("prompt", "sample"))
         most = min(self._vocab_size - 1, (1 << 24) // prompt.size)
         if not (0 <= top_prompt <= most and 0 <= top_sampled <= most):
-            raise InputError(f"top-k log-probs are of at most {most} tokens here, got {max(top_prompt, top_sampled)}")
+            raise InputError(f"top-k log-probs may have at most {most} tokens here, got {max(top_prompt, top_sampled)}")
         last_n = fields.take("prompt_logprobs_last_n", int, prompt.size)
         matrix = take_matrix(fields, "target_prompt_logprobs", prompt.size - 1, self._vocab_size)
-        fields.refuse_unless("prompt_alt_tokens_k", (0,), "is not served; ask for topk_prompt_logprobs")
+        fields.refuse_unless("prompt_alt_tokens_k", (0,), "is not supported; ask for topk_prompt_logprobs")
         fields.refuse_unless(
-            "record_stability_info", (False,), "is of stable_reinforce, which has no published definition; set loss_fn="
-            "importance_sampling"
+            "record_stability_info", (False,), "is for stable_reinforce, which has no published definition; set "
+            "loss_fn=importance_sampling"
         )  # fmt: skip
         fields.ignore("type")
         fields.end()
@@ -510,15 +510,13 @@ class TinkerRoutes:
         name = fields.need("request_id", str)
         promise = self._held.promise(name)
         if promise is None:
-            raise Refusal(
-                410, f"there is no request {name!r:.80} here: its session has ended, or the server is another"
-            )
+            raise Refusal(410, f"no request {name!r:.80}: its session has ended, or another server has it")
         self._held.sessions.get(name.partition(":")[0])
         await asyncio.wait([promise.answer], timeout=POLL_S)
         if not promise.answer.done():
-            raise Refusal(408, f"{name} is still computed; ask again")
+            raise Refusal(408, f"{name} is still being computed; ask again")
         if promise.answer.cancelled():
-            return {"error": "it was cancelled, or its session has ended", "category": "user"}
+            return {"error": "the request was cancelled, or its session has ended", "category": "user"}
         if (error := promise.answer.exception()) is not None:
             refusal = refusal_of(error)
             return {"error": refusal.text, "category": "user" if refusal.status < 500 else "server"}
@@ -543,7 +541,7 @@ class TinkerRoutes:
     def _run(self, run: str) -> dict[str, Any]:
         saved = self._saved(run)
         if not saved:
-            raise Refusal(404, f"there is no training run {run!r:.80} with a checkpoint here")
+            raise Refusal(404, f"no training run {run!r:.80} has a checkpoint here")
         cards = [each.card() for each in saved]
         training, sampler = ([c for c in cards if c["checkpoint_type"] == kind] for kind in ("training", "sampler"))
         about = _about(saved[-1].facts)
@@ -560,7 +558,7 @@ class TinkerRoutes:
 
     def _saved(self, run: str) -> list[SavedModel]:
         if run != "*" and not _RUN.fullmatch(run):
-            raise Refusal(404, f"a training run is SESSION:train:NUMBER, got {run!r:.80}")
+            raise Refusal(404, f"a training run must be SESSION:train:NUMBER, got {run!r:.80}")
         return list(self._checkpoints.all(run))
 
     def _list(self, run: str) -> dict[str, Any]:
@@ -571,7 +569,7 @@ class TinkerRoutes:
 
     def _check_name(self, name: str) -> None:
         if name != self._base.name:
-            raise Refusal(404, f"this server has the model {self._base.name!r}, got {name!r:.200}; name it")
+            raise Refusal(404, f"this server has the model {self._base.name!r}, got {name!r:.200}")
 
 
 def _counts(counts: TokenCounts) -> dict[str, int]:
@@ -588,13 +586,13 @@ def _about(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _check_adam(fields: Fields) -> None:
     kind = fields.take("optimizer_config", dict, {}).get("type", "adamw")
     if kind != "adamw":
-        raise UnsupportedError(f"optimizer_config is AdamOptimizerConfig, got the type {kind!r:.80}; leave it out")
+        raise UnsupportedError(f"optimizer_config must be AdamOptimizerConfig, got the type {kind!r:.80}; remove it")
 
 
 def _check_release(fields: Fields) -> None:
-    """Refuses releases of the client that were not tested, by name."""
+    """Refuse releases of the client that were not tested."""
     release = fields.need("sdk_version", str)
     if satisfies(release, TESTED) is not True:
         raise ConfigError(
-            f"this server is tested with the client tinker{TESTED}, got {release!r:.40}; install one of these"
+            f"this server is tested with the client tinker{TESTED}, got {release!r:.40}; install a tested release"
         )

@@ -1,4 +1,4 @@
-"""What clients hold: sessions with models, samplers and promises, all of which end with them."""
+"""State that clients hold: sessions with models, samplers and promises, which end with their session."""
 
 import asyncio
 import time
@@ -19,17 +19,17 @@ from treering.train.loop.checkpoint import num_tensor_bytes
 from treering.train.loop.trainee import Trainee, TraineeOptions
 
 MAX_HELD = 4096
-"""Requests of a model that wait for earlier ones."""
+"""Requests of a model that may wait for earlier ones."""
 MAX_SNAPSHOT_BYTES = 1 << 30
-"""Of a model's unnamed sampler weights; the newest are kept whatever their size."""
+"""Limit of a model's unnamed sampler weights; the newest are kept whatever their size."""
 MAX_PROMISES = 20_000
 
 
 class TrainedModel:
-    """A client's model: its requests in order, and the weights that it gave to samplers."""
+    """Model of a client: its requests in order, and the weights that it gave to samplers."""
 
     def __init__(self, model_id: str, options: TraineeOptions, metadata: Mapping[str, Any]) -> None:
-        """It is trained once `trainee` is there."""
+        """Keep the options; the model can train once `trainee` is set."""
         self.id, self.options, self.metadata = model_id, options, metadata
         self.trainee: Trainee | None = None
         self.counts, self.logged = TokenCounts(), TokenCounts()
@@ -39,25 +39,27 @@ class TrainedModel:
         self._snapshots: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
 
     def ready(self) -> Trainee:
-        """The model, in the thread that trains.
+        """Return the trainee; call it in the training thread.
 
         Raises:
-            StateError: making it has failed.
+            StateError: creating the model failed.
         """
         if self.trainee is None:
-            raise StateError(f"{self.id} could not be made, see the answer of create_model; create another one")
+            raise StateError(f"{self.id} could not be created, as create_model reported; create another model")
         return self.trainee
 
     def enqueue(self, thread: TrainingThread, seq_id: int, job: Job | None) -> None:
-        """Runs jobs in the order of their numbers; None is a request that was refused, 0 one without a number.
+        """Run jobs in the order of their numbers; None stands for a refused request, 0 for a request without number.
 
         Raises:
-            InputError: a number that has run, or too many that wait for an earlier one.
+            InputError: the number has already run, or too many requests wait for an earlier one.
         """
         if seq_id == 0:
             seq_id = self._next_seq
         if seq_id < self._next_seq or len(self._held) >= MAX_HELD or seq_id > self._next_seq + MAX_HELD:
-            raise InputError(f"seq_id of {self.id} is {self._next_seq} next, got {seq_id}; count requests one by one")
+            raise InputError(
+                f"the next seq_id of {self.id} is {self._next_seq}, got {seq_id}; number requests in order"
+            )
         self._held[seq_id] = job
         while self._next_seq in self._held:
             ready = self._held.pop(self._next_seq)
@@ -66,7 +68,7 @@ class TrainedModel:
                 thread.submit(ready)
 
     def weights_now(self) -> SamplerWeights:
-        """The present weights for samplers, in the thread that trains; the same ones until they change."""
+        """Return the current weights for samplers, cached until they change; call it in the training thread."""
         trainee = self.ready()
         number = trainee.num_changes
         if number not in self._snapshots:
@@ -83,8 +85,8 @@ class TrainedModel:
         tensors = self._snapshots.get(number)
         if tensors is None:
             raise StateError(
-                "these sampler weights made room for newer ones; sample from the newest, or name those to keep by "
-                "save_weights_for_sampler"
+                "these sampler weights were dropped to make room for newer ones; sample from the newest, or name those "
+                "to keep with save_weights_for_sampler"
             )
         own = dict(model.named_parameters())
         for name, tensor in tensors.items():
@@ -93,7 +95,7 @@ class TrainedModel:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TinkerSession:
-    """What one client holds."""
+    """Models and samplers of one client."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -105,31 +107,31 @@ class TinkerSession:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Promise:
-    """The answer of a request, which comes later: an object for JSON, or the bytes of a record."""
+    """Pending answer of a request: an object for JSON, or the bytes of a record."""
 
     id: str
     answer: "asyncio.Future[Any]"
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def ticket(self) -> dict[str, Any]:
-        """What the request itself is answered."""
+        """Return the immediate answer to the request."""
         return {"request_id": self.id, **self.more}
 
 
 class Holdings:
-    """The sessions of a server, and its promises by name."""
+    """Sessions of a server, and its promises by name."""
 
     def __init__(self, *, max_sessions: int, max_models: int, timeout_s: float) -> None:
-        """`timeout_s`: after which a silent session ends."""
+        """Hold the limits; a session that is silent for `timeout_s` seconds ends."""
         self.sessions: dict[str, TinkerSession] = {}
         self._max_sessions, self._max_models, self._timeout_s = max_sessions, max_models, timeout_s
         self._promises: OrderedDict[str, Promise] = OrderedDict()
 
     def open(self, metadata: Mapping[str, Any]) -> TinkerSession:
-        """A session.
+        """Open a session.
 
         Raises:
-            Refusal: 503, there are enough.
+            Refusal: 503, the limit is reached.
         """
         if len(self.sessions) >= self._max_sessions:
             raise Refusal(503, f"{self._max_sessions} sessions are open, which is the limit; close one")
@@ -138,39 +140,39 @@ class Holdings:
         return session
 
     def session(self, session_id: str) -> TinkerSession:
-        """An open session, which is heard of.
+        """Return an open session, and note that its client is alive.
 
         Raises:
-            Refusal: 410, it has ended; 404, there was none.
+            Refusal: 410, it has ended; 404, it never existed.
         """
         found = self.sessions.get(session_id)
         if found is None or found.is_finished:
             raise Refusal(
                 404 if found is None else 410,
-                f"session {session_id!r:.80} is not open: it was finished or silent for {self._timeout_s:.0f} s; make "
-                "another ServiceClient",
+                f"session {session_id!r:.80} is not open: it was finished, or silent for {self._timeout_s:.0f} s; "
+                "create another ServiceClient",
             )
         found.last_seen = time.monotonic()
         return found
 
     def model(self, model_id: str) -> TrainedModel:
-        """A model of an open session.
+        """Return a model of an open session.
 
         Raises:
-            Refusal: 404 or 410, there is none.
+            Refusal: 404 or 410, it does not exist.
         """
         found = self.session(model_id.partition(":")[0]).models.get(model_id)
         if found is None:
-            raise Refusal(404, f"there is no model {model_id!r:.80}; create it first")
+            raise Refusal(404, f"no model {model_id!r:.80}; create it first")
         return found
 
     def add_model(
         self, session_id: str, number: int, options: TraineeOptions, metadata: Mapping[str, Any]
     ) -> TrainedModel:
-        """A new model of a session.
+        """Add a new model to a session.
 
         Raises:
-            Refusal: 503, there are enough.
+            Refusal: 503, the limit is reached.
         """
         session = self.session(session_id)
         if sum(len(each.models) for each in self.sessions.values()) >= self._max_models:
@@ -180,13 +182,13 @@ class Holdings:
         return model
 
     def promise(self, name: str) -> Promise | None:
-        """A promise that was given before, also to the request that is sent again."""
+        """Return an earlier promise of a request, which may have been sent again."""
         return self._promises.get(name)
 
     def give(self, name: str, answer: "asyncio.Future[Any]", **more: Any) -> Promise:
-        """A new promise; the oldest that are kept are forgotten."""
+        """Add a promise, and forget the oldest answered ones."""
         promise = self._promises[name] = Promise(id=name, answer=answer, more=more)
-        # Nobody may ask for it.
+        # Retrieve the exception, in case the client never asks for the answer.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         for old in list(self._promises.values())[: max(0, len(self._promises) - MAX_PROMISES)]:
             if old.answer.done():
@@ -194,7 +196,7 @@ class Holdings:
         return promise
 
     def take_silent(self) -> list[TinkerSession]:
-        """Removes the sessions that have ended, with their promises."""
+        """Remove the sessions that have ended, with their promises."""
         now = time.monotonic()
         ended = [each for each in self.sessions.values() if each.is_finished or now - each.last_seen > self._timeout_s]
         for session in ended:

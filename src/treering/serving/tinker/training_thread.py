@@ -1,6 +1,6 @@
-"""The thread that trains the models of all clients, one request after another.
+"""Thread that trains the models of all clients, one request after another.
 
-Requests of a model that wait in a row to add gradients run as one forest, to the same answers.
+Consecutive waiting requests of a model that add gradients run as one forest, with the same answers.
 """
 
 import threading
@@ -19,7 +19,7 @@ from treering.train.loop.trainee import Trainee
 
 @dataclass(slots=True, kw_only=True)
 class TokenCounts:
-    """Tokens of training requests: as flat sequences, and those that were computed."""
+    """Tokens of training requests: as flat sequences, and as computed."""
 
     flat_tokens: int = 0
     computed_tokens: int = 0
@@ -29,7 +29,7 @@ class TokenCounts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """One request of a model: a batch, which may run with others, or anything else."""
+    """Request of a model: a batch, which may run together with others, or a function."""
 
     model_id: str
     run: Callable[[], Any] | None = None
@@ -40,13 +40,13 @@ class Job:
 
 
 class TrainingThread(Closing):
-    """Runs jobs one after another; batches of a model that wait in a row run together.
+    """Thread that runs jobs one by one, and consecutive waiting batches of a model together.
 
-    Example: while a job of another client runs, three `forward_backward` of one step come; they are one forest.
+    Example: three `forward_backward` requests that arrive while another client's job runs become one forest.
     """
 
     def __init__(self, *, merges: bool = True, max_merged: int = 1 << 20) -> None:
-        """`max_merged`: most flat tokens that run together; `merges` False runs each batch alone (off-switch)."""
+        """Start; at most `max_merged` flat tokens run together. `merges` False runs each batch separately."""
         self._merges, self._max_merged = merges, max_merged
         self.counts = TokenCounts()
         self._jobs: deque[Job] = deque()
@@ -56,15 +56,15 @@ class TrainingThread(Closing):
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queues a job, whose future gets the answer."""
+        """Queue a job; its future gets the answer."""
         with self._wake:
             if self._is_closed:
-                raise StateError("the server is closed, and trains nothing more; open another one")
+                raise StateError("the server is closed and trains no more; start another")
             self._jobs.append(job)
             self._wake.notify()
 
     def drop(self, model_id: str) -> None:
-        """Cancels what waits of a model."""
+        """Cancel the waiting jobs of a model."""
         with self._wake:
             dropped = [job for job in self._jobs if job.model_id == model_id]
             self._jobs = deque(job for job in self._jobs if job.model_id != model_id)
@@ -72,7 +72,7 @@ class TrainingThread(Closing):
             job.answer.cancel()
 
     def close(self) -> None:
-        """Ends after the present job; what waits is cancelled."""
+        """End after the current job; cancel the waiting ones."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -85,7 +85,7 @@ class TrainingThread(Closing):
             self._run(jobs)
 
     def _next(self) -> list[Job]:
-        """The next job with those that run with it; none at the end."""
+        """Return the next job and those that run with it; empty at the end."""
         with self._wake:
             self._wake.wait_for(lambda: self._jobs or self._is_closed)
             if self._is_closed:
@@ -111,7 +111,7 @@ class TrainingThread(Closing):
                 with suppress(InvalidStateError):
                     jobs[0].answer.set_exception(error)
                 return
-            # Which of them is wrong, each says by itself.
+            # Run each job separately, so that only the faulty ones fail.
             for job in jobs:
                 self._run([job])
             return

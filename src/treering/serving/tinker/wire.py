@@ -1,4 +1,4 @@
-"""The protobuf records of Tinker's protocol, which come from the client's own package, as arrays and back.
+"""Convert between arrays and the protobuf records of Tinker's protocol, which the client's package defines.
 
 T positions of a datum   K targets of a position
 """
@@ -24,11 +24,11 @@ from treering.train.target_losses import LossKind, Numbers, find_loss
 from treering.types import TokenIds
 
 MAX_CELLS = 1 << 24
-"""Numbers of one tensor, sparse ones counted whole."""
+"""Most numbers in one tensor; sparse tensors count as dense."""
 
 
 def records() -> Any:
-    """The module of the client's records."""
+    """Return the module of the client's records."""
     from tinker.proto import tinker_public_pb2
 
     return tinker_public_pb2
@@ -36,44 +36,44 @@ def records() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TinkerBatch:
-    """The body of `forward_backward`."""
+    """Parsed body of `forward_backward`."""
 
     trains: bool
     data: tuple[TargetDatum, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Flat ones."""
+        """Number of flat tokens."""
         return sum(datum.tokens.size for datum in self.data)
 
 
 def read_head(raw: bytes) -> Any:
-    """The record in the body of `forward_backward`, with `model_id` and `seq_id`.
+    """Return the record in the body of `forward_backward`, with `model_id` and `seq_id`.
 
     Raises:
-        InputError: there is none.
+        InputError: the body is not such a record.
     """
     record = records().ForwardBackwardRequest()
     try:
         record.ParseFromString(raw)
     except Exception as error:
-        raise InputError(f"the body is a ForwardBackwardRequest in protobuf, got something else ({error})") from None
+        raise InputError(f"the body must be a ForwardBackwardRequest in protobuf ({error})") from None
     return record
 
 
 def read_batch(record: Any, *, num_positions: int, vocab_size: int) -> TinkerBatch:
-    """Reads what `forward_backward` is asked to compute.
+    """Read the batch that `forward_backward` is asked to compute.
 
     Raises:
-        InputError: a field that is wrong.
-        UnsupportedError: a loss, a picture or a sound that this server does not compute.
+        InputError: a malformed field.
+        UnsupportedError: a loss, an image or audio that this server does not support.
     """
     given = {
         name: getattr(each, each.WhichOneof("value") or "number") for name, each in record.loss_fn_config_v2.items()
     }
     loss, settings = find_loss(record.loss_fn, given or dict(record.loss_fn_config))
     if not record.data:
-        raise InputError("data of the body holds no datum; send one at least")
+        raise InputError("data of the body must have at least one datum")
     read = partial(_datum, loss=loss, settings=settings, num_positions=num_positions, vocab_size=vocab_size)
     data = tuple(read(each, f"data[{i}]") for i, each in enumerate(record.data))
     return TinkerBatch(trains=not record.forward_only, data=data)
@@ -87,26 +87,26 @@ def _datum(
     _check_tokens(tokens, f"{where}.model_input", vocab_size)
     if tokens.size > num_positions:
         raise InputError(
-            f"{where}.model_input has at most {num_positions} tokens, the maximum context length, got {tokens.size}; "
-            "shorten it"
+            f"{where}.model_input has {tokens.size} tokens, but the maximum context length is {num_positions}; shorten "
+            "it"
         )
     given = {name: _array(each, f"{where}.loss_fn_inputs.{name}") for name, each in record.loss_fn_inputs.items()}
     targets = given.pop("target_tokens", None)
     if targets is None or targets.dtype != np.int64:
-        raise InputError(f"{where}.loss_fn_inputs has target_tokens as int64; send them")
+        raise InputError(f"{where}.loss_fn_inputs needs target_tokens as int64")
     _check_tokens(targets, f"{where}.loss_fn_inputs.target_tokens", vocab_size)
     if targets.ndim > (2 if not loss.needs else 1) or targets.shape[0] != tokens.size:
-        raise InputError(f"{where}: target_tokens has a row for each of {tokens.size} tokens, got {targets.shape}")
+        raise InputError(f"{where}: target_tokens needs a row for each of {tokens.size} tokens, got {targets.shape}")
     missing = [name for name in loss.needs if name not in given]
     unknown = [name for name in given if name not in (*loss.needs, *loss.takes)]
     if missing or unknown:
         what = f"no {missing[0]}" if missing else f"{unknown[0]}, which this loss does not read"
-        raise InputError(f"{where}.loss_fn_inputs has {what}; correct it")
+        raise InputError(f"{where}.loss_fn_inputs has {what}")
     for name, values in given.items():
         if values.shape != targets.shape or not np.isfinite(values).all():
             raise InputError(
-                f"{where}.loss_fn_inputs.{name} has a finite number for each target, {targets.shape}, got "
-                f"{values.shape}; correct it"
+                f"{where}.loss_fn_inputs.{name} must have a finite number for each target, {targets.shape}, got "
+                f"{values.shape}"
             )
     inputs = {name: torch.from_numpy(values) for name, values in given.items()}
     return TargetDatum(tokens=tokens, targets=targets, inputs=inputs, loss=loss, settings=settings)
@@ -115,19 +115,19 @@ def _datum(
 def _chunk(record: Any, where: str) -> Int32Array:
     kind = record.WhichOneof("chunk")
     if kind != "encoded_text":
-        raise UnsupportedError(f"{where} is {kind or 'empty'}, and this server reads token ids alone; leave it out")
+        raise UnsupportedError(f"{where} is {kind or 'empty'}, but this server reads only token ids; remove it")
     return _numbers(record.encoded_text.tokens, np.dtype(np.int32), where)
 
 
 def _check_tokens(tokens: NDArray[Any], where: str, vocab_size: int) -> None:
     if tokens.size == 0 or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         found = "none" if tokens.size == 0 else f"{tokens.min()}..{tokens.max()}"
-        raise InputError(f"{where} holds token ids below {vocab_size}, one at least, got {found}; correct them")
+        raise InputError(f"{where} must have at least one token id, all below {vocab_size}, got {found}")
 
 
 def _numbers(raw: bytes, dtype: np.dtype[Any], where: str) -> NDArray[Any]:
     if len(raw) % dtype.itemsize:
-        raise InputError(f"{where} holds {dtype} numbers, got {len(raw)} bytes; correct it")
+        raise InputError(f"{where} must have {dtype} numbers, got {len(raw)} bytes")
     return np.frombuffer(raw, dtype).copy()
 
 
@@ -137,10 +137,10 @@ def _array(record: Any, where: str) -> NDArray[Any]:
         records().DTYPE_INT64: np.dtype(np.int64),
     }
     if record.dtype not in kinds:
-        raise InputError(f"{where} is float32 or int64, got the type {record.dtype}; convert it")
+        raise InputError(f"{where} must be float32 or int64, got the type {record.dtype}; convert it")
     dtype, shape = kinds[record.dtype], tuple(record.shape)
     if min(shape, default=0) < 0 or prod(shape) > MAX_CELLS:
-        raise InputError(f"{where} has at most {MAX_CELLS} numbers, got the shape {shape}; send fewer")
+        raise InputError(f"{where} may have at most {MAX_CELLS} numbers, got the shape {shape}")
     if record.WhichOneof("encoding") != "sparse_csr":
         return _shaped(_numbers(record.dense, dtype, where), shape, where)
     wide = np.dtype(np.int64)
@@ -158,7 +158,7 @@ def _shaped(values: NDArray[Any], shape: tuple[int, ...], where: str) -> NDArray
     if not shape:
         return values
     if prod(shape) != values.size:
-        raise InputError(f"{where} has the shape {shape} and {values.size} numbers; correct one of them")
+        raise InputError(f"{where} has the shape {shape} but {values.size} numbers")
     return values.reshape(shape)
 
 
@@ -169,14 +169,14 @@ def _from_csr(
     is_right = len(shape) == 2 and starts.size == shape[0] + 1 and starts[0] == 0 and bool((sizes >= 0).all())
     is_right = is_right and starts[-1] == values.size == columns.size
     if not is_right or (columns.size and not 0 <= int(columns.min()) <= int(columns.max()) < shape[1]):
-        raise InputError(f"{where} is a sparse matrix in rows (CSR), and its indices do not fit {shape}; correct them")
+        raise InputError(f"{where} is a sparse matrix (CSR) with indices that do not fit {shape}; correct them")
     dense = np.full(shape, fill, values.dtype)
     dense[np.repeat(np.arange(shape[0]), sizes), columns] = values
     return dense
 
 
 def forward_backward_answer(logprobs: Sequence[NDArray[np.float64]], metrics: Mapping[str, float]) -> bytes:
-    """The record of an answer: the log-probs of each datum, those of one width together."""
+    """Return the record of an answer: the log-probs of each datum, grouped by width."""
     answer = records().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     for trailing, group in groupby(logprobs, lambda each: each.shape[1:]):
         parts = [each.astype(np.float32) for each in group]
@@ -191,9 +191,9 @@ def forward_backward_answer(logprobs: Sequence[NDArray[np.float64]], metrics: Ma
 
 
 _NOTHING = -99999.0
-"""The log-prob of a place without a token."""
+"""Log-prob of a place without a token."""
 Sampled = tuple[TokenIds, Sequence[float], str]
-"""The tokens of a sample, their log-probs, and why it ended."""
+"""Tokens of a sample, their log-probs, and why it ended."""
 
 
 def sample_answer(
@@ -206,16 +206,16 @@ def sample_answer(
     last_n: int,
     layout: Mapping[str, Any] | None,
 ) -> bytes:
-    """The record of the answer of `asample`.
+    """Return the record of the answer of `asample`.
 
     Args:
         num_prompt: tokens of the prompt.
-        samples: of it.
-        scores: of the prompt; None if none are asked for.
-        tops: the likeliest tokens of each sample's whole sequence; empty if none are asked for.
-        has_logprobs: whether log-probs of the prompt's tokens are asked for.
-        last_n: tokens at the end of the prompt that have them.
-        layout: of the targets; None if none are asked for.
+        samples: of the prompt.
+        scores: of the prompt; None if not requested.
+        tops: likeliest tokens of each sample's whole sequence; empty if not requested.
+        has_logprobs: whether log-probs of the prompt's tokens are requested.
+        last_n: number of tokens at the end of the prompt that get them.
+        layout: of the targets; None if not requested.
     """
     answer = records().SampleResponse()
     for number, (tokens, logprobs, reason) in enumerate(samples):
@@ -250,7 +250,7 @@ def sample_answer(
 
 
 def _top(top: tuple[NDArray[Any], ...], first: int) -> Any:
-    """The likeliest tokens of the positions from one on."""
+    """Return the likeliest tokens of the positions from `first` on."""
     ids, logprobs = (each[first:] for each in top)
     return records().TopkLogprobs(
         token_ids=ids.astype(np.int32).tobytes(),
@@ -261,18 +261,18 @@ def _top(top: tuple[NDArray[Any], ...], first: int) -> Any:
 
 
 def take_prompt_chunks(fields: Fields) -> TokenIds:
-    """Takes the prompt out of the body of `asample`, int32 [N].
+    """Take the prompt out of the body of `asample`, int32 [N].
 
     Raises:
-        InputError: it is missing or wrong.
-        UnsupportedError: it holds pictures or sounds.
+        InputError: it is missing or malformed.
+        UnsupportedError: it has images or audio.
     """
     prompt = Fields(fields.need("prompt", dict), "prompt")
     tokens: list[object] = []
     for i, chunk in enumerate(prompt.need("chunks", list)):
         part = Fields(chunk, f"prompt.chunks[{i}]")
         if (kind := part.take("type", str, "encoded_text")) != "encoded_text":
-            raise UnsupportedError(f"prompt.chunks[{i}] is {kind}, and this server reads token ids alone; leave it out")
+            raise UnsupportedError(f"prompt.chunks[{i}] is {kind}, but this server reads only token ids; remove it")
         tokens += part.need("tokens", list)
         part.end()
     prompt.end()
@@ -282,10 +282,10 @@ def take_prompt_chunks(fields: Fields) -> TokenIds:
 def take_matrix(
     fields: Fields, name: str, num_rows: int, vocab_size: int
 ) -> tuple[Int64Array, Mapping[str, Any]] | None:
-    """Takes a matrix of token ids [num_rows, K], -1 where there is none, and the fields that say its layout.
+    """Take a matrix of token ids [num_rows, K], -1 for an empty place, and the fields that describe its layout.
 
     Raises:
-        InputError: it is wrong.
+        InputError: it is malformed.
     """
     given = fields.take(name, dict, {})
     if not given:
@@ -295,13 +295,13 @@ def take_matrix(
         shape = tuple(int(size) for size in given["shape"])
         starts, columns = given.get("sparse_crow_indices"), given.get("sparse_col_indices")
         if len(shape) != 2 or shape[0] != num_rows or prod(shape) > MAX_CELLS:
-            raise InputError(f"{name} has {num_rows} rows, one less than the prompt has tokens, got {shape}")
+            raise InputError(f"{name} must have {num_rows} rows, one less than the prompt has tokens, got {shape}")
         if starts is None:
             found = _shaped(values, shape, name)
         else:
             found = _from_csr(values, np.array(starts, np.int64), np.array(columns, np.int64), shape, name, -1)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{name} is a matrix of token ids with data and shape, got {show(given)}: {error}") from None
+        raise InputError(f"{name} must be a matrix of token ids (data, shape), got {show(given)}: {error}") from None
     if found.size == 0 or found.max() < 0 or found.min() < -1 or found.max() >= vocab_size:
-        raise InputError(f"{name} names token ids, -1 where there is none, got {show(given)}; correct it")
+        raise InputError(f"{name} must have token ids, or -1 for an empty place, got {show(given)}")
     return found, given
