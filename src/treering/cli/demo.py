@@ -1,6 +1,6 @@
 """Run `treering demo`: train one policy by GRPO twice, with a plain loop and with Treering's, and compare.
 
-The policy is a small model trained on the spot; with --real it is a pretrained model that learns sums in words.
+The policy is a small model trained on the spot; with --real it is a pretrained model that learns sums as text.
 """
 
 import json
@@ -218,7 +218,7 @@ def measure(out: Path, size: DemoSize, *, seed: int, console: Console, enough: f
 
 
 def measure_real(out: Path, size: DemoSize, *, seed: int, console: LogConsole) -> DemoReport:
-    """Measure with the model that `treering fetch smollm2` fetches, on sums in words."""
+    """Measure with the model that `treering fetch smollm2` fetches, on sums as text."""
     transformers_logging.disable_progress_bar()
     start = write_real_task(out, fetched(SMOLLM2, console), size, seed=seed)
     console.print(
@@ -367,7 +367,7 @@ def sums_in_words(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def write_real_task(out: Path, model: Path, size: DemoSize, *, seed: int) -> DemoStart:
-    """Write sums in words and their reward for the model in a folder."""
+    """Write sums as text and their reward for the model in a folder."""
     with writing(out):
         lines = [json.dumps(line) for line in sums_in_words(size.num_prompts, seed)]
         (out / PROMPTS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")

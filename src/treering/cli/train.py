@@ -285,7 +285,7 @@ def train(config: RlConfig, *, config_dir: Path, console: Console) -> TrainSumma
 def open_training(config: RlConfig, *, config_dir: Path, console: Console) -> Iterator[RlRun]:
     """Open a run: lock, task, model, newest checkpoint, warm-up, logs; close the logs at the end.
 
-    Of several ranks only the first holds the lock and writes the logs.
+    Only the first of several ranks holds the lock and writes the logs.
     """
     with owning(config.run.dir) as group, ExitStack() as stack:
         config = agreed(config, config_dir, group)

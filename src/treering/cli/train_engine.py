@@ -206,7 +206,7 @@ def warmup_options(config: RlConfig) -> tuple[OptimOptions, SftOptions]:
 
 
 def identity(config: RlConfig, source: TaskSource, model: PreTrainedModel) -> dict[str, Scalar]:
-    """Return what a resumed run must share with the original one; of [engine] only seed and kind, of [history] nothing."""
+    """Return what a resumed run must share with the original one; [history] and most of [engine] may change."""
     task = config.task
     # Checkpoints do not hold the reference's weights: a resumed run reads them again.
     needs_reference = config.rl.kl > 0 and not config.lora.is_set
