@@ -132,7 +132,7 @@ def test_an_error_in_a_process_is_raised_here_with_its_type_and_text() -> None:
         with pytest.raises(InputError, match="500"):
             loop.step()
         assert loop.pids == {}
-        with pytest.raises(StateError, match="is over"):
+        with pytest.raises(StateError, match="was closed or has failed"):
             loop.step()
 
 

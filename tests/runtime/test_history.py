@@ -59,7 +59,7 @@ def test_the_second_epoch_is_drafted_from_the_first(tmp_path: Path) -> None:
 
 
 def test_a_history_in_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give a folder"):
+    with pytest.raises(ConfigError, match="set a folder"):
         pipeline(num_steps=1, drafting=Drafting())
 
 

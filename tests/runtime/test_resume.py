@@ -100,7 +100,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused() -> None:
         past = [{"step": 0, "label": 0, "weights": {}}]
         planners = {"told": []}, {"observed": [], "lengths": {"name": "ema"}}
         for other in ({"account": {"judged": 8}}, {"past": past}, *({"planner": planner} for planner in planners)):
-            with pytest.raises(StateError, match="written by an earlier one"):
+            with pytest.raises(StateError, match="written by an earlier version"):
                 loop.load_state(state | other)
 
 

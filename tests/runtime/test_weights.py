@@ -51,11 +51,11 @@ def test_each_version_comes_back_bit_by_bit() -> None:
         assert target.tied is target.wide
         assert store.tensors(version, target)["count"].item() == 7
     for version in (1, 5):
-        with pytest.raises(StateError, match=rf"version {version} .* holds \[2, 3, 4\]"):
+        with pytest.raises(StateError, match=rf"version {version} .* has \[2, 3, 4\]"):
             store.read(version, Mixed())
 
 
 def test_another_model_is_refused() -> None:
     weights = weights_of(model_tensors(nn.Linear(8, 2)))
-    with pytest.raises(StateError, match="all processes of a run build the same model"):
+    with pytest.raises(StateError, match="all processes of a run must build the same model"):
         load_weights(weights, nn.Linear(8, 3))

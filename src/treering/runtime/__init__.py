@@ -1,1 +1,1 @@
-"""The RL loop in several processes on one machine: rollout workers, a reward worker and a trainer."""
+"""Run the RL loop in several processes, on one machine or many: rollout workers, a reward worker and a trainer."""

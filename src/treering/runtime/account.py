@@ -9,12 +9,12 @@ from treering.errors import StateError
 class Account:
     """Counts of rollouts, of one step or of all finished steps; deaths are counted over the whole run.
 
-    Example: 64 scheduled rollouts = 40 trained + 2 without a reward + 22 in groups with equal rewards. With 39 trained,
-    one is lost.
+    Example: 64 scheduled rollouts are 40 trained, 2 without a reward and 22 in groups with equal rewards. With only 39
+    trained, one would be lost.
     """
 
     scheduled: int = 0
-    """Rollouts, or episodes, that the steps requested."""
+    """Rollouts or episodes that the steps requested."""
     sampled: int = 0
     """Rollouts that workers have finished."""
     sampled_again: int = 0
@@ -28,13 +28,13 @@ class Account:
     evaluated_again: int = 0
     """Reward requests sent again because the reward worker died."""
     reward_errors: int = 0
-    """Rollouts left out: their reward or episode raised, timed out, or killed the reward worker."""
+    """Dropped rollouts whose reward or episode raised, timed out or killed the reward worker."""
     unscored: int = 0
-    """Rollouts left out: no reward scored them."""
+    """Dropped rollouts that no reward scored."""
     empty: int = 0
-    """Rollouts left out: no tokens."""
+    """Dropped rollouts without tokens."""
     without_variance: int = 0
-    """Rollouts left out: all rewards of their group are equal, so their advantages are zero."""
+    """Dropped rollouts of groups with equal rewards, whose advantages are zero."""
     trained: int = 0
     """Rollouts used by an update."""
     steps_trained_again: int = 0
@@ -42,7 +42,7 @@ class Account:
     worker_deaths: int = 0
     """Rollout workers that died."""
     reward_worker_deaths: int = 0
-    """Reward workers that died by themselves."""
+    """Reward workers that died on their own."""
     reward_workers_stopped: int = 0
     """Reward workers that were killed because a reward timed out."""
     trainer_deaths: int = 0
@@ -58,16 +58,16 @@ class Account:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def check(self, step: int) -> None:
-        """Check that every rollout of a finished step was trained once, or left out for a counted reason.
+        """Check that every rollout of a finished step was trained once, or dropped for a counted reason.
 
         Raises:
-            StateError: the counts do not add up, which is a bug in Treering.
+            StateError: if the counts do not add up, which is a bug in Treering.
         """
         left_out = self.reward_errors + self.unscored + self.empty + self.without_variance
         if self.scheduled == self.sampled == self.evaluated == self.trained + left_out:
             return
         raise StateError(
-            f"every rollout of a step is trained once or left out for a reason, and step {step} scheduled "
-            f"{self.scheduled}, sampled {self.sampled}, evaluated {self.evaluated}, trained {self.trained} and left "
-            f"out {left_out}; please report this, and start again from the last checkpoint"
+            f"every rollout of a step must be trained once or dropped for a reason, but step {step} scheduled "
+            f"{self.scheduled}, sampled {self.sampled}, evaluated {self.evaluated}, trained {self.trained} and dropped "
+            f"{left_out}; please report this, and start again from the last checkpoint"
         )

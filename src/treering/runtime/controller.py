@@ -1,4 +1,4 @@
-"""The event loop of a run: starts its processes, receives their messages, and send each its next work."""
+"""Run the event loop of a run: start its processes, receive their messages, and send each its next work."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,25 +33,25 @@ from treering.train.loop.reference import MakeReference
 from treering.train.progress import OnProgress, PhaseProgress
 
 _POLL_S = 1.0
-"""Longest wait for a message: silence is noticed after this time."""
+"""Longest wait for a message, after which silent processes are noticed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineSpec:
-    """How a run in several processes samples and trains.
+    """Settings of a run that samples and trains in several processes.
 
     Raises:
-        ConfigError: a time limit that is not positive, no trainer rank, dynamic sampling, or a history in memory.
+        ConfigError: for a time limit that is not positive, no trainer rank, dynamic sampling, or a history in memory.
     """
 
     recipe: Recipe
     """Builds model, task and engines in the processes."""
     optim: OptimOptions
-    """The optimiser."""
+    """Options of the optimiser."""
     options: RlOptions
-    """Of the steps, as for `RlLoop`."""
+    """Options of the steps, as for `RlLoop`."""
     num_steps: int
-    """Of the whole run; no later step is sampled."""
+    """Steps of the whole run; no later step is sampled."""
     cluster: Cluster
     """Workers and staleness; policies also read its slots, and its latency until one is measured."""
     policy: Policy
@@ -65,56 +65,56 @@ class PipelineSpec:
     num_trainer_ranks: int = 1
     """Processes that train together, each with a shard of the model (FSDP2)."""
     reward_time_limit_s: float = 60.0
-    """For one reward; a rollout that exceeds it is left out."""
+    """Time limit for one reward; a rollout that exceeds it is dropped."""
     worker_time_limit_s: float = 3600.0
-    """Seconds that a process which has work may send nothing before it is replaced."""
+    """Seconds that a process with work may be silent before it is replaced."""
     reference: MakeReference | None = None
-    """As for `RlLoop`; a trainer calls it, so it must be picklable."""
+    """Makes the reference model, as for `RlLoop`; a trainer calls it, so it must be picklable."""
 
     def __post_init__(self) -> None:
         if self.options.max_gen_batches > 1:
             raise ConfigError(
-                f"workers sample steps ahead, got max_gen_batches={self.options.max_gen_batches}, which decides by a "
-                "step's rewards what is sampled next; set 1, or use RlLoop"
+                f"max_gen_batches must be 1 with workers, got {self.options.max_gen_batches}: it lets a step's rewards "
+                "decide what is sampled next, and workers sample ahead; set 1, or use RlLoop"
             )
         if self.num_trainer_ranks < 1:
-            raise ConfigError(f"at least one process trains, got num_trainer_ranks={self.num_trainer_ranks}; raise it")
+            raise ConfigError(f"num_trainer_ranks must be at least 1, got {self.num_trainer_ranks}; raise it")
         if not self.reward_time_limit_s > 0:
-            raise ConfigError(f"a reward takes time, got reward_time_limit_s={self.reward_time_limit_s}; raise it")
+            raise ConfigError(f"reward_time_limit_s must be positive, got {self.reward_time_limit_s}; raise it")
         if not self.worker_time_limit_s > 0:
-            raise ConfigError(f"work takes time, got worker_time_limit_s={self.worker_time_limit_s}; raise it")
+            raise ConfigError(f"worker_time_limit_s must be positive, got {self.worker_time_limit_s}; raise it")
         if self.drafting is not None and self.drafting.folder is None:
             raise ConfigError(
-                "workers read the history from a folder, and Drafting(folder=None) is in memory; give a folder"
+                "workers read the history from a folder, but Drafting(folder=None) keeps it in memory; set a folder"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StartState:
-    """Where a run starts or resumes; the weights are passed separately, as a model."""
+    """Point where a run starts or resumes; the weights are passed separately, as a model."""
 
     step: int = 0
-    """Steps done."""
+    """Number of steps done."""
     policy_version: int = 0
-    """Updates done."""
+    """Number of updates done."""
     optimizer: Mapping[str, Any] | None = None
-    """The optimiser's state; None starts a new one."""
+    """State of the optimiser; None starts a new one."""
     past: tuple[Mapping[str, Any], ...] = ()
     """Earlier weights that the next steps are sampled with: "step", "policy_version" and "weights" by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FinishedStep:
-    """A step that is sampled, rewarded and trained.
+    """Step that is sampled, rewarded and trained.
 
     Attributes:
         open_step: its rollouts.
         done: the trainer's report.
         policy_version: the version that sampled it.
-        trainer_wait_s: how long the trainer was idle before it.
+        trainer_wait_s: seconds that the trainer was idle before it.
         bubble: idle fraction of the workers' time since the previous step.
-        times: of forward passes and weight loads since the previous step, and of its update.
-        spans: of the workers that had a share of it, and of the trainer.
+        times: forward passes and weight loads since the previous step, and its update.
+        spans: one for each worker that had a share of it, and one for the trainer.
     """
 
     open_step: OpenStep
@@ -127,9 +127,9 @@ class FinishedStep:
 
 
 class Controller:
-    """Runs the rollout workers, the reward worker and the trainer of one run.
+    """Runner of the rollout workers, the reward worker and the trainer of one run.
 
-    Example: with the steps 4 and 5 open, `finish(4, print)` returns once 4 is trained; 5 is sampled meanwhile.
+    Example: with steps 4 and 5 open, `finish(4, print)` returns once 4 is trained; 5 is sampled meanwhile.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class Controller:
         account: Account,
         on_finished: Callable[[Rollout], bool] | None,
     ) -> None:
-        """Start every process. `wait_until_ready` waits for them and raise their errors.
+        """Start every process; `wait_until_ready` waits for them and raises their errors.
 
         Args:
             spec: the run.
             start_state: where it starts.
             model: its weights.
-            task: an environment's episodes bring their rewards; other rewards have a process.
+            task: the task; rewards have their own process, unless an environment's episodes bring them.
             account: counts deaths.
             on_finished: called with each finished rollout; returns whether the workers must refresh their history.
         """
@@ -159,7 +159,7 @@ class Controller:
             self.store.put(past["step"], past["weights"])
         weights = self.store.put(start_state.step, model_tensors(model))
         self.policy_versions = {past["step"]: past["policy_version"] for past in start_state.past}
-        """Step -> policy version after it, of the weights in the store."""
+        """Policy version after each step whose weights are in the store."""
         self.policy_versions[start_state.step] = start_state.policy_version
         runs_episodes = isinstance(task, EnvironmentTask)
         drafting = spec.drafting
@@ -207,22 +207,22 @@ class Controller:
 
     @property
     def processes(self) -> list[RunProcess]:
-        """All processes."""
+        """All processes of the run."""
         rewards = [] if self._reward_client is None else [self._reward_client.process]
         return [*self._rollout_pool.processes, *rewards, *self.trainer_client.processes]
 
     @property
     def last_open(self) -> int:
-        """The latest step that is being sampled; 0 if none is."""
+        """The latest step that is being sampled; 0 if there is none."""
         return max(self._open_steps, default=0)
 
     def wait_until_ready(self, on_progress: OnProgress | None = None) -> None:
         """Wait until every process has built its model or task, and start the clock.
 
-        `on_progress` is called with those that have, and all of them.
+        `on_progress` is called with the number of ready processes and the number of all.
 
         Raises:
-            StateError, Exception: see `finish`.
+            StateError, Exception: as in `finish`.
         """
         progress = PhaseProgress("starting", len(self.processes), on_progress)
         while (num_ready := sum(process.is_ready for process in self.processes)) < len(self.processes):
@@ -248,11 +248,11 @@ class Controller:
         Args:
             step: its number.
             on_sampled: called with the step while it is trained, so that the trainer does not wait for it.
-            on_progress: called with its rollouts that have their reward, and all of them.
+            on_progress: called with the number of rewarded rollouts of the step and the number of all.
 
         Raises:
-            StateError: a process dies repeatedly, rewards end their process again and again, or too many episodes of
-                an environment failed.
+            StateError: if a process dies repeatedly, rewards repeatedly end their process, or too many episodes of an
+                environment failed.
             Exception: the error that a process raised.
         """
         open_step, sent_s = self._open_steps[step], None
@@ -272,7 +272,7 @@ class Controller:
                 return self._finished(open_step, done, sent_s)
 
     def announce(self, version: int, policy_version: int) -> None:
-        """Make new weights available to the workers; those whose slot they overwrote are forgotten."""
+        """Make new weights available to the workers and forget those whose slot they overwrote."""
         self.policy_versions[version] = policy_version
         self.policy_versions = {
             known: updates for known, updates in self.policy_versions.items() if known > version - self.store.num_slots
@@ -287,7 +287,7 @@ class Controller:
         self._actors.close()
 
     def _receive(self) -> TrainedStep | None:
-        """Wait for messages and handles them; return the trained step if there is one."""
+        """Wait for messages and handle them; return the trained step if there is one."""
         rewards = self._reward_client
         left_s = None if rewards is None else rewards.seconds_left()
         actors = [process.actor for process in self.processes if process.actor is not None]
@@ -369,7 +369,7 @@ class Controller:
 
 
 def _trainer_span(done: TrainedStep, elapsed_s: float) -> WorkerSpan:
-    """Return the span of the trainer, which got the step `elapsed_s` ago."""
+    """Return the trainer's span for a step that it got `elapsed_s` seconds ago."""
     now = time.time()
     return WorkerSpan(
         worker=None, started_s=now - elapsed_s, ended_s=now, busy_s=done.train_s + done.update_s, num_rollouts=0

@@ -1,4 +1,4 @@
-"""What the controller and the processes of a run send each other, and what each process builds for itself."""
+"""Define the messages between controller and processes of a run, and the recipe that each process builds from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,18 +20,18 @@ from treering.schedule.measured_latency import PassTimes
 from treering.train.loop.reference import MakeReference
 
 Work: TypeAlias = Request | Episode
-"""What a rollout worker is sent: rollouts to sample, or episodes to run."""
+"""Work of a rollout worker: a rollout to sample, or an episode to run."""
 
 
 class Recipe(Protocol):
-    """Builds a model, a task and engines, the same in every process.
+    """Builder of a model, a task and engines, the same in every process.
 
-    The weights of the model do not matter: each process loads those of the run first.
+    The model's weights do not matter, because each process first loads those of the run.
     """
 
     @property
     def max_batch(self) -> int:
-        """Rollouts that an engine of `make_engine` runs at a time; of an environment, episodes in flight."""
+        """Rollouts that an engine of `make_engine` runs at a time; with an environment, episodes in flight."""
 
     def make_model(self) -> nn.Module:
         """Build the model, with any weights."""
@@ -40,20 +40,20 @@ class Recipe(Protocol):
         """Build prompts and rewards."""
 
     def make_engine(self, model: nn.Module, drafter: Drafter | None, version: int) -> Engine:
-        """Make an engine with the model's current weights, which have this policy version."""
+        """Make an engine with the model's current weights, which have policy version `version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WithWeights:
-    """A message that may carry weights."""
+    """Message that may carry weights."""
 
     weights: Any = None
-    """In a process: bytes by name, see `treering.runtime.weights`. In the controller: a reference to them."""
+    """In a process, bytes by name (`treering.runtime.weights`); in the controller, a reference to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ready:
-    """From a process: it has built what it needs, and waits for work."""
+    """Message from a process that it is built and waits for work."""
 
     pid: int
 
@@ -71,83 +71,83 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BeginStep(WithWeights):
-    """To an idle worker: start a step with these weights and the history in its folder."""
+    """Message to an idle worker to start a step with these weights and the history in its folder."""
 
     step: int
     policy_version: int
-    """The policy version of the weights, which rollouts record."""
+    """Policy version of the weights, which rollouts record."""
     reports: bool
     """Whether to report progress regularly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleRequests:
-    """To a worker: requests of its current step."""
+    """Message to a worker with requests of its current step."""
 
     requests: Sequence[Work]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GiveUp:
-    """To a worker: abort these rollouts and return them, for another worker to continue."""
+    """Message to a worker to abort these rollouts and return them, so that another worker can continue them."""
 
     keys: Sequence[RolloutKey]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReportReceived:
-    """To a worker: its progress report has arrived, and it may send the next one."""
+    """Message to a worker that its progress report has arrived, so that it may send the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RefreshHistory:
-    """To a worker: reload the history in its folder within the step."""
+    """Message to a worker to reload the history in its folder within the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EndedWork:
-    """From a worker: finished rollouts or ended runs, and counters since its previous message."""
+    """Message from a worker with finished rollouts or ended runs, and counters since its previous message."""
 
     step: int
     ended: Sequence[Rollout | Run]
     stats: EngineStats
     busy_s: float
-    """With episodes, those that wait included."""
+    """Busy seconds; with episodes, waiting time included."""
     given: Sequence[Rollout] | None = None
-    """The answer to `GiveUp`: those that were still running; None if this is no answer."""
+    """Answer to `GiveUp`: the rollouts that were still running; None if this message is not an answer."""
     progress: Mapping[RolloutKey, int] = field(default_factory=dict)
     """Tokens of the running rollouts; empty if no report is due."""
     times: PassTimes = field(default_factory=PassTimes)
-    """Of forward passes and weight loads since the previous message; not measured with episodes."""
+    """Times of forward passes and weight loads since the previous message; not measured with episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CloseEnvironment:
-    """To a worker that runs episodes: end what its environment has started."""
+    """Message to a worker with episodes to end everything that its environment has started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnvironmentClosed:
-    """The answer to `CloseEnvironment`, the last message of a process."""
+    """Answer to `CloseEnvironment`, and the last message of a process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardRequest:
-    """To the reward worker: a finished rollout, or those of a group."""
+    """Message to the reward worker with a finished rollout, or the rollouts of a group."""
 
     rollouts: Sequence[Rollout]
-    """One, or those that `Collection.full_group` gave."""
+    """One rollout, or the group that `Collection.full_group` returned."""
     is_group: bool = False
 
     @property
     def key(self) -> RolloutKey:
-        """Of its first rollout; no other open request has it."""
+        """Key of the first rollout, which no other open request shares."""
         return self.rollouts[0].key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardReply:
-    """From the reward worker: the results of one request, in order."""
+    """Message from the reward worker with the results of one request, in order."""
 
     key: RolloutKey
     results: Sequence[RewardResult]
@@ -161,19 +161,19 @@ class TrainerSettings(WithWeights):
     optim: OptimOptions
     options: RlOptions
     state: bytes
-    """See `TrainerState`."""
+    """Optimiser and random state, as in `TrainerState`."""
     reference: MakeReference | None = None
-    """Makes the reference of a KL; see `RlLoop`."""
+    """Makes the reference model of a KL, as for `RlLoop`."""
     rank: int = 0
     num_ranks: int = 1
-    """Processes that train together."""
+    """Number of processes that train together."""
     is_one_host: bool = True
-    """Whether they all run on one host, where they listen on loopback alone."""
+    """Whether they all run on one host, where they listen only on loopback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rendezvous:
-    """From the trainer's rank 0, and from the controller to all ranks: where they meet."""
+    """Meeting point of the trainer's ranks, sent from rank 0 to the controller and from there to all ranks."""
 
     host: str
     port: int
@@ -181,7 +181,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainStep:
-    """To the trainer: train a step, and publish its weights unless an earlier trainer did (`is_new`)."""
+    """Message to the trainer to train a step, and to publish its weights unless an earlier trainer did (`is_new`)."""
 
     step: int
     groups: Sequence[Group]
@@ -190,7 +190,7 @@ class TrainStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedStep(WithWeights):
-    """From the trainer: a step is trained; its weights, if they are new."""
+    """Message from the trainer that a step is trained, with its weights if they are new."""
 
     step: int
     trained: Trained
@@ -200,11 +200,11 @@ class TrainedStep(WithWeights):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FetchState:
-    """To the trainer: send the state."""
+    """Message to the trainer to send its state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainerState:
-    """From the trainer: optimiser and random state, as `torch.save` writes them."""
+    """Message from the trainer with optimiser and random state, as `torch.save` writes them."""
 
     state: bytes

@@ -1,4 +1,4 @@
-"""Choose which running rollouts move from one worker to another one in the same step.
+"""Choose which running rollouts move from one worker to another within a step.
 
 The rules are those of the simulator (`schedule.migration`).
 
@@ -28,11 +28,11 @@ from treering.schedule.migration import (
 )
 
 _NUM_LONGEST = 8
-"""How many of a worker's rollouts, the longest ones, are checked for outliers."""
+"""Number of a worker's longest rollouts that are checked for outliers."""
 
 
 Held: TypeAlias = Mapping[RolloutKey, Work]
-"""A worker's rollouts of a step: those in its engine, running or queued."""
+"""Rollouts of a step that are in a worker's engine, running or queued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +44,7 @@ class Move:
 
 
 def prices_of(cluster: Cluster) -> Prices:
-    """Times of a cluster. Prefilling a token takes at least as long as one more row in a decode step."""
+    """Return a cluster's token times; prefilling a token takes at least as long as one more row in a decode step."""
     latency = cluster.latency
     token_s = latency.token_s(cluster.num_slots)
     row_s = (token_s[-1] - token_s[1]) / max(cluster.num_slots - 1, 1)
@@ -55,8 +55,8 @@ def choose_move(open_step: OpenStep, prices: Prices, held: Sequence[Held], worke
     """Return the rollouts that a worker should give up now, or None.
 
     Args:
-        open_step: the step; its assignment says which moves are allowed.
-        prices: the times of tokens.
+        open_step: the step, whose assignment decides which moves are allowed.
+        prices: times of tokens.
         held: the rollouts of each worker.
         worker: the worker that may give up rollouts.
 
@@ -71,7 +71,7 @@ def choose_move(open_step: OpenStep, prices: Prices, held: Sequence[Held], worke
 
 
 def _loads(open_step: OpenStep, prices: Prices, held: Sequence[Held]) -> Loads:
-    """Return the workers' loads, assuming that every engine has filled its batch, as its next pass will."""
+    """Return the workers' loads, as if every engine had filled its batch, which its next pass does."""
     workers, num_slots = range(len(held)), prices.token_s.size - 1
     sizes = np.array([open_step.share_size(worker) for worker in workers], np.int64)
     counts = np.array([len(each) for each in held], np.int64)
@@ -80,14 +80,14 @@ def _loads(open_step: OpenStep, prices: Prices, held: Sequence[Held]) -> Loads:
         running=np.minimum(counts, num_slots),
         reach=np.array([open_step.reach(worker) for worker in workers]),
         firsts=np.zeros(len(held), np.int64),
-        # Rollouts moved here come on top of the share, so there may be more than its size.
+        # Moved rollouts come on top of the share, so a worker may have more than its size.
         heads=sizes - queued - np.maximum(counts - num_slots, 0),
         ends=sizes,
     )
 
 
 def _tail(open_step: OpenStep, prices: Prices, loads: Loads, held: Sequence[Held], worker: int) -> Move | None:
-    """Move all that a worker has left to the worker with the fullest tail, if that saves time."""
+    """Return the move of a worker's last rollouts to the worker with the fullest tail, if that saves time."""
     keys = tuple(held[worker])
     if open_step.can_be_stolen or not has_tail(loads, worker) or not all(_can_move(open_step, key) for key in keys):
         return None
@@ -101,7 +101,7 @@ def _tail(open_step: OpenStep, prices: Prices, loads: Loads, held: Sequence[Held
 
 
 def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, worker: int) -> Move | None:
-    """Move the longest rollout that outgrew its worker's share, if another worker is better for it."""
+    """Return the move of the longest rollout that outgrew its worker's share, if another worker suits it better."""
     late = LATE * open_step.reach(worker)
     outliers = [key for key in held if open_step.so_far(key) >= late and _can_move(open_step, key)]
     for key in sorted(outliers, key=open_step.so_far, reverse=True)[:_NUM_LONGEST]:
@@ -114,5 +114,5 @@ def _outlier(open_step: OpenStep, prices: Prices, loads: Loads, held: Held, work
 
 
 def _can_move(open_step: OpenStep, key: RolloutKey) -> bool:
-    """Return whether a rollout is running, and has not moved too often."""
+    """Return whether a rollout is running and has not moved too often."""
     return open_step.has_started(key) and open_step.num_moves(key) < MAX_MOVES

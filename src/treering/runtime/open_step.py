@@ -1,4 +1,4 @@
-"""Expected rollout lengths during a step: the prediction, updated as siblings finish.
+"""Track a step while it is sampled: its queues, and its expected rollout lengths, updated as siblings finish.
 
 Shapes: R rollouts of a step, prompts in order, then samples.
 """
@@ -24,10 +24,10 @@ from treering.schedule.turns import Turns
 
 
 class ExpectedLengths:
-    """Expected lengths of a step's rollouts; a group's are updated whenever one of its rollouts finishes.
+    """Expected lengths of a step's rollouts; a group's are updated when one of its rollouts finishes.
 
-    Example: of a group of four with 100 predicted tokens each, two finish with 300 and 320: the expected lengths of the
-    others rise above 100.
+    Example: four rollouts of a group have 100 predicted tokens each, and two finish with 300 and 320: the expected
+    lengths of the others rise above 100.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class ExpectedLengths:
         """Start before the first rollout.
 
         Args:
-            predicted: float64 [R] > 0: the predictor's lengths.
-            initial: float64 [R] > 0: expected lengths until a sibling finishes.
+            predicted: float64 [R] > 0, the predictor's lengths.
+            initial: float64 [R] > 0, expected lengths until a sibling finishes.
             group_size: rollouts per prompt.
-            ratios: float64 [H] > 0: actual over predicted lengths of earlier rollouts.
-            max_tokens: of a rollout, at most.
+            ratios: float64 [H] > 0, actual over predicted lengths of earlier rollouts.
+            max_tokens: most tokens of a rollout.
         """
         self._predicted = predicted
         self._group_size = group_size
@@ -59,9 +59,9 @@ class ExpectedLengths:
 
     @property
     def expected(self) -> NDArray[np.float64]:
-        """float64 [R]; those of finished rollouts keep their last value.
+        """float64 [R]; finished rollouts keep their last value.
 
-        Computed lazily: most runs move and steal little, and one group takes 0.5 ms.
+        Computed lazily, because most runs move and steal little and one group takes 0.5 ms.
         """
         while self._stale:
             self._update_group(self._stale.pop())
@@ -69,11 +69,11 @@ class ExpectedLengths:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [R]: lengths of finished rollouts, 0 for the others."""
+        """int64 [R], lengths of finished rollouts, 0 for the others."""
         return self._lengths
 
     def so_far(self, number: int) -> int:
-        """Tokens that a rollout had at its last report."""
+        """Return the tokens that a rollout had at its last report."""
         return int(self._so_far[number])
 
     def note_progress(self, number: int, num_tokens: int) -> None:
@@ -81,12 +81,12 @@ class ExpectedLengths:
         self._so_far[number] = num_tokens
 
     def note_finished(self, number: int, length: int) -> None:
-        """Record the length of a finished rollout, at least 1; update its siblings."""
+        """Record the length of a finished rollout, at least 1, and update its siblings."""
         self._lengths[number] = length
         self._stale.add(number - number % self._group_size)
 
     def _update_group(self, first: int) -> None:
-        """Recompute the unfinished rollouts of a group."""
+        """Recompute the expected lengths of a group's unfinished rollouts."""
         group = slice(first, first + self._group_size)
         is_open = self._lengths[group] == 0
         if not is_open.any():
@@ -101,12 +101,12 @@ class ExpectedLengths:
 
 
 class OpenStep:
-    """The rollouts of a step while it is sampled.
+    """Rollouts of a step while it is sampled.
 
-    Without stealing, a worker gets its whole share at once, so that the batches depend on no clock. With stealing, it
+    Without stealing, a worker gets its whole share at once, so that batches do not depend on a clock. With stealing, it
     gets little more than it can run, because requests queued in an engine cannot be stolen.
 
-    Example: with 8 rollouts on 2 workers `take(0, ...)` returns the 4 requests of the first worker in planned order.
+    Example: with 8 rollouts on 2 workers, `take(0, ...)` returns the first worker's 4 requests in planned order.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class OpenStep:
             collection: the step's collection, still empty.
             version: the step whose weights sample it.
             num_workers: workers of the run.
-            ratios: float64 [H] > 0: actual over predicted lengths of earlier rollouts.
+            ratios: float64 [H] > 0, actual over predicted lengths of earlier rollouts.
             prices: token times that decide moves; None disables moves.
         """
         self.step, self.version = plan.step, version
@@ -174,12 +174,12 @@ class OpenStep:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [R]: tokens of the rollouts, at least 1; prompts in order, then samples."""
+        """int64 [R], tokens of the rollouts, at least 1; prompts in order, then samples."""
         return np.maximum(self._expected_lengths.lengths, 1)
 
     @property
     def turns(self) -> Turns | None:
-        """Of the episodes of an environment, which may wait."""
+        """Turns and waits of an environment's episodes; None for a step of prompts."""
         return self.collection.turns() if isinstance(self.collection, EpisodeCollection) else None
 
     @property
@@ -193,9 +193,9 @@ class OpenStep:
         return bool(self._queues[worker] or self._unassigned or can_steal)
 
     def take(self, worker: int, *, num_running: int, max_batch: int, num_spare: int = 1) -> list[Work]:
-        """Requests for a worker that runs `num_running` rollouts: its own, then unassigned ones, then stolen ones.
+        """Return requests for a worker that runs `num_running` rollouts: its own, then unassigned, then stolen ones.
 
-        With stealing, `num_spare` of its own requests may queue in its engine, so that no slot there runs empty.
+        With stealing, `num_spare` of its own requests may queue in its engine, so that its slots never run empty.
         """
         taken: list[Work] = []
         queue, num_free = self._queues[worker], max_batch - num_running
@@ -236,7 +236,7 @@ class OpenStep:
         self.stats = total_stats([self.stats, stats])
 
     def note_span(self, worker: int, *, busy_s: float, num_rollouts: int) -> None:
-        """Record that a worker was busy for so long until now, and that so many rollouts ended there."""
+        """Record that a worker was busy for `busy_s` until now and ended `num_rollouts` there."""
         if busy_s == 0.0 and num_rollouts == 0:
             return
         now = time.time()
@@ -255,13 +255,13 @@ class OpenStep:
         self._expected_lengths.note_progress(self._number[key], num_tokens)
 
     def move(self, request: Work, worker: int) -> None:
-        """Queue a given-up rollout first for another worker."""
+        """Queue a given-up rollout for another worker, ahead of its other requests."""
         self._moves[request.key] += 1
         self.account.moved += 1
         self.resume(request, worker)
 
     def note_finished(self, key: RolloutKey, num_tokens: int) -> None:
-        """Record a finished rollout or run, and its sampled tokens for the expected lengths of its siblings."""
+        """Record a finished rollout or run, with its sampled tokens."""
         length = min(max(1, num_tokens), self.collection.max_tokens)
         self._expected_lengths.note_finished(self._number[key], length)
         self.account.sampled += 1
@@ -277,31 +277,31 @@ class OpenStep:
         return key in self._started
 
     def so_far(self, key: RolloutKey) -> int:
-        """Tokens that a running rollout had at its last report."""
+        """Return the tokens that a running rollout had at its last report."""
         return self._expected_lengths.so_far(self._number[key])
 
     def expected(self, key: RolloutKey) -> float:
-        """Expected final length of a rollout."""
+        """Return the expected final length of a rollout."""
         return float(self._expected_lengths.expected[self._number[key]])
 
     def num_moves(self, key: RolloutKey) -> int:
-        """How often a rollout was moved."""
+        """Return how often a rollout was moved."""
         return self._moves[key]
 
     def num_prompt_tokens(self, key: RolloutKey) -> int:
-        """Tokens of a rollout's prompt."""
+        """Return the number of tokens in a rollout's prompt."""
         return self._num_prompt_tokens[self._number[key]]
 
     def share_size(self, worker: int) -> int:
-        """Rollouts planned for a worker."""
+        """Return the number of rollouts planned for a worker."""
         return self._sizes[worker]
 
     def reach(self, worker: int) -> float:
-        """Longest expected length in a worker's share at the start of the step; 0 if it is empty."""
+        """Return the longest expected length in a worker's share at the start of the step; 0 if it is empty."""
         return float(self._reaches[worker])
 
     def num_queued(self, worker: int) -> int:
-        """Requests queued here for a worker."""
+        """Return the number of requests queued here for a worker."""
         return len(self._queues[worker])
 
     @property

@@ -1,6 +1,6 @@
-"""The pipelined RL loop: steps overlap, with the same results as running them one after another.
+"""Run the pipelined RL loop: steps overlap, with the same results as one after another.
 
-All slow work happens in other processes. Step k is sampled entirely with the weights after step k - 1 - staleness, so
+All slow work happens in other processes. Step k is sampled only with the weights after step k - 1 - staleness, so
 timing, stealing and crashes never change a rollout (law 6).
 """
 
@@ -28,9 +28,9 @@ from treering.train.router_losses import check_routers
 
 
 class PipelineLoop(Closing, Resumable[RlStepReport]):
-    """An `RlLoop` in several processes: rollout workers, a reward worker, a trainer, and this process as controller.
+    """`RlLoop` in several processes: rollout workers, a reward worker, a trainer, and this process as controller.
 
-    The processes start with the first step. They sample later steps while it is trained, and between calls. A process
+    The processes start with the first step. They sample later steps while one is trained, and between calls. A process
     that dies is replaced, which costs only time. At staleness 0 the steps equal those of `RlLoop`.
 
     Example:
@@ -43,7 +43,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
     """
 
     def __init__(self, model: nn.Module, task: Task, spec: PipelineSpec) -> None:
-        """Start nothing yet.
+        """Set up the loop without starting processes.
 
         Args:
             model: the initial weights; it gets the new weights after every step.
@@ -51,8 +51,8 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
             spec: how to run it.
 
         Raises:
-            InputError: no prompt, two prompts of one id, or one whose rollouts the model has too few positions for.
-            UnsupportedError: router losses for a model without routers.
+            InputError: if there is no prompt, two share an id, or a prompt's rollouts exceed the model's positions.
+            UnsupportedError: for router losses of a model without routers.
         """
         check_contexts(task, spec.options.sampling.max_tokens, model)
         check_routers(model, spec.options.router_losses)
@@ -66,7 +66,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
 
     @property
     def num_steps_done(self) -> int:
-        """Steps since the start of the run, also those before a resume and those that trained nothing."""
+        """Number of steps since the start of the run, including those before a resume or without an update."""
         return self._run_state.num_steps_done
 
     @property
@@ -76,7 +76,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
 
     @property
     def account(self) -> Account:
-        """What happened to every rollout of the finished steps."""
+        """Counts of what happened to every rollout of the finished steps."""
         return self._run_state.account
 
     @property
@@ -86,24 +86,24 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
 
     @property
     def latest(self) -> list[Trajectory]:
-        """The rollouts of the latest step as trajectories with advantages; empty before the first."""
+        """Rollouts of the latest step as trajectories with advantages; empty before the first."""
         return self._latest
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the processes that are ready, by name; empty before the first step."""
+        """Process ids of the ready processes, by name; empty before the first step."""
         processes = [] if self._controller is None else self._controller.processes
         return {process.name: process.pid for process in processes if process.pid is not None}
 
     def step(self) -> RlStepReport:
         """Run until the next step is trained, while later steps are sampled.
 
-        An error stops all processes: continue with a new loop, from the latest checkpoint. After an `Interrupted` of
-        `on_progress` the loop can be saved first, as of the step before.
+        An error stops all processes; continue with a new loop from the latest checkpoint. After an `Interrupted` from
+        `on_progress`, the loop can still be saved, as of the previous step.
 
         Raises:
-            InputError: a prompt that an engine cannot hold.
-            StateError: gradients that are not finite, a process that dies repeatedly, or a closed loop.
+            InputError: for a prompt that does not fit an engine.
+            StateError: for non-finite gradients, a process that dies repeatedly, or a closed loop.
         """
         self._run_state.check_not_finished()
         try:
@@ -114,7 +114,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
                 self._run_state.num_steps_done + 1, self._run_state.note_sampled, self.on_progress
             )
             self._complete_step(controller, finished)
-            # Keeps the workers busy until the next call.
+            # Keep the workers busy until the next call.
             self._open_steps(controller)
             controller.dispatch()
         except Interrupted:
@@ -125,10 +125,10 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
         return report_of(finished, epoch=self._run_state.epoch, step_s=time.perf_counter() - started_s)
 
     def state(self) -> dict[str, Any]:
-        """As `RlLoop.state`, plus the earlier weights that the next steps are sampled with.
+        """Return the state of `RlLoop.state`, plus the earlier weights that the next steps are sampled with.
 
-        Unfinished rollouts are not saved: a resumed run samples them again. Neither is the drafters' feedback, because
-        each worker has its own drafter. Sets torch's random state to the trainer's.
+        Unfinished rollouts are not saved: a resumed run samples them again. Nor is the drafters' feedback, because each
+        worker has its own drafter. Sets torch's random state to the trainer's.
         """
         try:
             controller = self._started()
@@ -145,10 +145,10 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
         return {**self._run_state.state(), "optimizer": saved["optimizer"], "drafter": None, "past": past}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state`, also one of an `RlLoop`; new processes start with the next step.
+        """Resume from a `state`, which may come from an `RlLoop`; new processes start with the next step.
 
         Raises:
-            StateError: see `RunState.load_state`.
+            StateError: as in `RunState.load_state`.
         """
         self._end_processes()
         past, optimizer = self._run_state.load_state(state), state["optimizer"]
@@ -162,7 +162,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
             self._drafting.save(file)
 
     def load_hints(self, file: Path) -> None:
-        """Load the history; a missing or damaged file is a warning, and costs speed."""
+        """Load the history; a missing or damaged file only causes a warning and costs speed."""
         if self._drafting is not None:
             self._drafting.load(file)
 
@@ -175,14 +175,14 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
 
     def _started(self) -> Controller:
         if self._is_closed:
-            raise StateError("a loop that was closed or has failed is over; make a new one from its last checkpoint")
+            raise StateError("this loop was closed or has failed; make a new one and load the last checkpoint")
         if self._controller is None:
             on_finished = None if self._drafting is None else self._remember
             self._controller = Controller(
                 self._spec, self._start_state, self.model, self._task, account=self.account, on_finished=on_finished
             )
             self._start_state = StartState()
-            # Planning overlaps with the imports of the processes.
+            # Plan while the processes import their modules.
             self._open_steps(self._controller)
             self._controller.wait_until_ready(self.on_progress)
         return self._controller
@@ -192,7 +192,7 @@ class PipelineLoop(Closing, Resumable[RlStepReport]):
             controller.open(open_step)
 
     def _complete_step(self, controller: Controller, finished: FinishedStep) -> None:
-        """Make a trained step the latest one: account, history, and the weights here and in the workers."""
+        """Make a trained step the latest one: update account, history, and the weights here and in the workers."""
         self._latest = self._run_state.complete_step(finished)
         controller.store.read(self.num_steps_done, self.model)
         if self._drafting is not None:

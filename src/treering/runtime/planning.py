@@ -1,7 +1,7 @@
 """Plan which worker runs each rollout, with a scheduling policy and a length predictor.
 
-Plans change speed, never a rollout. They are checkpointed all the same: rounding depends on which rollouts share a
-batch.
+Plans change speed, never a rollout. They are checkpointed nevertheless, because rounding depends on which rollouts
+share a batch.
 """
 
 from collections import deque
@@ -25,30 +25,30 @@ from treering.types import PromptId
 
 _QUANTILES = (np.arange(32) + 0.5) / 32
 _GUESSED_RATIOS = np.exp(PRIOR_SPREAD * np.array([NormalDist().inv_cdf(share) for share in _QUANTILES]))
-"""Ratios of actual to predicted lengths before any are known."""
+"""Ratios of actual to predicted lengths until some are known."""
 
 PromptsOf: TypeAlias = Callable[[int], NDArray[np.int64]]
 """Returns the prompt numbers of a step."""
 
 NUM_TIMED = 8
-"""Recent steps whose times are used: pass times change as rollouts grow, and one step may be disturbed."""
+"""Recent steps whose times are used; pass times change as rollouts grow, and one step may be disturbed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutPlan:
-    """Which worker runs each rollout of a step; prompts in order, then samples."""
+    """Assignment of a step's rollouts to workers; prompts in order, then samples."""
 
     step: int
     assignment: Assignment
     predicted: NDArray[np.float64]
-    """float64 [R]: the lengths that the policy was given."""
+    """float64 [R], the lengths that the policy was given."""
 
 
 class Planner:
-    """Plans the steps in order, each after the lengths of the steps that it may use are known.
+    """Planner of the steps in order, each once the lengths of the steps that it may use are known.
 
     Policies use the cluster's latency until enough passes are measured, then the measured one. With rebalancing "none"
-    they always use the cluster's, because no clock may then influence the run.
+    they always use the cluster's, so that no clock influences the run.
 
     Example: at staleness 1 `plan(1)`, `plan(2)`, `observe(1, ...)`, `plan(3)`, `observe(2, ...)`, `plan(4)`.
     """
@@ -64,7 +64,7 @@ class Planner:
         group_size: int,
         num_steps: int,
     ) -> None:
-        """`prompt_ids`: of all prompts, by number; `num_steps`: steps of the run, the last one forecast."""
+        """Set up with all prompt ids by number, and with `num_steps`, the last step to forecast."""
         self._policy = policy
         self._predictor = predictor
         self._waits = WaitPredictor()
@@ -92,7 +92,7 @@ class Planner:
         """Return the plan of a step, computed at the first call.
 
         Raises:
-            InputError: the policy names workers that do not exist.
+            InputError: if the policy names workers that do not exist.
         """
         if step not in self._plans:
             last = max(step, min(self._num_steps, step + NUM_FORECASTS - 1))
@@ -110,7 +110,7 @@ class Planner:
         self._measured = merged(self._timed).latency()
 
     def observe(self, step: int, lengths: NDArray[np.int64], turns: Turns | None = None) -> None:
-        """Record the actual lengths of a planned step: int64 [R] >= 1; and the turns of its episodes."""
+        """Record the actual lengths of a planned step, int64 [R] >= 1, and the turns of its episodes."""
         plan = self._plans.pop(step)
         self._observed.append((step, plan.predicted, lengths))
         self._policy.learn(step, plan.predicted, lengths)
@@ -124,7 +124,7 @@ class Planner:
             self._waits.observe(self._prompt_ids[number], turns.of_rollouts(own))
 
     def ratios(self) -> NDArray[np.float64]:
-        """float64 [H]: evenly spaced quantiles of actual over predicted lengths; a wide guess before the first step.
+        """Return evenly spaced quantiles of actual over predicted lengths, float64 [H]; at first a wide guess.
 
         Example: after a step with 10 predicted and 5 to 20 actual tokens per rollout, they range from 0.5 to 2.
         """
@@ -147,7 +147,7 @@ class Planner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state`. Drops plans of another policy or cluster."""
+        """Resume from a `state`; plans of another policy or cluster are dropped."""
         self._plans = {}
         if list(state["made_for"]) == self._made_for():
             self._plans = {plan["step"]: _from_state(plan) for plan in state["plans"]}

@@ -1,4 +1,4 @@
-"""The processes of a run: what starts them, what they do, and the controller's side of one, which it replaces."""
+"""Define the processes of a run: their work, their starter, and the controller's handle, which replaces dead ones."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -9,16 +9,16 @@ from treering.errors import StateError
 from treering.runtime.messages import EnvironmentClosed, Ready, Recipe
 
 Kind: TypeAlias = Literal["rollout_worker", "reward_worker", "trainer"]
-"""Kinds of processes."""
+"""Kind of a process."""
 
 MAX_DEATHS = 5
-"""Deaths in a row, without progress in between, that end the run."""
+"""Consecutive deaths without progress that end the run."""
 
 _CLOSE_POLL_S = 0.1
 
 
 class Role(Protocol):
-    """What a process does: it takes messages, and works between them."""
+    """Work of a process, which takes messages and works between them."""
 
     @property
     def is_busy(self) -> bool:
@@ -28,33 +28,33 @@ class Role(Protocol):
         """Take a message."""
 
     def advance(self) -> list[Any]:
-        """Do a small part of the work; return the messages to the controller that it leads to."""
+        """Do a small part of the work; return the resulting messages to the controller."""
 
 
 class ActorDied(Exception):  # noqa: N818
-    """A process has ended, in whatever way; the text says how, as far as that is known."""
+    """Raised when a process has ended in any way; the text gives the cause as far as it is known."""
 
 
 class Actor(Protocol):
-    """A process that was started, perhaps on another host; it may still be on its way."""
+    """Process that was started, perhaps on another host, and may not run yet."""
 
     def send(self, message: object) -> None:
-        """Send a message. What is sent before the process runs reaches it then."""
+        """Send a message; it waits if the process does not run yet."""
 
     def receive(self) -> list[Any]:
         """Return the messages that have arrived, without waiting.
 
         Raises:
-            ActorDied: none is left, and the process has ended.
+            ActorDied: if no message is left and the process has ended.
             Exception: the error that its role raised.
         """
 
     def kill(self) -> None:
-        """Kill it, without waiting for its end."""
+        """Kill the process without waiting for its end."""
 
 
 class Actors(Protocol):
-    """Starts the processes of a run, and has its weights: Ray (`treering.runtime.ray_actors`), or a test.
+    """Starter of a run's processes and holder of its weights: Ray (`treering.runtime.ray_actors`), or a test.
 
     Example: `actors.start("trainer", TrainerWorker, settings)` starts a process that makes `TrainerWorker(settings)`.
     """
@@ -67,7 +67,7 @@ class Actors(Protocol):
         """Prepare for processes that unpickle `recipe`.
 
         Raises:
-            ConfigError: there is no room for the processes of the run.
+            ConfigError: if there is no room for the processes of the run.
         """
 
     def start(self, kind: Kind, role: Callable[[Any], Role], settings: Any) -> Actor:
@@ -83,26 +83,26 @@ class Actors(Protocol):
         """Wait until one of the processes has sent something or died, or for `timeout_s` seconds."""
 
     def close(self) -> None:
-        """Free what `open` has taken, after the end of all processes."""
+        """Free everything that `open` took, after the end of all processes."""
 
 
 class RunProcess:
-    """A named process of a run, as the controller sees it: messages, silence, deaths.
+    """Named process of a run from the controller's view: messages, silence, deaths.
 
-    Example: a process that is killed yields its sent messages, then `has_died`; `start` starts the next one.
+    Example: a killed process yields its sent messages, then `has_died`; `start` starts the next one.
     """
 
     def __init__(
         self, name: str, kind: Kind, role: Callable[[Any], Role], actors: Actors, *, time_limit_s: float
     ) -> None:
-        """Start nothing yet.
+        """Set up without starting the process.
 
         Args:
-            name: used in errors.
-            kind: decides what is reserved for it.
-            role: the class of its role, which is made with the settings of `start`.
+            name: name in errors.
+            kind: decides which resources are reserved.
+            role: class of its role, which is made with the settings of `start`.
             actors: starts it.
-            time_limit_s: how long it may be silent while it has work; see `end_if_silent`.
+            time_limit_s: seconds that it may be silent while it has work; `end_if_silent` ends it then.
         """
         self.name = name
         self._kind, self._role, self._actors = kind, role, actors
@@ -112,10 +112,10 @@ class RunProcess:
         self.actor: Actor | None = None
         self.num_starts = 0
         self.num_deaths = 0
-        """Deaths in a row, without progress in between."""
+        """Consecutive deaths without progress in between."""
         self.is_ready = False
         self.pid: int | None = None
-        """Its process id on its host, once it is ready."""
+        """Process id on its host, once it is ready."""
         self._cause = ""
 
     def start(self, settings: object) -> None:
@@ -126,12 +126,12 @@ class RunProcess:
         self._heard_s = time.monotonic()
 
     def send(self, message: object) -> None:
-        """Send a message. One to a dead process is dropped; `receive` reports the death."""
+        """Send a message; a dead process drops it, and `receive` reports the death."""
         if self.actor is not None:
             self.actor.send(message)
 
     def receive(self) -> tuple[list[Any], bool]:
-        """Return the messages of the process, and whether it has died. Messages sent before its death are valid.
+        """Return the messages of the process and whether it has died; messages sent before its death are valid.
 
         Raises:
             Exception: the error that its role raised.
@@ -151,9 +151,9 @@ class RunProcess:
         return [message for message in messages if not isinstance(message, Ready)], has_died
 
     def end_if_silent(self, *, is_busy: bool) -> None:
-        """Kill a process that has work, or is not ready, and has sent nothing within its time limit.
+        """Kill a process that has work or is not ready, if it sent nothing within its time limit.
 
-        `receive` reports its death. Call it after every `receive`.
+        `receive` reports its death. Call this after every `receive`.
         """
         now_s = time.monotonic()
         if self.is_ready and not is_busy:
@@ -166,7 +166,7 @@ class RunProcess:
         """Clean up a dead process; return how it ended.
 
         Raises:
-            StateError: it is the `MAX_DEATHS`-th in a row.
+            StateError: if it is the `MAX_DEATHS`-th death in a row.
         """
         self.stop()
         self.num_deaths += 1
@@ -176,16 +176,16 @@ class RunProcess:
         if self._was_silent:
             cause = f"last after runtime.worker_time_limit_s = {self._time_limit_s:g} s of silence; raise the limit"
         raise StateError(
-            f"a dead process is restarted a few times, and the {self.name} died {self.num_deaths} times in a row "
+            f"a dead process is restarted only a few times, and the {self.name} died {self.num_deaths} times in a row "
             f"without progress, {cause}"
         )
 
     def note_progress(self) -> None:
-        """Reset the count of deaths."""
+        """Reset the count of consecutive deaths."""
         self.num_deaths = 0
 
     def wait_until_closed(self, end_s: float) -> None:
-        """Wait until the process has closed its environment or has ended, and until this monotonic time at most."""
+        """Wait until the process has closed its environment or ended, at most until `end_s` on the monotonic clock."""
         with suppress(Exception):
             while self.actor is not None and time.monotonic() < end_s:
                 self._actors.wait([self.actor], _CLOSE_POLL_S)

@@ -1,7 +1,7 @@
-"""Start the processes of a run as Ray actors, whose weights are in Ray's object store.
+"""Start the processes of a run as Ray actors, with weights in Ray's object store.
 
-Ray places the processes, tells of their deaths, ends what they have started, and brings weights to their hosts. It
-restarts nothing (`max_restarts=0`): the controller does, and keeps the account.
+Ray places the processes, reports their deaths, ends the processes that they start, and brings weights to their hosts.
+It restarts nothing (`max_restarts=0`): the controller does that and keeps the account.
 """
 
 import io
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 
 _CAUSE_CHARS = 200
 _TO_ACTOR, _FROM_ACTOR = "to_actor", "from_actor"
-"""Concurrency groups of `LoopingActor`: its messages come and go while its role works."""
+"""Concurrency groups of `LoopingActor`, so that messages come and go while its role works."""
 
 _Answer: TypeAlias = tuple[list[Any], Any]
-"""Messages, and the weights that the last one carries."""
+"""Messages, and the weights of the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Failed:
-    """From an actor: its role has raised an error."""
+    """Message from an actor whose role has raised an error."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What an actor has in common with the controller."""
+    """Settings that an actor shares with the controller."""
 
     folder: str
-    """The working directory."""
+    """Working directory."""
     num_threads: int
-    """Torch's threads: Ray would leave an actor as many as it reserves CPUs."""
+    """Torch threads; Ray would give an actor only as many as the CPUs that it reserves."""
 
     def apply(self) -> None:
-        """Run where the controller does, if that is here, and send to stderr what this process writes to stdout.
+        """Change to the controller's folder, if it exists here, and redirect stdout to stderr.
 
-        The controller's stdout, to which Ray would copy it, holds nothing but the run's result.
+        Ray would copy stdout to the controller's, which must have nothing but the run's result.
         """
         torch.set_num_threads(self.num_threads)
         with suppress(OSError):
@@ -69,7 +69,7 @@ class Setup:
 
 
 class SteppingActor:
-    """An actor that answers one message after another, in its main thread: it alone may set signal handlers.
+    """Actor that answers messages one by one in its main thread, the only one that may set signal handlers.
 
     Example: a reward worker, or a trainer.
     """
@@ -84,7 +84,7 @@ class SteppingActor:
         return self._answer()
 
     def do(self, message: Any, weights: Any) -> _Answer:
-        """Let the role take a message and do what there is to do; return its messages."""
+        """Pass a message to the role and run it until it is idle; return its messages."""
         try:
             self._role.do(_joined(message, weights))
         except Exception as error:
@@ -103,7 +103,7 @@ class SteppingActor:
 
 
 class LoopingActor:
-    """An actor whose role works in a thread of its own, while messages come and go.
+    """Actor whose role works in its own thread while messages come and go.
 
     Example: a rollout worker.
     """
@@ -123,7 +123,7 @@ class LoopingActor:
         self._inbox.put(_joined(message, weights))
 
     def take(self) -> _Answer:
-        """Wait for messages of the role; return all that there are."""
+        """Wait for messages of the role; return all that are there."""
         messages = [self._outbox.get()]
         while not self._outbox.empty():
             messages.append(self._outbox.get())
@@ -133,7 +133,7 @@ class LoopingActor:
         try:
             worker = role(settings)
             while True:
-                # Waits for a message where there is nothing else to do.
+                # Block for a message if there is nothing else to do.
                 if not worker.is_busy:
                     worker.do(self._inbox.get())
                 while not self._inbox.empty():
@@ -145,10 +145,10 @@ class LoopingActor:
 
 
 class RayActor:
-    """The controller's side of an actor."""
+    """The controller's handle of an actor."""
 
     def __init__(self, handle: "ActorHandle[Any]", *, is_looping: bool, is_on_this_host: bool) -> None:
-        """Wait for the answer to `begin`, which was called."""
+        """Wrap an actor; call `begin` next."""
         self._handle = handle
         self._is_on_this_host = is_on_this_host
         self._pid: int | None = None
@@ -169,7 +169,7 @@ class RayActor:
 
     @property
     def oldest(self) -> "ObjectRef[Any]":
-        """The answer of the oldest open call; only where there is one."""
+        """Answer of the oldest open call; requires an open call."""
         return self._calls[0][0]
 
     @property
@@ -178,7 +178,7 @@ class RayActor:
         return bool(self._calls)
 
     def send(self, message: object) -> None:
-        """See `Actor`."""
+        """Send a message; it waits if the process does not run yet."""
         sent, weights = _parted(message)
         if self._is_looping:
             self._handle.post.options(concurrency_group=_TO_ACTOR).remote(sent, weights)
@@ -186,7 +186,7 @@ class RayActor:
             self._calls.append(self._handle.do.options(num_returns=2).remote(sent, weights))
 
     def receive(self) -> list[Any]:
-        """See `Actor`."""
+        """Return the messages that have arrived, without waiting."""
         import ray
 
         found: list[Any] = []
@@ -204,7 +204,7 @@ class RayActor:
         return found
 
     def kill(self) -> None:
-        """See `Actor`. A process in which a reward has forked or left a thread may not hear Ray's word."""
+        """Kill the process by signal too, since one with forks or threads of a reward may ignore Ray's request."""
         import ray
 
         if self._is_on_this_host and self._pid is not None:
@@ -232,10 +232,10 @@ class RayActor:
 
 
 class RayActors:
-    """The `Actors` of a run on Ray.
+    """`Actors` of a run on Ray.
 
-    Uses Ray as the program has initialised it, else the cluster that `RAY_ADDRESS` names, else a Ray of its own on this
-    machine, which ends with the run.
+    Uses Ray if the program has initialised it, else the cluster in `RAY_ADDRESS`, else its own Ray on this machine,
+    which ends with the run.
 
     Example: `PipelineLoop(model, task, PipelineSpec(..., actors=RayActors(num_rollout_workers=2)))`.
     """
@@ -249,17 +249,17 @@ class RayActors:
         worker_gpus: float | None = None,
         trainer_gpus: float | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Set up without starting anything.
 
         Args:
-            num_rollout_workers: of the run.
-            num_trainer_ranks: of its trainer.
+            num_rollout_workers: number of the run's rollout workers.
+            num_trainer_ranks: number of its trainer's ranks.
             worker_cpus: logical CPUs of a rollout worker; a trainer rank takes one, a reward worker none.
-            worker_gpus: GPUs of a rollout worker; None: an equal share of those that the cluster has, at most one.
+            worker_gpus: GPUs of a rollout worker; None: an equal share of the cluster's, at most one.
             trainer_gpus: GPUs of a trainer rank, likewise.
 
         Raises:
-            MissingExtraError: Ray is not installed.
+            MissingExtraError: if Ray is not installed.
         """
         require(f"runtime.workers = {num_rollout_workers}", "ray")
         self._counts: Mapping[Kind, int] = {
@@ -278,16 +278,16 @@ class RayActors:
         self.is_one_host = True
 
     def open(self, recipe: Recipe) -> None:
-        """See `Actors`."""
+        """Connect to Ray or start it, and check that the cluster has room for all processes."""
         import ray
 
         if type(recipe).__module__ == "__main__":
             raise ConfigError(
-                f"actors import the recipe's class, and {type(recipe).__name__} is defined in the program that was "
-                "started, which they cannot import; move it into a module"
+                f"actors must be able to import the recipe's class, but {type(recipe).__name__} is defined in the main "
+                "program; move it into a module"
             )
         if not ray.is_initialized():
-            # Also of a cluster, `ray.shutdown` ends only what this program has begun.
+            # `ray.shutdown` ends only what this program has started, even on a cluster.
             self._owns_ray = True
             self._start_ray()
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -299,26 +299,26 @@ class RayActors:
         except ConfigError:
             self.close()
             raise
-        # One class for all actors of a kind, as Ray keeps each for good.
+        # One class per kind, because Ray keeps every class for good.
         self._classes = {kind: _actor_class(kind, self._cpus[kind], gpus[kind]) for kind in self._counts}
 
     def start(self, kind: Kind, role: Callable[[Any], Role], settings: Any) -> RayActor:
-        """See `Actors`."""
+        """Start a process, without waiting until it runs."""
         actor = RayActor(self._classes[kind].remote(), is_looping=_is_looping(kind), is_on_this_host=self.is_one_host)
         actor.begin(role, settings)
         return actor
 
     def put(self, weights: Any) -> Any:
-        """See `Actors`."""
+        """Put weights into Ray's object store; return their reference."""
         import ray
 
         return ray.put(weights)
 
     def get(self, ref: Any) -> Any:
-        """See `Actors`.
+        """Return the weights of a reference.
 
         Raises:
-            StateError: the host that had the weights is gone.
+            StateError: if the host that had the weights is gone.
         """
         import ray
 
@@ -326,11 +326,11 @@ class RayActors:
             return ray.get(ref)
         except ray.exceptions.ObjectLostError as error:
             raise StateError(
-                "weights of a step are on a host of the cluster, and it is gone; start again from the last checkpoint"
+                "a host of the cluster is gone, and with it the weights of a step; start again from the last checkpoint"
             ) from error
 
     def wait(self, actors: Iterable[Actor], timeout_s: float) -> None:
-        """See `Actors`."""
+        """Wait until one of the processes has sent something or died, or for `timeout_s` seconds."""
         import ray
 
         asked = {each.oldest: each for each in actors if isinstance(each, RayActor) and each.is_asked}
@@ -341,7 +341,7 @@ class RayActors:
                 asked[ref].has_answer = True
 
     def close(self) -> None:
-        """See `Actors`."""
+        """Shut down the Ray that `open` started or connected to."""
         import ray
 
         if self._owns_ray:
@@ -349,7 +349,7 @@ class RayActors:
         self._owns_ray = False
 
     def _start_ray(self) -> None:
-        """Connect to the cluster of RAY_ADDRESS, or start a Ray on this machine that reports nothing to its makers."""
+        """Connect to the cluster in RAY_ADDRESS, or start a Ray on this machine without usage reports."""
         import ray
 
         address = os.environ.get("RAY_ADDRESS")
@@ -357,46 +357,46 @@ class RayActors:
             ray.init(address=address, logging_level="warning")
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # With an actor end the processes that a reward or an environment has started.
+        # When an actor ends, so do the processes that a reward or an environment has started.
         os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
-        # Ray lets actors run at a low priority, at which every other program holds a run up.
+        # Ray gives actors a low priority by default, so that any other program would slow a run down.
         os.environ.setdefault("RAY_worker_niceness", "0")
         needed = sum(number * self._cpus[kind] for kind, number in self._counts.items())
-        # Logical ones: a laptop runs more workers than it has processors.
+        # Logical CPUs: a laptop can run more workers than it has cores.
         num_cpus = max(os.cpu_count() or 1, math.ceil(needed))
         try:
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level="warning")
         except Exception as error:
             self.close()
             raise StateError(
-                f"Ray starts within half a minute, and here it did not ({str(error)[:_CAUSE_CHARS]}); start again when "
-                "the machine is less busy, or run `ray start --head` and set RAY_ADDRESS=auto"
+                f"Ray did not start within half a minute ({str(error)[:_CAUSE_CHARS]}); start again when the machine "
+                "is less busy, or run `ray start --head` and set RAY_ADDRESS=auto"
             ) from error
 
     def _gpus_by_kind(self, num_gpus: float) -> dict[Kind, float]:
-        """GPUs of a process of each kind, where none are given an equal share."""
+        """Return the GPUs of a process of each kind; kinds without a setting share equally."""
         num_takers = sum(self._counts[kind] for kind in self._counts if self._gpus[kind] is None)
         share = 1.0 / max(1, math.ceil(num_takers / num_gpus)) if num_gpus else 0.0
         return {kind: share if gpus is None else gpus for kind, gpus in self._gpus.items()}
 
 
 def check_room(resource: str, free: Sequence[float], needs: Mapping[Kind, float], counts: Mapping[Kind, int]) -> None:
-    """Check that every process fits a node, and all of them the cluster.
+    """Check that every process fits a node, and that all of them fit the cluster.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: if they do not.
     """
     total = sum(counts[kind] * need for kind, need in needs.items())
     setting = f"runtime.worker_{resource.lower()}s"
     if total > sum(free):
         raise ConfigError(
-            f"the cluster has room for all processes, and {counts['rollout_worker']} rollout workers and "
-            f"{counts['trainer']} trainer ranks take {total:g} {resource}s where it has {sum(free):g}; lower "
-            f"{setting}, runtime.workers or runtime.trainer_ranks"
+            f"{counts['rollout_worker']} rollout workers and {counts['trainer']} trainer ranks need {total:g} "
+            f"{resource}s, but the cluster has {sum(free):g}; lower {setting}, runtime.workers or "
+            "runtime.trainer_ranks"
         )
     if max(needs.values()) > max(free, default=0.0):
         raise ConfigError(
-            f"a process runs on one node, and one takes {max(needs.values()):g} {resource}s where no node has more "
+            f"a process must fit on one node, but one needs {max(needs.values()):g} {resource}s and no node has more "
             f"than {max(free, default=0.0):g}; lower {setting}"
         )
 
@@ -425,7 +425,7 @@ def _joined(message: Any, weights: Any) -> Any:
 
 
 def _cause(death: Exception) -> str:
-    """What Ray says of an actor that has ended, in one line."""
+    """Return Ray's message about an actor that has ended, as one line."""
     lines = [line.strip() for line in str(death).splitlines() if line.strip()]
     return f"Ray's message: {lines[-1][:_CAUSE_CHARS] if lines else type(death).__name__}"
 

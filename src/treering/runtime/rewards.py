@@ -1,7 +1,7 @@
-"""Rewards, which are user code, in a process of their own: its role, and the controller's client of it.
+"""Run rewards, which are user code, in their own process: the process's role, and the controller's client.
 
-The worker has no time limit of its own: the controller kills it. Rewards that end or stop their worker again and again
-end the run.
+The worker does not limit its own time: the controller kills it. Rewards that repeatedly end or block their worker end
+the run.
 """
 
 import os
@@ -17,17 +17,17 @@ from treering.runtime.messages import Ready, Recipe, RewardReply, RewardRequest
 from treering.runtime.process import Actors, RunProcess
 
 MAX_DEATHS_OF_ONE = 3
-"""Reward workers that may end during one request before its rollouts are left out."""
+"""Reward workers that may end during one request before its rollouts are dropped."""
 
 MAX_IN_A_ROW = 10
-"""Rollouts in a row whose rewards end or stop the worker, and so the run."""
+"""Consecutive rollouts whose rewards end or block the worker, after which the run ends."""
 
 NUM_RECENT = 50
-"""Recent rollouts of which half end the run too."""
+"""Recent rollouts; the run also ends if half of them are such rollouts."""
 
 
 class RewardWorker:
-    """The role of the reward worker."""
+    """Role of the reward worker."""
 
     def __init__(self, recipe: Recipe) -> None:
         """Build the task."""
@@ -38,7 +38,7 @@ class RewardWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is open, or there is something to say."""
+        """Whether a request is open or a message is due."""
         return self._is_new or bool(self._requests)
 
     def do(self, message: RewardRequest) -> None:
@@ -63,9 +63,9 @@ def _results(task: Task, prompt: Prompt, request: RewardRequest) -> list[RewardR
 
 
 class RewardClient:
-    """One reward worker, which is replaced when it ends or takes too long.
+    """Client of one reward worker, which is replaced when it ends or takes too long.
 
-    Example: a request that exceeds the time limit leaves its rollouts out; a new worker takes the remaining requests.
+    Example: a request that exceeds the time limit drops its rollouts; a new worker takes the remaining requests.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class RewardClient:
         """Start the worker.
 
         Args:
-            recipe: makes the task of the worker.
-            actors: starts it.
-            reward_name: see `Task.reward_name`.
-            time_limit_s: for one request.
-            worker_time_limit_s: to build the task.
+            recipe: makes the worker's task.
+            actors: starts the worker.
+            reward_name: name of the reward in errors, from `Task.reward_name`.
+            time_limit_s: limit for one request.
+            worker_time_limit_s: limit for building the task.
             account: counts deaths.
         """
         self._recipe = recipe
@@ -114,12 +114,12 @@ class RewardClient:
         return max(0.0, self._since_s + self._time_limit_s - time.perf_counter())
 
     def receive(self) -> list[RewardReply]:
-        """Return the replies that have arrived, including those for rollouts that are left out.
+        """Return the replies that have arrived, including those for dropped rollouts.
 
-        Replaces a worker that has died, and one whose request takes too long.
+        Replaces a worker that has died, or whose request takes too long.
 
         Raises:
-            StateError: reward workers die repeatedly before they are ready, or rewards end them again and again.
+            StateError: if reward workers repeatedly die before they are ready, or rewards repeatedly end them.
             Exception: the error that the worker raised.
         """
         was_ready = self.process.is_ready
@@ -132,7 +132,7 @@ class RewardClient:
             self._since_s = time.perf_counter()
         if found:
             self.process.note_progress()
-        # Its requests have a time limit of their own.
+        # Requests have their own time limit.
         self.process.end_if_silent(is_busy=False)
         if has_died:
             found += self._note_death()
@@ -147,7 +147,7 @@ class RewardClient:
         self.process.stop()
 
     def _note_death(self) -> list[RewardReply]:
-        """Count a death; leave out what has ended its worker several times."""
+        """Count a death; drop the request if it has ended its worker several times."""
         self._account.reward_worker_deaths += 1
         was_ready, cause = self.process.is_ready, self.process.reap()
         # A worker that died before it was ready was not ended by a request.
@@ -166,8 +166,8 @@ class RewardClient:
         self.process.stop()
         return self._leave_out(
             TimeoutError(
-                f"a reward may take runtime.reward_time_limit_s = {self._time_limit_s:g} s, and this one took longer; "
-                "raise the limit, or speed the reward up"
+                f"a reward took longer than runtime.reward_time_limit_s = {self._time_limit_s:g} s; "
+                "raise the limit, or make the reward faster"
             )
         )
 
@@ -187,34 +187,34 @@ class RewardClient:
 
 
 class EndedWorkers:
-    """Counts the rollouts that were left out because their reward ended its worker or exceeded the time limit.
+    """Counter of rollouts that were dropped because their reward ended its worker or exceeded the time limit.
 
-    Example: ten such rollouts one after another end the run, and so do 25 among 50; one in five never does.
+    Example: ten such rollouts in a row end the run, and so do 25 of 50; one in five never does.
     """
 
     def __init__(self, reward_name: str) -> None:
-        """`reward_name`: see `Task.reward_name`."""
+        """Start counting; `reward_name` is the reward's name in errors."""
         self._reward_name = reward_name
         self._recent: deque[bool] = deque(maxlen=NUM_RECENT)
         self._num_in_a_row = 0
 
     def note_answer(self) -> None:
-        """Note a reward that was answered, with a number or an error."""
+        """Record a reward that was answered, with a number or an error."""
         self._recent.append(False)
         self._num_in_a_row = 0
 
     def note_end(self, error: str) -> None:
-        """Note a rollout that was left out with this error.
+        """Record a rollout that was dropped with this error.
 
         Raises:
-            StateError: it is one too many.
+            StateError: if there are too many.
         """
         self._recent.append(True)
         self._num_in_a_row += 1
         if self._num_in_a_row < MAX_IN_A_ROW and 2 * sum(self._recent) < NUM_RECENT:
             return
         raise StateError(
-            f"rewards return, and {self._reward_name} ended or stopped its process for {sum(self._recent)} of the "
-            f"last {len(self._recent)} rollouts, the latest being {error}; call it on such a rollout by itself and "
+            f"{self._reward_name} ended or stopped its process for {sum(self._recent)} of the last "
+            f"{len(self._recent)} rollouts, the latest: {error}; call it on such a rollout by itself and "
             "correct it, then resume with the same command"
         )

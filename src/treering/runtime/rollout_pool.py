@@ -1,4 +1,4 @@
-"""The controller's client of the rollout workers: hands out requests and recovers those of a dead worker."""
+"""Give requests to the rollout workers, and recover those of a dead worker; this is the controller's side."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -32,17 +32,17 @@ OpenSteps: TypeAlias = Mapping[int, OpenStep]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerState:
-    """A rollout worker as the controller knows it.
+    """State of a rollout worker as the controller knows it.
 
     Example: `WorkerState(process=process)` is a process that has just started; it has no step and no rollouts.
     """
 
     process: RunProcess
     step: int = 0
-    """Its current step; 0 for a new worker."""
+    """Current step; 0 for a new worker."""
     running: dict[RolloutKey, Work] = field(default_factory=dict)
     move_target: int | None = None
-    """Worker that takes over the rollouts that this one must give up, until this one has answered."""
+    """Worker that takes over the rollouts that this one must give up; None once this one has answered."""
     has_report: bool = False
     """Whether it has reported progress since moves were last considered."""
     num_ended: int = 0
@@ -51,11 +51,11 @@ class WorkerState:
     """The most rollouts that recently finished between two dispatches."""
 
     def num_spare(self, max_batch: int) -> int:
-        """Requests to queue in its engine: twice those that finish between two dispatches, and at least a few."""
+        """Return how many requests to queue in its engine: twice those finishing between two dispatches, or a few."""
         return min(max(2 * self.pace, max_batch // 4, 1), max_batch)
 
     def next_step(self, number: int, open_steps: OpenSteps) -> OpenStep | None:
-        """Its current step while it has rollouts there, else the next step with work for it, the `number`-th worker."""
+        """Return its current step while it has rollouts there, else the next step with work for worker `number`."""
         if self.running:
             return open_steps.get(self.step)
         return next(
@@ -68,7 +68,7 @@ class WorkerState:
         )
 
     def begin(self, open_step: OpenStep, policy_version: int, weights: object) -> None:
-        """Start a step on it, before its first requests there."""
+        """Start a step on the worker, before its first requests."""
         self.step = open_step.step
         self.process.send(
             BeginStep(
@@ -80,20 +80,20 @@ class WorkerState:
         )
 
     def submit(self, requests: Sequence[Work]) -> None:
-        """Send it requests."""
+        """Send requests to the worker."""
         self.running.update((request.key, request) for request in requests)
         self.process.send(SampleRequests(requests=requests))
 
 
 _CLOSE_S = 5.0
-"""How long environments may take to end what they have started, after the clean-up of their episodes."""
+"""Seconds that environments get to end what they have started, after their episodes have cleaned up."""
 
 
 class RolloutPool:
-    """The rollout workers, each in its own step.
+    """Rollout workers, each in its own step.
 
-    A worker starts the next step when it has nothing left in its own and the weights are available; it never waits for
-    other workers. Call `receive` when a connection is ready, and `dispatch` after every event.
+    A worker starts the next step when its own has no work left for it and the weights are available; it never waits
+    for other workers. Call `receive` when a message is ready, and `dispatch` after every event.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RolloutPool:
     ) -> None:
         """Start the workers; each may be silent for `time_limit_s` while it has rollouts.
 
-        They are sent weights of the `store`. With `runs_episodes` each runs those of an environment, and closes it in
+        Their weights come from `store`. With `runs_episodes`, each runs the episodes of an environment and closes it at
         the end.
         """
         self._settings, self._store = settings, store
@@ -135,10 +135,10 @@ class RolloutPool:
 
         Args:
             open_steps: the open steps.
-            policy_versions: step -> policy version after it, of the weights in the store.
+            policy_versions: policy version after each step whose weights are in the store.
         """
-        # Those with the fewest rollouts choose first from the unassigned requests. A worker that is on its way, perhaps
-        # for a minute, would only keep requests from others.
+        # Workers with the fewest rollouts choose first from the unassigned requests. A worker that is still starting,
+        # perhaps for a minute, would only keep requests from the others.
         ready = [number for number, worker in enumerate(self._workers) if worker.process.is_ready]
         order = sorted(ready, key=lambda number: len(self._workers[number].running))
         for number in order:
@@ -164,10 +164,10 @@ class RolloutPool:
                 self._move(number, worker, open_steps, policy_versions)
 
     def receive(self, open_steps: OpenSteps) -> list[tuple[OpenStep, Rollout | Run]]:
-        """Finished rollouts and run, each with its step. Replaces dead workers.
+        """Return finished rollouts and runs, each with its step, and replace dead workers.
 
         Raises:
-            StateError: a worker dies repeatedly.
+            StateError: if a worker dies repeatedly.
             Exception: the error that a worker raised.
         """
         found: list[tuple[OpenStep, Rollout | Run]] = []
@@ -181,12 +181,12 @@ class RolloutPool:
         return found
 
     def refresh(self) -> None:
-        """Let the workers read what was published of the history within the step."""
+        """Make the workers read history that was published within the step."""
         for process in self.processes:
             process.send(RefreshHistory())
 
     def close(self) -> None:
-        """Stop the workers; environments may first end what they have started."""
+        """Stop the workers, after environments had time to end what they have started."""
         if self._runs_episodes:
             ready = [process for process in self.processes if process.is_ready]
             for process in ready:
@@ -206,14 +206,14 @@ class RolloutPool:
         if message.given is not None:
             self._hand_over(worker, message.given, open_step)
         if open_step is None:
-            # The answer to `GiveUp` came after the end of its step, with nothing left to give.
+            # The answer to `GiveUp` came after the end of its step, so nothing was left to give.
             assert not message.ended, "a step ends after its rollouts"
             return []
         open_step.note_stats(message.stats)
         open_step.note_span(number, busy_s=message.busy_s, num_rollouts=len(message.ended))
         self._note_progress(worker, message.progress, open_step)
         if message.ended:
-            # Only finished rollouts count as progress: a worker may die at the same token every time.
+            # Only finished rollouts count as progress, because a worker may die at the same token every time.
             worker.process.note_progress()
         worker.num_ended += len(message.ended)
         for each in message.ended:
@@ -231,7 +231,7 @@ class RolloutPool:
     def _move(
         self, number: int, worker: WorkerState, open_steps: OpenSteps, policy_versions: Mapping[int, int]
     ) -> None:
-        """Requests that a worker gives up rollouts, if a move saves time. One move at a time in each step."""
+        """Ask a worker to give up rollouts if a move saves time; each step has one move at a time."""
         open_step = open_steps.get(worker.step)
         if open_step is None or open_step.prices is None or open_step.moving == "off":
             return

@@ -1,6 +1,6 @@
-"""The rollout workers: an engine in its own process samples the requests that the controller sends, or runs episodes.
+"""Define the rollout workers: an engine in its own process samples the controller's requests or runs episodes.
 
-They keep no state that matters: what ran on a worker that dies is sampled again elsewhere, with the same tokens.
+They keep no essential state: rollouts of a dead worker are sampled again elsewhere, with the same tokens.
 """
 
 import os
@@ -29,25 +29,25 @@ from treering.runtime.weights import load_weights
 from treering.schedule.measured_latency import PassTimes
 
 _REPORT_S = 0.2
-"""Least seconds between progress reports."""
+"""Minimum seconds between progress reports."""
 
 _ALIVE_S = 10.0
-"""Most seconds without a message while a worker samples, except during one pass."""
+"""Maximum seconds between messages while a worker samples, except during one pass."""
 
 _TICK_S = 0.05
-"""How often a worker looks for messages while its episodes run."""
+"""Seconds between looks at the inbox while a worker's episodes run."""
 
 
 class StepEngine:
-    """The engine of a rollout worker; every step begins with weights and history as the controller says.
+    """Engine of a rollout worker; every step begins with the weights and history that the controller names.
 
     Example: after `begin` of a step with policy version 3, `engine.version` is 3.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Build the model, and no engine yet; the history is read in a folder, if the worker drafts."""
+        """Build the model, but no engine yet; if the worker drafts, it reads the history from a folder."""
         self.step = 0
-        """Number of the present step."""
+        """Number of the current step."""
         self._recipe = settings.recipe
         self._model = settings.recipe.make_model()
         self._history = None if settings.history is None else HistoryReader(settings.history)
@@ -63,21 +63,21 @@ class StepEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the present step."""
+        """Engine of the current step."""
         assert self._engine is not None, "a step begins before its requests come"
         return self._engine
 
     def begin(self, message: BeginStep) -> bool:
-        """Begin a step with an idle engine; return whether it is a new one."""
+        """Begin a step while the engine is idle; return whether the engine is a new one."""
         self.step = message.step
         if self._drafter is not None:
             self.refresh_history()
-            # The drafter's measurements are those of a step.
+            # Reset the drafter's measurements, which belong to one step.
             self._drafter.load_state(self._drafter.state())
             if self._engine is not None:
                 self._engine.refresh_history()
         if self._engine is not None and self._engine.version == message.policy_version:
-            # The weights are the same, but an engine's caches of the previous step would change rounding.
+            # The weights are the same, but caches of the previous step would change rounding.
             self._engine = None
         else:
             load_weights(message.weights, self._model)
@@ -89,7 +89,7 @@ class StepEngine:
         return True
 
     def take_stats(self) -> EngineStats:
-        """Return what the engine has counted since the previous call."""
+        """Return the engine's counts since the previous call."""
         before, self._before = self._before, self.engine.stats
         return self._before.since(before)
 
@@ -100,16 +100,16 @@ class StepEngine:
 
 
 class PassTimer:
-    """Times the forward passes of an engine.
+    """Timer of an engine's forward passes.
 
     A pass is timed from the end of the previous one, so that message handling counts; after a pause, from its own
-    start. An engine's first pass is left out: it compiles, allocates, and measures draft costs.
+    start. An engine's first pass does not count, because it compiles, allocates, and measures draft costs.
 
     Example: 5 passes over 3, 3, 3, 2 and 1 rows record the times of the last four.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock`: returns seconds."""
+        """Start without times; `clock` returns seconds."""
         self._clock = clock
         self._times = PassTimes()
         self._before = EngineStats()
@@ -150,7 +150,7 @@ class PassTimer:
         )
 
     def pause(self) -> None:
-        """Leave out the time until the next pass, because all running rollouts were removed."""
+        """Skip the time until the next pass, because all running rollouts were removed."""
         self._since_s = None
 
     def take(self) -> PassTimes:
@@ -160,7 +160,7 @@ class PassTimer:
 
 
 class RolloutWorker:
-    """The role of a worker that samples rollouts: an engine, its current step, and counters."""
+    """Role of a worker that samples rollouts: an engine, its current step, and counters."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Build the model."""
@@ -176,7 +176,7 @@ class RolloutWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has rollouts to sample, or something to say."""
+        """Whether rollouts have to be sampled or a message is due."""
         return self._is_new or self._is_sampling or self._given is not None or bool(self._ended)
 
     @property
@@ -184,7 +184,7 @@ class RolloutWorker:
         return self._own.has_engine and self._own.engine.num_unfinished > 0
 
     def do(self, message: Any) -> None:
-        """Take a message of the controller."""
+        """Handle a message from the controller."""
         started = time.perf_counter()
         if isinstance(message, BeginStep):
             self._begin(message)
@@ -210,7 +210,7 @@ class RolloutWorker:
 
     @property
     def _is_report_due(self) -> bool:
-        """Whether to report progress; never before the last report was received, so that few are under way."""
+        """Whether to report progress; never before the last report was received, so that few are in flight."""
         is_time = time.perf_counter() >= self._reported_s + _REPORT_S
         return self._reports and self._is_report_received and is_time and self._is_sampling
 
@@ -255,12 +255,12 @@ class RolloutWorker:
         if self._own.begin(message):
             self._timer.note_engine(self._own.engine.stats)
         if not is_first:
-            # Leave out the first engine of a process: it compiles, which happens only once.
+            # Skip the first engine of a process, which compiles; that happens only once.
             self._timer.note_load(time.perf_counter() - started)
 
 
 class EpisodeWorker:
-    """The role of a worker that runs episodes: an engine, an environment, and the episodes of the current step."""
+    """Role of a worker that runs episodes: an engine, an environment, and the episodes of the current step."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Build the model and the environment."""
@@ -275,23 +275,23 @@ class EpisodeWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether episodes run, or there is something to say."""
+        """Whether episodes run or a message is due."""
         return self._num_open > 0 or bool(self._answers)
 
     def do(self, message: Any) -> None:
-        """Take a message of the controller."""
+        """Handle a message from the controller."""
         if isinstance(message, BeginStep):
             self._begin(message)
         elif isinstance(message, SampleRequests):
             self._start([each for each in message.requests if isinstance(each, Episode)])
         elif isinstance(message, RefreshHistory) and self._episodes is not None:
-            # In the thread of the engine, which drafts from it.
+            # In the engine's thread, which drafts from the history.
             self._episodes.in_engine(self._own.refresh_history)
         elif isinstance(message, CloseEnvironment):
             self._close()
 
     def advance(self) -> list[Any]:
-        """Wait a little for runs to end; return a message if some have, or it is time to be heard."""
+        """Wait briefly for runs to end; return a message if some have, or to show that the worker is alive."""
         answers, self._answers = self._answers, []
         if answers or self._episodes is None or self._num_open == 0:
             return answers

@@ -1,4 +1,4 @@
-"""The progress of a run: steps done and open, their prompts and plan, the policy version and the account."""
+"""Track the progress of a run: steps done and open, their prompts and plan, the policy version and the account."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ from treering.types import PromptId
 
 
 class RunState:
-    """The steps of a run, in order.
+    """Steps of a run, in order.
 
-    Example: at staleness 1 `steps_to_open(0)` yields the steps 1 and 2. Step 3 is planned once step 1 is sampled,
-    and `steps_to_open(2)` yields it once step 1 is complete.
+    Example: at staleness 1, `steps_to_open(0)` yields steps 1 and 2. Step 3 is planned once step 1 is sampled, and
+    `steps_to_open(2)` yields it once step 1 is complete.
     """
 
     def __init__(self, task: Task, spec: PipelineSpec) -> None:
         """Start before the first step.
 
         Raises:
-            InputError: no prompt, or two prompts of one id.
+            InputError: if there is no prompt, or two prompts share an id.
         """
         check_prompts(task)
         options = spec.options
@@ -45,7 +45,7 @@ class RunState:
         self._sampling = with_stops(options.sampling, task)
         self._steps = StepPlan(num_tasks=len(task.prompts), trees_per_step=options.prompts_per_step, seed=options.seed)
         self.num_steps_done = 0
-        """Steps done since the start of the run."""
+        """Number of steps done since the start of the run."""
         self._draws: dict[PromptId, int] = {}
         self.account = Account()
         self.version = 0
@@ -68,7 +68,7 @@ class RunState:
 
     @property
     def measured(self) -> Latency | None:
-        """See `Planner.measured`."""
+        """The measured latency of the next plan; None if it uses the cluster's."""
         return self._planner.measured
 
     @property
@@ -80,23 +80,23 @@ class RunState:
         """Check that a step is left.
 
         Raises:
-            StateError: all steps are done.
+            StateError: if all steps are done.
         """
         if self.num_steps_done >= self._num_steps:
             raise StateError(
-                f"a pipeline runs a fixed number of steps, and all {self._num_steps} steps are done; make a new loop "
+                f"a pipeline runs a fixed number of steps, and all {self._num_steps} are done; make a new loop "
                 "with more steps, and load this one's state"
             )
 
     def steps_to_open(self, last_open: int) -> Iterator[OpenStep]:
-        """Steps that may start now. Each is planned after the same earlier steps in every run."""
+        """Yield the steps that may start now; each is planned after the same earlier steps in every run."""
         last = min(self._num_steps, self.num_steps_done + 1 + self._cluster.staleness)
         for step in range(max(last_open, self.num_steps_done) + 1, last + 1):
             collection = self._collection(step)
             version = self._cluster.version_of(step)
             plan = self._planner.plan(step)
             cluster = self._planner.cluster
-            # Episodes stay where they began.
+            # Episodes stay on the worker where they began.
             may_move = cluster.rebalancing == "running" and not isinstance(self._task, EnvironmentTask)
             yield OpenStep(
                 plan,
@@ -118,7 +118,7 @@ class RunState:
         """Make a trained step the latest one; return its rollouts with advantages.
 
         Raises:
-            StateError: every reward of several steps failed.
+            StateError: if every reward of several steps failed.
         """
         open_step, trained = finished.open_step, finished.done.trained
         collected = open_step.collection.result()
@@ -135,7 +135,7 @@ class RunState:
         )
 
     def state(self) -> dict[str, Any]:
-        """Steps, version, draws, plan and account, for a checkpoint."""
+        """Return steps, version, draws, plan and account, for a checkpoint."""
         return {
             "num_steps_done": self.num_steps_done,
             "version": self.version,
@@ -145,10 +145,10 @@ class RunState:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-        """Resume from a `state`, also one of an `RlLoop`; return the past weights that the next steps need.
+        """Resume from a `state`, which may come from an `RlLoop`; return the past weights that the next steps need.
 
         Raises:
-            StateError: weights that the next steps need are missing, or an earlier version wrote the state.
+            StateError: if weights for the next steps are missing, or an earlier version of Treering wrote the state.
         """
         _check_format(state)
         step = state["num_steps_done"]
@@ -157,8 +157,8 @@ class RunState:
         missing = needed - {each["step"] for each in past}
         if missing:
             raise StateError(
-                f"at staleness {self._cluster.staleness} the next steps are sampled with the weights after steps "
-                f"{sorted(missing)} too, and the checkpoint has none; resume with the staleness that it was saved with"
+                f"at staleness {self._cluster.staleness} the next steps need the weights after steps "
+                f"{sorted(missing)}, but the checkpoint lacks them; resume with the staleness that it was saved with"
             )
         self.version = state["version"]
         self.num_steps_done, self._draws = step, dict(state["draws"])
@@ -171,7 +171,7 @@ class RunState:
         return [self._task.prompts[number] for number in self._steps.tasks_of(step)]
 
     def _draws_before(self, step: int) -> dict[PromptId, int]:
-        """How often each prompt is scheduled before a future step.
+        """Return how often each prompt is scheduled before a future step.
 
         With 5 prompts in steps of 2, step 4 starts the second epoch, and its prompts have draw 1.
         """
@@ -192,14 +192,14 @@ class RunState:
 
 
 def _check_format(state: Mapping[str, Any]) -> None:
-    """Refuse the checkpoints of earlier versions, whose records have other names."""
+    """Refuse checkpoints of earlier versions, whose records have other names."""
     known = Account().as_dict().keys() >= state.get("account", {}).keys()
     planner = state.get("planner", {"observed": ()})
     is_planner_known = "observed" in planner and planner.get("lengths", {}).get("name", "median") == "median"
     if not known or not is_planner_known or any("policy_version" not in each for each in state.get("past", [])):
         raise StateError(
-            "a run is resumed by the version of Treering that began it, and this checkpoint was written by an earlier "
-            "one; start a new run, or install that version"
+            "this checkpoint was written by an earlier version of Treering, and only that version can resume it; "
+            "start a new run, or install that version"
         )
 
 
@@ -207,7 +207,7 @@ def settle_account(finished: FinishedStep) -> Account:
     """Return the account of a finished step, with the counts of its training.
 
     Raises:
-        StateError: a rollout is missing or counted twice.
+        StateError: if a rollout is missing or counted twice.
     """
     open_step, trained = finished.open_step, finished.done.trained
     collected = open_step.collection.result()
@@ -224,9 +224,9 @@ def settle_account(finished: FinishedStep) -> Account:
 
 
 def _trained_branches(groups: Sequence[Group], trained: Trained) -> list[RolloutKey]:
-    """Return the keys of the branches that an update has to have: a run has one for each of its branches."""
+    """Return the keys of the branches that an update must include, one for each branch of a run."""
     keys = [[rollout.key for rollout in group.rollouts] for group in groups]
-    # A KL in the loss trains groups with equal rewards too.
+    # A KL in the loss also trains groups with equal rewards.
     has_all = trained.num_rollouts == sum(map(len, keys))
     pairs = zip(keys, trained.group_advantages, strict=True)
     return [key for of_group, values in pairs if has_all or any(map(np.any, values)) for key in of_group]

@@ -1,4 +1,4 @@
-"""The trainer of a run, of one or several ranks: its role, and the client that replays its steps after a crash."""
+"""Train a run in one or several ranks: the trainer's role, and the client that replays its steps after a crash."""
 
 import io
 import os
@@ -34,19 +34,19 @@ from treering.train.loop.checkpoint import random_state, set_random_state
 from treering.train.loop.compute import shard_model
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the network interface of torch's backends."""
+"""Environment variables that set the network interface of torch's backends."""
 
 _TOKEN_BYTES = 25
-"""Per token of a rollout: its id, two log-probabilities, a mask and a version."""
+"""Bytes per token of a rollout: its id, two log-probabilities, a mask and a version."""
 
 _LEAST_BYTES = 64 << 20
 
 
 class TrainerWorker:
-    """The role of the trainer, and of each of its ranks; they shard the model, and rank 0 alone answers."""
+    """Role of the trainer and each of its ranks, which shard the model; only rank 0 answers."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        """Build model and optimiser; one of several ranks first waits to hear where they meet."""
+        """Build model and optimiser; several ranks first wait for their meeting point."""
         self._settings = settings
         self._messages: deque[TrainStep | FetchState] = deque()
         self._answers: list[Any] = []
@@ -59,11 +59,11 @@ class TrainerWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a step to train, or something to say."""
+        """Whether a step has to be trained or a message is due."""
         return bool(self._messages or self._answers)
 
     def do(self, message: Rendezvous | TrainStep | FetchState) -> None:
-        """Take a message of the controller."""
+        """Handle a message from the controller."""
         if isinstance(message, Rendezvous):
             self._with_others(lambda: self._meet(message))
         else:
@@ -78,14 +78,14 @@ class TrainerWorker:
         return answers
 
     def _with_others(self, act: Any) -> None:
-        """Does something that other ranks take part in, and end with them."""
+        """Do something that other ranks take part in, and exit if another rank has ended."""
         try:
             act()
         except RuntimeError as error:
             if self._settings.num_ranks == 1 or not is_of_another(error):
                 raise
-            # The end of another rank is no error of the run: the controller replaces all of them.
-            print(f"trainer rank {self._settings.rank} ends, because another has ended: {error}", file=sys.stderr)
+            # Another rank's end is not an error of the run: the controller replaces all ranks.
+            print(f"trainer rank {self._settings.rank} exits, because another rank has ended: {error}", file=sys.stderr)
             os._exit(1)
 
     def _meet(self, rendezvous: Rendezvous) -> None:
@@ -95,7 +95,7 @@ class TrainerWorker:
         )
         has_cuda = torch.cuda.is_available()
         if has_cuda:
-            # Before the model is built. Ray lets a process see its own devices alone.
+            # Before the model is built. Ray shows a process only its own devices.
             torch.cuda.set_device(settings.rank % torch.cuda.device_count())
         if settings.is_one_host:
             stay_on_loopback()
@@ -132,7 +132,7 @@ class TrainerWorker:
             )
 
     def _published(self) -> Weights | None:
-        """Return the new weights, on rank 0."""
+        """Return the new weights on rank 0, and None on other ranks."""
         is_whole = self._group.size == 1
         whole = None if is_whole else whole_state_dict(self._model, trained_only=has_adapter(self._model))
         return weights_of(model_tensors(self._model, whole)) if self._group.rank == 0 else None
@@ -159,7 +159,7 @@ def unpacked(state: bytes) -> dict[str, Any]:
 
 
 def stay_on_loopback() -> None:
-    """Let torch's backends listen on loopback alone, unless the user has named an interface."""
+    """Make torch's backends listen only on loopback, unless the user has set an interface."""
     for _, name in socket.if_nameindex():
         if name.startswith("lo"):
             for variable in _INTERFACES:
@@ -168,13 +168,13 @@ def stay_on_loopback() -> None:
 
 
 def _listening(settings: TrainerSettings) -> tuple[Any, Rendezvous]:
-    """Torch's store, and where the other ranks reach it."""
+    """Return torch's store, and the address at which the other ranks reach it."""
     host = "127.0.0.1"
     if not settings.is_one_host:
         import ray
 
         host = ray.util.get_node_ip_address()
-    # Torch's store would listen on all interfaces; it takes a socket that listens on one.
+    # Torch's store would listen on all interfaces, so give it a socket that listens on one.
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -185,19 +185,18 @@ def _listening(settings: TrainerSettings) -> tuple[Any, Rendezvous]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Job:
-    """A step that the trainer received after its base, with the size of its rollouts."""
+    """Step that the trainer received after its base, with the size of its rollouts."""
 
     message: TrainStep
     num_bytes: int
 
 
 class TrainerClient:
-    """The trainer as the controller sees it: one process or several ranks.
+    """Client of the trainer, which is one process or several ranks.
 
-    Its base is the last fetched state: weights, and the optimiser as bytes. The rollouts of later steps are kept. After
+    Its base is the last fetched state: weights, and the optimiser as bytes. It keeps the rollouts of later steps; after
     a crash, a new trainer replays them and gets bitwise the same weights. Once they need more memory than the base, a
-    new base replaces them. A rank that dies takes the others with it, because what they have begun together is never
-    finished.
+    new base replaces them. If a rank dies, the others are ended too, because their common work cannot be finished.
 
     Example: with the base at step 4, a trainer that dies in step 7 is replaced by one that trains 5, 6 and 7.
     """
@@ -215,11 +214,11 @@ class TrainerClient:
         """Start the trainer.
 
         Args:
-            settings: with the initial weights and state.
+            settings: settings with the initial weights and state.
             store: gets the weights of each trained step.
-            actors: starts it.
-            num_ranks: processes that train together.
-            time_limit_s: for one step.
+            actors: starts the processes.
+            num_ranks: number of processes that train together.
+            time_limit_s: limit for one step.
             account: counts deaths.
         """
         self._settings, self._store, self._actors, self._account = settings, store, actors, account
@@ -228,7 +227,7 @@ class TrainerClient:
         self._pending: int | None = None
         self._saved: list[bytes] = []
         self._is_fetching = False
-        # What came for several ranks before they have met.
+        # Messages for several ranks that have not met yet.
         self._held: list[TrainStep | FetchState] = []
         self._have_met = False
         names = ["trainer", *(f"trainer rank {rank}" for rank in range(1, num_ranks))]
@@ -246,10 +245,10 @@ class TrainerClient:
         self._train(job.message)
 
     def receive(self) -> TrainedStep | None:
-        """Return the sent step, once it is trained. Replaces a dead trainer.
+        """Return the sent step once it is trained, and replace a dead trainer.
 
         Raises:
-            StateError: trainers die repeatedly.
+            StateError: if trainers die repeatedly.
             Exception: the error that the trainer raised.
         """
         messages, dead = self._receive_all()
@@ -267,17 +266,17 @@ class TrainerClient:
         self._end_if_silent()
         if dead:
             self._account.trainer_deaths += 1
-            # First those that have died: an error names one of them.
+            # Dead processes first, so that an error names one of them.
             for process in sorted(self.processes, key=lambda each: each not in dead):
                 process.reap()
             self._start()
         return done
 
     def fetch(self) -> bytes:
-        """Fetch the trainer's state after the last step and make it the base. Only between steps.
+        """Fetch the trainer's state after the last step and make it the base; only between steps.
 
         Raises:
-            StateError, Exception: see `receive`.
+            StateError, Exception: as in `receive`.
         """
         assert self._pending is None, "a state is fetched between steps"
         state = self._fetch_state()
@@ -314,7 +313,7 @@ class TrainerClient:
         return self._saved.pop()
 
     def _start(self) -> None:
-        """Start all ranks from the base, and send them the steps since."""
+        """Start all ranks from the base, and send them the later steps."""
         self._expected.clear()
         self._held.clear()
         num_ranks = len(self.processes)
@@ -331,7 +330,7 @@ class TrainerClient:
         self._send(message)
 
     def _send(self, message: TrainStep | FetchState) -> None:
-        """Send a message to all ranks, which first have to hear where they meet."""
+        """Send a message to all ranks, once they know their meeting point."""
         if not self._have_met:
             self._held.append(message)
             return
@@ -354,7 +353,7 @@ class TrainerClient:
         return answers, dead
 
     def _introduce(self, rendezvous: Rendezvous) -> None:
-        """Tell the ranks where rank 0 listens, and what has come for them since."""
+        """Send the ranks the address of rank 0, then the messages that waited for it."""
         self._have_met = True
         for message in (rendezvous, *self._held):
             for process in self.processes:
@@ -362,7 +361,7 @@ class TrainerClient:
         self._held.clear()
 
     def _end_if_silent(self) -> None:
-        """Where any rank hangs in a step, rank 0 is silent; at the start, each is."""
+        """End silent ranks: if any hangs in a step, rank 0 is silent; at the start, each is."""
         first, *others = self.processes
         first.end_if_silent(is_busy=bool(self._expected) or self._is_fetching)
         for process in others:

@@ -1,4 +1,4 @@
-"""The weights of a run on their way from the trainer to the rollout workers: bytes by name, and latest versions."""
+"""Bring a run's weights from the trainer to the rollout workers: bytes by name, in the latest versions."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from treering.runtime.process import Actors
 from treering.train.loop.adapters import adapter_tensors, has_adapter
 
 Weights: TypeAlias = Mapping[str, NDArray[np.uint8]]
-"""The bytes of a model's tensors by name, tied ones once; numpy knows neither bfloat16 nor all of torch's types."""
+"""Bytes of a model's tensors by name, tied ones once; numpy lacks bfloat16 and other types of torch."""
 
 
 def model_tensors(model: nn.Module, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the model's tensors by name; of tied ones the first, and of a model with adapters those alone.
+    """Return the model's tensors by name: the first of tied ones, and only the adapters of a model that has them.
 
-    `whole`: the tensors of a sharded model, as `whole_state_dict` gathers them.
+    `whole` has the tensors of a sharded model, as `whole_state_dict` gathers them.
     """
     seen: set[int] = set()
     found = {}
@@ -33,7 +33,7 @@ def model_tensors(model: nn.Module, whole: Mapping[str, Tensor] | None = None) -
 
 
 def weights_of(tensors: Mapping[str, Tensor]) -> Weights:
-    """Return the bytes of tensors; those of a tensor in this machine's memory are a view of it."""
+    """Return the bytes of tensors; for a tensor in this machine's memory, a view of it."""
     return {
         name: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         for name, tensor in tensors.items()
@@ -44,19 +44,19 @@ def tensors_of(weights: Weights, model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model with these weights, as views of the bytes.
 
     Raises:
-        StateError: the weights are those of another model.
+        StateError: if the weights belong to another model.
     """
     likes = model_tensors(model)
     found = {name: values.nbytes for name, values in weights.items()}
     needed = {name: like.numel() * like.element_size() for name, like in likes.items()}
     if found != needed:
         raise StateError(
-            f"all processes of a run build the same model, and this one needs {sum(needed.values()):,} bytes of "
-            f"weights in {len(needed)} tensors where the run has {sum(found.values()):,} in {len(found)}; make the "
-            "recipe's model depend on nothing but the recipe"
+            f"all processes of a run must build the same model, but this one needs {sum(needed.values()):,} bytes in "
+            f"{len(needed)} tensors and the run has {sum(found.values()):,} in {len(found)}; make the "
+            "recipe's model depend only on the recipe"
         )
     with warnings.catch_warnings():
-        # Ray's arrays are read-only, of which torch warns once for each.
+        # Ray's arrays are read-only, and torch warns about each.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return {
             name: torch.from_numpy(weights[name]).view(like.dtype).view(like.shape)
@@ -70,7 +70,7 @@ def load_weights(weights: Weights, model: nn.Module) -> None:
     """Copy weights into a model.
 
     Raises:
-        StateError: see `tensors_of`.
+        StateError: as in `tensors_of`.
     """
     own = model_tensors(model)
     with torch.no_grad():
@@ -79,13 +79,13 @@ def load_weights(weights: Weights, model: nn.Module) -> None:
 
 
 class WeightStore:
-    """The latest versions of a run's weights, as the references that its processes are sent.
+    """Latest versions of a run's weights, as references that its processes are sent.
 
     Example: with 3 slots, after versions 0 to 4 were kept, 2, 3 and 4 can be read, and 1 raises StateError.
     """
 
     def __init__(self, actors: Actors, num_slots: int) -> None:
-        """Hold at most `num_slots` versions, and none yet."""
+        """Start empty, with room for `num_slots` versions."""
         self.num_slots = num_slots
         self._actors = actors
         self._refs: dict[int, Any] = {}
@@ -97,7 +97,7 @@ class WeightStore:
         return ref
 
     def keep(self, version: int, ref: Any) -> None:
-        """Keep what a trainer has published, and forget the versions that no worker needs any more."""
+        """Keep weights that a trainer has published, and drop versions that no worker needs."""
         self._refs[version] = ref
         self._refs = {known: each for known, each in self._refs.items() if known > version - self.num_slots}
 
@@ -105,12 +105,12 @@ class WeightStore:
         """Return the reference to a version.
 
         Raises:
-            StateError: the store does not hold it.
+            StateError: if the store does not have it.
         """
         if version not in self._refs:
             raise StateError(
-                f"weights of version {version} are needed, and the store holds {sorted(self._refs)}; start again from "
-                "the last checkpoint"
+                f"the weights of version {version} are needed, but the store has {sorted(self._refs)}; start again "
+                "from the last checkpoint"
             )
         return self._refs[version]
 
@@ -119,5 +119,5 @@ class WeightStore:
         load_weights(self._actors.get(self.ref(version)), model)
 
     def tensors(self, version: int, model: nn.Module) -> dict[str, Tensor]:
-        """Return copies of a version's tensors by name; `model` has their types and shapes."""
+        """Return copies of a version's tensors by name; `model` gives their types and shapes."""
         return {name: tensor.clone() for name, tensor in tensors_of(self._actors.get(self.ref(version)), model).items()}

@@ -173,10 +173,10 @@ def test_a_recipe_that_actors_cannot_import_is_refused(actors: RayActors) -> Non
         (
             [4.0, 4.0],
             3.0,
-            "3 rollout workers and 1 trainer ranks take 9 GPUs where it has 8; lower runtime.worker_g",
+            "3 rollout workers and 1 trainer ranks need 9 GPUs, but the cluster has 8; lower runtime.worker_g",
         ),
-        ([4.0] * 4, 5.0, "one takes 5 GPUs where no node has more than 4"),
-        ([], 1.0, "take 3 GPUs where it has 0"),
+        ([4.0] * 4, 5.0, "one needs 5 GPUs and no node has more than 4"),
+        ([], 1.0, "need 3 GPUs, but the cluster has 0"),
     ],
 )
 def test_what_a_cluster_or_a_node_has_no_room_for_is_refused_with_both_numbers(
