@@ -118,7 +118,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(
     assert "set run.dir elsewhere" in told
     assert not list(Path("out").glob("checkpoints/step-*"))
     with_free(2 * size)
-    assert "up to 3 more are written (run.keep = 2)" in commands.done(name)
+    assert "up to 3 more will be written (run.keep = 2)" in commands.done(name)
     # A finished run saves no more.
     with_free(0)
     commands.done(name)

@@ -75,7 +75,7 @@ def test_a_divergence_beside_a_policy_loss_is_the_same_in_both_layouts(objective
         ({"distill": DistillOptions()}, TEACHER, ConfigError, 'without a weight; got "grpo"'),
         ({"distill": DistillOptions(weight=1.0)}, None, ConfigError, "give both, or neither"),
         ({}, TEACHER, ConfigError, "give both, or neither"),
-        ({"distill": DistillOptions(weight=1.0)}, build(vocab_size=40), InputError, "shares the student's tokenizer"),
+        ({"distill": DistillOptions(weight=1.0)}, build(vocab_size=40), InputError, "share the student's tokenizer"),
     ],
 )
 def test_a_teacher_that_no_loss_reads_is_refused(

@@ -72,8 +72,11 @@ def test_denominators_cover_all_ranks(normalizer: str) -> None:
     [
         ({"normalizer": "mean"}, "unknown normalizer 'mean': choose token_mean, sequence_mean"),
         ({"normalizer": "sum", "shared": "first"}, "unknown sharing convention 'first': choose sum, once"),
-        ({"normalizer": "constant"}, "divisor belongs to normalizer 'constant'"),
-        ({"normalizer": "sum", "divisor": 2.0}, "divisor belongs to normalizer 'constant' and only to it"),
+        ({"normalizer": "constant"}, "divisor must be set if and only if normalizer is 'constant'"),
+        (
+            {"normalizer": "sum", "divisor": 2.0},
+            "divisor must be set if and only if normalizer is 'constant', got 'sum' and 2.0",
+        ),
         ({"normalizer": "constant", "divisor": 0.0}, r"divisor must be a positive number, got 0\.0"),
         ({"normalizer": "constant", "divisor": float("inf")}, "divisor must be a positive number, got inf"),
         ({"normalizer": "constant", "divisor": "3"}, "divisor must be a positive number, got '3'"),

@@ -75,7 +75,7 @@ class _Lean(CPUDispatcher):  # type: ignore[misc]
     _standalone: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        """The function compiled by itself: without this, numba would jump to an address that does not exist."""
+        """Return the function compiled by itself: without this, numba would jump to an address that does not exist."""
         if self._standalone is None:
             self._standalone = njit(**_OPTIONS, fastmath=self.targetoptions["fastmath"])(self.py_func)
         return self._standalone(*args)
@@ -85,7 +85,7 @@ class _Lean(CPUDispatcher):  # type: ignore[misc]
         return super().get_call_template([unliteral(arg) for arg in args], kws)
 
     def add_overload(self, cres: Any) -> None:
-        """Takes a compiled function, for compiled callers only."""
+        """Take a compiled function, for compiled callers only."""
         self.overloads[tuple(cres.signature.args)] = cres
 
 
@@ -126,7 +126,7 @@ class _Compiler(CompilerBase):  # type: ignore[misc]
     """numba's own passes, with `_Lowering` in place of its lowering."""
 
     def define_pipelines(self) -> list[Any]:
-        """The one pipeline."""
+        """Return the one pipeline."""
         passes = PassManager("lean")
         for step, description in DefaultPassBuilder.define_nopython_pipeline(self.state).passes:
             passes.add_pass(_Lowering if step is NativeLowering else step, description)

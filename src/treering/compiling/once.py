@@ -48,7 +48,7 @@ def compiled_once(*, stamp: int = 0, **options: Any) -> Callable[[Callable[..., 
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether numba's cache folder holds a function of `compiled_once`; its first call compiles it otherwise.
+    """Return whether numba's cache folder holds a function of `compiled_once`; its first call compiles it otherwise.
 
     A function that is not numba's, or that has no cache, counts as compiled.
 
@@ -109,7 +109,7 @@ class _Dispatcher(CPUDispatcher):  # type: ignore[misc]
 
 
 def _lock(file: Path) -> FileLock | None:
-    """The lock, when its holder has given it back; None where there is none to have."""
+    """Return the lock, when its holder has given it back; None where there is none to have."""
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
         try:

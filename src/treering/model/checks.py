@@ -11,7 +11,7 @@ from treering.ranks.units import own_hooks
 
 
 def check_no_dropout(model: TreeModel) -> None:
-    """Refuses active dropout: a shared token would get one mask, its branches trained separately several.
+    """Refuse active dropout: a shared token would get one mask, its branches trained separately several.
 
     Raises:
         UnsupportedError: a rate above 0 in training mode, named.
@@ -26,7 +26,7 @@ def check_no_dropout(model: TreeModel) -> None:
 
 
 def dropout_of(module: nn.Module) -> tuple[str, float]:
-    """The rate at which a module itself drops values or whole parts, and the attribute that holds it; ("", 0.0): none.
+    """Return the rate at which a module itself drops values or whole parts, and the attribute that holds it; ("", 0.0): none.
 
     Layers of models and adapters hold rates as numbers, or as numbers by the name of an adapter (PEFT's LoHa and LoKr).
 
@@ -45,7 +45,7 @@ def dropout_of(module: nn.Module) -> tuple[str, float]:
 
 
 def check_embedding_hooks(model: TreeModel) -> None:
-    """Refuses forward hooks on the input embedding, such as the noise of NEFTune: a shared token would get it once.
+    """Refuse forward hooks on the input embedding, such as the noise of NEFTune: a shared token would get it once.
 
     Hooks of FSDP2 and DeepSpeed, the one that makes the embedding's output require gradients, and the one by which TRL
     gives it the dtype of the layers (`cast_lm_head_to_fp32` with tied weights) do the same to each token, and stay.
@@ -66,7 +66,7 @@ def check_embedding_hooks(model: TreeModel) -> None:
 
 
 def check_no_hooks(model: TreeModel) -> None:
-    """Refuses forward hooks on the causal LM itself, for a caller that computes log-probs without calling it.
+    """Refuse forward hooks on the causal LM itself, for a caller that computes log-probs without calling it.
 
     A hook could change the logits or read them, and nothing tells which without calling it. Where the model's own
     forward runs (`patch`), or its logits are compared (an engine), hooks need no check.
@@ -83,7 +83,7 @@ def check_no_hooks(model: TreeModel) -> None:
 
 
 def check_whole(model: TreeModel, what: str) -> None:
-    """Refuses a sharded model where weights are read outside of its forward.
+    """Refuse a sharded model where weights are read outside of its forward.
 
     Args:
         model: the model.
@@ -111,7 +111,7 @@ def max_positions(model: nn.Module) -> int | None:
 
 
 def check_positions(num_positions: int, limit: int | None, *, what: str, fix: str) -> None:
-    """Refuses to compute more positions than a model reads: beyond them it was never trained, and its output is noise.
+    """Refuse to compute more positions than a model reads: beyond them it was never trained, and its output is noise.
 
     Args:
         num_positions: to be computed.

@@ -96,7 +96,7 @@ def tree_attention(model: nn.Module | TreeModel, backend: str = "auto") -> Itera
 
 
 def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> AttentionShape:
-    """The heads of a model with weights of a dtype, and the dtype in which its attention is computed.
+    """Return the heads of a model with weights of a dtype, and the dtype in which its attention is computed.
 
     Example: under bfloat16 autocast a float32 model has the dtype bfloat16.
     """
@@ -112,13 +112,13 @@ def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch
 
 
 def working_dtype(module: nn.Module) -> torch.dtype:
-    """The coarsest dtype of a module's weights, quantised ones left out: embeddings and norms may be in float32."""
+    """Return the coarsest dtype of a module's weights, quantised ones left out: embeddings and norms may be in float32."""
     dtypes = {weight.dtype for weight in module.parameters() if weight.is_floating_point() and weight.itemsize > 1}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def is_active(parts: TreeModel) -> bool:
-    """Whether the model is inside a `tree_attention` block of this thread.
+    """Return whether the model is inside a `tree_attention` block of this thread.
 
     Raises:
         StateError: it is inside a block of another thread, which could exit at any moment.
@@ -138,7 +138,7 @@ class _Owner:
 
 @contextmanager
 def _owned(parts: TreeModel) -> Iterator[None]:
-    """Marks the model as patched by this block; `setdefault` makes the claim atomic between threads."""
+    """Mark the model as patched by this block; `setdefault` makes the claim atomic between threads."""
     mine = _Owner(thread=threading.get_ident())
     if parts.decoder.__dict__.setdefault(_OWNER, mine) is not mine:
         raise StateError("the model is inside tree_attention already: leave that block before entering another one")
@@ -149,7 +149,7 @@ def _owned(parts: TreeModel) -> Iterator[None]:
 
 
 def _configs(parts: TreeModel) -> list[PreTrainedConfig]:
-    """The model's configuration, and the copies that layers have after PEFT's `layer_replication`."""
+    """Return the model's configuration, and the copies that layers have after PEFT's `layer_replication`."""
     held = (module.__dict__.get("config") for layer in parts.layers for module in layer.modules())
     copies = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}
     return list({id(parts.config): parts.config, **copies}.values())
@@ -188,7 +188,7 @@ def _prepare_nothing(layout: TreeLayout) -> None:
 
 
 def _prepare_flash(layout: TreeLayout, *, parts: TreeModel, shape: AttentionShape) -> None:
-    """Checks the backend and makes its tables."""
+    """Check the backend and makes its tables."""
     mixers = [mixer for layer in parts.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
     for window in {getattr(mixer, "sliding_window", None) for mixer in mixers}:
         has_sinks = any(hasattr(mixer, "sinks") for mixer in mixers)
@@ -203,7 +203,7 @@ def _with_layout_as_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _route_checkpoints(parts: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
-    """Makes checkpointed layers use tree attention in their recompute, even after the block has exited."""
+    """Make checkpointed layers use tree attention in their recompute, even after the block has exited."""
     checkpointed = [layer for layer in parts.layers if getattr(layer, "gradient_checkpointing", False)]
     for layer in checkpointed:
         original: Any = layer._gradient_checkpointing_func
@@ -223,7 +223,7 @@ def _route_checkpoints(parts: TreeModel, configs: list[PreTrainedConfig], name: 
 
 
 def _route_wrappers(parts: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
-    """The same for torch's `checkpoint_wrapper`, by which Accelerate checkpoints the layers of FSDP2."""
+    """Return the same for torch's `checkpoint_wrapper`, by which Accelerate checkpoints the layers of FSDP2."""
     wrappers: list[Any] = [module for layer in parts.layers for module in layer.modules()]
     for wrapper in wrappers:
         original = vars(wrapper).get("checkpoint_fn")
@@ -235,7 +235,7 @@ def _route_wrappers(parts: TreeModel, configs: list[PreTrainedConfig], name: str
 
 
 def _checkpointed_around(layer: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled layer's call, checkpointed around its graphs.
+    """Return a compiled layer's call, checkpointed around its graphs.
 
     From transformers 5.23 on a layer checkpoints inside its call, where torch would compile nothing of it.
     """
@@ -322,7 +322,7 @@ def _attention_outside_graphs(
     s_aux: Tensor | None = None,
     **host_options: Any,
 ) -> tuple[Tensor, None]:
-    """The same by any backend; compiled layers leave their graph for it.
+    """Return the same by any backend; compiled layers leave their graph for it.
 
     `host_options` are passed to every implementation and are ignored here (position ids, no dropout); options that
     would change the result are refused on entry of the context.

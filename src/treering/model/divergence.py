@@ -43,7 +43,7 @@ class Divergence:
     temperature: float = 1.0
 
     def of(self, student: Float[Tensor, "R M"], teacher: Float[Tensor, "R M"]) -> Float[Tensor, " R"]:
-        """The divergence of each row in nats, from normalised log-probs.
+        """Return the divergence of each row in nats, from normalised log-probs.
 
         Example: p = (1/2, 1/2) and q = (1/4, 3/4) have a forward KL of ln(2) / 2 + ln(2/3) / 2 = 0.144.
         """
@@ -85,7 +85,7 @@ class Target(NamedTuple):
 
 
 def row_divergence(logits: Float[Tensor, "R V"], target: Target, divergence: Divergence) -> Float[Tensor, " R"]:
-    """The divergence of each row from the student's scaled logits."""
+    """Return the divergence of each row from the student's scaled logits."""
     student = logits.log_softmax(-1)
     return divergence.of(_on_support(student, target.ids), target.logprobs)
 
@@ -121,7 +121,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _log_ratio(p: Tensor, q: Tensor) -> Tensor:
-    """The difference log p - log q, 0 where p = 0: such an outcome adds nothing."""
+    """Return the difference log p - log q, 0 where p = 0: such an outcome adds nothing."""
     return (p - q).masked_fill_(p == -math.inf, 0.0)
 
 
@@ -135,7 +135,7 @@ def divergence_rows(
     softcap: float | None = None,
     logit_divisor: float = 1.0,
 ) -> Float[Tensor, " R"]:
-    """The divergence of each row, float32 or wider; differentiable with respect to the student only.
+    """Return the divergence of each row, float32 or wider; differentiable with respect to the student only.
 
     Args:
         rows: the student's hidden states.

@@ -84,7 +84,7 @@ def scored_on_head(
 
 
 def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeTable:
-    """The edges of a forest (all but the roots and pictures), or those of the tokens that are `wanted` (bool [N]).
+    """Return the edges of a forest (all but the roots and pictures), or those of the tokens that are `wanted` (bool [N]).
 
     Example:
         >>> table = edge_table(Forest.from_sequences([[5, 6, 7], [5, 8]]))
@@ -193,7 +193,7 @@ def loss_on_kernels(
     table: EdgeTable,
     entropy_of: EntropyOf,
 ) -> Tensor:
-    """The sum of `loss_of` over all edges of a table, in parts of it, with a head that takes kernels.
+    """Return the sum of `loss_of` over all edges of a table, in parts of it, with a head that takes kernels.
 
     The gradient of each part is taken while its logits are there, so that they are computed once and never kept.
     Arguments are those of `score_edges`.

@@ -59,7 +59,7 @@ def forward(
     value_head: nn.Module | None = None,
     backend: str = "auto",
 ) -> ForwardOutput:
-    """Computes every token of a forest once and scores its edges.
+    """Compute every token of a forest once and scores its edges.
 
     Enters `tree_attention` unless the caller is already inside it. The outputs are differentiable. All ranks of a model
     that `fully_shard` has sharded call it equally often; an empty forest will do.
@@ -125,7 +125,7 @@ def per_token_logps(
     mask: ArrayLike | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B T"]:
-    """Computes log-probs in the shape of a padded batch, as losses of other trainers take them; differentiable.
+    """Compute log-probs in the shape of a padded batch, as losses of other trainers take them; differentiable.
 
     Each token of the forest is computed once. Entry t of a row is the log-prob of token t given those before it, 0 for
     the first token of a sequence and for padding; TRL's log-probs of C completion columns are the last C columns.
@@ -174,7 +174,7 @@ def _rows_of(forest: Forest) -> Int64Array:
 
 
 def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden: Tensor) -> Float[Tensor, " N"]:
-    """Scores at the packed indices of their edges, 0 elsewhere; differentiable even if no edge is scored."""
+    """Score at the packed indices of their edges, 0 elsewhere; differentiable even if no edge is scored."""
     everywhere = torch.zeros(forest.num_tokens, dtype=scores.dtype, device=scores.device)
     if edges.size == 0:
         return everywhere + 0.0 * hidden[:1, :1].sum()
@@ -187,7 +187,7 @@ def hidden_states(
     layout: TreeLayout | None = None,
     positions: NDArray[np.integer[Any]] | None = None,
 ) -> Float[Tensor, "N C"]:
-    """The decoder's last hidden state of every token; inside `tree_attention`.
+    """Return the decoder's last hidden state of every token; inside `tree_attention`.
 
     Args:
         parts: of the model.
@@ -207,7 +207,7 @@ def hidden_states(
 
 
 def with_features(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
-    """The parts with the features of all pictures of some forests, so that each is computed once for all passes.
+    """Return the parts with the features of all pictures of some forests, so that each is computed once for all passes.
 
     The caller calls `parts.features.backward()` after the last backward; without pictures there are no features.
     """
@@ -248,7 +248,7 @@ def decoder_inputs(
 
 
 def check_forest(forest: Forest, parts: TreeModel) -> None:
-    """Checks that `forest` is a Forest whose tokens are in the model's vocabulary.
+    """Check that `forest` is a Forest whose tokens are in the model's vocabulary.
 
     Raises:
         InputError: names the token that is out of range.
@@ -271,7 +271,7 @@ def check_forest(forest: Forest, parts: TreeModel) -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """Checks that a temperature is a positive, finite number.
+    """Check that a temperature is a positive, finite number.
 
     Raises:
         InputError: it is not.

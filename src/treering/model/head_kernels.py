@@ -135,7 +135,7 @@ def write_gradient(
     *,
     scale: float,
 ) -> None:
-    """Puts the gradient of the logits [R, V], before the scale, in their place.
+    """Put the gradient of the logits [R, V], before the scale, in their place.
 
     Args:
         logits: overwritten.

@@ -94,7 +94,7 @@ def layers_of(model: nn.Module) -> Layers:
 
 
 def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Compiles layers; returns a context manager, to be entered often, inside which they run compiled.
+    """Compile layers; returns a context manager, to be entered often, inside which they run compiled.
 
     Args:
         layers: modules of a model.

@@ -108,12 +108,12 @@ class RowChunk(NamedTuple):
     targets: slice
 
     def labels(self, targets: Tensor, target_row: Tensor) -> tuple[Tensor, Tensor]:
-        """The chunk's targets, and the row of each within the chunk."""
+        """Return the chunk's targets, and the row of each within the chunk."""
         return targets[self.targets], target_row[self.targets] - self.rows.start
 
 
 def chunks(num_rows: int, target_row: NDArray[np.int64], max_rows: int) -> tuple[RowChunk, ...]:
-    """Splits rows into chunks of `max_rows` with their targets; `target_row`, on the host, is ascending.
+    """Split rows into chunks of `max_rows` with their targets; `target_row`, on the host, is ascending.
 
     Example: 3 rows by 2 with target_row [0, 1, 1, 2] are rows 0:2 with targets 0:3, and row 2:3 with target 3:4.
     """
@@ -130,11 +130,11 @@ class OfLogits(ABC):
 
     @abstractmethod
     def on_graph(self, logits: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:
-        """The values, differentiable with respect to the logits."""
+        """Return the values, differentiable with respect to the logits."""
 
     @abstractmethod
     def values(self, logits: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:
-        """The same without a graph; may overwrite the logits."""
+        """Return the same without a graph; may overwrite the logits."""
 
     @abstractmethod
     def gradient(self, logits: Tensor, chunk: RowChunk, grads: Sequence[Tensor | None]) -> Tensor:
@@ -203,7 +203,7 @@ class BufferedHead:
         return logits if self._temperature == 1.0 else logits.div_(self._temperature)
 
     def unscaled(self, grad_logits: Tensor) -> Tensor:
-        """The gradient before the temperature, in the dtype of the weight; overwrites its input."""
+        """Return the gradient before the temperature, in the dtype of the weight; overwrites its input."""
         grad = grad_logits if self._temperature == 1.0 else grad_logits.div_(self._temperature)
         return grad.to(self._weight.dtype)
 
@@ -225,7 +225,7 @@ class GradientSums:
         self._bias = weight.new_zeros(weight.shape[0], dtype=self._wide) if needed[2] else None
 
     def add(self, grad_logits: Tensor, at: slice) -> None:
-        """Adds what a chunk of rows gives."""
+        """Add what a chunk of rows gives."""
         rows, weight = self._inputs
         if self._rows is not None:
             torch.mm(grad_logits, weight, out=self._rows[at])
@@ -235,13 +235,13 @@ class GradientSums:
             self._bias += grad_logits.sum(0, dtype=self._wide)
 
     def in_dtype(self) -> tuple[Tensor | None, ...]:
-        """The three in the dtype of the inputs."""
+        """Return the three in the dtype of the inputs."""
         dtype = self._inputs[0].dtype
         return tuple(None if grad is None else grad.to(dtype) for grad in (self._rows, self._weight, self._bias))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds `left @ right` to `total`, which may be float32 where the factors have 16 bits.
+    """Add `left @ right` to `total`, which may be float32 where the factors have 16 bits.
 
     A wider total costs a product in 16 bits and a pass over the total; on CUDA neither: the product adds in float32.
     """

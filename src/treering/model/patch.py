@@ -114,7 +114,7 @@ class TreePatch:
         when: When = "training",
         mode_of: nn.Module | None = None,
     ) -> None:
-        """Patches a model; see `patch`."""
+        """Patch a model; see `patch`."""
         parts = TreeModel.of(model, calls_modules=True)
         self._compile = parts.compile_part
         # Wrappers around it have been entered where its decoder is called.
@@ -141,7 +141,7 @@ class TreePatch:
         ]
 
     def undo(self) -> None:
-        """Restores the model; a second call does nothing."""
+        """Restore the model; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -151,7 +151,7 @@ class TreePatch:
         return counts
 
     def compile_layers(self, **options: Any) -> None:
-        """Compiles the layers for calls on trees, where forests of all shapes run the same graphs.
+        """Compile the layers for calls on trees, where forests of all shapes run the same graphs.
 
         Args:
             options: of `torch.compile`, such as its backend and mode.
@@ -190,13 +190,13 @@ class TreePatch:
         return output
 
     def _run_batch(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
-        """The decoder's output in the shape of the batch."""
+        """Return the decoder's output in the shape of the batch."""
         output = self._on_forest(original, batch, kwargs)
         output["last_hidden_state"] = _spread(output.last_hidden_state[0], batch.places)
         return output
 
     def _on_forest(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
-        """The decoder's output with states [1, N, C], and router logits in the shape of the batch."""
+        """Return the decoder's output with states [1, N, C], and router logits in the shape of the batch."""
         forest = batch.forest
         # A trainer may have changed the model since: sharded it, moved it, given it other adapters.
         self._model = parts = TreeModel.of(self._model, calls_modules=True)
@@ -229,7 +229,7 @@ class TreePatch:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_head(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Scores each distinct pair of a token and its label once, where the caller asks for a fused head."""
+        """Score each distinct pair of a token and its label once, where the caller asks for a fused head."""
         labels: Any = kwargs.get("labels")
         if labels is not None and not self._stays_flat(kwargs):
             _check_labels(labels, kwargs.get("attention_mask"))
@@ -260,7 +260,7 @@ class TreePatch:
         return bool(self._is_flat or "tree_layout" in kwargs or is_generating or is_evaluating)
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "_Batch | None":
-        """The forest of a call; None for a call that stays flat."""
+        """Return the forest of a call; None for a call that stays flat."""
         ids = args[0] if args else kwargs.get("input_ids")
         if self._stays_flat(kwargs):
             return None
@@ -289,7 +289,7 @@ class TreePatch:
 def patch(
     model: nn.Module | TreeModel, *, backend: str = "auto", when: When = "training", mode_of: nn.Module | None = None
 ) -> TreePatch:
-    """Runs a model on trees from its next call on, for any trainer with padded batches.
+    """Run a model on trees from its next call on, for any trainer with padded batches.
 
     Rows of a batch that begin alike are computed once, forward and backward, and every output has the shape of the
     batch. Padding may stand at either side; rows may pack several sequences by their position ids. Hidden states at
@@ -318,7 +318,7 @@ def patch(
 
 
 def _check_bounds(bounds: Tensor | None, forest: Forest) -> None:
-    """Refuses bounds of packed sequences that position ids do not repeat: sequences would see each other."""
+    """Refuse bounds of packed sequences that position ids do not repeat: sequences would see each other."""
     num_sequences = forest.num_branches if bounds is None else int((bounds.diff() > 0).sum())
     if num_sequences != forest.num_branches:
         raise InputError(
@@ -328,7 +328,7 @@ def _check_bounds(bounds: Tensor | None, forest: Forest) -> None:
 
 
 def _check_labels(labels: Tensor, mask: Any) -> None:
-    """Refuses labels that the stock model would score from the state of padding, which a tree does not compute."""
+    """Refuse labels that the stock model would score from the state of padding, which a tree does not compute."""
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         return
     wrong = (labels[:, 1:] != IGNORED_LABEL) & (mask[:, :-1] == 0)
@@ -365,7 +365,7 @@ class LabelPairs:
 
 
 def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> LabelPairs:
-    """The distinct pairs of a batch.
+    """Return the distinct pairs of a batch.
 
     Args:
         places: int64 [B, T], packed index of each token, -1 at padding.
@@ -402,7 +402,7 @@ def parts_of(pairs: LabelPairs, vocab_size: int) -> list[slice]:
 
 
 def as_batch(outputs: Sequence[Any], pairs: LabelPairs, mask: Tensor, num_items: Any) -> Any:
-    """A fused head's outputs of E pairs as that of the batch: fields per label spread, the loss over all labels.
+    """Return a fused head's outputs of E pairs as that of the batch: fields per label spread, the loss over all labels.
 
     Args:
         outputs: records with `loss`, `log_probs` [1, pairs of the part] and others, in order.
@@ -443,7 +443,7 @@ _MARK = "_treering_patch"
 
 
 def is_replaced(module: Any) -> bool:
-    """Whether `replace_forward` replaced the module's forward, or a wrapper of it, and nothing has restored it."""
+    """Return whether `replace_forward` replaced the module's forward, or a wrapper of it, and nothing has restored it."""
     forward = module.forward
     while forward is not None:
         if getattr(forward, _MARK, False):
@@ -453,7 +453,7 @@ def is_replaced(module: Any) -> bool:
 
 
 def replace_forward(module: Any, run: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a module's forward; returns what restores it.
+    """Replace a module's forward; returns what restores it.
 
     A library may wrap the replacement, as Accelerate does for autocast: then it stays, and calls the original.
 

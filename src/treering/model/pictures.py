@@ -49,7 +49,7 @@ class VisionPart:
     device: torch.device
 
     def check(self, forest: Forest) -> None:
-        """Refuses pictures that the model does not take, and placeholders without a picture.
+        """Refuse pictures that the model does not take, and placeholders without a picture.
 
         Raises:
             InputError: names the picture or the token.
@@ -96,7 +96,7 @@ class VisionPart:
 
 
 def find_vision(causal_lm: Any) -> VisionPart | None:
-    """The vision part of a model; None of a model of text.
+    """Return the vision part of a model; None of a model of text.
 
     Raises:
         UnsupportedError: a model whose pictures have no place in a forest yet.
@@ -143,7 +143,7 @@ class PictureFeatures:
         return first[pictured.number] + pictured.offset
 
     def backward(self) -> None:
-        """Adds the gradients of the vision part to `.grad`."""
+        """Add the gradients of the vision part to `.grad`."""
         pairs = [(output, leaf.grad) for output, leaf in zip(self._outputs, self.levels, strict=True)]
         wanted = [(output, grad.to(output.dtype)) for output, grad in pairs if grad is not None]
         if wanted:
@@ -193,7 +193,7 @@ def _one_after_another(level: Any) -> Tensor:
 
 
 def _check_apart(forest: Forest) -> None:
-    """Refuses pictures side by side, whose tokens stock models let see each other."""
+    """Refuse pictures side by side, whose tokens stock models let see each other."""
     pictured = picture_tokens(forest)
     starts = pictured.at[pictured.offset == 0]
     above = forest.parent[starts]
@@ -223,7 +223,7 @@ _REFUSED = MappingProxyType(
 def pictures_of_batch(
     vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]]], kwargs: Mapping[str, Any]
 ) -> list[list[PlacedPicture]]:
-    """The pictures of each sequence of a batch.
+    """Return the pictures of each sequence of a batch.
 
     Args:
         vision: part of the model that the batch is for.
@@ -251,7 +251,7 @@ def pictures_of_batch(
 
 
 def _check_types(vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]]], kwargs: Mapping[str, Any]) -> None:
-    """Refuses types of tokens by which a stock model would see or rotate its pictures otherwise than a forest does."""
+    """Refuse types of tokens by which a stock model would see or rotate its pictures otherwise than a forest does."""
     name = IMAGE_FAMILIES[vision.family].token_types
     if name is None:
         return

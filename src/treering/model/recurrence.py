@@ -70,7 +70,7 @@ def _forward(
     attention_mask: object = None,
     **options: Any,
 ) -> Float[Tensor, "1 N C"]:
-    """A mixer's forward on a forest: [1, N, C] in packed order in and out."""
+    """Return a mixer's forward on a forest: [1, N, C] in packed order in and out."""
     if not isinstance(attention_mask, TreeLayout):
         raise StateError("a recurrent layer was called inside tree_attention without a forest: use treering.forward")
     layer: Any = mixer.layer_idx
@@ -82,7 +82,7 @@ def _forward(
 def run_on_forest(
     original: Mixer, mixer: nn.Module, hidden: Float[Tensor, "N C"], *, layout: TreeLayout, layer: int
 ) -> Float[Tensor, "N C"]:
-    """The mixer's output for every token given its own path; exchanges states at the forest's boundary."""
+    """Return the mixer's output for every token given its own path; exchanges states at the forest's boundary."""
     plan, boundary = plan_of(layout), layout.boundary
     gateway = None if boundary is None else boundary.gateway
     above = None if boundary is None else _received(boundary, layer, layout.device)
@@ -109,7 +109,7 @@ def run_on_forest(
 
 
 def _name_of_cache(mixer: nn.Module) -> str:
-    """The argument of a mixer's cache: transformers 5.24 drops one that comes by the name of before."""
+    """Return the argument of a mixer's cache: transformers 5.24 drops one that comes by the name of before."""
     return "cache" if "cache" in inspect.signature(type(mixer).forward).parameters else "cache_params"
 
 
@@ -120,12 +120,12 @@ def _joined(states: list[States]) -> States:
 
 
 def _started(above: States | None, call: RowCall) -> States | None:
-    """The initial state of each row of a call; None if all rows start at the top of a tree."""
+    """Return the initial state of each row of a call; None if all rows start at the top of a tree."""
     return None if above is None else States(*(part.index_select(0, call.start) for part in above))
 
 
 def _received(boundary: Boundary, layer: int, device: torch.device) -> States | None:
-    """The states that a partition starts from, as leaves whose gradients are added to the gateway above."""
+    """Return the states that a partition starts from, as leaves whose gradients are added to the gateway above."""
     if boundary.above is None or boundary.slots.size == 0:
         return None
     gateway, slots = boundary.above, to_device(boundary.slots, device)
@@ -202,7 +202,7 @@ class CallCache:
     def update_conv_state(
         self, inputs: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 1, **options: object
     ) -> Tensor:
-        """The convolution's inputs [B, D, L] with their context in front: [B, D, K - 1 + L]."""
+        """Return the convolution's inputs [B, D, L] with their context in front: [B, D, K - 1 + L]."""
         self._num_new = inputs.shape[-1]
         if self._given is None:
             self._inputs = F.pad(inputs, (conv_kernel_size - 1, 0))
@@ -220,11 +220,11 @@ class CallCache:
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The initial states of the rows."""
+        """Return the initial states of the rows."""
         return None if self._given is None else self._given.recurrent
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether the rows have initial states."""
+        """Return whether the rows have initial states."""
         return self._given is not None
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -262,7 +262,7 @@ class Gate(NamedTuple):
 
 
 def gates_of(mixer: nn.Module) -> list[Gate]:
-    """The gates of a mixer.
+    """Return the gates of a mixer.
 
     Raises:
         UnsupportedError: a mixer whose gates are not known, or cannot be closed, by name.
@@ -302,7 +302,7 @@ def closed_gates(mixer: nn.Module, padding: Tensor | None) -> Iterator[None]:
 def _close(
     padding: Tensor, num_columns: int | None, module: nn.Module, args: tuple[Any, ...], output: Tensor
 ) -> Tensor:
-    """A forward hook that overwrites gates at padding."""
+    """Return a forward hook that overwrites gates at padding."""
     width = output.shape[-1]
     is_gate = torch.arange(width, device=output.device) >= width - (num_columns or width)
     return output.masked_fill(padding[..., None] & is_gate, CLOSED)

@@ -103,7 +103,7 @@ MAX_GROWTH = 2.0
 
 
 def price_on(device: torch.device) -> Price:
-    """The price on a device; other accelerators use CUDA's.
+    """Return the price on a device; other accelerators use CUDA's.
 
     Example: on a CPU a call costs 32 tokens, so forking nearly always pays.
     """
@@ -157,7 +157,7 @@ class RowSchedule:
 
 
 def choose_schedule(runs: RecurrenceRuns, price: Price) -> RowSchedule:
-    """The cheapest of a family of schedules, from "keep every fork" to "rescan everything".
+    """Return the cheapest of a family of schedules, from "keep every fork" to "rescan everything".
 
     Cost is tokens plus the price of calls and rows; schedules that compute more than `MAX_GROWTH` times the forest's
     tokens are left out.
@@ -174,13 +174,13 @@ def choose_schedule(runs: RecurrenceRuns, price: Price) -> RowSchedule:
 
 
 def _padded(rows: list[RecurrenceRow], call_tokens: int, most: float) -> RowSchedule:
-    """The schedule of some rows with the most padding that stays within `most` tokens."""
+    """Return the schedule of some rows with the most padding that stays within `most` tokens."""
     schedules = (make_schedule(rows, call_tokens, padding) for padding in MOST_PADDING)
     return next(schedule for schedule in schedules if schedule.num_computed <= most)
 
 
 def make_schedule(rows: list[RecurrenceRow], call_tokens: int, most_padding: float) -> RowSchedule:
-    """The calls that compute some rows.
+    """Return the calls that compute some rows.
 
     Args:
         rows: each after the row that it starts from.
@@ -197,7 +197,7 @@ def make_schedule(rows: list[RecurrenceRow], call_tokens: int, most_padding: flo
 
 
 def make_rows(runs: RecurrenceRuns, kept: NDArray[np.bool_]) -> list[RecurrenceRow]:
-    """The rows for a choice of the runs whose last state is kept (bool [S]).
+    """Return the rows for a choice of the runs whose last state is kept (bool [S]).
 
     One for each run that ends a branch or keeps its state, in packed order.
     """
@@ -322,7 +322,7 @@ class RecurrencePlan:
 
 
 def plan_of(layout: TreeLayout) -> RecurrencePlan:
-    """The plan of a layout, built on first use.
+    """Return the plan of a layout, built on first use.
 
     Example: for the branches 5, 6, 7 and 5, 6, 8 on a CPU one call computes the rows 5, 6, 7 and 5, 6, 8: two tokens
     are rescanned, which is cheaper than a second call.
@@ -331,13 +331,13 @@ def plan_of(layout: TreeLayout) -> RecurrencePlan:
 
 
 def make_plan(layout: TreeLayout, price: Price) -> RecurrencePlan:
-    """The cheapest plan at a price: free calls and rows keep every fork's state, otherwise some forks are rescanned."""
+    """Return the cheapest plan at a price: free calls and rows keep every fork's state, otherwise some forks are rescanned."""
     runs = runs_of(layout)
     return plan_schedule(layout, runs, choose_schedule(runs, price))
 
 
 def runs_of(layout: TreeLayout) -> RecurrenceRuns:
-    """The runs of a layout's forest, cut where partitions below need a state."""
+    """Return the runs of a layout's forest, cut where partitions below need a state."""
     forest, boundary = layout.forest, layout.boundary
     nothing = np.empty(0, np.int64)
     start = np.full(forest.num_tokens, -1) if boundary is None else boundary.start
@@ -345,7 +345,7 @@ def runs_of(layout: TreeLayout) -> RecurrenceRuns:
 
 
 def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedule) -> RecurrencePlan:
-    """The index tensors of a schedule."""
+    """Return the index tensors of a schedule."""
     source = np.full(layout.forest.num_tokens, -1)
     place_in_level, place = _kept_places(schedule)
     levels: list[tuple[RowCall, ...]] = []
@@ -396,7 +396,7 @@ def _as_array(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray
 
 
 def _put_sources(source: NDArray[np.int64], tokens: NDArray[np.int64], offset: int) -> None:
-    """Records where each token is first computed; rescanned tokens keep their first index.
+    """Record where each token is first computed; rescanned tokens keep their first index.
 
     That is never padding, which repeats a token after its own position.
     """

@@ -46,7 +46,7 @@ class Routes:
 
 
 def find_routers(model: TreeModel) -> Routers:
-    """The routers of a model, with or without PEFT adapters.
+    """Return the routers of a model, with or without PEFT adapters.
 
     Raises:
         UnsupportedError: the model has none.

@@ -59,7 +59,7 @@ def score_rows(
     vocab_size: int,
     softcap: float | None = None,
 ) -> Scores:
-    """Scores `targets[e]` with `log_softmax(capped(head(rows[target_row[e]])) / temperature)`.
+    """Score `targets[e]` with `log_softmax(capped(head(rows[target_row[e]])) / temperature)`.
 
     Args:
         rows: hidden states.
@@ -103,7 +103,7 @@ def by_chunks(
 
 
 def takes_kernels(head: nn.Module, rows: Tensor, softcap: float | None) -> TypeGuard[nn.Linear]:
-    """Whether the kernels of a linear head score these rows."""
+    """Return whether the kernels of a linear head score these rows."""
     is_plain = is_plain_linear(head) and softcap is None
     return is_plain and has_kernels(rows.device) and compute_dtype(rows) in KERNEL_DTYPES and rows.shape[0] > 0
 
@@ -138,12 +138,12 @@ def max_logit_rows(device: torch.device, vocab_size: int) -> int:
 
 
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling the module is exactly one matrix product: no subclass and no hooks."""
+    """Return whether calling the module is exactly one matrix product: no subclass and no hooks."""
     return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
 def compute_dtype(rows: Tensor) -> torch.dtype:
-    """The dtype that a linear layer would compute in here."""
+    """Return the dtype that a linear layer would compute in here."""
     device = rows.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 

@@ -60,7 +60,7 @@ class TeacherStates:
             return Target(logits.to(like).log_softmax(-1))
 
     def top(self, k: int, temperature: float = 1.0) -> "TeacherTopK":
-        """The k most likely tokens of each row, computed in chunks."""
+        """Return the k most likely tokens of each row, computed in chunks."""
         ids, logprobs = [], []
         with torch.no_grad():
             for hidden in torch.split(self.hidden, max_logit_rows(self.hidden.device, self.num_logits)):
@@ -125,7 +125,7 @@ class TargetRows:
     rows: TeacherRows
 
     def of(self, forest: Forest, table: EdgeTable) -> TeacherRows:
-        """The distributions of a table's rows, in their order; its edges are packed indices of `forest`."""
+        """Return the distributions of a table's rows, in their order; its edges are packed indices of `forest`."""
         first = np.searchsorted(table.edge_row, np.arange(table.rows.size))
         return self.rows.take(torch.from_numpy(np.searchsorted(self.states, forest.parent[table.edges[first]])))
 
@@ -138,7 +138,7 @@ def score(
     temperature: float = 1.0,
     backend: str = "auto",
 ) -> TeacherStates | TeacherTopK:
-    """Scores every state of a forest once, without gradients; no [N, V] array is ever held.
+    """Score every state of a forest once, without gradients; no [N, V] array is ever held.
 
     Args:
         teacher: a supported Hugging Face causal language model, or a PEFT model of one.
@@ -179,7 +179,7 @@ def score(
 
 
 def states_of(parts: TreeModel, hidden: Float[Tensor, "R C"]) -> TeacherStates:
-    """The distributions of a teacher's hidden states."""
+    """Return the distributions of a teacher's hidden states."""
     return TeacherStates(
         hidden=hidden,
         head=parts.head,
@@ -190,7 +190,7 @@ def states_of(parts: TreeModel, hidden: Float[Tensor, "R C"]) -> TeacherStates:
 
 
 def check_top_k(top_k: int | None, parts: TreeModel) -> None:
-    """Checks that `top_k` is None or a count below the vocabulary.
+    """Check that `top_k` is None or a count below the vocabulary.
 
     Raises:
         ConfigError: it is not.

@@ -28,7 +28,7 @@ DETERMINISTIC_ENTRIES = 2**29
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels run on a device: on CUDA with triton."""
+    """Return whether the kernels run on a device: on CUDA with triton."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
@@ -176,7 +176,7 @@ def backward_of(loss: Tensor) -> None:
 
 
 def _is_one(upstream: Tensor) -> bool:
-    """Whether a gradient is the 1 that `backward_of` began with: sums pass the tensor itself on."""
+    """Return whether a gradient is the 1 that `backward_of` began with: sums pass the tensor itself on."""
     one = _ONES.get((upstream.device, upstream.dtype))
     return one is not None and upstream.data_ptr() == one.data_ptr()
 

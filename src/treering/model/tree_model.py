@@ -99,7 +99,7 @@ class TreeModel:
 
     @classmethod
     def of(cls, model: "nn.Module | TreeModel", *, calls_modules: bool = False) -> "TreeModel":
-        """Binds a supported model, PEFT adapters included; a bound one is returned if its model is still the same.
+        """Bind a supported model, PEFT adapters included; a bound one is returned if its model is still the same.
 
         A model that has changed since (an adapter, a head, `fully_shard`, another device) is bound again.
 
@@ -213,7 +213,7 @@ def _as_causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def _holds_module(model: nn.Module) -> bool:
-    """Whether the model is a wrapper of DDP's kind, which holds the model inside as `module`."""
+    """Return whether the model is a wrapper of DDP's kind, which holds the model inside as `module`."""
     return "module" in model._modules
 
 
@@ -273,14 +273,14 @@ def _check_positions(config: PreTrainedConfig) -> None:
 
 
 def _rope_types(config: PreTrainedConfig) -> list[str]:
-    """The RoPE types of the model, or of each of its layer types."""
+    """Return the RoPE types of the model, or of each of its layer types."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [given for given in parameters.values() if isinstance(given, dict)]
     return [given.get("rope_type", "default") for given in by_layer_type or [parameters]]
 
 
 def _check_output(causal_lm: PreTrainedModel) -> None:
-    """Refuses a `forward` that changes logits: logits are computed from hidden states, without calling it."""
+    """Refuse a `forward` that changes logits: logits are computed from hidden states, without calling it."""
     name = type(causal_lm).__name__
     takes_pictures = getattr(causal_lm.config, "vision_config", None) is not None
     stock_models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if takes_pictures else MODEL_FOR_CAUSAL_LM_MAPPING
@@ -305,12 +305,12 @@ def _num_rows(table: nn.Module) -> int:
 
 
 def _inner(module: nn.Module) -> Any:
-    """The module inside a PEFT adapter (LoRA, or a trained copy), or the module itself."""
+    """Return the module inside a PEFT adapter (LoRA, or a trained copy), or the module itself."""
     return getattr(module, "base_layer", getattr(module, "original_module", module))
 
 
 def _check_tied(config: PreTrainedConfig, embedding: nn.Module, head: nn.Module) -> None:
-    """Refuses tied embeddings of which sharding has made two weights, each with half of the gradient."""
+    """Refuse tied embeddings of which sharding has made two weights, each with half of the gradient."""
     if getattr(config, "tie_word_embeddings", False) and _inner(embedding).weight is not _inner(head).weight:
         raise UnsupportedError(
             "tied embeddings are one weight, and fully_shard has made two of them in different units: shard the layers "
@@ -320,7 +320,7 @@ def _check_tied(config: PreTrainedConfig, embedding: nn.Module, head: nn.Module)
 
 
 def _sharded_vision(vision: VisionPart | None, shards: Shards, *, calls_modules: bool) -> VisionPart | None:
-    """The vision part where units gather its weights: inside the model's own forward, which calls modules.
+    """Return the vision part where units gather its weights: inside the model's own forward, which calls modules.
 
     Raises:
         UnsupportedError: another caller, which would run it outside of the units around it.
@@ -366,7 +366,7 @@ class Unwrapped(NamedTuple):
 
 
 def unwrap(model: nn.Module) -> Unwrapped:
-    """Removes a model's wrappers. Without `torch.compile`, parts are called unchanged.
+    """Remove a model's wrappers. Without `torch.compile`, parts are called unchanged.
 
     Layers and decoders that were compiled in place (`layer.compile()`) work unchanged.
 
@@ -413,7 +413,7 @@ def _without_adapter(model: Any) -> nn.Module:
 
 
 def _check_passes_nothing(tuner: nn.Module) -> None:
-    """Refuses adapters whose layers need what the outer forward computes for them, such as tasks or gates."""
+    """Refuse adapters whose layers need what the outer forward computes for them, such as tasks or gates."""
     forward = type(tuner).forward
     if forward.__module__ != "peft.tuners.tuners_utils":
         raise UnsupportedError(
@@ -423,7 +423,7 @@ def _check_passes_nothing(tuner: nn.Module) -> None:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuses adapters that are not known to compute each token alone and without noise.
+    """Refuse adapters that are not known to compute each token alone and without noise.
 
     Lily averages its router over the batch, PVeRA and MonteCLoRA draw noise, VeLoRA projects on the mean of a batch.
 
@@ -447,7 +447,7 @@ def check_adapters(model: nn.Module) -> None:
 
 @cache
 def _unknown_adapter(kind: type) -> tuple[str, ...]:
-    """The name of an adapter's layer that is none of `ADAPTERS`; nothing for another module."""
+    """Return the name of an adapter's layer that is none of `ADAPTERS`; nothing for another module."""
     place = kind.__module__.split(".")
     is_adapter = any(base.__name__ == "BaseTunerLayer" for base in kind.__mro__)
     if not is_adapter or (place[:2] == ["peft", "tuners"] and place[2] in ADAPTERS):

@@ -134,7 +134,7 @@ def summed(weights: Sequence[nn.Parameter], group: RankGroup) -> Iterator[Callab
 
 
 def whole_weights(units: Sequence[Any], *modules: nn.Module | None) -> list[nn.Parameter]:
-    """The trainable weights of some modules that no unit shards, each once.
+    """Return the trainable weights of some modules that no unit shards, each once.
 
     What a forward left gathered is sharded first.
     """

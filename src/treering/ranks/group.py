@@ -31,7 +31,7 @@ def num_ranks() -> int:
 
 
 def is_running() -> bool:
-    """Whether torch.distributed has been initialised."""
+    """Return whether torch.distributed has been initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -41,7 +41,7 @@ def all_ranks() -> "RankGroup":
 
 
 def is_of_another(error: BaseException) -> bool:
-    """Whether an error says that another process of the group has ended.
+    """Return whether an error says that another process of the group has ended.
 
     Example: true of `RuntimeError("Connection closed by peer")`, false of every error of Treering's own.
     """
@@ -64,7 +64,7 @@ class RankGroup:
     process_group: Any = None
 
     def sum(self, values: Float64Array) -> Float64Array:
-        """The sum of an array over the ranks, in float64."""
+        """Return the sum of an array over the ranks, in float64."""
         if self.size == 1:
             return values
         total = torch.from_numpy(values.copy()).to(self._device)
@@ -161,7 +161,7 @@ def agreeing(group: RankGroup) -> Iterator[Agreement]:
 
 
 def check_pictures_together(*, has_pictures: bool) -> None:
-    """Refuses micro-batches of a sharded model of which some have pictures and some have none.
+    """Refuse micro-batches of a sharded model of which some have pictures and some have none.
 
     Every rank of a sharded model calls this before a forward, because the tower's weights are gathered by all or by
     none.
@@ -180,7 +180,7 @@ def check_pictures_together(*, has_pictures: bool) -> None:
 
 
 def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None], write_own: Callable[[], None]) -> None:
-    """Writes a folder; all ranks call it, and it returns when all are done.
+    """Write a folder; all ranks call it, and it returns when all are done.
 
     Args:
         group: the ranks.

@@ -42,7 +42,7 @@ class StepRanks:
 
 
 def prepare(model: nn.Module, mesh: Any = None) -> RankGroup:
-    """Sets a model up for `treering.backward` on several ranks; call it once, after `fully_shard` or DDP.
+    """Set a model up for `treering.backward` on several ranks; call it once, after `fully_shard` or DDP.
 
     FSDP2's reductions become sums. For DDP and for a model that every rank holds whole, `backward` sums the gradients
     itself, once per step. In one process without torch.distributed it does nothing, so that a script runs there too.
@@ -83,14 +83,14 @@ def prepare(model: nn.Module, mesh: Any = None) -> RankGroup:
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """The module inside DDP, whose own reduction is not used; any other model as it is."""
+    """Return the module inside DDP, whose own reduction is not used; any other model as it is."""
     if is_running() and isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     return model
 
 
 def ranks_of(model: nn.Module, requested: RanksOption | None) -> StepRanks:
-    """The ranks that train a model in a step.
+    """Return the ranks that train a model in a step.
 
     Args:
         model: as it was passed to `prepare`, or the module inside DDP.
@@ -164,7 +164,7 @@ def _check_mesh(units: Sequence[Any], group: RankGroup) -> None:
 
 
 def _with_wrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """The model and those inside DDP and torch.compile, any of which `backward` may get."""
+    """Return the model and those inside DDP and torch.compile, any of which `backward` may get."""
     inner: nn.Module | None = model
     while inner is not None:
         yield inner
@@ -177,7 +177,7 @@ _CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._at
 
 
 def check_parallel(model: nn.Module, units: Sequence[Any], *, calls_modules: bool = False) -> None:
-    """Refuses tensor and context parallelism, FSDP1 and DeepSpeed.
+    """Refuse tensor and context parallelism, FSDP1 and DeepSpeed.
 
     Args:
         model: with all its wrappers.
@@ -202,7 +202,7 @@ def check_parallel(model: nn.Module, units: Sequence[Any], *, calls_modules: boo
 
 
 def is_of_deepspeed(made: Any) -> bool:
-    """Whether DeepSpeed's code defines a class or a function."""
+    """Return whether DeepSpeed's code defines a class or a function."""
     return str(getattr(made, "__module__", "")).partition(".")[0] == "deepspeed"
 
 

@@ -19,7 +19,7 @@ _MARK = "_sharded"
 
 
 def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """The state dict of a sharded model with whole tensors in host memory, tied ones stored once; all ranks call it.
+    """Return the state dict of a sharded model with whole tensors in host memory, tied ones stored once; all ranks call it.
 
     Only rank 0 keeps the tensors, one of which at a time is gathered; the others get an empty dict. `trained_only`
     leaves out the weights that an update does not change, as those of a model with adapters.
@@ -41,7 +41,7 @@ def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[st
 
 
 def whole_state(state: Any) -> Any:
-    """A state of dicts and lists with its sharded tensors gathered in host memory; all ranks call it.
+    """Return a state of dicts and lists with its sharded tensors gathered in host memory; all ranks call it.
 
     Only rank 0 keeps what is gathered, one tensor at a time; in its place the others get None.
     """
@@ -55,14 +55,14 @@ def whole_state(state: Any) -> Any:
 
 
 def as_whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor, gathered; any other as it is."""
+    """Return a sharded tensor, gathered; any other as it is."""
     sharded: Any = tensor
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, target: nn.Module, *, trained_only: bool = False) -> None:
-    """Copies the weights and buffers of a model into a whole one of the same names and shapes; all ranks call it.
+    """Copy the weights and buffers of a model into a whole one of the same names and shapes; all ranks call it.
 
     One sharded weight at a time is gathered.
 
@@ -87,7 +87,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is sharded over ranks."""
+    """Return whether a tensor is sharded over ranks."""
     if not is_running():
         return False
     from torch.distributed.tensor import DTensor
@@ -96,7 +96,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def shard_like(tensor: Any, like: Tensor) -> Any:
-    """A whole tensor, equal on all ranks, as this rank's part of one that is sharded like another; nothing is sent.
+    """Return a whole tensor, equal on all ranks, as this rank's part of one that is sharded like another; nothing is sent.
 
     It stays whole where `like` is whole or has another shape, such as a count of steps beside a weight.
     """
@@ -111,7 +111,7 @@ def shard_like(tensor: Any, like: Tensor) -> Any:
 
 
 def split_state(state: Any, shards: dict[str, Tensor]) -> Any:
-    """A state of dicts and lists with its sharded tensors moved to `shards`, and a description in the place of each."""
+    """Return a state of dicts and lists with its sharded tensors moved to `shards`, and a description in the place of each."""
 
     def moved(tensor: Tensor) -> dict[str, Any]:
         key = str(len(shards))
@@ -122,7 +122,7 @@ def split_state(state: Any, shards: dict[str, Tensor]) -> Any:
 
 
 def _with_shards_as(change: Callable[[Tensor], Any], state: Any) -> Any:
-    """A state of dicts and lists with something else in the place of each sharded tensor."""
+    """Return a state of dicts and lists with something else in the place of each sharded tensor."""
     if is_sharded(state):
         return change(state)
     if isinstance(state, Mapping):
@@ -133,7 +133,7 @@ def _with_shards_as(change: Callable[[Tensor], Any], state: Any) -> Any:
 
 
 def write_shards(shards: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes sharded tensors into a folder that all ranks see, each its own part; all ranks call it.
+    """Write sharded tensors into a folder that all ranks see, each its own part; all ranks call it.
 
     Raises:
         StateError: on every rank, if one could not write.
@@ -148,7 +148,7 @@ def write_shards(shards: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def join_state(state: Any, folder: Path, like: Tensor | None) -> Any:
-    """A state from `split_state` with its tensors read from a folder: whole, or sharded as `like`; all ranks call it.
+    """Return a state from `split_state` with its tensors read from a folder: whole, or sharded as `like`; all ranks call it.
 
     Raises:
         StateError: the folder lacks one, or cannot be read.

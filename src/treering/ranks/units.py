@@ -25,7 +25,7 @@ _ENTRY = "_treering_enter"
 
 
 def units_of(model: nn.Module) -> tuple[Any, ...]:
-    """The units of a model, outer ones before those inside; none where torch.distributed does not run."""
+    """Return the units of a model, outer ones before those inside; none where torch.distributed does not run."""
     if not is_running():
         return ()
     from torch.distributed.fsdp import FSDPModule
@@ -59,7 +59,7 @@ def reducing(units: Sequence[Any]) -> Iterator[None]:
 
 
 def own_hooks(module: nn.Module) -> set[int]:
-    """The ids of the forward hooks that make a module a unit; empty for any other module."""
+    """Return the ids of the forward hooks that make a module a unit; empty for any other module."""
     if not is_unit(module):
         return set()
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -73,7 +73,7 @@ def own_hooks(module: nn.Module) -> set[int]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether a module is a unit itself."""
+    """Return whether a module is a unit itself."""
     if not is_running():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -82,7 +82,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def path_to(module: nn.Module, units: Sequence[Any], *, with_itself: bool) -> tuple[Any, ...]:
-    """The units that hold a module, outermost first."""
+    """Return the units that hold a module, outermost first."""
     return tuple(
         unit
         for unit in units
@@ -91,7 +91,7 @@ def path_to(module: nn.Module, units: Sequence[Any], *, with_itself: bool) -> tu
 
 
 def enter(path: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `run` with the weights of some units gathered, outermost first.
+    """Call `run` with the weights of some units gathered, outermost first.
 
     Args:
         path: the units.
@@ -105,7 +105,7 @@ def enter(path: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def without_hooks(unit: nn.Module) -> nn.Module:
-    """The module of a unit as it was before it was sharded, on the same parameters, which follow the unit's.
+    """Return the module of a unit as it was before it was sharded, on the same parameters, which follow the unit's.
 
     Inside `enter` it is called as often as needed, where each call of the unit would gather its weights anew.
     """
@@ -121,13 +121,13 @@ def without_hooks(unit: nn.Module) -> nn.Module:
 
 
 def param_dtype(units: Sequence[Any]) -> torch.dtype | None:
-    """The dtype that the innermost unit computes in, if its policy sets one."""
+    """Return the dtype that the innermost unit computes in, if its policy sets one."""
     dtypes = [unit._get_fsdp_state()._mp_policy.param_dtype for unit in units]
     return dtypes[-1] if dtypes else None
 
 
 def device_of(units: Sequence[Any]) -> torch.device:
-    """The device that units compute on, where offloaded weights come to."""
+    """Return the device that units compute on, where offloaded weights come to."""
     device: torch.device = units[0]._get_fsdp_state()._device
     return device
 
@@ -169,7 +169,7 @@ class Shards:
     dtype: torch.dtype | None
 
     def run_decoder(self, **arguments: Any) -> Any:
-        """Calls the decoder inside the units that hold it."""
+        """Call the decoder inside the units that hold it."""
         return enter(self.decoder_path, self.run, **arguments)
 
     def on_head(self, run: Callable[[nn.Module, Tensor], Any], hidden: Float[Tensor, "N C"]) -> Any:
@@ -181,7 +181,7 @@ class Shards:
         return enter(self.head_path, lambda rows: run(head, rows), hidden)
 
     def release(self) -> None:
-        """Gives back the weights that a forward has gathered and no backward will; the outermost unit keeps its own."""
+        """Give back the weights that a forward has gathered and no backward will; the outermost unit keeps its own."""
         for unit in self.units:
             unit.reshard()
 
@@ -210,7 +210,7 @@ class Shards:
 
 
 def find_shards(model: nn.Module, *, decoder: nn.Module, head: nn.Module, run: Callable[..., Any]) -> Shards | None:
-    """The units around a model's parts; None for a model that is not sharded.
+    """Return the units around a model's parts; None for a model that is not sharded.
 
     Args:
         model: with its wrappers.

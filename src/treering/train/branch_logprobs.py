@@ -1,4 +1,4 @@
-"""Log-probs of branches without gradients, one by one or as their mean; each distinct token is computed once.
+"""Score branches without gradients: per-token log-probs, or their mean. Each distinct token is computed once.
 
 K branches   N tokens of a unit   T tokens of a branch
 """
@@ -36,24 +36,24 @@ def branch_logprobs(
     group: RankGroup | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Float64Array]:
-    """The log-probs of the masked tokens of every branch, in partitions of the trees that exceed `max_tokens`.
+    """Return the log-probs of the masked tokens of every branch; trees above `max_tokens` run in partitions.
 
     Args:
-        model: see `backward`; its mode is left as it is.
-        forests: K branches, forests in order; of this rank.
+        model: see `backward`; its mode (training or eval) stays.
+        forests: forests of this rank, with K branches: forests in order, then sequences.
         loss_masks: K masks, bool [T] each.
-        max_tokens: computed at one time; None sets no limit.
+        max_tokens: distinct tokens to compute at one time; None sets no limit.
         temperature: divides the logits.
-        backend: of the attention; ignored inside `tree_attention`.
-        group: ranks of a prepared model, all of which call this; None for one rank, or for a whole model on each.
-        on_progress: hears of tokens that are scored.
+        backend: attention backend; ignored inside `tree_attention`.
+        group: ranks of a prepared model, all of which must call this; None for one rank, or for a whole model on each.
+        on_progress: called with the number of tokens scored so far.
 
     Returns:
-        K arrays, float64 [T] each; 0 at tokens that are not masked and at first tokens.
+        K arrays, float64 [T] each; 0 at unmasked tokens and at first tokens.
 
     Raises:
         InputError: a token outside the model's vocabulary, or masks that do not fit the branches.
-        UnsupportedError: a model that would not be exact.
+        UnsupportedError: a model whose scores would not be exact.
 
     Example: branches [5, 6, 7] and [5, 6, 8] with masks [0, 0, 1] are scored in one pass over 4 tokens.
     """
@@ -69,7 +69,7 @@ def branch_logprobs(
     plan = plan_step(forests, objective, max_tokens, device=parts.device)
     units = units_of(plan)
     num_passes = sum(map(num_forwards, units))
-    # Before the first pass, which gathers weights where they are sharded.
+    # Before the first pass, which gathers sharded weights.
     most_passes = max(group.gather(num_passes))
     progress = PhaseProgress("scoring", plan.num_tokens, on_progress)
     found, num_done = [np.zeros(mask.size) for mask in loss_masks], 0
@@ -81,7 +81,7 @@ def branch_logprobs(
         for _ in range(num_passes, most_passes):
             scorer.zero(hidden_states(scorer.parts, FILLER))
         if parts.shards is not None:
-            # A checkpoint reads what is sharded.
+            # A checkpoint reads the sharded weights.
             parts.shards.release()
     return found
 
@@ -117,10 +117,10 @@ def mean_loss(
     backend: str = "auto",
     on_progress: OnProgress | None = None,
 ) -> tuple[float, int]:
-    """The mean negative log-probability of all masked tokens of all ranks, and how many there are.
+    """Return the mean negative log-prob of the masked tokens of all ranks, and the number of these tokens.
 
-    A token that branches share counts once per branch, as in flat sequences. The temperature is 1. Arguments and errors
-    as in `branch_logprobs`.
+    A token that branches share counts once per branch, as in flat sequences. The temperature is 1. For arguments and
+    errors, see `branch_logprobs`.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])

@@ -1,8 +1,8 @@
-"""The optimizer batch as flat entries: one weight and one set of values for every token of every branch.
+"""The optimizer batch as flat entries: one weight and one set of values for each token of each branch.
 
 Per-branch arguments (masks, advantages, old log-probs) come as lists, arrays or tensors; errors name the wrong branch
-and token. Mask, sharing convention and normaliser become one factor per entry. All of it is computed over the whole
-batch before any forward, so splitting into micro-batches and partitions does not change the loss.
+and token. Mask, sharing convention and normaliser become one factor per entry, computed over the whole batch before any
+forward. So splitting into micro-batches and partitions does not change the loss.
 
     K branches through all forests, forests in order, then sequences   F flat entries: every token of every branch,
     branches one after another
@@ -23,15 +23,15 @@ from treering.train.objective import BranchValue, BranchValues, Objective, Share
 from treering.tree.forest import Forest
 
 _TINY = 1e-150
-"""Replaces a zero denominator, whose numerator is 0 too; its square is above the smallest float64."""
+"""Replacement for a zero denominator, whose numerator is 0 too; its square is above the smallest float64."""
 
 SumOverRanks = Callable[[Float64Array], Float64Array]
-"""Sums an array over data-parallel ranks; the identity on one rank."""
+"""Sum an array over data-parallel ranks; the identity on one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchEntries:
-    """Per-entry data of K branches, before any rank has told its denominators.
+    """Per-entry data of K branches, before ranks exchange their denominators.
 
     Attributes:
         offsets: int64 [K + 1]; branch i owns entries offsets[i] to offsets[i + 1].
@@ -51,7 +51,7 @@ class BatchEntries:
         return float(self.counts.sum())
 
     def select(self, forest: Forest, branches: Int64Array) -> "Selection":
-        """The trained entries of `branches`, which are the branches of `forest` in its order."""
+        """Return the trained entries of `branches`, which must be the branches of `forest` in its order."""
         edges, _ = forest.paths()
         spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in branches]
         entries = np.concatenate([np.zeros(0, np.int64), *spans])
@@ -64,12 +64,12 @@ class BatchEntries:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatBatch(BatchEntries):
-    """Entries with their factors in the loss.
+    """Flat entries with their factors in the loss.
 
     Attributes:
         weights: [F] factor of an entry's term in the loss.
-        pairs: int64 [P, 2] compared branches, None for objectives without pairs.
-        pair_weight: factor of a pair's term in the loss: 1 / pairs of all ranks.
+        pairs: int64 [P, 2] compared branches; None for objectives without pairs.
+        pair_weight: factor of a pair's term in the loss: 1 / (pairs of all ranks).
     """
 
     weights: Float64Array
@@ -94,13 +94,13 @@ class Selection:
     branch: Int64Array
 
     def wanted(self, forest: Forest) -> BoolArray:
-        """Which tokens of the branches' forest some entry trains: bool [N]."""
+        """Return which tokens of the branches' forest at least one entry trains: bool [N]."""
         wanted = np.zeros(forest.num_tokens, bool)
         wanted[self.edges] = True
         return wanted
 
     def only(self, chosen: BoolArray | Int64Array) -> "Selection":
-        """Some of the entries, of the same branches."""
+        """Return a selection with only the chosen entries, and the same branches."""
         return Selection(
             branches=self.branches,
             edges=self.edges[chosen],
@@ -109,14 +109,14 @@ class Selection:
         )
 
     def split(self, owner: Int64Array, num_owners: int) -> "list[Selection]":
-        """The entries by owner, int64 [E], such as a partition."""
+        """Split the entries by owner, int64 [E], such as the partition of each."""
         order = np.argsort(owner, kind="stable")
         bounds = np.searchsorted(owner[order], np.arange(1, num_owners))
         return [self.only(chosen) for chosen in np.split(order, bounds)]
 
     @classmethod
     def joined(cls, parts: Sequence["Selection"], num_edges: Sequence[int]) -> "Selection":
-        """Selections of several forests as one; edges count on through forests of `num_edges` tokens each."""
+        """Join selections of several forests; edges of a forest are offset by `num_edges` of those before it."""
         first_edge = np.cumsum([0, *num_edges])
         first_branch = np.cumsum([0, *(part.branches.size for part in parts)])
         nothing = np.zeros(0, np.int64)
@@ -131,7 +131,7 @@ class Selection:
 
 
 def read_entries(forests: Sequence[Forest], objective: Objective) -> BatchEntries:
-    """The entries of an objective over forests.
+    """Return the entries of an objective over forests.
 
     Raises:
         InputError: per-branch values or pairs that do not fit the branches.
@@ -164,7 +164,7 @@ def read_entries(forests: Sequence[Forest], objective: Objective) -> BatchEntrie
 
 
 def flatten_batch(entries: BatchEntries, objective: Objective, sum_over_ranks: SumOverRanks) -> FlatBatch:
-    """The flat batch of an objective; denominators cover all ranks."""
+    """Return the flat batch of an objective, with denominators over all ranks."""
     weights = entry_weights(
         entries.counts,
         branch_length=np.diff(entries.offsets),
@@ -185,10 +185,10 @@ def flatten_batch(entries: BatchEntries, objective: Objective, sum_over_ranks: S
 
 
 def entry_counts(forests: Sequence[Forest], masks: Sequence[BoolArray], shared: Shared) -> Float64Array:
-    """The count of each entry: 0 if not trained, 1 under `sum`, 1 / (branches that train the edge) under `once`.
+    """Return the count of each entry: 0 if not trained, 1 under `sum`, 1 / (branches that train the edge) under `once`.
 
     Args:
-        forests: in order; K branches in all.
+        forests: forests with K branches in all.
         masks: K masks, one entry per token; the first entry of a sequence has no edge and is ignored.
         shared: the sharing convention.
 
@@ -220,7 +220,7 @@ def entry_weights(
     weighting: Weighting,
     sum_over_ranks: SumOverRanks,
 ) -> Float64Array:
-    """The factor of each entry's term in the loss: `counts` over the normaliser's denominator.
+    """Return the factor of each entry's term in the loss: `counts` over the normaliser's denominator.
 
     Args:
         counts: float64 [F], see `entry_counts`.
@@ -258,10 +258,10 @@ def entry_weights(
 
 
 def as_masks(masks: BranchValues, branch_length: NDArray[np.int64]) -> list[NDArray[np.bool_]]:
-    """K masks of 0 and 1 as booleans.
+    """Convert K masks of 0 and 1 to booleans.
 
     Raises:
-        InputError: the number of masks, the length of one, or an entry is wrong.
+        InputError: the number of masks, the length of a mask, or an entry is wrong.
 
     Example: masks [[0, 1], [1]] of branches of 2 and 1 tokens are [False, True] and [True].
     """
@@ -277,14 +277,14 @@ def flatten(
     trained: NDArray[np.bool_],
     numbers: Literal["spread", "refuse"] = "spread",
 ) -> NDArray[np.float64]:
-    """Spreads one item per branch, a number or one number per token, to entries: float64 [F].
+    """Spread one item per branch (one number, or one number per token) over entries: float64 [F].
 
     Args:
-        name: what errors call the list.
+        name: name of the list in errors.
         items: K items.
         branch_length: int64 [K].
-        trained: bool [F]; values elsewhere may be anything, including NaN.
-        numbers: "spread" repeats an item that is one number over its branch, "refuse" raises.
+        trained: bool [F]; untrained values may be anything, including NaN.
+        numbers: "spread" repeats a single number over its branch, "refuse" raises.
 
     Raises:
         InputError: a list or an item of the wrong length, or a trained value that is not finite.
@@ -309,7 +309,7 @@ def flatten(
 
 
 def split_totals(name: str, items: BranchValues) -> tuple[list[BranchValue], list[BranchValue]]:
-    """Splits items, each a total of its branch or one number per token, into (per-token items, totals).
+    """Split items, each a total of its branch or one number per token, into (per-token items, totals).
 
     An item is 0 in the other list.
 
@@ -329,7 +329,7 @@ def split_totals(name: str, items: BranchValues) -> tuple[list[BranchValue], lis
 
 
 def _check_pictures(forests: Sequence[Forest], counts: Float64Array) -> None:
-    """Refuses masks that train placeholders of pictures."""
+    """Refuse masks that train placeholder tokens of images."""
     start = 0
     for forest in forests:
         stop = start + forest.num_branch_tokens
@@ -339,9 +339,8 @@ def _check_pictures(forests: Sequence[Forest], counts: Float64Array) -> None:
             if wrong.size:
                 branch = int(np.searchsorted(offsets, wrong[0], side="right")) - 1
                 raise InputError(
-                    f"token {int(wrong[0] - offsets[branch])} of sequence {branch} of its forest stands for a picture, "
-                    "and the loss would train it: a model is never trained to write pictures; give loss_masks that are "
-                    "False there"
+                    f"loss_masks must be False at image tokens, and token {int(wrong[0] - offsets[branch])} of "
+                    f"sequence {branch} of its forest is one; a model is never trained to write images"
                 )
         start = stop
 
@@ -353,7 +352,7 @@ def _check_pairs(objective: Objective, num_branches: int) -> None:
     at = int(np.flatnonzero((pairs >= num_branches).any(1))[0])
     raise InputError(
         f"pair {at} of {objective.name} names branch {int(pairs[at].max())}, and there are {num_branches} branches, "
-        "numbered from 0, forests in order, then sequences"
+        "counted from 0 over all forests"
     )
 
 
@@ -373,7 +372,7 @@ def _as_array(name: str, value: BranchValue) -> NDArray[Any]:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise InputError(f"{name} must be a number or a flat list of numbers; it is ragged ({error})") from error
+        raise InputError(f"{name} must be a number or a flat list of numbers, got a ragged list ({error})") from error
     if array.dtype.kind not in "biuf":
         raise InputError(f"{name} must be a number or a flat list of numbers, got {array.dtype}")
     return array

@@ -1,6 +1,6 @@
-"""What fits into memory: how many tokens a step computes at one time, and which activations of partitions stay.
+"""Fit a step into memory: how many tokens it computes at one time, and which activations of partitions it keeps.
 
-`max_tokens="auto"` takes what the device's free memory holds by measured bytes per token, halved if it does not fit.
+`max_tokens="auto"` fills the device's free memory by measured bytes per token, and halves the number if that fails.
 """
 
 import gc
@@ -28,34 +28,34 @@ USABLE_SHARE = 0.8
 
 
 MaxTokens: TypeAlias = int | Literal["auto"] | None
-"""Most distinct tokens that are computed at one time; "auto" goes by free memory, None sets no limit."""
+"""Limit on the distinct tokens computed at one time; "auto" follows free memory, None sets no limit."""
 
 DEFAULT_TOKENS = 16_384
-"""What "auto" is on a CPU, where memory is seldom short."""
+"""The value of "auto" on a CPU, where memory is seldom short."""
 
 LEAST_TOKENS = 256
-"""Below it an out-of-memory error is passed on: the weights themselves leave no room."""
+"""Below this number an out-of-memory error is raised: the weights themselves leave no room."""
 
 _HEAD_SHARE = 1 / 4
-"""Share of the free memory that is left to logits and temporaries."""
+"""Share of the free memory reserved for logits and temporaries."""
 
 _BUDGETS: WeakKeyDictionary[nn.Module, dict[Layers, int]] = WeakKeyDictionary()
-"""The smallest number so far for a model and the way its layers run, so that most of its steps are planned alike."""
+"""Smallest number so far per model and way its layers run, so that most steps of a model have the same plan."""
 
 T = TypeVar("T")
 
 
 def tokens_that_fit(parts: TreeModel, weights: Iterable[Tensor], mode: RanksMode | None = None) -> int:
-    """Return the most tokens whose activations fit into free memory; call it inside `tree_attention`.
+    """Return the number of tokens whose activations fit into free memory; call it inside `tree_attention`.
 
-    Memory is read in each step, and the number only falls: nothing is held back for an optimizer, whose state lowers
-    the number once it exists. Left free are the gradients that do not exist yet, and a share for logits.
+    Memory is read in each step, and the number never rises: no memory is reserved for an optimizer, whose state lowers
+    the number once it exists. Memory is reserved for gradients that do not exist yet, and for logits. Returns
     `DEFAULT_TOKENS` if the decoder is frozen and saves nothing.
 
     Args:
-        parts: of the model.
-        weights: of the model, and of a value head.
-        mode: how ranks keep step; None where one rank trains alone.
+        parts: parts of the model.
+        weights: weights of the model and of a value head.
+        mode: how ranks keep step; None if one rank trains by itself.
 
     Example: 40 GB free and 1 MB a token give 29,952 tokens for a model whose gradients exist.
     """
@@ -68,19 +68,19 @@ def tokens_that_fit(parts: TreeModel, weights: Iterable[Tensor], mode: RanksMode
 
 
 def run_by_memory(parts: TreeModel, weights: Iterable[Tensor], run: Callable[[int], T], first: Callable[[], int]) -> T:
-    """Runs a step with as many tokens at a time as fit, and again with half of them where memory runs out.
+    """Run a step with as many tokens at a time as fit, and retry with half of them if memory runs out.
 
     Args:
-        parts: of the model.
-        weights: whose gradients the step adds; those that had none have none when it starts again.
-        run: the step, by the number of tokens.
-        first: the number to begin with.
+        parts: parts of the model.
+        weights: weights whose gradients the step adds; before a retry, their gradients are cleared.
+        run: the step, called with the number of tokens.
+        first: returns the number to begin with.
 
     Raises:
-        torch.OutOfMemoryError: with `LEAST_TOKENS`, or where gradients of earlier steps would be lost.
+        torch.OutOfMemoryError: memory ran out with `LEAST_TOKENS`, or a retry would lose gradients of earlier steps.
 
     Warns:
-        RuntimeWarning: memory ran out, with both numbers.
+        RuntimeWarning: memory ran out; names both numbers.
     """
     weights, tokens = list(weights), first()
     had_gradients = any(weight.grad is not None for weight in weights)
@@ -88,7 +88,7 @@ def run_by_memory(parts: TreeModel, weights: Iterable[Tensor], run: Callable[[in
         try:
             return run(tokens)
         except torch.OutOfMemoryError as error:
-            # The traceback holds the frames, and so the tensors, of the failed step; reference cycles hold others.
+            # The traceback holds the frames of the failed step, and so its tensors; reference cycles hold others.
             failure = error.with_traceback(None)
         if had_gradients or tokens <= LEAST_TOKENS:
             raise failure
@@ -99,8 +99,8 @@ def run_by_memory(parts: TreeModel, weights: Iterable[Tensor], run: Callable[[in
             torch.cuda.empty_cache()
         _BUDGETS.setdefault(parts.decoder, {})[layers_of(parts.decoder)] = tokens // 2
         warnings.warn(
-            f"memory ran out with {tokens:,} tokens at a time, so the step runs again with {tokens // 2:,}, as will "
-            "later ones; a smaller number from the start, instead of auto, saves the attempt",
+            f"memory ran out with max_tokens={tokens:,}, so this step and later ones run with {tokens // 2:,}; set "
+            f"max_tokens={tokens // 2} to save the failed attempt",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -108,10 +108,10 @@ def run_by_memory(parts: TreeModel, weights: Iterable[Tensor], run: Callable[[in
 
 
 def fewest_on_ranks(group: RankGroup, own: Callable[[], int]) -> int:
-    """Return the fewest tokens that any rank has room for; every rank calls it with a function that finds its own.
+    """Return the smallest number over all ranks; every rank must call it, with a function that finds its own.
 
     Raises:
-        StateError: on every rank, if another one raised in `own`.
+        StateError: on every rank, if another rank raised in `own`.
     """
     with agreeing(group) as agreement:
         agreement.what, agreement.max_tokens = 'max_tokens="auto"', own()
@@ -130,11 +130,11 @@ def _measured(parts: TreeModel, weights: Iterable[Tensor], mode: RanksMode | Non
 
 
 def _bytes_to_come(weight: Tensor, parts: TreeModel, mode: RanksMode | None) -> int:
-    """What a step allocates for a weight: its gradient, and for a shard that is gathered the whole of both."""
+    """Return the bytes a step allocates for a weight: its gradient, and both in full if a shard is gathered."""
     from torch.distributed.tensor import DTensor
 
     is_shard = isinstance(weight, DTensor)
-    # Ranks sum gradients of whole weights apart from those that exist.
+    # Ranks sum gradients of whole weights apart from the existing ones.
     needs_gradient = weight.requires_grad and (weight.grad is None or (mode is not None and not is_shard))
     num_bytes = needs_gradient * (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes
     if not is_shard or mode != "gathered":
@@ -145,12 +145,12 @@ def _bytes_to_come(weight: Tensor, parts: TreeModel, mode: RanksMode | None) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParentsChoice:
-    """What becomes of a partition's activations while those below it run.
+    """What happens to a partition's activations while the partitions below it run.
 
     Attributes:
-        parents: "keep": they stay, and nothing is computed twice. "recompute": they are dropped and computed again
-            before the backward; keys and values stay. Both give the same gradients.
-        reason: for a log.
+        parents: "keep": activations stay, and nothing is computed twice. "recompute": they are dropped and computed
+            again before the backward; keys and values stay. Both give the same gradients.
+        reason: explanation for the log.
     """
 
     parents: Literal["keep", "recompute"]
@@ -158,7 +158,7 @@ class ParentsChoice:
 
 
 def choose_parents(parts: TreeModel, chain_tokens: int) -> ParentsChoice:
-    """Choose to keep activations if they fit into free memory, else to recompute them, which costs one forward.
+    """Keep activations if they fit into free memory, else recompute them, which costs one forward.
 
     Args:
         parts: the model; the caller is inside `tree_attention`.
@@ -175,7 +175,7 @@ def choose_parents(parts: TreeModel, chain_tokens: int) -> ParentsChoice:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the bytes that activations may take on the model's device."""
+    """Return the bytes of the model's device that activations may take."""
     if device.type == "cpu":
         return _free_host_bytes() * USABLE_SHARE
     if device.type != "cuda":
@@ -186,7 +186,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def _free_host_bytes() -> int:
-    """On Linux the memory available without swapping; elsewhere all physical memory."""
+    """Return the memory available without swapping on Linux, all physical memory elsewhere."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -196,22 +196,22 @@ def _free_host_bytes() -> int:
 
 
 PROBE_TOKENS = (19, 53)
-"""Two lengths to compare saved bytes at: the difference cancels the constant part. No number of heads or head size is
-one of them: compilers would take the two for the same size, and make one more graph."""
+"""Two lengths to compare saved bytes at: the difference cancels the constant part. Neither may equal a number of heads
+or a head size: compilers would treat the two as the same size, and build one more graph."""
 
 
 def saved_bytes(run: Callable[[], object], parts: TreeModel) -> int:
-    """Bytes that a forward saves for its backward: storages that are not weights, each counted once.
+    """Return the bytes that a forward saves for its backward: storages other than weights, each counted once.
 
     Args:
-        run: the forward; its result has no backward.
-        parts: of the model; its weights are not counted.
+        run: the forward; no backward follows it.
+        parts: parts of the model, whose weights are not counted.
     """
     weights = _weight_storages(parts)
     storages: dict[int, int] = {}
     held: list[Tensor] = []
 
-    # There is no backward, so nothing is packed: a tensor with its graph would be held by that graph and never freed.
+    # No backward follows, so nothing is packed: a tensor with its graph would be held by that graph and never freed.
     # Compiling this would specialise graphs on addresses.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(tensor: Tensor) -> None:
@@ -229,10 +229,10 @@ _MEASURED: WeakKeyDictionary[nn.Module, dict[object, float]] = WeakKeyDictionary
 
 
 def bytes_per_token(parts: TreeModel) -> float:
-    """Bytes that a forward saves per token, from two short forwards; call it inside `tree_attention`.
+    """Return the bytes that a forward saves per token, from two short forwards; call it inside `tree_attention`.
 
-    Measured once for a model in a state (what is trained, dtypes, mode, checkpointing, attention), and then kept as
-    long as the model is.
+    The result is cached per model and state (trained weights, dtypes, mode, checkpointing, attention) for the life of
+    the model.
     """
     known = _MEASURED.setdefault(parts.decoder, {})
     state = _state_of(parts)
@@ -242,9 +242,9 @@ def bytes_per_token(parts: TreeModel) -> float:
 
 
 def _state_of(parts: TreeModel) -> object:
-    """What decides how much a forward saves."""
+    """Return the key of everything that decides how much a forward saves."""
     device = parts.device.type
-    # Shards are measured by all ranks together, what is gathered by one alone: neither may know what the other does.
+    # All ranks measure shards together, but gathered weights alone: neither may use the other's result.
     weights = [(type(weight), weight.dtype, weight.requires_grad) for weight in parts.decoder.parameters()]
     modules = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in parts.decoder.modules()]
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -269,5 +269,5 @@ def _weight_storages(parts: TreeModel) -> set[int]:
 
 
 def _storage(tensor: Tensor) -> int:
-    # Addresses are used again while a forward of shards runs, and shards themselves have none.
+    # Addresses are reused while a forward of shards runs, and shards themselves have none.
     return int(tensor.untyped_storage()._cdata)

@@ -1,6 +1,6 @@
-"""The interface of a loss: per-branch data, and one pure function from the values of trained entries to terms.
+"""Interface of a loss: per-branch data, and a pure function from the values of trained entries to loss terms.
 
-The losses are in `objectives`; `entries` gives each term its weight.
+The losses are in `objectives`; `entries` computes the weight of each term.
 
     K branches, numbered through all forests in order   F flat entries: trained tokens of branches, one branch after
     another   P pairs of branches   T tokens of a branch   k tokens per state
@@ -21,7 +21,7 @@ from treering.model.divergence import DivergenceKind
 
 Number = bool | int | float
 BranchValue = Number | Sequence[Number] | NDArray[Any] | Tensor
-"""The value of one branch: a number, or one number per token."""
+"""Value of one branch: a number, or one number per token."""
 
 BranchValues = Sequence[BranchValue] | NDArray[Any] | Tensor
 """One item per branch: forests in order, then sequences."""
@@ -35,13 +35,13 @@ class Weighting:
     """How terms are combined into a loss.
 
     Attributes:
-        normalizer: token_mean: sum over trained entries / their number. sequence_mean: the mean over a branch's trained
-            entries, then the mean over all branches. sequence_sum: summed in a branch, then the mean over all branches.
-            tree_mean: summed in a branch, 1/K inside a tree, then the mean over trees. constant: sum / divisor. sum:
+        normalizer: token_mean: sum over trained entries / their number. sequence_mean: mean over a branch's trained
+            entries, then mean over all branches. sequence_sum: sum over a branch, then mean over all branches.
+            tree_mean: sum over a branch, 1/K inside a tree, then mean over trees. constant: sum / divisor. sum: plain
             sum.
-        shared: "sum" equals training every branch separately; "once" counts a shared token once: its term is the mean
-            over the branches whose mask includes it, and counts as one entry in every denominator.
-        divisor: of the constant normaliser, else None.
+        shared: "sum" equals training every branch separately. "once" counts a shared token once: its term is the mean
+            over the branches whose mask includes it, and is one entry in every denominator.
+        divisor: divisor of the constant normaliser, else None.
     """
 
     normalizer: Normalizer
@@ -55,26 +55,27 @@ class Weighting:
             raise ConfigError(f"unknown sharing convention {self.shared!r}: choose {', '.join(get_args(Shared))}")
         if (self.normalizer == "constant") != (self.divisor is not None):
             raise ConfigError(
-                f"divisor belongs to normalizer 'constant' and only to it, got {self.normalizer!r} and {self.divisor}"
+                f"divisor must be set if and only if normalizer is 'constant', got {self.normalizer!r} and "
+                f"{self.divisor}"
             )
         if self.divisor is not None and not (isinstance(self.divisor, int | float) and 0 < self.divisor < np.inf):
             raise ConfigError(f"divisor must be a positive number, got {self.divisor!r}")
 
 
 GivenScores = tuple[NDArray[np.int64], NDArray[np.float64]]
-"""Token ids and log-probs of one branch, [T, k] each: entry t is of the distribution that token t was drawn from."""
+"""Token ids and log-probs of one branch, [T, k] each: entry t holds the distribution that token t was drawn from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Distillation:
-    """A teacher and how the student is compared with it.
+    """Teacher, and how the student is compared with it.
 
     Attributes:
         teacher: a model, or the scores of K branches.
-        kind: of the divergence.
+        kind: kind of the divergence.
         beta: see `Divergence`.
-        temperature: of the divergence; None takes the step's.
-        top_k: likeliest tokens per state that a teacher gives; None takes its whole vocabulary.
+        temperature: temperature of the divergence; None uses the step's.
+        top_k: number of likeliest tokens per state that the teacher gives; None uses its whole vocabulary.
     """
 
     teacher: nn.Module | tuple[GivenScores, ...]
@@ -85,20 +86,20 @@ class Distillation:
 
 
 def as_given_scores(items: Sequence[Any]) -> tuple[GivenScores, ...]:
-    """Scores of K branches as arrays, checked one by one.
+    """Convert the scores of K branches to arrays, and check each of them.
 
     Raises:
-        InputError: an item that is no pair of arrays [T, k] of one shape, or another k than the first item's.
+        InputError: an item that is not a pair of arrays [T, k] of one shape, or whose k is not that of the first item.
 
-    Example: the item ([[0, 0], [7, 8]], [[0, 0], [-0.1, -3.0]]) says that token 1 was 7 with probability 0.905.
+    Example: the item ([[0, 0], [7, 8]], [[0, 0], [-0.1, -3.0]]) gives token 1 the id 7 with probability 0.905.
     """
     scores = tuple(_as_pair(branch, item) for branch, item in enumerate(items))
     widths = [ids.shape[1] for ids, _ in scores]
     for branch, width in enumerate(widths):
         if width != widths[0]:
             raise InputError(
-                f"a teacher gives equally many tokens everywhere, got {width} for branch {branch} and {widths[0]} for "
-                "branch 0: cut them to one top k"
+                f"a teacher must give the same number of tokens for all branches, got {width} for branch {branch} and "
+                f"{widths[0]} for branch 0; cut them to one top k"
             )
     return scores
 
@@ -108,21 +109,21 @@ def _as_pair(branch: int, item: Any) -> GivenScores:
         ids, logprobs = item
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"teacher scores of branch {branch} are a pair (ids, log-probs), got {type(item).__name__}: see "
+            f"teacher scores of branch {branch} must be a pair (ids, log-probs), got {type(item).__name__}; see "
             "treering.score(...).of_branches"
         ) from error
     arrays = [value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value for value in (ids, logprobs)]
     pair = np.asarray(arrays[0], np.int64), np.asarray(arrays[1], np.float64)
     if pair[0].ndim != 2 or pair[0].shape != pair[1].shape or pair[0].shape[1] == 0:
         raise InputError(
-            f"teacher scores of branch {branch} are ids and log-probs [tokens, k] of one shape, got "
+            f"teacher scores of branch {branch} must be ids and log-probs [tokens, k] of one shape, got "
             f"{pair[0].shape} and {pair[1].shape}"
         )
     return pair
 
 
 def branch_sums(values: Float[Tensor, " F"], branch: Int[Tensor, " F"], num_branches: int) -> Float[Tensor, " B"]:
-    """The sum of each branch's values, 0 where it has none; differentiable.
+    """Return the sum of each branch's values, 0 where it has none; differentiable.
 
     Example: values [1, 2, 5] of branches [0, 0, 2] of 3 are [3, 0, 5].
     """
@@ -130,7 +131,7 @@ def branch_sums(values: Float[Tensor, " F"], branch: Int[Tensor, " F"], num_bran
 
 
 def branch_sizes(branch: Int[Tensor, " F"], num_branches: int, *, like: Tensor) -> Float[Tensor, " B"]:
-    """The number of each branch's entries, in the dtype of `like`.
+    """Return the number of entries of each branch, in the dtype of `like`.
 
     Example: branches [0, 0, 2] of 3 have [2, 0, 1] entries.
     """
@@ -138,16 +139,16 @@ def branch_sizes(branch: Int[Tensor, " F"], num_branches: int, *, like: Tensor) 
 
 
 Scope = Literal["entry", "branch", "pair"]
-"""Which entries the terms need together. entry: none, any subset works. branch: all trained entries of a branch. pair:
-those of both branches of a pair."""
+"""Entries the terms need together. entry: none, any subset works. branch: all trained entries of a branch. pair: all
+trained entries of both branches of a pair."""
 
 Need = Literal["entropy", "value"]
-"""What the terms read in addition to log-probs: entropies, or the output of a value head."""
+"""Inputs of the terms in addition to log-probs: entropies, or the output of a value head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entries:
-    """The input of a term function: the trained entries of some branches, one after another.
+    """Input of a term function: the trained entries of some branches, one after another.
 
     Attributes:
         logprobs: the policy's log-probabilities [F]; differentiable.
@@ -158,7 +159,8 @@ class Entries:
             objective needs "entropy".
         state_values: the value head's output at the state before each token, [F], differentiable; given iff the
             objective needs "value".
-        divergence: from the teacher, at the state before each token, [F], differentiable; given iff the objective has a
+        divergence: divergence from the teacher at the state before each token, [F], differentiable; given iff the
+            objective has a
             `distillation`.
         pairs: local branch numbers [P, 2]; given iff the scope is "pair".
     """
@@ -175,11 +177,11 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Terms:
-    """The output of a term function: one number per entry [F], or per pair [P] if the scope is "pair".
+    """Output of a term function: one number per entry [F], or per pair [P] if the scope is "pair".
 
     Attributes:
         loss: the terms of the weighted sum; differentiable.
-        metrics: by name; averaged over trained entries, or over pairs.
+        metrics: metrics by name; averaged over trained entries, or over pairs.
     """
 
     loss: Float[Tensor, " N"]
@@ -188,10 +190,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objective:
-    """A loss over branches; made by the functions of this package.
+    """Loss over branches; made by the functions of this package.
 
     Attributes:
-        name: of the function that made it.
+        name: name of the function that made it.
         weighting: normaliser and sharing convention; ignored for pairs, which are averaged.
         loss_masks: K masks, or None to train every token but the first of each branch.
         values: per-branch data by name: K entries, each one number or one value per token.
@@ -201,7 +203,7 @@ class Objective:
         pairs: branch numbers, int64 [P, 2], if the scope is "pair", else None.
         per_token: names in `values` that need one number per token, not one per branch.
         distillation: the teacher whose divergence the terms read.
-        reads_logprobs: False if they read nothing else, which saves a pass through the head.
+        reads_logprobs: False if the terms read nothing but the divergence, which saves a pass through the head.
     """
 
     name: str

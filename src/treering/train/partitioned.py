@@ -1,8 +1,8 @@
 """Train one tree in partitions that read each other's state through gateways; gradients equal the whole tree's.
 
-Partitions run depth-first: a partition's forward, then everything below it, then its own backward, which adds the
+Partitions run depth-first: the forward of a partition, then everything below it, then its backward, which adds the
 gradients that came back through its gateway. Its activations are kept in between, or computed twice. The loss of an
-edge is computed in the partition of its parent token, so it needs no gateway, and right before the backward, so that no
+edge is computed in the partition of its parent token, so it needs no gateway, and right before the backward, so no
 logits are held.
 
     N tokens of the tree   M tokens of a partition
@@ -34,7 +34,7 @@ from treering.tree.picture_tokens import rotary_positions
 from treering.tree.plan import MicroBatch
 
 Unit = MicroBatch | PartitionedTree
-"""What is computed in one go: trees side by side, or one tree in partitions."""
+"""Work computed in one go: trees side by side, or one tree in partitions."""
 
 Event = tuple[Literal["enter", "leave"], int]
 LossOfPartition = Callable[[int, EdgeTable], LossOf]
@@ -54,7 +54,7 @@ class _OpenPartition:
 
 
 class PartitionedStep:
-    """The forwards and backwards of one partitioned tree.
+    """Forwards and backwards of one partitioned tree.
 
     Attributes:
         tables: the scored edges of each partition.
@@ -72,11 +72,12 @@ class PartitionedStep:
         in_step: bool = False,
         progress: PhaseProgress | None = None,
     ) -> None:
-        """`table`: what is scored, in the whole tree; partitions without any of it in or below them are skipped.
+        """Split `table`, the edges to score in the whole tree, over the partitions.
 
-        With router losses, which cover every token, and for ranks that run the same passes (`in_step`), no partition is
-        skipped. `keeps`: activations of partitions that others descend from stay until their backward; else they are
-        computed twice, to the same gradients. `progress` counts the tokens of every partition that is left.
+        Partitions without scored edges in or below them are skipped, except with router losses, which cover every
+        token, and for ranks that run the same passes (`in_step`). `keeps`: keep the activations of partitions with
+        children until their backward; otherwise compute them twice, with the same gradients. `progress` counts the
+        tokens of each finished partition.
         """
         self._progress = progress
         self._runs_all = in_step or scorer.routing is not None
@@ -99,7 +100,7 @@ class PartitionedStep:
         self._live: dict[int, _OpenPartition] = {}
 
     def backward(self, loss_of: LossOfPartition, before_last: Callable[[], None] = lambda: None) -> None:
-        """Adds the gradients of all partitions' losses to `.grad`; `before_last` runs before the last backward."""
+        """Add the gradients of all partitions' losses to `.grad`; `before_last` runs before the last backward."""
         for event, number in self._events():
             if event == "enter":
                 self._enter(number)
@@ -110,9 +111,9 @@ class PartitionedStep:
                 self._note(number)
 
     def score(self) -> EdgeScores:
-        """Scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients.
+        """Return the scores of all wanted edges at their packed indices, 0 elsewhere: [N] each, without gradients.
 
-        Router losses may count all tokens' routes in the same pass.
+        In the same pass, router losses may count the routes of all tokens.
         """
         everywhere = self._scorer.no_scores(self._tree.forest.num_tokens)
 
@@ -123,7 +124,7 @@ class PartitionedStep:
         return everywhere
 
     def sweep(self, visit: Callable[[int, EdgeTable, Tensor], None]) -> None:
-        """Runs every partition without gradients; `visit` gets its number, its edges and its hidden states."""
+        """Run every partition without gradients; `visit` gets its number, its edges and its hidden states."""
         with torch.no_grad():
             for event, number in self._events():
                 if event == "leave":
@@ -156,7 +157,7 @@ class PartitionedStep:
         hidden = live.hidden
         assert hidden is not None
         table = self.tables[number]
-        # Gradients come back through the gateways even where the partition itself trains nothing.
+        # Gradients come back through the gateways even if the partition itself trains nothing.
         loss = 0.0 * hidden[0, 0] if table.edges.size else self._scorer.zero(hidden)
         if live.router_loss is not None:
             loss = loss + live.router_loss.to(loss.device)
@@ -169,7 +170,7 @@ class PartitionedStep:
         return self._scorer.forward(live.fragment, live.branches, live.layout, live.positions)
 
     def _open(self, number: int) -> _OpenPartition:
-        """Prepares a partition: its tokens, and the gateways of the ancestors that they see."""
+        """Prepare a partition: its tokens, and the gateways of the ancestors that they attend to."""
         partitions, forest = self._tree.partitions, self._tree.forest
         tokens = partitions[number].tokens
         fragment = take_fragment(forest, tokens)
@@ -207,7 +208,7 @@ class PartitionedStep:
         )
 
     def _needed_children(self) -> list[list[int]]:
-        """The children of each partition with scored edges in or below them; all children if none is skipped."""
+        """Return the children of each partition with scored edges in or below them; all children if none is skipped."""
         children: list[list[int]] = [[] for _ in self._tree.partitions]
         for number in range(len(children) - 1, 0, -1):
             if children[number] or self._has_loss(number):
@@ -224,7 +225,7 @@ class PartitionedStep:
 
 
 def depth_first(children: Sequence[Sequence[int]]) -> Iterator[Event]:
-    """Partitions from the first one on: one is entered before and left after all partitions below it.
+    """Yield partitions from the first one on: each is entered before, and left after, all partitions below it.
 
     Example: a partition with one child gives enter 0, enter 1, leave 1, leave 0.
     """
@@ -244,7 +245,7 @@ def score_unit(
     in_step: bool = False,
     progress: PhaseProgress | None = None,
 ) -> EdgeScores:
-    """Scores of the wanted edges of a micro-batch or a partitioned tree, see `PartitionedStep` and its `score`."""
+    """Return the scores of the wanted edges of a micro-batch or a partitioned tree; see `PartitionedStep.score`."""
     table = edge_table(unit.forest, wanted)
     if isinstance(unit, PartitionedTree):
         return PartitionedStep(unit, table, scorer, in_step=in_step, progress=progress).score()
@@ -257,5 +258,5 @@ def score_unit(
 
 
 def num_forwards(unit: Unit) -> int:
-    """Forwards of a pass over a unit; none for an empty micro-batch."""
+    """Return the number of forwards in a pass over a unit; 0 for an empty micro-batch."""
     return len(unit.partitions) if isinstance(unit, PartitionedTree) else int(unit.forest.num_tokens > 0)

@@ -1,4 +1,4 @@
-"""What all policy losses share: the clipped surrogate, importance weights, a KL penalty and an entropy bonus.
+"""Parts shared by all policy losses: clipped surrogate, importance weights, KL penalty and entropy bonus.
 
 F flat entries
 """
@@ -33,14 +33,14 @@ Surrogate = Callable[[Entries, Tensor, Tensor], Terms]
 """(entries, old log-probs [F], advantages [F]) -> terms."""
 
 MAX_LOG_RATIO = 60.0
-"""Log-ratios are clamped to this, where the ratio (1e26) is still finite in float32: an infinite ratio would make
-gradients NaN even where the clip removes them."""
+"""Bound on log-ratios: there the ratio (1e26) is still finite in float32. An infinite ratio would make gradients NaN
+even where the clip removes them."""
 
 
 def surrogate_of_ratio(log_ratio: Float[Tensor, " F"], advantages: Float[Tensor, " F"], *, clip: Clip) -> Terms:
-    """PPO's clipped surrogate -min(r A, clip(r) A), for ratios r of tokens or sequences, with its usual metrics.
+    """Return PPO's clipped surrogate -min(r A, clip(r) A), for ratios r of tokens or sequences, with its usual metrics.
 
-    (arXiv 1707.06347, equation 7.) Metrics: ratio; approx_kl = r - 1 - log r, which estimates KL(old, new); clip_low
+    See arXiv 1707.06347, equation 7. Metrics: ratio; approx_kl = r - 1 - log r, which estimates KL(old, new); clip_low
     and clip_high, the share of entries whose gradient the lower or upper clip removes.
 
     Example: log r = 0.5 (r = 1.649) and A = 2 with clip (0.2, 0.2) give -min(3.297, 2.4) = -2.4.
@@ -60,20 +60,20 @@ def surrogate_of_ratio(log_ratio: Float[Tensor, " F"], advantages: Float[Tensor,
 
 
 def ratio_metrics(log_ratio: Float[Tensor, " F"]) -> dict[str, Float[Tensor, " F"]]:
-    """The ratio r and r - 1 - log r, without gradients."""
+    """Return the ratio r and r - 1 - log r, without gradients."""
     constant = log_ratio.detach()
     return {"ratio": constant.exp(), "approx_kl": torch.expm1(constant) - constant}
 
 
 def check_clip(clip: Clip) -> None:
-    """Raises ConfigError unless 0 <= low <= 1 and 0 <= high, both finite."""
+    """Raise ConfigError unless 0 <= low <= 1 and 0 <= high, both finite."""
     is_pair = isinstance(clip, tuple | list) and len(clip) == 2 and all(isinstance(x, int | float) for x in clip)
     if not is_pair or not (0 <= clip[0] <= 1 and 0 <= clip[1] < float("inf")):
         raise ConfigError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip!r}")
 
 
 def clipped(clip: Clip) -> Surrogate:
-    """The clipped surrogate, per token.
+    """Return the per-token clipped surrogate.
 
     Raises:
         ConfigError: an invalid clip.
@@ -83,33 +83,33 @@ def clipped(clip: Clip) -> Surrogate:
 
 
 def num_trained(entries: Entries) -> Float[Tensor, " F"]:
-    """The number of trained entries of each entry's branch."""
+    """Return, for each entry, the number of trained entries of its branch."""
     return branch_sizes(entries.branch, entries.num_branches, like=entries.logprobs)[entries.branch]
 
 
 def own_log_ratio(entries: Entries) -> Float[Tensor, " F"]:
-    """0 at each entry, with a gradient of 1 in the entry's own log-prob."""
+    """Return 0 at each entry, with a gradient of 1 in the entry's own log-prob."""
     return entries.logprobs - entries.logprobs.detach()
 
 
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-"""Which ratio is bounded, and how. token: each token's own. sequence: the product over the trained tokens of a branch,
-used for each of them. truncate: a ratio above the cap becomes the cap. mask: one outside the bounds becomes 0."""
+"""Ratio to bound, and how. token: the ratio of each token. sequence: the product over the trained tokens of a branch,
+used for each of them. truncate: a ratio above the cap becomes the cap. mask: a ratio outside the bounds becomes 0."""
 
 MAX_LOG_IMPORTANCE = 20.0
-"""Log-weights are clamped to this, as in verl: 5e8 is above any cap in use and finite in every float format."""
+"""Bound on log-weights, as in verl: 5e8 is above any cap in use and finite in every float format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """How to weight terms by exp(target log-prob - behaviour log-prob), detached.
+    """Importance weights exp(target log-prob - behaviour log-prob), detached, with their bounds.
 
-    The names and the sequence's product are those of TRL (verl calls them `token` and `sequence`, truncated or
-    rejected).
+    Names and the product over a sequence follow TRL; verl calls the modes `token` and `sequence`, truncated or
+    rejected.
 
     Attributes:
         max_importance: cap, or upper bound of a mask; positive, may be infinite.
-        min_importance: lower bound of a mask; 0 for none.
+        min_importance: lower bound of a mask; 0 for no bound.
         mode: see `ImportanceMode`.
     """
 
@@ -119,18 +119,18 @@ class Importance:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(ImportanceMode):
-            raise ConfigError(f"importance is one of {', '.join(get_args(ImportanceMode))}, got {self.mode!r}")
+            raise ConfigError(f"importance must be one of {', '.join(get_args(ImportanceMode))}, got {self.mode!r}")
         if not _is_number(self.max_importance) or self.max_importance <= 0:
-            raise ConfigError(f"max_importance is a positive number, got {self.max_importance!r}; 2.0 is common")
+            raise ConfigError(f"max_importance must be a positive number, got {self.max_importance!r}; 2.0 is common")
         if not _is_number(self.min_importance) or not 0 <= self.min_importance <= self.max_importance:
             raise ConfigError(
-                f"min_importance is a number from 0 to max_importance={self.max_importance}, got "
+                f"min_importance must be a number from 0 to max_importance={self.max_importance}, got "
                 f"{self.min_importance!r}; 0.5 is common"
             )
         if self.min_importance > 0 and not self.mode.endswith("_mask"):
             raise ConfigError(
-                f"min_importance bounds a mask, and importance={self.mode!r} only caps; leave it out, or choose "
-                "token_mask or sequence_mask"
+                f"min_importance applies to masks only, and importance={self.mode!r} only caps; remove min_importance, "
+                "or set importance to token_mask or sequence_mask"
             )
 
     @property
@@ -146,11 +146,11 @@ class Importance:
         branch: Int[Tensor, " F"],
         num_branches: int,
     ) -> Float[Tensor, " F"]:
-        """The weight of each entry, without a gradient.
+        """Return the weight of each entry, without a gradient.
 
         Args:
-            target_logprobs: of the trained policy.
-            behaviour_logprobs: of the distribution that the tokens were sampled from.
+            target_logprobs: log-probs of the trained policy.
+            behaviour_logprobs: log-probs of the distribution that the tokens were sampled from.
             branch: ascending branch numbers.
             num_branches: number of branches.
 
@@ -178,12 +178,12 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regularizers:
-    """The coefficients of both; None omits a part, 0 measures it without a gradient.
+    """Coefficients of the KL penalty and the entropy bonus; None drops a part, 0 measures it without a gradient.
 
     Attributes:
         kl_coefficient: factor of the estimated KL(policy, reference), at least 0.
         kl_estimator: see `KlEstimator`.
-        entropy_coefficient: factor of the entropy in nats, at least 0; a bonus, so it is subtracted.
+        entropy_coefficient: factor of the entropy in nats, at least 0; the entropy is a bonus, so it is subtracted.
     """
 
     kl_coefficient: float | None = None
@@ -192,19 +192,21 @@ class Regularizers:
 
     def __post_init__(self) -> None:
         if self.kl_estimator not in get_args(KlEstimator):
-            raise ConfigError(f"kl_estimator is one of {', '.join(get_args(KlEstimator))}, got {self.kl_estimator!r}")
+            raise ConfigError(
+                f"kl_estimator must be one of {', '.join(get_args(KlEstimator))}, got {self.kl_estimator!r}"
+            )
         for name in ("kl_coefficient", "entropy_coefficient"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
-                raise ConfigError(f"{name} is a finite number of at least 0, got {value!r}; None leaves it out")
+                raise ConfigError(f"{name} must be a finite number of at least 0, got {value!r}; None leaves it out")
 
 
 def estimate_kl(
     logprobs: Float[Tensor, " F"], ref_logprobs: Float[Tensor, " F"], *, estimator: KlEstimator
 ) -> Float[Tensor, " F"]:
-    """KL(policy, reference) estimated at each sampled token, differentiable in `logprobs`.
+    """Estimate KL(policy, reference) at each sampled token, differentiable in `logprobs`.
 
-    k1 and k3 are unbiased estimates, k2 is not. As a loss on tokens that the policy itself samples, k2 has on average
+    k1 and k3 are unbiased estimates, k2 is not. As a loss on tokens sampled from the policy itself, k2 has on average
     the gradient of the KL, k3 nearly so close to the reference, and k1 has mean gradient 0.
 
     Example: logp -1.0 against -1.5 gives k1 = 0.5, k2 = 0.125 and k3 = 0.1065.
@@ -221,19 +223,19 @@ def estimate_kl(
 
 
 class PolicyOptions(TypedDict, total=False):
-    """Keyword arguments of every policy objective; omitted or None, they change nothing.
+    """Keyword arguments of every policy objective; omitted or None, an argument changes nothing.
 
-    Importance weights correct for an engine whose top-p, top-k or rounding sampled from another distribution than the
+    Importance weights correct for an engine whose top-p, top-k or rounding makes its distribution differ from the
     trainer's: each term is multiplied by exp(logp_old - behaviour_logp), bounded and detached. logp_old is
-    `old_logprobs`, the trainer's own log-prob of the policy that sampled, or the current log-prob where these are None.
-    The KL penalty and the entropy bonus are added to the term of every trained token, with the normaliser's weights but
-    without importance weights.
+    `old_logprobs`, the trainer's log-prob of the policy that sampled, or the current log-prob if `old_logprobs` is
+    None. The KL penalty and the entropy bonus are added to the term of every trained token, with the normaliser's
+    weights but without importance weights.
 
     Example: `grpo(advantages, masks, old, ref_logprobs=ref, kl_coefficient=0.04)` is GRPO with equation 4 of its paper.
     """
 
     behaviour_logprobs: BranchValues | None
-    """K lists with one log-probability per token, of the distribution that was sampled; needs `max_importance`."""
+    """K lists with one log-prob per token, of the distribution that was sampled from; needs `max_importance`."""
     max_importance: float | None
     """Cap of an importance weight, or upper bound of the mask; positive."""
     min_importance: float | None
@@ -241,7 +243,7 @@ class PolicyOptions(TypedDict, total=False):
     importance: ImportanceMode | None
     """Default "token_truncate"; see `ImportanceMode`. The two sequence modes are refused with shared="once"."""
     ref_logprobs: BranchValues | None
-    """K lists with one log-probability per token, of a reference model; needs `kl_coefficient`."""
+    """K lists with one log-prob per token, of a reference model; needs `kl_coefficient`."""
     kl_coefficient: float | None
     """Factor of the KL penalty, at least 0."""
     kl_estimator: KlEstimator | None
@@ -252,7 +254,7 @@ class PolicyOptions(TypedDict, total=False):
 
 _SIMILARITY = 0.5
 _PER_TOKEN = frozenset({"old_logprobs", "behaviour_logprobs", "ref_logprobs"})
-"""One number per sequence is refused for these: it could mean the sequence's sum or each token's value."""
+"""Values refused as one number per sequence, which could mean the sequence's sum or each token's value."""
 
 _COMMON = ("advantages", "loss_masks", "old_logprobs", "clip", "normalizer", "shared", "divisor")
 
@@ -271,27 +273,27 @@ def policy_objective(
     old_values: BranchValues | None = None,
     arguments: tuple[str, ...] = (),
 ) -> Objective:
-    """The objective of a policy loss with the shared options.
+    """Build the objective of a policy loss with the shared options.
 
     Args:
-        name: of the objective.
+        name: name of the objective.
         surrogate: the loss of each entry, without the shared options.
         options: see `PolicyOptions`.
         advantages: K numbers, or K lists with one number per token.
         loss_masks: K masks; required.
-        old_logprobs: K lists, or None for the current policy's own.
+        old_logprobs: K lists, or None for the current policy's own log-probs.
         weighting: normaliser and sharing convention.
         scope: which entries the surrogate must see together.
-        returns: of a loss that reads values.
-        old_values: likewise.
+        returns: returns, for a loss that reads values.
+        old_values: values before the step, for a loss that reads values.
         arguments: names of arguments that only this loss has.
 
     Raises:
-        InputError: no masks or no advantages.
-        ConfigError: an unknown option, a missing one that another needs, or an unsupported sharing convention.
+        InputError: masks or advantages are missing.
+        ConfigError: an unknown option, an option without another that it needs, or an unsupported sharing convention.
     """
     if loss_masks is None:
-        raise InputError(f"{name} needs loss_masks: which tokens did the policy sample?")
+        raise InputError(f"{name} needs loss_masks, which mark the tokens that the policy sampled")
     if advantages is None:
         raise InputError(f"{name} needs advantages: one number per sequence, or one per token")
     _check_names(name, options, own=(*_COMMON, *arguments))
@@ -329,28 +331,28 @@ def policy_objective(
 
 
 def refuse_once(name: str, weighting: Weighting) -> None:
-    """Refuses the convention `once` for losses whose terms depend on the whole sequence.
+    """Refuse the convention `once` for losses whose terms depend on the whole sequence.
 
     Raises:
         ConfigError: shared="once".
     """
     if weighting.shared == "once":
         raise ConfigError(
-            f'{name} takes shared="sum" only here: its ratio is that of a whole sequence, so a token that sequences '
-            'share has no term of its own that could count once; got shared="once"'
+            f'{name} supports only shared="sum", got shared="once"; its ratio covers a whole sequence, so a shared '
+            "token has no term of its own to count once"
         )
 
 
 def _check_names(objective: str, options: Mapping[str, Any], *, own: tuple[str, ...]) -> None:
-    """Refuses options that no policy objective has.
+    """Refuse options that no policy objective has.
 
     Args:
         objective: name of the objective.
         options: keyword arguments.
-        own: arguments of the objective itself, candidates for a suggestion.
+        own: names of the objective's own arguments, as candidates for a suggestion.
 
     Raises:
-        ConfigError: suggests the nearest valid name.
+        ConfigError: an unknown name; suggests the nearest valid one.
 
     Example: for grpo with `kl_coeficient` the error asks "did you mean 'kl_coefficient'?".
     """
@@ -364,10 +366,10 @@ def _check_names(objective: str, options: Mapping[str, Any], *, own: tuple[str, 
 
 
 def _importance_of(options: PolicyOptions) -> Importance | None:
-    """How terms are weighted; None if no option of it is given.
+    """Return how terms are weighted; None if no importance option is given.
 
     Raises:
-        ConfigError: an option without the others that it needs, or an invalid bound.
+        ConfigError: an option without another that it needs, or an invalid bound.
     """
     lower, cap, mode = options.get("min_importance"), options.get("max_importance"), options.get("importance")
     missing = [name for name in ("behaviour_logprobs", "max_importance") if options.get(name) is None]
@@ -375,8 +377,8 @@ def _importance_of(options: PolicyOptions) -> Importance | None:
         return None
     if missing:
         raise ConfigError(
-            f"importance sampling needs behaviour_logprobs and max_importance, got no {' and no '.join(missing)}; "
-            "give both, or none of behaviour_logprobs, max_importance, min_importance, importance"
+            f"importance sampling needs behaviour_logprobs and max_importance, missing: {' and '.join(missing)}; "
+            "set both, or none of behaviour_logprobs, max_importance, min_importance, importance"
         )
     assert cap is not None
     return Importance(
@@ -387,16 +389,16 @@ def _importance_of(options: PolicyOptions) -> Importance | None:
 
 
 def _regularizers_of(options: PolicyOptions) -> Regularizers:
-    """The penalty and the bonus.
+    """Return the KL penalty and the entropy bonus.
 
     Raises:
-        ConfigError: an option of the KL penalty without the others that it needs, or an invalid coefficient.
+        ConfigError: a KL option without another that it needs, or an invalid coefficient.
     """
     estimator = options.get("kl_estimator")
     missing = [name for name in ("ref_logprobs", "kl_coefficient") if options.get(name) is None]
     if missing and (len(missing) < 2 or estimator is not None):
         raise ConfigError(
-            f"a KL penalty needs ref_logprobs and kl_coefficient, got no {' and no '.join(missing)}; give both, or "
+            f"a KL penalty needs ref_logprobs and kl_coefficient, missing: {' and '.join(missing)}; set both, or "
             "none of ref_logprobs, kl_coefficient, kl_estimator"
         )
     return Regularizers(

@@ -1,4 +1,4 @@
-"""Losses on the routers of a mixture of experts: load balance, and the size of their logits.
+"""Losses on the routers of a mixture of experts: load balance, and the size of the router logits.
 
 Both are means over every token of every branch of the optimizer batch and over all layers with experts, so a shared
 token counts once per branch through it. The balance loss is a product of two such means. One of them, the routed
@@ -26,7 +26,7 @@ from treering.tree.forest import Forest
 
 @runtime_checkable
 class RouterFactors(Protocol):
-    """The factors of both losses, such as `treering.RouterLosses`; None leaves one out, and 0 only measures it."""
+    """Factors of both losses, such as `treering.RouterLosses`; None drops a loss, and 0 only measures it."""
 
     @property
     def balance(self) -> float | None:
@@ -38,7 +38,7 @@ class RouterFactors(Protocol):
 
 
 def branches_through(forest: Forest) -> Int64Array:
-    """Number of branches through each token: int64 [N].
+    """Count the branches through each token: int64 [N].
 
     Example: in the forest of [5, 6], [5, 7] and [5], token 5 has 3 branches through it, 6 and 7 have 1 each.
     """
@@ -48,16 +48,16 @@ def branches_through(forest: Forest) -> Int64Array:
 
 
 class Routing:
-    """The router losses of one optimizer batch, forward by forward.
+    """Router losses of one optimizer batch, added up forward by forward.
 
-    Every token is counted once: by `count`, or else by its `loss`. Then `share_load` sums the counts over all ranks:
-    before the first `loss` if there is a balance loss, and always before `total` and `metrics`. Every rank must call
-    the methods that sum over ranks equally often.
+    Each token must be counted once, by `count` or by its `loss`. Then `share_load` sums the counts over all ranks:
+    before the first `loss` if there is a balance loss, and always before `total` and `metrics`. All ranks must call the
+    methods that sum over ranks equally often.
 
     Attributes:
-        routers: of the model.
+        routers: routers of the model.
         losses: the coefficients.
-        counts_first: forwards without gradients count, because the load of the batch is needed before a backward.
+        counts_first: whether forwards without gradients count, because a backward needs the load of the batch first.
     """
 
     counts_first = False
@@ -65,14 +65,14 @@ class Routing:
     def __init__(
         self, losses: RouterFactors, routers: Routers, num_branch_tokens: int, sum_over_ranks: SumOverRanks
     ) -> None:
-        """`num_branch_tokens`: of this rank's batch."""
+        """Start with nothing counted; `num_branch_tokens` is the number in this rank's batch."""
         self.routers = routers
         self.losses = losses
         self._sum_over_ranks = sum_over_ranks
         total = float(sum_over_ranks(np.array([num_branch_tokens], np.float64))[0])
         self._num_rows = max(total, 1.0) * len(routers.modules)
         self._counts = np.zeros((len(routers.modules), routers.num_experts), np.float64)
-        # Counts, mean probabilities and squares of each forward, read when all work of the step is queued.
+        # Counts, mean probabilities and squares of each forward; read once all work of the step is queued.
         self._counted: list[Tensor] = []
         self._means: list[Tensor] = []
         self._squares: list[Tensor] = []
@@ -84,7 +84,7 @@ class Routing:
         return self._has_load
 
     def forward(self, run: Callable[[], Tensor], branches: Int64Array) -> tuple[Tensor, Tensor | None]:
-        """Runs a forward of N tokens; returns its hidden states, and with gradients its router loss."""
+        """Run a forward of N tokens; return its hidden states, and with gradients its router loss."""
         trains = torch.is_grad_enabled()
         if not trains and not self.counts_first:
             return run(), None
@@ -94,19 +94,19 @@ class Routing:
             self.count(routes, branches)
             return hidden, None
         if self.losses.balance and not self._has_load:
-            # The whole batch is this forward, which also provides the load.
+            # This forward is the whole batch, so it also provides the load.
             self.count(routes, branches)
             self.share_load()
         return hidden, self.loss(routes, branches)
 
     def count(self, routes: Sequence[Routes], branches: Int64Array) -> None:
-        """Counts the experts of the N tokens of a forward; `branches` is the number of branches through each token."""
+        """Count the experts of the N tokens of a forward; `branches` [N] counts the branches through each token."""
         assert not self._has_load, "counted after the counts were shared"
         num_experts = self.routers.num_experts
         self._counted.append(_stacked([_num_routed(route.chosen, branches, num_experts) for route in routes]))
 
     def share_load(self) -> None:
-        """Sums the counts over all ranks."""
+        """Sum the counts over all ranks."""
         for counted in self._counted:
             self._counts += _to_host(counted)
         summed = self._sum_over_ranks(self._counts.ravel())
@@ -114,7 +114,7 @@ class Routing:
         self._has_load = True
 
     def loss(self, routes: Sequence[Routes], branches: Int64Array) -> Tensor:
-        """The router loss of the N tokens of a forward, a differentiable scalar; call it once per forward."""
+        """Return the router loss of the N tokens of a forward, a differentiable scalar; call it once per forward."""
         assert self._has_load or not self.losses.balance, "a balance loss before the load is known"
         if not self._has_load:
             self.count(routes, branches)
@@ -140,9 +140,10 @@ class Routing:
         return (self.losses.balance or 0.0) * balance + (self.losses.z or 0.0) * self._z
 
     def metrics(self) -> dict[str, float]:
-        """Metrics over all ranks: `router_balance` and `router_z` without coefficients, and `expert_load_max`.
+        """Return metrics over all ranks: `router_balance` and `router_z` without coefficients, and `expert_load_max`.
 
-        The last is the largest load of any expert in any layer, over the mean: 1 is even, E / k is one expert for all.
+        `expert_load_max` is the largest load of any expert in any layer over the mean: 1 is even, E / k is one expert
+        for all.
         """
         own = np.array([self._z, *self._probabilities], np.float64)
         z, *probabilities = np.asarray(self._sum_over_ranks(own), np.float64).tolist()
@@ -172,10 +173,10 @@ class Routing:
 
 
 def check_routers(model: nn.Module, losses: RouterFactors | None) -> None:
-    """Refuses router losses of a model without routers.
+    """Refuse router losses of a model without routers.
 
     Raises:
-        UnsupportedError: with the model's type.
+        UnsupportedError: a model without routers; names its type.
     """
     if losses is not None:
         find_routers(TreeModel.of(model))
@@ -189,13 +190,13 @@ def _num_routed(chosen: Int[Tensor, "N k"], branches: Int64Array, num_experts: i
 
 
 def _mean_probabilities(logits: Float[Tensor, "N E"], weights: Float64Array) -> Float[Tensor, " E"]:
-    """This layer's part of each expert's mean probability, float32 or wider."""
+    """Return this layer's part of each expert's mean probability, in float32 or wider."""
     logits = _wide(logits)
     return (to_device(weights, logits.device).to(logits.dtype)[:, None] * logits.softmax(-1)).sum(0)
 
 
 def _mean_square(logits: Float[Tensor, "N E"], weights: Float64Array) -> Float[Tensor, ""]:
-    """This layer's part of the mean square of the log-sum-exp, float32 or wider."""
+    """Return this layer's part of the mean square of the log-sum-exp, in float32 or wider."""
     logits = _wide(logits)
     return (to_device(weights, logits.device).to(logits.dtype) * logits.logsumexp(-1) ** 2).sum()
 
@@ -205,11 +206,11 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor per layer, on any devices, as one [L, ...]."""
+    """Stack one tensor per layer, on any devices, to [L, ...]."""
     return torch.stack([part.detach().to(parts[0].device) for part in parts])
 
 
 def _to_host(stacked: Tensor) -> Float64Array:
-    """In float64; waits for the device."""
+    """Copy to the host in float64; waits for the device."""
     values: Float64Array = stacked.cpu().double().numpy()
     return values

@@ -1,7 +1,7 @@
-"""How a step computes hidden states and scores edges, and the vectors that take a loss's gradient to the scores.
+"""Compute hidden states and score edges in a step, and carry a loss's gradient back to the scores.
 
-Any backward splits in two: the gradient of the loss with respect to the scores, and the model's vector-Jacobian product
-with it. `joined_leaves`, `split_gradients` and `vector_product` hold the tensors in between.
+A backward splits in two: the gradient of the loss with respect to the scores, and the model's vector-Jacobian product
+with it. `joined_leaves`, `split_gradients` and `vector_product` handle the tensors in between.
 
     N tokens
 """
@@ -31,17 +31,17 @@ from treering.tree.forest import Forest
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scorer:
-    """The model and the options that every forward of a step shares.
+    """Model and options that every forward of a step shares.
 
     Attributes:
-        parts: of the model.
+        parts: parts of the model.
         temperature: divides the logits.
         entropy_of: "all" if the objective reads entropies.
-        value_head: hidden state to value, if the objective reads values.
+        value_head: maps hidden states to values, if the objective reads values.
         reads_logprobs: False leaves log-probs and entropies at 0.
-        divergence: from the teacher, if the objective reads it.
-        targets: the teacher's distributions of the unit that is scored; None where no edge of it is.
-        routing: the router losses of the step; None without them.
+        divergence: divergence from the teacher, if the objective reads it.
+        targets: the teacher's distributions for the unit being scored; None if none of its edges is scored.
+        routing: router losses of the step; None without them.
     """
 
     parts: TreeModel
@@ -65,14 +65,14 @@ class Scorer:
         layout: TreeLayout | None = None,
         positions: NDArray[np.integer[Any]] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [N, C], and with gradients the router loss; `branches` [N] counts those through each token."""
+        """Return hidden states [N, C], and with gradients the router loss; `branches` [N] counts branches per token."""
         if self.routing is None:
             return hidden_states(self.parts, forest, layout, positions), None
         assert branches is not None
         return self.routing.forward(lambda: hidden_states(self.parts, forest, layout, positions), branches)
 
     def no_scores(self, num_edges: int) -> EdgeScores:
-        """Zeros in the format of `scores`."""
+        """Return zeros in the format of `scores`."""
         weight = next(self.parts.embedding.parameters())
         dtype = torch.promote_types(weight.dtype, torch.float32)
         logprobs, entropy, values, divergence = torch.zeros(4, num_edges, dtype=dtype, device=self.device)
@@ -84,11 +84,11 @@ class Scorer:
         )
 
     def scores(self, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
-        """Scores of the table's edges, whose tokens are those of `forest`."""
+        """Score the table's edges, whose tokens are those of `forest`."""
         return scored_on_head(self.parts, lambda head, rows: self._scores(head, rows, forest, table), hidden)
 
     def loss(self, hidden: Tensor, forest: Forest, table: EdgeTable, loss_of: LossOf) -> Tensor:
-        """The sum of `loss_of` over all edges of the table, in parts of it where that computes logits only once."""
+        """Return the sum of `loss_of` over all edges of the table, in parts where that computes logits only once."""
         parts, shards = self.parts, self.parts.shards
         reads_more = self.value_head is not None or self.divergence is not None or not self.reads_logprobs
         is_whole = table.edges.size > 0 and not reads_more
@@ -112,7 +112,7 @@ class Scorer:
         return total
 
     def zero(self, hidden: Tensor) -> Tensor:
-        """0 with gradients of 0 for the weights that ranks must reduce although they score nothing."""
+        """Return 0 with gradients of 0 for the weights that ranks must reduce although they score nothing."""
         return 0.0 * hidden[0, 0] if self.parts.shards is None else self.parts.shards.zero(hidden)
 
     def _scores(self, head: nn.Module, hidden: Tensor, forest: Forest, table: EdgeTable) -> EdgeScores:
@@ -142,19 +142,19 @@ class Scorer:
 
 
 def put_scores(everywhere: EdgeScores, scores: EdgeScores, table: EdgeTable) -> None:
-    """Writes the scores of a table's edges, without gradients, to their packed indices in `everywhere` [N]."""
+    """Write the scores of a table's edges, without gradients, to their packed indices in `everywhere` [N]."""
     at = to_device(table.edges, everywhere.logprobs.device)
     for target, part in _pairs(everywhere, scores):
         target.index_copy_(0, at, part.detach().to(target.dtype))
 
 
 def joined_leaves(scores: Sequence[EdgeScores]) -> EdgeScores:
-    """Scores of several forests one after another, as leaves that take gradients."""
+    """Join the scores of several forests, as leaves that take gradients."""
     return _by_field(scores, lambda tensors: torch.cat(tensors).requires_grad_())
 
 
 def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores]:
-    """The leaves' gradients split into forests of these sizes; zeros if a leaf has no gradient."""
+    """Split the leaves' gradients into forests of the given sizes; a leaf without a gradient gives zeros."""
     ends = np.cumsum(sizes).tolist()
 
     def part(leaf: Tensor, number: int) -> Tensor:
@@ -168,14 +168,14 @@ def split_gradients(leaves: EdgeScores, sizes: Sequence[int]) -> list[EdgeScores
 
 
 def vector_product(scores: EdgeScores, vectors: EdgeScores, edges: Int64Array) -> Tensor:
-    """A scalar whose gradient with respect to the scores is the vectors at their edges, packed indices."""
+    """Return a scalar whose gradient with respect to the scores is the vectors at `edges`, packed indices."""
     at = to_device(edges, scores.logprobs.device)
     products = [(score * vector[at]).sum() for score, vector in _pairs(scores, vectors) if score.requires_grad]
     return sum(products, start=scores.logprobs.new_zeros(()))
 
 
 def _pairs(left: EdgeScores, right: EdgeScores) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors of each kind of score that both hold."""
+    """Yield the tensors of each kind of score that both have."""
     for field in fields(EdgeScores):
         both = getattr(left, field.name), getattr(right, field.name)
         if both[0] is not None and both[1] is not None:
@@ -183,6 +183,6 @@ def _pairs(left: EdgeScores, right: EdgeScores) -> Iterator[tuple[Tensor, Tensor
 
 
 def _by_field(scores: Sequence[EdgeScores], combine: Callable[[list[Tensor]], Tensor]) -> EdgeScores:
-    """Combines the tensors of each kind of score; a kind that none has stays None."""
+    """Combine the tensors of each kind of score; a kind that no item has stays None."""
     tensors = {field.name: [getattr(one, field.name) for one in scores] for field in fields(EdgeScores)}
     return EdgeScores(**{name: None if parts[0] is None else combine(parts) for name, parts in tensors.items()})  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
-"""The tree step: takes one optimizer batch of forests, adds the exact gradients of its branches to `.grad`.
+"""The tree step: take one optimizer batch of forests, and add the exact gradients of its branches to `.grad`.
 
 Log-probs are gathered along each branch, so a loss written for flat sequences works unchanged, and autograd's
-scatter-add through the gather sums the gradients of shared tokens. If an objective needs a whole branch or pair that is
-not computed in one forward, the step runs twice: a pass without gradients gives the loss's gradient with respect to
+scatter-add through the gather sums the gradients of shared tokens. If an objective needs a whole branch or pair that
+does not fit into one forward, the step runs twice: a pass without gradients gives the loss's gradient with respect to
 every log-prob, and the model's own backward takes these vectors.
 
 `backward` reads from top to bottom: checks, the plan, entries, then `_Passes`, which runs the units of the plan. A
-teacher, router losses and image features are objects that exist only when they are asked for.
+teacher, router losses and image features are objects that exist only if they are requested.
 """
 
 import time
@@ -55,24 +55,24 @@ from treering.tree.partition import PartitionedTree
 from treering.tree.plan import MicroBatch, Plan, plan_batch
 
 FILL_TOKENS = MappingProxyType({"cpu": 2048})
-"""Tokens per micro-batch under a larger `max_tokens`, by device: small trees are combined up to it, and larger ones are
-cut into partitions if that costs nothing. A CPU is busy with fewer tokens, and larger tensors are allocated on fresh
-pages each time: with 8,192 tokens each took 6 to 25 % longer than with 2,048 (8 layers of 512)."""
+"""Tokens per micro-batch under a larger `max_tokens`, by device: smaller trees are combined up to it, and larger trees
+are cut into partitions if that costs nothing. A CPU is busy with fewer tokens, and larger tensors are allocated on
+fresh pages each time: steps with 8,192 tokens took 6 to 25 % longer than with 2,048 (8 layers of 512)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BackwardResult:
-    """The result of a tree step.
+    """Result of a tree step.
 
     Attributes:
-        loss: the objective over the whole batch (this rank's share, if ranks share denominators), router losses added.
-        num_trained_tokens: trained entries, counted per branch; under `once` a shared one counts once.
-        averages: the objective's own metrics, averaged over trained entries (over pairs, for dpo); with router losses
-            also `router_balance`, `router_z` and `expert_load_max`, of all ranks (see `Routing.metrics`).
+        loss: the objective over the whole batch (this rank's share, if ranks share denominators), plus router losses.
+        num_trained_tokens: trained entries, counted per branch; under `once` a shared token counts once.
+        averages: the objective's metrics, averaged over trained entries (over pairs for dpo); with router losses also
+            `router_balance`, `router_z` and `expert_load_max` over all ranks (see `Routing.metrics`).
         plan: the micro-batches and partitioned trees of the step.
         parents: whether partitions' activations were kept, and why; None if no tree was partitioned.
-        num_recomputed_tokens: tokens whose forward ran twice for that.
-        num_scoring_tokens: tokens of the pass without gradients that sequence-level objectives and balance losses may
+        num_recomputed_tokens: tokens whose forward ran twice because activations were not kept.
+        num_scoring_tokens: tokens of the pass without gradients, which sequence-level objectives and balance losses may
             need.
         scoring_s: seconds of that pass.
     """
@@ -88,7 +88,7 @@ class BackwardResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All metrics for a log: the averages, token counts, achieved `sharing`, `num_micro_batches`."""
+        """All metrics to log: the averages, token counts, achieved `sharing`, `num_micro_batches`."""
         flat = self.plan.num_branch_tokens
         computed = self.plan.num_tokens + self.num_recomputed_tokens
         return {
@@ -114,44 +114,45 @@ def backward(
     router_losses: RouterFactors | None = None,
     on_progress: OnProgress | None = None,
 ) -> BackwardResult:
-    """Adds the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
+    """Add the objective's gradients to `.grad`, equal to those of training every branch as a flat sequence.
 
     Enters `tree_attention`, also of a teacher, unless the caller is already inside it. Denominators cover the whole
     batch, so `max_tokens` changes memory and rounding, never the gradient. A tree over the budget runs in partitions;
-    activations of those that others descend from are kept if they fit into free memory, else computed twice.
+    the activations of partitions with children are kept if they fit into free memory, else computed twice.
 
     Args:
         model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either; on
-            several ranks as it was passed to `treering.ranks.prepare`.
-        forests: the optimizer batch, on several ranks this one's share; per-branch values of the objective are in the
+            several ranks, the model that `treering.ranks.prepare` got.
+        forests: the optimizer batch, on several ranks this rank's share. Per-branch values of the objective follow the
             order of forests, then sequences.
-        objective: from `treering.objectives`.
+        objective: an objective from `treering.objectives`.
         max_tokens: most distinct tokens per micro-batch and partition; fewer are used where that is faster
-            (`FILL_TOKENS`). None runs everything at once. "auto" takes on CUDA what free memory holds by measured bytes
-            per token, the fewest of any rank; one rank alone halves it with a warning where memory runs out all the
-            same. Elsewhere it is 16,384.
+            (`FILL_TOKENS`). None runs everything at once. "auto" on CUDA divides free memory by measured bytes per
+            token, and takes the smallest number of any rank; a single rank halves it with a warning if memory still
+            runs out. Elsewhere "auto" is 16,384.
         temperature: divides the logits, as at sampling time.
-        value_head: hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added too.
+        value_head: maps hidden states [R, C] to values [R, 1], for objectives that train one; its gradients are added
+            too.
         backend: attention backend; ignored inside `tree_attention`.
         ranks: how ranks of a prepared model keep step. "sharded": weights of `fully_shard` are gathered in every pass,
-            and all ranks run the same passes; where only their number differs, empty ones follow. "gathered": weights
-            stay gathered during the step, ranks run any passes, and gradients are reduced once at its end. None takes
-            "sharded" where weights are sharded, else "gathered". "alone": this rank trains a model by itself.
-        router_losses: losses on a mixture of experts' routers that are added to the objective's; None adds none.
-        on_progress: called after each micro-batch and partition with the tokens done and planned, on several ranks of
-            this one; changes no result.
+            and all ranks run the same passes, padded with empty ones. "gathered": weights stay gathered during the
+            step, ranks run any passes, and gradients are reduced once at its end. None means "sharded" if weights are
+            sharded, else "gathered". "alone": this rank trains a model by itself.
+        router_losses: losses on the routers of a mixture of experts, added to the objective's; None adds none.
+        on_progress: called after each micro-batch and partition with the tokens done and planned of this rank; does not
+            change the result.
 
     Raises:
-        InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a value head where
-            the objective trains none, or none where it does; a teacher of another vocabulary, or scores of one that do
-            not fit the branches. No gradient has been added then.
+        InputError: per-branch values that do not fit the branches, a token outside the vocabulary, a missing or
+            unneeded value head, a teacher with another vocabulary, or teacher scores that do not fit the branches. No
+            gradient has been added.
         ConfigError: options that contradict each other.
         StateError: gradients are switched off, or no parameter requires one; several ranks run and the model is not
             prepared, or another rank has other passes or refuses its share.
-        UnsupportedError: a model that would not be exact; router losses of a model without routers, or under
+        UnsupportedError: a model whose gradients would not be exact; router losses of a model without routers, or under
             reentrant gradient checkpointing.
 
-    An error from elsewhere, such as a lack of memory, may leave part of the gradients: clear them before going on.
+        Any other error, such as a lack of memory, may leave part of the gradients: clear them before going on.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
@@ -160,7 +161,7 @@ def backward(
         (4, 0.333)
     """
     if not isinstance(forests, Iterable | Forest):
-        raise InputError(f"expected a Forest or several, got {forests!r}: make one with Forest.from_sequences")
+        raise InputError(f"expected a Forest or several, got {forests!r}; make one with Forest.from_sequences")
     forests = [forests] if isinstance(forests, Forest) else list(forests)
     given = model if isinstance(model, TreeModel) else without_ddp(model)
     module = given.model if isinstance(given, TreeModel) else given
@@ -219,7 +220,7 @@ def backward(
             passes.run()
             if model.features is not None:
                 model.features.backward()
-        # Values of the device are read from here on.
+        # Values on the device are read from here on.
         if routing is not None and not routing.has_load:
             routing.share_load()
         num_terms = batch.num_trained if objective.pairs is None else float(len(objective.pairs))
@@ -250,7 +251,7 @@ def backward(
 
     if team.group.size > 1:
         tokens = fewest_on_ranks(team.group, first)
-        # Ranks in step cannot cut a tree, and a guess of memory is no reason to refuse one.
+        # Ranks in step cannot cut a tree, and a memory estimate is not a reason to refuse one.
         largest = max((forest.num_tokens for forest in forests), default=0) if team.mode == "sharded" else 0
         return step(max(tokens, min(largest, DEFAULT_TOKENS)))
     return run_by_memory(TreeModel.of(given), weights, step, first)
@@ -265,16 +266,17 @@ def plan_step(
     in_step: bool = False,
     router_losses: RouterFactors | None = None,
 ) -> Plan:
-    """The plan that `backward` follows: `plan_batch` with the fastest number of tokens for the device.
+    """Plan the step as `backward` does: `plan_batch` with the fastest number of tokens for the device.
 
-    For ranks that run the same passes (`in_step`), only `max_tokens` counts, because no tree of theirs may be cut. The
-    same holds for a batch with a balance loss that fits into one forward, because one forward needs no counting pass.
+    For ranks that run the same passes (`in_step`), only `max_tokens` counts, because none of their trees may be cut.
+    The same holds for a batch with a balance loss that fits into one forward, because one forward needs no counting
+    pass.
 
     Raises:
         InputError: see `plan_batch`.
 
-    Example: under a budget of 16,384 a tree of 5,000 tokens is three partitions on CPU, but whole for gspo, whose
-    partitions would need a pass without gradients.
+    Example: under a budget of 16,384 a tree of 5,000 tokens becomes three partitions on CPU, but stays whole for gspo,
+    whose partitions would need a pass without gradients.
     """
     fill_tokens = None if max_tokens is None or in_step else FILL_TOKENS.get(device.type)
     num_tokens = sum(forest.num_tokens for forest in forests)
@@ -289,7 +291,7 @@ def plan_step(
 
 
 def units_of(plan: Plan) -> list[Unit]:
-    """Micro-batches, then partitioned trees: the order in which a step runs them."""
+    """Return the units in the order in which a step runs them: micro-batches, then partitioned trees."""
     return [*plan.micro_batches, *plan.partitioned]
 
 
@@ -300,40 +302,44 @@ def _check_inputs(
     temperature: float,
     value_head: nn.Module | None,
 ) -> None:
-    """Refuses inputs that a step cannot train, or not exactly."""
+    """Refuse inputs that a step cannot train exactly."""
     check_no_hooks(model)
     check_temperature(temperature)
     if value_head is not None and not isinstance(value_head, nn.Module):
-        raise InputError(f"value_head is a module, such as nn.Linear(hidden size, 1), got {type(value_head).__name__}")
+        raise InputError(
+            f"value_head must be a module, such as nn.Linear(hidden size, 1), got {type(value_head).__name__}"
+        )
     hidden_size = model.config.hidden_size
     if isinstance(value_head, nn.Linear) and value_head.in_features != hidden_size:
         raise InputError(
-            f"value_head reads hidden states of {hidden_size} numbers, got one that reads {value_head.in_features}: "
-            f"use nn.Linear({hidden_size}, 1)"
+            f"value_head must read hidden states of {hidden_size} numbers, got one that reads "
+            f"{value_head.in_features}; use nn.Linear({hidden_size}, 1)"
         )
     for forest in forests:
         check_forest(forest, model)
     if not isinstance(objective, Objective):
-        raise InputError(f"expected an objective, got {objective!r}: call one, such as treering.objectives.sft()")
+        raise InputError(f"expected an objective, got {objective!r}; call one, such as treering.objectives.sft()")
     if ("value" in objective.needs) != (value_head is not None):
         raise InputError(
-            f"a value head is given where the objective trains one: {objective.name} "
-            + ("does, and value_head is None" if value_head is None else "does not; leave it out, or give ppo returns")
+            f"a value head must be given if and only if the objective trains one; {objective.name} "
+            + ("does, and value_head is None" if value_head is None else "does not: leave it out, or give ppo returns")
         )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise StateError("backward needs gradients, and they are switched off here: leave no_grad or inference_mode")
+        raise StateError("backward needs gradients, and they are switched off here; leave no_grad or inference_mode")
     heads = [] if value_head is None else [*value_head.parameters()]
     if not any(weight.requires_grad for weight in (*model.model.parameters(), *heads)):
-        raise StateError("backward needs a parameter with requires_grad=True, and all are frozen: unfreeze some")
+        raise StateError("backward needs a parameter with requires_grad=True, and all are frozen; unfreeze some")
 
 
 def _check_router_losses(router_losses: RouterFactors | None) -> None:
     if router_losses is not None and not isinstance(router_losses, RouterFactors):
-        raise InputError(f"router_losses is a RouterLosses, such as RouterLosses(balance=0.001), got {router_losses!r}")
+        raise InputError(
+            f"router_losses must be RouterLosses, such as RouterLosses(balance=0.001), got {router_losses!r}"
+        )
 
 
 def _count_passes(plan: Plan, objective: Objective) -> int:
-    """The forwards with a backward of a rank that keeps step with others, which add empty ones.
+    """Count the forwards with a backward of a rank in step with others; ranks with fewer add empty ones.
 
     Raises:
         ConfigError: a tree in partitions, or a sequence or pair that is not computed in one pass.
@@ -341,14 +347,14 @@ def _count_passes(plan: Plan, objective: Objective) -> int:
     units = units_of(plan)
     if plan.partitioned or _crossing(units, objective):
         raise ConfigError(
-            f'ranks="sharded" runs as many passes of whole trees on every rank, and here {len(plan.partitioned)} trees '
-            f'are cut, or pairs are apart, by max_tokens={plan.max_tokens}: use ranks="gathered", or raise max_tokens'
+            f'ranks="sharded" needs whole trees and pairs, and max_tokens={plan.max_tokens} cuts '
+            f'{len(plan.partitioned)} of them or separates pairs; set ranks="gathered", or raise max_tokens'
         )
     return len(units)
 
 
 def _crossing(units: Sequence[Unit], objective: Objective) -> list[int]:
-    """Units that hold only part of a branch or pair that the objective needs whole."""
+    """Return the indices of units that hold only part of a branch or pair that the objective needs whole."""
     if objective.scope == "entry":
         return []
     crossing = {i for i, unit in enumerate(units) if isinstance(unit, PartitionedTree)}
@@ -358,7 +364,7 @@ def _crossing(units: Sequence[Unit], objective: Objective) -> list[int]:
             unit_of[unit.branches] = number
         sides = unit_of[objective.pairs]
         crossing |= set(sides[sides[:, 0] != sides[:, 1]].ravel().tolist())
-        # A unit that shares a pair with a crossing unit crosses too; all other pairs are within their unit.
+        # A unit that shares a pair with a crossing unit crosses too; all other pairs lie within their unit.
     return sorted(crossing)
 
 
@@ -368,18 +374,18 @@ def _nothing() -> None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Passes:
-    """The forwards and backwards of a step, with the loss and metric sums that they leave.
+    """Forwards and backwards of a step, with the sums of losses and metrics that they leave.
 
     Attributes:
-        objective: of the step.
-        batch: all its entries.
+        objective: objective of the step.
+        batch: all entries of the step.
         scorer: the model; the caller is inside `tree_attention`, also of the teacher.
         units: micro-batches and partitioned trees, in order.
         selected: the trained entries of each unit.
-        min_passes: ranks in step run this many passes at least, and then every unit, trained or not; others have 0.
-        teacher: of a distillation.
+        min_passes: least number of passes of a rank in step, which then runs every unit, trained or not; else 0.
+        teacher: teacher of a distillation.
         on_progress: see `backward`.
-        before_last: is called before the last backward, where the plan knows it.
+        before_last: called before the last backward, if the plan knows it.
     """
 
     objective: Objective
@@ -401,7 +407,7 @@ class _Passes:
     _progress: PhaseProgress = field(default_factory=lambda: PhaseProgress("training", 0, None))
 
     def run(self) -> None:
-        """Adds all gradients to `.grad`."""
+        """Add all gradients to `.grad`."""
         chains = [unit.chain_tokens for unit in self.units if isinstance(unit, PartitionedTree)]
         if chains:
             self.parents = choose_parents(self.scorer.parts, chain_tokens=max(chains))
@@ -427,10 +433,10 @@ class _Passes:
         self._progress = PhaseProgress(phase, num_tokens, self.on_progress)
 
     def _score_first(self) -> dict[int, EdgeScores]:
-        """Scores without gradients what a backward must know first.
+        """Score, without gradients, whatever a backward must know first.
 
-        Units that hold only part of a branch or pair give the loss's gradient with respect to every score, [N] each, by
-        unit. All units are counted if the routers' load is needed.
+        Return by unit, for units that hold only part of a branch or pair, the loss's gradient with respect to every
+        score, [N] each. All units are counted if the load of the routers is needed.
         """
         crossing = _crossing(self.units, self.objective)
         routing = self.scorer.routing
@@ -521,20 +527,20 @@ class _Passes:
         self.num_recomputed_tokens += step.num_recomputed
 
     def _run_nothing(self) -> None:
-        """A forward and backward that adds zeros, so that a rank without work stays in step."""
+        """Run a forward and backward that adds zeros, so that a rank without work stays in step."""
         self._num_passes += 1
         nothing = self.scorer.zero(hidden_states(self.scorer.parts, FILLER))
         if nothing.requires_grad:
             nothing.backward()  # type: ignore[no-untyped-call]
 
     def _scorer_of(self, unit: Unit, selected: Selection) -> Scorer:
-        """The scorer with the teacher's distributions of a unit, which live as long as the unit runs."""
+        """Return the scorer with the teacher's distributions of a unit, which live as long as the unit runs."""
         if self.teacher is None or selected.entries.size == 0:
             return self.scorer
         return replace(self.scorer, targets=self.teacher.targets(unit, selected))
 
     def _loss_of(self, table: EdgeTable, places: Int64Array, selected: Selection, vectors: EdgeScores | None) -> LossOf:
-        """The loss of some edges of a table, in which `places` [E] are those of the selected entries' edges."""
+        """Return the loss of some edges of a table; `places` [E] are the indices of the selected entries' edges."""
 
         def loss_of(at: slice, scores: EdgeScores) -> Tensor:
             if vectors is not None:
@@ -545,10 +551,10 @@ class _Passes:
         return loss_of
 
     def _loss(self, scores: EdgeScores, places: Int64Array, selected: Selection) -> Tensor:
-        """The objective's loss of some entries, a scalar; it and the metrics are added to the sums.
+        """Return the objective's loss of some entries, a scalar, and add it and the metrics to the sums.
 
         Args:
-            scores: of some edges.
+            scores: scores of some edges.
             places: int64 [E], index in `scores` of each selected entry's edge.
             selected: E entries: whole branches if the objective's scope is "branch", whole pairs if it is "pair".
         """
@@ -577,7 +583,7 @@ class _Passes:
         else:
             weights, counts = on_entries(batch.weights), on_entries(batch.counts)
         loss = (weights * terms.loss).sum()
-        # Without waiting for the device: it is read once, at the end of the step.
+        # Does not wait for the device: the sums are read once, at the end of the step.
         self.losses.append(loss.detach())
         for name, value in terms.metrics.items():
             self.metric_sums.setdefault(name, []).append((counts * value).sum().detach())
@@ -585,7 +591,7 @@ class _Passes:
 
 
 def _local_pairs(batch: FlatBatch, branches: Int64Array, device: torch.device) -> Tensor | None:
-    """Pairs whose branches are both in `branches`, as indices into it."""
+    """Return the pairs whose branches are both in `branches`, as indices into it."""
     if batch.pairs is None:
         return None
     place = np.full(batch.branch_tree.size, -1, np.int64)
@@ -595,15 +601,15 @@ def _local_pairs(batch: FlatBatch, branches: Int64Array, device: torch.device) -
 
 
 def _sum(scalars: Sequence[Tensor]) -> float:
-    """In float64 and in order, with one transfer."""
+    """Sum in float64 and in order, with one transfer."""
     return sum(torch.stack([one.double() for one in scalars]).tolist()) if scalars else 0.0
 
 
 @contextmanager
 def _casting_anew(device: torch.device) -> Iterator[None]:
-    """Inside, autocast of torch 2.10 casts weights in every pass.
+    """Make autocast of torch 2.10 cast weights in every pass.
 
-    Its cache keeps those of a pass without gradients, and the next pass would train none of them.
+    Its cache would keep the casts of a pass without gradients, and the next pass would train none of them.
     """
     before = torch.is_autocast_cache_enabled()
     is_anew = torch.__version__ < "2.11" and torch.is_autocast_enabled(device.type)
@@ -618,24 +624,24 @@ def _casting_anew(device: torch.device) -> Iterator[None]:
 def _reduced_over_ranks(
     team: StepRanks, model: TreeModel, value_head: nn.Module | None
 ) -> Iterator[Callable[[], None]]:
-    """Context manager around the passes of a step, inside `tree_attention`; afterwards gradients are summed over ranks.
+    """Reduce gradients over ranks after the passes of a step, which run inside this context and `tree_attention`.
 
-    Yields a function to call before the last backward, after which no rank sums anything else in the block: models that
+    Yield a function to call before the last backward, after which no rank sums anything else in the block: models that
     every rank holds whole are then summed while it runs.
 
     Sharded weights are reduced by their units: in every pass, or at the end. Weights that every rank holds whole, such
     as those of a value head or of a model inside DDP, are summed at the end.
 
     Raises:
-        UnsupportedError: a value head that is sharded.
+        UnsupportedError: a sharded value head.
     """
     if team.mode is None:
         yield _nothing
         return
     if value_head is not None and sharded_units(value_head):
         raise UnsupportedError(
-            "a value head is whole on every rank, and fully_shard has sharded this one: leave it out of fully_shard; "
-            "backward sums its gradients"
+            "a value head must be whole on every rank, and fully_shard has sharded this one; exclude it from "
+            "fully_shard, and backward sums its gradients"
         )
     shards = model.shards
     units = () if shards is None else shards.units
@@ -650,7 +656,7 @@ def _reduced_over_ranks(
             summed(weights, team.group) as before_last,
             gathered(units if team.mode == "gathered" else (), zero),
         ):
-            # Units send between a weight's gradient and the next.
+            # Units communicate between the gradient of one weight and the next.
             yield _nothing if units else before_last
     except BaseException:
         reset(units)

@@ -1,4 +1,4 @@
-"""Losses on the targets of one sequence: sums, as the documentation of Tinker's protocol defines them.
+"""Losses on the targets of one sequence: sums, as in the documentation of Tinker's protocol.
 
 T positions   K targets of a position
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 from treering.errors import InputError, UnsupportedError
 
 Inputs = Mapping[str, Tensor]
-"""What a datum carries for its loss, [T] each (`cross_entropy` also [T, K]), beside its targets."""
+"""Inputs of a datum's loss next to its targets, [T] each (`cross_entropy` also [T, K])."""
 Numbers = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossKind:
-    """A loss: what it needs of a datum, its settings with their defaults, and its value."""
+    """Loss: the inputs it needs, its settings with their defaults, and the function that computes it."""
 
     value: Callable[[Tensor, Inputs, Numbers], Tensor]
     """(log-probs of the targets, inputs, settings) -> a scalar."""
@@ -37,7 +37,7 @@ def _importance_sampling(logprobs: Tensor, inputs: Inputs, _: Numbers) -> Tensor
 
 
 def _clipped(ratio: Tensor, inputs: Inputs, settings: Numbers) -> Tensor:
-    """The ratio within its bounds, which a datum may give for each of its tokens."""
+    """Clamp the ratio to its bounds, which a datum may set for each of its tokens."""
     low, high = (
         inputs.get(name, ratio.new_tensor(settings[name])) for name in ("clip_low_threshold", "clip_high_threshold")
     )
@@ -59,10 +59,10 @@ def _cispo(logprobs: Tensor, inputs: Inputs, settings: Numbers) -> Tensor:
 
 
 def _gspo(logprobs: Tensor, inputs: Inputs, settings: Numbers) -> Tensor:
-    """Each token has the ratio of its sequence, and the gradient of its own log-prob."""
+    """Give each token the ratio of its sequence and the gradient of its own log-prob."""
     inside = inputs["sequence_ratio_mask"] != 0
     if not inside.any():
-        raise InputError("sequence_ratio_mask marks the sampled tokens of a datum, and one marks none; mark them")
+        raise InputError("sequence_ratio_mask must mark the sampled tokens of each datum, got a mask of zeros only")
     log_ratio = (logprobs.detach() - inputs["logprobs"])[inside].mean()
     return _surrogate((log_ratio + logprobs - logprobs.detach()).exp(), inputs, settings)
 
@@ -84,7 +84,7 @@ LOSSES: Mapping[str, LossKind] = MappingProxyType(
             takes=_BOUNDS,
             settings=MappingProxyType({"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
         ),
-        # The bounds of the paper (arXiv 2507.18071, section 5.1).
+        # Bounds of the paper (arXiv 2507.18071, section 5.1).
         "gspo": LossKind(
             value=_gspo,
             needs=("logprobs", "advantages", "sequence_ratio_mask"),
@@ -97,17 +97,17 @@ LOSSES: Mapping[str, LossKind] = MappingProxyType(
 _INSTEAD = MappingProxyType(
     {
         "stable_reinforce": "has no published definition; set loss_fn=importance_sampling",
-        "custom": "runs a graph of the client; call forward_backward_custom(data, FUNCTION), which runs it there",
+        "custom": "runs a graph on the client; call forward_backward_custom(data, FUNCTION) there",
     }
 )
 
 
 def find_loss(name: str, given: Mapping[str, float | str]) -> tuple[LossKind, Numbers]:
-    """A loss by its name, and its settings.
+    """Return a loss by name, with its settings.
 
     Raises:
         UnsupportedError: a loss that this server does not compute.
-        InputError: a setting that the loss does not have, or that is no number.
+        InputError: a setting that the loss does not have, or whose value is not a number.
 
     Example: `find_loss("ppo", {"clip_high_threshold": 1.28})[1]` has the bounds 0.8 and 1.28.
     """

@@ -1,7 +1,7 @@
-"""Log-probs of any tokens at the states of sequences, and gradients through them; a shared state is computed once.
+"""Log-probs of arbitrary tokens at the states of sequences, with gradients; a shared state is computed once.
 
-A loss elsewhere scores the next token of its sequence. Here each state may have targets of its own: another token than
-the next one, or several, such as the likeliest of a teacher. Targets are scored and never computed as tokens.
+Other losses score the next token of a sequence. Here each state may have its own targets: a token other than the next
+one, or several, such as a teacher's likeliest tokens. Targets are scored; they are never computed as tokens.
 
     B sequences   T tokens of a sequence   k targets of a state   E distinct pairs of a state and a target
 """
@@ -33,18 +33,18 @@ from treering.tree.partition import PartitionedTree
 from treering.tree.plan import plan_batch
 
 LossOfTargets = Callable[[int, Tensor], Tensor]
-"""(number of a sequence, log-probs of its targets in their shape) -> its part of the loss, a scalar."""
+"""(index of a sequence, log-probs of its targets in their shape) -> its part of the loss, a scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetScores:
-    """The result of `score_targets`.
+    """Result of `score_targets`.
 
     Attributes:
         logprobs: B arrays, float64, in the shape of the targets.
         losses: B numbers, 0 without a loss.
-        num_flat_tokens: of the sequences, one by one.
-        num_computed_tokens: distinct ones, and those that partitions computed twice.
+        num_flat_tokens: tokens of the sequences, counted separately.
+        num_computed_tokens: distinct tokens computed, including those that partitions computed twice.
     """
 
     logprobs: list[Float64Array]
@@ -63,21 +63,21 @@ def score_targets(
     max_tokens: int | None = None,
     backend: str = "auto",
 ) -> TargetScores:
-    """Scores targets at every state of some sequences, and adds the gradients of a loss on their log-probs to `.grad`.
+    """Score targets at every state of some sequences, and add the gradients of a loss on their log-probs to `.grad`.
 
     Args:
         model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either.
         sequences: B times int [T], T >= 1.
         targets: B times int64 [T] or [T, k], k >= 1: row t is scored at the state after token t.
-        loss: the sum of its values is the loss; None computes none.
-        trains: whether the loss's gradients are computed.
+        loss: computes one sequence's part of the loss, which is their sum; None computes no loss.
+        trains: whether to compute the gradients of the loss.
         max_tokens: distinct tokens computed at one time; a larger tree runs in partitions. None sets no limit.
         backend: attention backend; ignored inside `tree_attention`.
 
     Raises:
-        InputError: targets that do not fit their sequence or the vocabulary; no gradient has been added then.
-        StateError: a loss that is no finite number; some gradients may have been added.
-        UnsupportedError: a model that would not be exact.
+        InputError: targets that do not fit their sequence or the vocabulary; no gradient has been added.
+        StateError: a loss that is not finite; some gradients may have been added.
+        UnsupportedError: a model whose gradients would not be exact.
 
     Example:
         >>> scores = score_targets(model, [[5, 6], [5, 7]], [[6, 8], [[7, 9], [8, 8]]])       # doctest: +SKIP
@@ -92,7 +92,7 @@ def score_targets(
     _check_targets(forest, targets, parts.vocab_size)
     trains = trains and loss is not None
     if trains and not any(weight.requires_grad for weight in parts.model.parameters()):
-        raise StateError("gradients need weights that are trained, and all of this model are frozen; unfreeze some")
+        raise StateError("gradients need trainable weights, and all weights of this model are frozen; unfreeze some")
     fill_tokens = None if max_tokens is None else FILL_TOKENS.get(parts.device.type)
     units = units_of(plan_batch([forest], max_tokens, fill_tokens=fill_tokens, cut_tokens=fill_tokens))
     scorer = Scorer(parts=parts, temperature=1.0, entropy_of="none", value_head=None)
@@ -128,27 +128,27 @@ def score_targets(
 
 def _check_targets(forest: Forest, targets: Sequence[Int64Array], vocab_size: int) -> None:
     if len(targets) != forest.num_branches:
-        raise InputError(f"every sequence has targets, got {len(targets)} for {forest.num_branches} sequences")
+        raise InputError(f"every sequence needs targets, got {len(targets)} for {forest.num_branches} sequences")
     for number, (each, length) in enumerate(zip(targets, forest.branch_length.tolist(), strict=True)):
         if each.ndim not in (1, 2) or each.shape[0] != length or each.size == 0:
             raise InputError(
-                f"targets are [{length}] or [{length}, k] for a sequence of {length} tokens, got {list(each.shape)} "
-                f"for sequence {number}; align them"
+                f"targets must be [{length}] or [{length}, k] for a sequence of {length} tokens, got "
+                f"{list(each.shape)} for sequence {number}"
             )
         if not 0 <= int(each.min()) <= int(each.max()) < vocab_size:
             raise InputError(
-                f"targets are token ids below {vocab_size}, got {each.min()}..{each.max()} for sequence {number}"
+                f"targets must be token ids below {vocab_size}, got {each.min()}..{each.max()} for sequence {number}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slots:
-    """The distinct pairs (state, target) of a unit: a table of E edges, and where each branch finds its own."""
+    """Distinct (state, target) pairs of a unit: a table of E edges, and the places of each branch's pairs in it."""
 
     table: EdgeTable
     branches: Int64Array
     places: list[Int64Array]
-    """For each branch, in the shape of its targets."""
+    """Index of each target's pair in the table: one array per branch, in the shape of its targets."""
 
     @classmethod
     def of(cls, unit: Unit, targets: Sequence[Int64Array]) -> "_Slots":
@@ -168,12 +168,12 @@ class _Slots:
         return cls(table=table, branches=unit.branches, places=places)
 
     def by_branch(self, logprobs: Tensor) -> list[tuple[int, Tensor]]:
-        """The number of each sequence, and the log-probs of its targets."""
+        """Return (index of a sequence, log-probs of its targets) for each sequence."""
         places = [torch.from_numpy(place).to(logprobs.device) for place in self.places]
         return [(int(number), logprobs[place]) for number, place in zip(self.branches, places, strict=True)]
 
     def total(self, logprobs: Tensor, loss: LossOfTargets, losses: list[float]) -> Tensor:
-        """The loss of the unit; that of each sequence goes into `losses`."""
+        """Return the loss of the unit, and write the loss of each sequence to `losses`."""
         terms = [(number, loss(number, values)) for number, values in self.by_branch(logprobs)]
         for number, term in terms:
             losses[number] = float(term.detach())
@@ -185,7 +185,6 @@ class _Slots:
 
 
 def _scores_in_partitions(unit: PartitionedTree, table: EdgeTable, scorer: Scorer) -> Tensor:
-    """Log-probs of a table [E], without gradients."""
     logprobs = scorer.no_scores(table.edges.size).logprobs
 
     def put(_: int, own: EdgeTable, hidden: Tensor) -> None:
@@ -197,7 +196,7 @@ def _scores_in_partitions(unit: PartitionedTree, table: EdgeTable, scorer: Score
 
 
 def _train_partitions(unit: PartitionedTree, table: EdgeTable, scorer: Scorer, logprobs: Tensor, total: Tensor) -> int:
-    """Adds the gradients of a partitioned tree, whose loss sees whole sequences; returns tokens computed again."""
+    """Add the gradients of a partitioned tree whose loss sees whole sequences; return the recomputed tokens."""
     total.backward()  # type: ignore[no-untyped-call]
     vector = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
     keeps = choose_parents(scorer.parts, chain_tokens=unit.chain_tokens).parents == "keep"

@@ -1,4 +1,4 @@
-"""The teacher of a step: its distributions of the states of a unit, computed by a model or given per branch.
+"""Teacher of a step: its distributions at the states of a unit, computed by a model or given per branch.
 
 N tokens   R states   K branches   F flat entries   k tokens per state
 """
@@ -28,38 +28,40 @@ from treering.tree.forest import Forest
 from treering.tree.partition import PartitionedTree
 
 MAX_TOTAL = 1.001
-"""Most that the probabilities of a state's k tokens may sum to; rounding in bfloat16 stays below."""
+"""Upper bound on the summed probability of a state's k tokens; rounding in bfloat16 stays below it."""
 
 
 class GivenTargets:
-    """The given scores of K branches as those of states.
+    """Given scores of K branches, looked up by state.
 
-    Example: branches [5, 6, 7] and [5, 6, 8] have one state after 6, for which both must give the same scores.
+    Example: branches [5, 6, 7] and [5, 6, 8] share the state after 6, so both must give the same scores there.
     """
 
     def __init__(self, scores: Sequence[GivenScores], branch_length: Int64Array, num_logits: int) -> None:
-        """Raises InputError for scores of another number of branches or tokens."""
+        """Raise InputError if the scores do not fit the number of branches or their tokens."""
         if len(scores) != branch_length.size:
-            raise InputError(f"a teacher scores every branch, got scores of {len(scores)} for {branch_length.size}")
+            raise InputError(f"a teacher must score every branch, got scores of {len(scores)} for {branch_length.size}")
         for branch, (ids, _) in enumerate(scores):
             if ids.shape[0] != branch_length[branch]:
                 raise InputError(
-                    f"teacher scores of branch {branch} have one row per token ({branch_length[branch]}), got "
+                    f"teacher scores of branch {branch} need one row per token ({branch_length[branch]}), got "
                     f"{ids.shape[0]}"
                 )
         width = scores[0][0].shape[1] if scores else 1
         if width >= num_logits:
-            raise InputError(f"a teacher gives fewer tokens per state than the vocabulary of {num_logits}, got {width}")
+            raise InputError(
+                f"a teacher must give fewer tokens per state than its vocabulary ({num_logits}), got {width}"
+            )
         self._num_logits = num_logits
         self._ids = np.concatenate([np.zeros((0, width), np.int64), *(ids for ids, _ in scores)])
         self._logprobs = np.concatenate([np.zeros((0, width)), *(logprobs for _, logprobs in scores)])
         self._offsets = np.cumsum([0, *branch_length])
 
     def targets(self, forest: Forest, selected: Selection) -> TargetRows:
-        """The scores of the states before the selected entries' tokens.
+        """Return the scores of the states before the selected entries' tokens.
 
         Raises:
-            InputError: scores that are no distribution, or that differ between branches that share a state.
+            InputError: scores that are not a distribution, or that differ between branches that share a state.
         """
         parents = forest.parent[selected.edges].astype(np.int64)
         states, first, state_of = np.unique(parents, return_index=True, return_inverse=True)
@@ -71,9 +73,9 @@ class GivenTargets:
         if differs.any():
             at = int(np.flatnonzero(differs.any(1))[0])
             raise InputError(
-                f"branches that share tokens have one teacher there: {self._named(int(selected.entries[at]))} and "
-                f"{self._named(int(entries[state_of[at]]))} follow the same tokens with different scores; score each "
-                "distinct token once, as treering.score does"
+                "a teacher must give branches the same scores where they share tokens, and "
+                f"{self._named(int(selected.entries[at]))} differs from {self._named(int(entries[state_of[at]]))}; "
+                "score each distinct token once, as treering.score does"
             )
         self._check(entries, ids, logprobs)
         return TargetRows(
@@ -87,15 +89,15 @@ class GivenTargets:
         with np.errstate(over="ignore", invalid="ignore"):
             fine = (np.exp(logprobs).sum(1) <= MAX_TOTAL) & np.isfinite(logprobs).all(1)
         for bad, rule in (
-            (foreign.any(1), f"token ids lie in the student's vocabulary of {self._num_logits}"),
-            (twice, "each token id occurs once per state"),
-            (~fine, "log-probs are finite and their probabilities sum to 1 at most"),
+            (foreign.any(1), f"token ids must lie in the student's vocabulary of {self._num_logits}"),
+            (twice, "each token id may occur once per state"),
+            (~fine, "log-probs must be finite and their probabilities sum to at most 1"),
         ):
             if bad.any():
                 at = int(np.flatnonzero(bad)[0])
                 raise InputError(
                     f"teacher scores: {rule}, got ids {ids[at].tolist()} with log-probs {logprobs[at].tolist()} at "
-                    f"{self._named(int(entries[at]))}; is this the teacher's own tokenizer and its full softmax?"
+                    f"{self._named(int(entries[at]))}; check that they come from the same tokenizer and a full softmax"
                 )
 
     def _named(self, entry: int) -> str:
@@ -106,12 +108,12 @@ class GivenTargets:
 def teacher_parts(
     distillation: Distillation | None, *, student: TreeModel, forests: Sequence[Forest]
 ) -> TreeModel | None:
-    """The parts of a teacher that is a model; None for one that is not.
+    """Return the parts of the teacher if it is a model, else None.
 
     Raises:
-        InputError: its vocabulary is not the student's, or lacks a token of the forests.
-        ConfigError: `top_k` is not below it.
-        UnsupportedError: a model that would not be exact.
+        InputError: the teacher's vocabulary is not the student's, or lacks a token of the forests.
+        ConfigError: `top_k` is not below the size of the vocabulary.
+        UnsupportedError: a model whose scores would not be exact.
     """
     if distillation is None or not isinstance(distillation.teacher, nn.Module):
         return None
@@ -119,8 +121,8 @@ def teacher_parts(
     check_whole(parts, "a teacher")
     if parts.num_logits != student.num_logits:
         raise InputError(
-            f"a teacher shares the student's tokenizer, and its head has {parts.num_logits} tokens where the student's "
-            f"has {student.num_logits}; take a teacher of the same vocabulary"
+            f"a teacher must share the student's tokenizer, and its head has {parts.num_logits} tokens where the "
+            f"student's has {student.num_logits}; use a teacher with the same vocabulary"
         )
     for forest in forests:
         check_forest(forest, parts)
@@ -129,10 +131,10 @@ def teacher_parts(
 
 
 class StepTeacher:
-    """A teacher that is a model or given scores.
+    """Teacher of a step: a model or given scores.
 
     Attributes:
-        divergence: from it, at its temperature.
+        divergence: divergence from the teacher, at its temperature.
     """
 
     def __init__(
@@ -144,10 +146,10 @@ class StepTeacher:
         temperature: float,
         backend: str,
     ) -> None:
-        """`temperature` is the step's, `backend` that of the attention of a teacher that is a model.
+        """Bind a teacher; `temperature` is the step's, `backend` the attention backend of a teacher that is a model.
 
         Raises:
-            InputError: given scores of another number of branches or tokens; see also `teacher_parts`.
+            InputError: given scores that do not fit the number of branches or their tokens; see also `teacher_parts`.
         """
         own = distillation.temperature
         self.divergence = Divergence(
@@ -162,7 +164,7 @@ class StepTeacher:
             self._given = GivenTargets(distillation.teacher, lengths, student.num_logits)
 
     def active(self) -> AbstractContextManager[object]:
-        """Enters `tree_attention` of a teacher that is a model, unless the caller has.
+        """Enter `tree_attention` for a teacher that is a model, unless the caller is inside it already.
 
         Raises:
             UnsupportedError: a teacher in training mode with dropout.
@@ -172,7 +174,7 @@ class StepTeacher:
         return tree_attention(self._parts, self._backend)
 
     def check(self, units: Sequence[Unit], entries: BatchEntries) -> None:
-        """Checks given scores, before the first gradient; a model has none.
+        """Check given scores before the first gradient; a model has none to check.
 
         Raises:
             InputError: see `GivenTargets.targets`.
@@ -182,7 +184,7 @@ class StepTeacher:
                 self._given.targets(unit.forest, entries.select(unit.forest, unit.branches))
 
     def targets(self, unit: Unit, selected: Selection) -> TargetRows:
-        """The distributions of the states before the selected tokens, of which there is at least one."""
+        """Return the distributions at the states before the selected tokens; at least one token must be selected."""
         if self._given is not None:
             return self._given.targets(unit.forest, selected)
         assert self._parts is not None
@@ -197,7 +199,7 @@ class StepTeacher:
 
 
 def _states_of_forest(parts: TreeModel, forest: Forest, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
-    """The states before the wanted tokens, int64 [R], and the teacher's hidden states there, without gradients."""
+    """Return the states before the wanted tokens, int64 [R], and the teacher's hidden states there, no gradients."""
     states = edge_table(forest, wanted).rows
     with torch.no_grad():
         hidden = hidden_states(parts, forest)
@@ -205,7 +207,7 @@ def _states_of_forest(parts: TreeModel, forest: Forest, wanted: BoolArray) -> tu
 
 
 def _states_of_partitions(parts: TreeModel, unit: PartitionedTree, wanted: BoolArray) -> tuple[Int64Array, Tensor]:
-    """As `_states_of_forest`, in the partitions of the student."""
+    """Return the same as `_states_of_forest`, computed in the student's partitions."""
     scorer = Scorer(parts=parts, temperature=1.0, entropy_of="none", value_head=None)
     states: list[Int64Array] = []
     hidden: list[Tensor] = []

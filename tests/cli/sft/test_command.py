@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_named_to_the_user(folder: Path, sft: Call) -> N
     summary, _ = sft(path, "run.dir=out")
     (Path(summary["checkpoint"]) / "training_state.pt").write_bytes(b"")
     again, err = sft(path, "run.dir=out")
-    assert "warning: damaged checkpoints are left out: step-000004: training_state.pt has changed" in err
+    assert "warning: skipped damaged checkpoints: step-000004: training_state.pt has changed" in err
     assert again["resumed_from_step"] == 2
     assert again["last_loss"] == summary["last_loss"]
 
@@ -297,13 +297,13 @@ def test_a_resumed_run_says_which_of_its_files_has_changed(folder: Path, sft: Ca
     with pytest.raises(StateError, match=r": data.files\[1\] \(c.jsonl\) has changed; set these") as caught:
         sft(path, "run.dir=out", "train.num_steps=3", renamed)
     assert not re.search("[0-9a-f]{16}", str(caught.value))
-    with pytest.raises(StateError, match=r"data.files\[1\] \([bc].jsonl\) is there alone"):
+    with pytest.raises(StateError, match=r"data.files\[1\] \([bc].jsonl\) is only there"):
         sft(path, "run.dir=out", "train.num_steps=3", 'data.files=["a.jsonl"]')
 
 
 def test_the_advice_on_gradients_that_are_not_finite_works(folder: Path, sft: Call) -> None:
     path = config(folder, 'files = ["a.jsonl"]')
     write_set(folder / "a.jsonl", [1, 2, 3], [1, 3, 2])
-    with pytest.raises(StateError, match=r"begin a run in another folder \(run.dir=...\) with a lower learning_rate"):
+    with pytest.raises(StateError, match=r"start a run in another folder \(run.dir=...\) with a lower learning_rate"):
         sft(path, "run.dir=out", "train.num_steps=4", "optim.learning_rate=1e30", "optim.max_grad_norm=0.0")
     assert sft(path, "run.dir=out2", "train.num_steps=4")[0]["num_steps"] == 4

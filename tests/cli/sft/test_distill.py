@@ -44,5 +44,5 @@ def test_a_teacher_of_another_tokenizer_or_vocabulary_is_refused(
     with pytest.raises(InputError, match=r"^teacher\.path names the folder"):
         load_teacher(folder / "none", model, tokenizer=None)
     write_set(folder / "set.jsonl", [1, 2, 3], [1, 2, 4])
-    with pytest.raises(InputError, match="shares the student's tokenizer"):
+    with pytest.raises(InputError, match="share the student's tokenizer"):
         sft(config(folder, FILES), *DISTILL[:2], "model.vocab_size=33")

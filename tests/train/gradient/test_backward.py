@@ -232,8 +232,8 @@ def test_metrics_average_over_trained_entries_of_all_micro_batches() -> None:
         ({"max_tokens": True}, "max_tokens must be an integer of at least 1"),
         ({"max_tokens": 1.5}, "max_tokens must be an integer of at least 1"),
         ({"temperature": True}, "temperature must be a positive number"),
-        ({"value_head": "x"}, "value_head is a module"),
-        ({"value_head": nn.Linear(7, 1)}, "value_head reads hidden states of 32 numbers, got one that reads 7"),
+        ({"value_head": "x"}, "value_head must be a module"),
+        ({"value_head": nn.Linear(7, 1)}, "value_head must read hidden states of 32 numbers, got one that reads 7"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_the_first_gradient(options: dict[str, object], message: str) -> None:

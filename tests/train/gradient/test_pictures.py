@@ -65,7 +65,7 @@ def test_gradients_equal_those_of_flat_sequences(family: str) -> None:
 def test_only_the_loss_of_text_is_trained() -> None:
     sequences = sequences_of("qwen2_5_vl")
     masks = [[True] * len(one.tokens) for one in sequences]
-    with pytest.raises(InputError, match="never trained to write pictures"):
+    with pytest.raises(InputError, match="never trained to write images"):
         backward(build("qwen2_5_vl"), forest_of(sequences), sft(masks))
     forest = forest_of(sequences)
     out = forward(build("qwen2_5_vl"), forest)

@@ -144,5 +144,5 @@ def test_without_a_limit_folding_is_one_to_one_and_keeps_frequencies_in_order(se
 
 
 def test_an_empty_vocabulary_is_refused() -> None:
-    with pytest.raises(InputError, match="got vocab_size=0"):
+    with pytest.raises(InputError, match="vocab_size must be at least 1, got 0"):
         fold_ids(arrays([[1]]), 0)

@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_named_once_and_the_one_before_is_used(
     damage(store(tmp_path).save(loop) / file)
     other = tiny_loop(build(seed=1))
     # In the manifest a flipped bit may hit a checksum or a name: either way the folder no longer agrees with itself.
-    with pytest.warns(UserWarning, match=r"left out: step-000002: .*; using step-000001") as caught:
+    with pytest.warns(UserWarning, match=r"skipped damaged checkpoints: step-000002: .*; using step-000001") as caught:
         assert store(tmp_path).restore_newest(other) == 1
     assert len(caught) == 1
     assert file in str(caught[0].message) or file == MANIFEST

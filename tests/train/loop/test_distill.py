@@ -46,5 +46,5 @@ def test_what_fits_no_loop_is_refused_at_its_start() -> None:
         loop_of(None)
     with pytest.raises(ConfigError, match="give both, or neither"):
         loop_of(DistillOptions(), None)
-    with pytest.raises(InputError, match="shares the student's tokenizer"):
+    with pytest.raises(InputError, match="share the student's tokenizer"):
         loop_of(DistillOptions(), build(vocab_size=40))

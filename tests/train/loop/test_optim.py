@@ -121,7 +121,7 @@ def test_gradients_of_two_dtypes_are_scaled_by_one_norm() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_gradients_that_are_not_finite_are_refused_before_anything_is_scaled(bad: float) -> None:
     weights = with_gradients([3.0, 0.0], [bad])
-    with pytest.raises(StateError, match=r"a step needs finite gradients, and their norm is (nan|inf); begin a run"):
+    with pytest.raises(StateError, match=r"a step needs finite gradients, and their norm is (nan|inf); start a run"):
         clip_gradients(weights, 1.0)
     assert weights[0].grad is not None
     assert weights[0].grad.tolist() == [3.0, 0.0]

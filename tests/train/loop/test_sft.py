@@ -146,7 +146,7 @@ def test_a_step_whose_gradient_is_not_finite_leaves_the_weights_alone() -> None:
 def test_what_cannot_be_trained_is_refused_before_the_first_step() -> None:
     untrained = [replace(task, loss_masks=tuple(mask & False for mask in task.loss_masks)) for task in tiny_tasks()]
     optim = OptimOptions(learning_rate=1e-2)
-    with pytest.raises(InputError, match="no token of the 5 tasks is trained"):
+    with pytest.raises(InputError, match="every loss mask of the 5 tasks is 0"):
         SftLoop(build(), untrained, optim=optim, options=SftOptions(trees_per_step=2))
     with pytest.raises(InputError, match="at least one task"):
         SftLoop(build(), [], optim=optim, options=SftOptions(trees_per_step=2))

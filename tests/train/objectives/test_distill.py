@@ -213,18 +213,18 @@ PAIR = (np.tile([1, 2], (3, 1)), np.log(np.full((3, 2), 0.4)))
     ("options", "error", "message"),
     [
         ({"divergence": "kl"}, ConfigError, "one of forward_kl, reverse_kl, jsd"),
-        ({"beta": 0.5}, ConfigError, "beta belongs to"),
+        ({"beta": 0.5}, ConfigError, "beta applies only to"),
         ({"divergence": "jsd", "beta": 1.0}, ConfigError, "between 0 and 1"),
         ({"top_k": 0}, ConfigError, "at least 1"),
         ({"temperature": 0.0}, InputError, "positive"),
         ({"weight": 0.0}, ConfigError, "positive"),
         ({"teacher": "model"}, InputError, "pair"),
-        ({"teacher": TEACHER.config}, InputError, "is a model"),
-        ({"teacher": [PAIR], "top_k": 2}, ConfigError, "their own k"),
+        ({"teacher": TEACHER.config}, InputError, "must be a model"),
+        ({"teacher": [PAIR], "top_k": 2}, ConfigError, "top_k applies to a teacher that is a model"),
         ({"teacher": [([[1, 2]], [[0.1]])]}, InputError, "one shape"),
         ({"added_to": dpo([(0, 1)], [[1], [1]])}, ConfigError, "one per pair"),
-        ({"added_to": sft(), "shared": "once"}, ConfigError, "brings its own shared"),
-        ({"added_to": distill(TEACHER)}, ConfigError, "has a teacher already"),
+        ({"added_to": sft(), "shared": "once"}, ConfigError, "sets shared for both"),
+        ({"added_to": distill(TEACHER)}, ConfigError, "has one already"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -238,8 +238,8 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: 
     [
         ([PAIR], "every branch"),
         ([PAIR, (PAIR[0][:2], PAIR[1][:2])], "one row per token"),
-        ([PAIR, (PAIR[0], PAIR[1] - 0.1)], "different scores"),
-        ([(PAIR[0] * 0 + 1, PAIR[1])] * 2, "occurs once"),
+        ([PAIR, (PAIR[0], PAIR[1] - 0.1)], "the same scores"),
+        ([(PAIR[0] * 0 + 1, PAIR[1])] * 2, "occur once"),
         ([(PAIR[0] + 40, PAIR[1])] * 2, "vocabulary of 32"),
         ([(PAIR[0], PAIR[1] * 0)] * 2, "sum to 1"),
     ],
@@ -253,7 +253,7 @@ def test_given_scores_that_fit_nothing_are_refused_before_any_gradient(teacher: 
 
 
 def test_a_teacher_of_another_vocabulary_is_refused() -> None:
-    with pytest.raises(InputError, match="shares the student's tokenizer, and its head has 40"):
+    with pytest.raises(InputError, match="share the student's tokenizer, and its head has 40"):
         backward(STUDENT, Forest.from_sequences([[1, 2]]), distill(build_float64(vocab_size=40)))
     with pytest.raises(ConfigError, match="below the vocabulary of 32"):
         backward(STUDENT, Forest.from_sequences([[1, 2]]), distill(TEACHER, top_k=32))

@@ -79,7 +79,7 @@ def test_per_branch_values_may_be_lists_arrays_or_tensors() -> None:
         (lambda: sft(iter([[0, 1, 1]])), "loss_masks must be a list with one item per branch, got list_iterator"),  # type: ignore[arg-type]
         (
             lambda: sft([[0, [1], 1], [0, 1, 1], [0]]),
-            "loss mask 0 must be a number or a flat list of numbers; it is ragged",
+            "loss mask 0 must be a number or a flat list of numbers, got a ragged list",
         ),  # type: ignore[list-item]
         (lambda: grpo(["a", 1, 1], [[0, 1, 1]] * 2 + [[0]]), r"advantages\[0\] must be a number or a flat list"),  # type: ignore[list-item]
         (lambda: grpo([1, 1j, 1], [[0, 1, 1]] * 2 + [[0]]), r"advantages\[1\] must be a number.*complex"),  # type: ignore[list-item]

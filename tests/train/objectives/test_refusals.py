@@ -22,35 +22,47 @@ REFERENCE = {"ref_logprobs": ONES, "kl_coefficient": 0.1}
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (grpo, {"behaviour_logprobs": ONES}, "got no max_importance; give both, or none of"),
-        (grpo, {"max_importance": 2.0}, "got no behaviour_logprobs"),
-        (grpo, {"min_importance": 0.5}, "got no behaviour_logprobs and no max_importance"),
-        (grpo, {"importance": "token_mask"}, "got no behaviour_logprobs and no max_importance"),
-        (grpo, SAMPLED | {"max_importance": 0.0}, r"max_importance is a positive number, got 0\.0"),
+        (grpo, {"behaviour_logprobs": ONES}, "missing: max_importance; set both, or none of"),
+        (grpo, {"max_importance": 2.0}, "missing: behaviour_logprobs"),
+        (grpo, {"min_importance": 0.5}, "missing: behaviour_logprobs and max_importance"),
+        (grpo, {"importance": "token_mask"}, "missing: behaviour_logprobs and max_importance"),
+        (grpo, SAMPLED | {"max_importance": 0.0}, r"max_importance must be a positive number, got 0\.0"),
         (grpo, SAMPLED | {"max_importance": "2"}, "positive number, got '2'"),
-        (grpo, SAMPLED | {"importance": "mask"}, "importance is one of .*, got 'mask'"),
+        (grpo, SAMPLED | {"importance": "mask"}, "importance must be one of .*, got 'mask'"),
         (grpo, SAMPLED | {"min_importance": 3.0, "importance": "token_mask"}, r"from 0 to max_importance=2\.0, got 3"),
-        (grpo, SAMPLED | {"min_importance": 0.5}, "bounds a mask, and importance='token_truncate' only caps"),
-        (grpo, {"ref_logprobs": ONES}, "got no kl_coefficient; give both, or none of"),
-        (grpo, {"kl_coefficient": 0.1}, "got no ref_logprobs"),
-        (grpo, {"kl_estimator": "k3"}, "got no ref_logprobs and no kl_coefficient"),
-        (grpo, REFERENCE | {"kl_coefficient": -0.1}, r"kl_coefficient is a finite number of at least 0, got -0\.1"),
+        (grpo, SAMPLED | {"min_importance": 0.5}, "applies to masks only, and importance='token_truncate' only caps"),
+        (grpo, {"ref_logprobs": ONES}, "missing: kl_coefficient; set both, or none of"),
+        (grpo, {"kl_coefficient": 0.1}, "missing: ref_logprobs"),
+        (grpo, {"kl_estimator": "k3"}, "missing: ref_logprobs and kl_coefficient"),
+        (
+            grpo,
+            REFERENCE | {"kl_coefficient": -0.1},
+            r"kl_coefficient must be a finite number of at least 0, got -0\.1",
+        ),
         (grpo, REFERENCE | {"kl_estimator": "k4"}, "one of k1, k2, k3, got 'k4'"),
-        (grpo, {"entropy_coefficient": math.inf}, "entropy_coefficient is a finite number of at least 0, got inf"),
+        (grpo, {"entropy_coefficient": math.inf}, "entropy_coefficient must be a finite number of at least 0, got inf"),
         (grpo, {"zzz": 1}, r"grpo has no option 'zzz'; choose .*kl_estimator, entropy_coefficient"),
         (ppo, {"retruns": 1}, "ppo has no option 'retruns'; did you mean 'returns'"),
         (ppo, {"old_values": ONES, "value_clip": 0.2}, "old_values and value_clip belong to a value loss"),
-        (ppo, {"returns": [0], "value_clip": 0.2}, "needs old_values and value_clip, got no old_values"),
-        (ppo, {"returns": [0], "old_values": ONES, "value_clip": 0.0}, r"value_clip is a positive number, got 0\.0"),
+        (ppo, {"returns": [0], "value_clip": 0.2}, "needs old_values and value_clip, and old_values is missing"),
+        (
+            ppo,
+            {"returns": [0], "old_values": ONES, "value_clip": 0.0},
+            r"value_clip must be a positive number, got 0\.0",
+        ),
         (
             ppo,
             {"returns": [0], "value_coefficient": -1.0},
-            r"value_coefficient is a finite number of at least 0, got -1",
+            r"value_coefficient must be a finite number of at least 0, got -1",
         ),
-        (gspo, {"shared": "once"}, 'gspo takes shared="sum" only here: its ratio is that of a whole'),
-        (rloo, {"shared": "once"}, 'rloo takes shared="sum" only here: its ratio is that of a whole'),
-        (cispo, SAMPLED | {"importance": "sequence_mask", "shared": "once"}, 'cispo takes shared="sum" only here'),
-        (dr_grpo, {"normalizer": "token_mean", "divisor": 9.0}, "divisor belongs to normalizer 'constant'"),
+        (gspo, {"shared": "once"}, 'gspo supports only shared="sum", got shared="once"; its ratio covers a whole'),
+        (rloo, {"shared": "once"}, 'rloo supports only shared="sum", got shared="once"; its ratio covers a whole'),
+        (cispo, SAMPLED | {"importance": "sequence_mask", "shared": "once"}, 'cispo supports only shared="sum"'),
+        (
+            dr_grpo,
+            {"normalizer": "token_mean", "divisor": 9.0},
+            "divisor must be set if and only if normalizer is 'constant'",
+        ),
     ],
 )
 def test_policy_options_without_a_meaning_are_refused(
@@ -74,7 +86,7 @@ def test_every_policy_objective_needs_masks_a_sane_clip_and_known_options(make: 
 
 
 def test_gspo_refuses_once_on_policy_too_and_rloo_does_not() -> None:
-    with pytest.raises(ConfigError, match='gspo takes shared="sum" only'):
+    with pytest.raises(ConfigError, match='gspo supports only shared="sum"'):
         gspo([1.0], [[0, 1]], shared="once")
     assert rloo([1.0], [[0, 1]], shared="once").scope == "entry"
 
@@ -83,17 +95,29 @@ def test_gspo_refuses_once_on_policy_too_and_rloo_does_not() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (([(0, 1, 2)],), {}, r"pairs is a list of \(chosen, rejected\) branch numbers, got int64 of shape \(1, 3\)"),
-        (([(0, 1), (0,)],), {}, "it is ragged"),
+        (
+            ([(0, 1, 2)],),
+            {},
+            r"pairs must be a list of \(chosen, rejected\) branch numbers, got int64 of shape \(1, 3\)",
+        ),
+        (([(0, 1), (0,)],), {}, "got a ragged list"),
         (([(0.0, 1.0)],), {}, "got float64 of shape"),
         (([(0, 1), (2, 2)],), {}, "pair 1 holds 2 twice"),
         (([(0, -1)],), {}, "numbered from 0, forests in order, then sequences, got -1"),
         (([(0, 1)], None, 3.0), {}, "ref_logprobs must be a list with one item per branch, got float"),
-        (([(0, 1)],), {"beta": 0.0}, r"beta is a positive number, got 0\.0"),
+        (([(0, 1)],), {"beta": 0.0}, r"beta must be a positive number, got 0\.0"),
         (([(0, 1)],), {"label_smoothing": 0.5}, r"from 0 to below 0\.5, got 0\.5"),
-        (([(0, 1)],), {"loss_type": "kto"}, "loss_type is one of sigmoid, hinge, ipo, got 'kto'"),
-        (([(0, 1)],), {"loss_type": "ipo", "label_smoothing": 0.1}, 'label_smoothing belongs to loss_type="sigmoid"'),
-        (([(0, 1)],), {"shared": "once"}, 'dpo takes shared="sum" only: it compares whole sequences'),
+        (([(0, 1)],), {"loss_type": "kto"}, "loss_type must be one of sigmoid, hinge, ipo, got 'kto'"),
+        (
+            ([(0, 1)],),
+            {"loss_type": "ipo", "label_smoothing": 0.1},
+            'label_smoothing applies only to loss_type="sigmoid"',
+        ),
+        (
+            ([(0, 1)],),
+            {"shared": "once"},
+            'dpo supports only shared="sum", got shared=.once.; it compares whole sequences',
+        ),
     ],
 )
 def test_pairs_and_options_of_dpo_without_a_meaning_are_refused(

@@ -1,4 +1,4 @@
-"""Which trees train in which step: tasks, their order in every epoch, and their forests in each layout.
+"""Assign training trees to steps: tasks, their order in every epoch, and their forests in each layout.
 
 Everything here is a pure function of the data, a seed and a step number, so a run has no sampler state to save.
 """
@@ -22,11 +22,11 @@ class TrainingTask:
     """One training example: the sequences of one task.
 
     Attributes:
-        task_id: of the trajectories that it groups.
+        task_id: task id of the trajectories in the group.
         sequences: K token sequences, int32 [T] each.
         loss_masks: K masks, bool [T] each, True where a token is trained.
-        pictures: of each sequence; empty for text.
-        source: the name of its file; "" without one.
+        pictures: images of each sequence; empty for text.
+        source: name of its file; "" without one.
     """
 
     task_id: TaskId
@@ -39,24 +39,24 @@ class TrainingTask:
         shapes = [sequence.shape for sequence in self.sequences], [mask.shape for mask in self.loss_masks]
         if self.pictures and len(self.pictures) != len(self.sequences):
             raise InputError(
-                f"task {self.task_id!r} has pictures for {len(self.pictures)} of {len(self.sequences)} sequences; give "
-                "each sequence its own, () for none"
+                f"task {self.task_id!r} has images for {len(self.pictures)} of {len(self.sequences)} sequences; give "
+                "each sequence its own images, () for none"
             )
         if not self.sequences or shapes[0] != shapes[1]:
             raise InputError(
                 f"task {self.task_id!r} needs at least one sequence and one mask entry per token, got sequences of "
-                f"shapes {shapes[0]} and masks of shapes {shapes[1]}; align them"
+                f"shapes {shapes[0]} and masks of shapes {shapes[1]}"
             )
 
     @property
     def num_trained_tokens(self) -> int:
-        """Trained tokens of all sequences; first tokens do not count, because nothing predicts them."""
+        """Number of trained tokens of all sequences; first tokens do not count, because nothing predicts them."""
         return sum(int(mask[1:].sum()) for mask in self.loss_masks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """The forests of one optimizer step and one mask per branch, in the order of forests, then sequences."""
+    """Forests of one optimizer step with one mask per branch, in the order of forests, then sequences."""
 
     num_tasks: int
     forests: list[Forest]
@@ -64,7 +64,7 @@ class StepBatch:
 
 
 def group_by_task(trajectories: Iterable[RenderedTrajectory], source: str = "") -> list[TrainingTask]:
-    """Groups trajectories by `task_id` into tasks of the file `source`, in order of first appearance.
+    """Group trajectories by `task_id` into tasks of the file `source`, in order of first appearance.
 
     Example: trajectories of the tasks a, b, a give two tasks: a with two sequences, b with one.
     """
@@ -81,7 +81,7 @@ def group_by_task(trajectories: Iterable[RenderedTrajectory], source: str = "") 
 
 
 def task_order(num_tasks: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of the tasks in one epoch: a permutation, int64 [num_tasks], the same on every machine.
+    """Return the order of the tasks in one epoch: a permutation, int64 [num_tasks], equal on every machine.
 
     Example: `task_order(4, seed=0, epoch=0)` and `task_order(4, seed=0, epoch=1)` are two unrelated orders of 0 to 3.
     """
@@ -92,12 +92,12 @@ def task_order(num_tasks: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Which tasks train in which step; steps count from 1, epochs from 0.
+    """Assignment of tasks to training steps; steps count from 1, epochs from 0.
 
     Attributes:
         num_tasks: at least 1.
         trees_per_step: tasks per step; the last step of an epoch has the remainder.
-        seed: of the order.
+        seed: seed of the order.
     """
 
     num_tasks: int
@@ -113,15 +113,15 @@ class StepPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that train every task once."""
+        """Number of steps that train every task once."""
         return -(-self.num_tasks // self.trees_per_step)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch of a step."""
+        """Return the epoch of a step."""
         return (step - 1) // self.steps_per_epoch
 
     def tasks_of(self, step: int) -> NDArray[np.int64]:
-        """Indices of the tasks of one step.
+        """Return the indices of the tasks of one step.
 
         Example: 5 tasks, 2 per step: steps 1, 2 and 3 hold 2, 2 and 1 tasks, and step 4 begins the next epoch.
         """
@@ -131,7 +131,7 @@ class StepPlan:
 
 
 def make_batch(tasks: Sequence[TrainingTask], layout: Layout) -> StepBatch:
-    """The forests of some tasks; all layouts have the same branches in the same order, hence the same gradients.
+    """Build the forests of some tasks; all layouts have the same branches in the same order, so the same gradients.
 
     Example: tasks with [5, 6, 7] and [5, 6, 8], and with [5, 9], are forests of 4 and 2 tokens as "tree", one of 5 as
     "joined", and three of 3, 3 and 2 as "packed".
@@ -156,9 +156,9 @@ _STEPS_PER_EPOCH = 16
 
 
 def step_size(trees_per_step: int | Literal["auto"], num_tasks: int, num_ranks: int) -> int:
-    """Return the tasks per step; "auto" takes few enough for a training, and one for each rank.
+    """Return the number of tasks per step; "auto" chooses few enough for a training, and one for each rank.
 
-    Example: 30 tasks on one rank have 1 tree per step, 64 have 4, and 128 or more have 8.
+    Example: "auto" gives 1 tree per step for 30 tasks on one rank, 4 for 64, and 8 for 128 or more.
     """
     if trees_per_step != "auto":
         return trees_per_step
@@ -169,7 +169,7 @@ def check_ranks(layout: Layout, num_ranks: int) -> None:
     """Refuse "joined" on several ranks, which share the trees of a step.
 
     Raises:
-        ConfigError: several ranks.
+        ConfigError: several ranks with the layout "joined".
     """
     if layout == "joined" and num_ranks > 1:
         raise ConfigError(
@@ -179,16 +179,16 @@ def check_ranks(layout: Layout, num_ranks: int) -> None:
 
 
 SHARED_FRACTION = 8
-"""Ids that do not fit share the last 1/8 of the range."""
+"""Share of the range reserved for ids that do not fit: the last 1/8."""
 
 
 def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> list[TokenIds]:
-    """Renumbers the ids that occur: the most frequent one becomes 0; of equally frequent ones the smaller id is first.
+    """Renumber the ids that occur by frequency: the most frequent becomes 0; of equals, the smaller id comes first.
 
     Args:
         sequences: int32 [T] each, T >= 1.
-        vocab_size: size of the new range; None for the number of distinct ids. If ids do not fit, those ranked in or
-            beyond the last eighth of the range share that eighth, by the remainder of their rank.
+        vocab_size: size of the new range; None uses the number of distinct ids. If the ids do not fit, those ranked in
+            or beyond the last eighth of the range share that eighth, by the remainder of their rank.
 
     Returns:
         int32 arrays of the same shapes, all ids in [0, vocab_size).
@@ -196,13 +196,13 @@ def fold_ids(sequences: Sequence[TokenIds], vocab_size: int | None = None) -> li
     Raises:
         InputError: a vocab_size below 1.
 
-    Example: [7, 9, 9, 5] folds to [2, 0, 0, 1]; with vocab_size=2 ids 7 and 5 share 1: [1, 0, 0, 1].
+    Example: [7, 9, 9, 5] folds to [2, 0, 0, 1]; with vocab_size=2, ids 7 and 5 share 1: [1, 0, 0, 1].
     """
     if vocab_size is not None and vocab_size < 1:
-        raise InputError(f"a vocabulary has at least one id, got vocab_size={vocab_size}; raise it")
+        raise InputError(f"vocab_size must be at least 1, got {vocab_size}")
     if not sequences:
         return []
-    # Sequence by sequence, so that memory holds the folded ids and little more.
+    # Sequence by sequence, so that memory holds little more than the folded ids.
     found = [np.unique(sequence, return_counts=True) for sequence in sequences]
     ids, places = np.unique(np.concatenate([each for each, _ in found]), return_inverse=True)
     counts = np.zeros(ids.size, np.int64)

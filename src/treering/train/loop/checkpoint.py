@@ -1,8 +1,8 @@
 """Checkpoints: folders that Hugging Face loads as a model, plus the state that makes a resumed run exact.
 
 A checkpoint holds weights, optimizer state and torch's random state; `CheckpointStore` finds the newest complete one.
-`treering.files.writing` makes a folder appear whole or not at all. Reading one runs no code from it: weights are
-safetensors, and torch unpickles the state with `weights_only=True`, which knows tensors and plain values alone.
+`treering.files.writing` makes a folder appear whole or not at all. Reading a checkpoint runs no code from it: weights
+are safetensors, and torch unpickles the state with `weights_only=True`, which accepts only tensors and plain values.
 """
 
 import copy
@@ -45,10 +45,10 @@ from treering.train.progress import OnProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """The report of one step.
+    """Report of one training step.
 
     Attributes:
-        step: its number, from 1.
+        step: step number, from 1.
         epoch: completed passes over the tasks.
         seconds: wall time of the step.
         update: the optimizer update.
@@ -60,7 +60,7 @@ class StepReport:
     update: Update
 
     def values(self) -> dict[str, float]:
-        """Values under the names of `treering.metrics`."""
+        """Return the values under the names of `treering.metrics`."""
         return self.update.values() | {
             metrics.EPOCH: self.epoch,
             metrics.STEP_S: self.seconds,
@@ -70,68 +70,68 @@ class StepReport:
 
 @runtime_checkable
 class Report(Protocol):
-    """The report of one step: its number, from 1, and values under the names of `treering.metrics`."""
+    """Report of one step: its number, from 1, and values under the names of `treering.metrics`."""
 
     @property
     def step(self) -> int:
-        """Its number, from 1."""
+        """Step number, from 1."""
 
     def values(self) -> dict[str, float]:
-        """Values by metric name."""
+        """Return the values by metric name."""
 
 
 ReportT = TypeVar("ReportT", bound=Report)
 
 
 class Resumable(ABC, Generic[ReportT]):
-    """A loop that can be stopped after any step and continued by another process.
+    """Loop that can be stopped after any step and continued by another process.
 
-    Weights, `state` and torch's random state determine all later steps, bitwise. Hints only affect speed: a run resumes
-    without them too.
+    Weights, `state` and torch's random state determine all later steps bitwise. Hints only affect speed: a run also
+    resumes without them.
     """
 
     model: nn.Module
     """The trained model."""
 
     on_progress: OnProgress | None = None
-    """Hears how far the running step is, but for what other processes train; the caller may set it at any time."""
+    """Progress callback for this process's part of the running step; the caller may set it at any time."""
 
     @property
     @abstractmethod
     def num_steps_done(self) -> int:
-        """Steps since the start of the run, resumed ones included."""
+        """Number of steps since the start of the run, including those before a resume."""
 
     @abstractmethod
     def step(self) -> ReportT:
-        """Does the next step."""
+        """Run the next step."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs in addition to the weights: dicts, lists, numbers, strings and tensors."""
+        """Return what a resumed run needs besides the weights: dicts, lists, numbers, strings and tensors."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state`; the weights are already those of its step."""
+        """Continue from a `state`; the weights must already be those of its step."""
 
     def save_hints(self, file: Path) -> None:
-        """Writes the loop's hints to a new file; a loop without hints writes none."""
+        """Write the loop's hints to a new file; a loop without hints writes nothing."""
 
     def load_hints(self, file: Path) -> None:
-        """Loads the hints of the step that `load_state` restored; a missing or damaged file at most warns."""
+        """Load the hints of the step that `load_state` restored; a missing or damaged file causes at most a warning."""
 
 
 STATE_FILE = "training_state.pt"
 SHARDS_FOLDER = "sharded_state"
-"""The parts of the state that ranks wrote by themselves; absent in a checkpoint of one rank."""
+"""Parts of the state that ranks wrote separately; absent in a checkpoint of one rank."""
 
 
 def restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
-    """Loads a complete checkpoint into a loop, bitwise; all ranks of a sharded model call it.
+    """Load a complete checkpoint into a loop, bitwise; all ranks of a sharded model must call it.
 
     Raises:
-        StateError: it is of another model, or holds what cannot be read.
+        StateError: the checkpoint belongs to another model, or cannot be read.
     """
-    # Its checksums are right, so whoever wrote the manifest wrote what cannot be read.
+    # Checksums match, so the writer of the manifest wrote the unreadable content.
     try:
         state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
         state = join_state(state, checkpoint / SHARDS_FOLDER, first_sharded(loop.model))
@@ -141,19 +141,19 @@ def restore(checkpoint: Path, loop: Resumable[ReportT]) -> None:
         if isinstance(error, StateError):
             raise
         raise StateError(
-            f"a checkpoint holds tensors and plain values, and {checkpoint} holds something else "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); nothing of it was run; remove it, "
-            "and start again"
+            f"a checkpoint may hold only tensors and plain values, and {checkpoint} holds something else "
+            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); none of it was run; remove it and "
+            "start again"
         ) from error
     loop.load_state(parts[0])
     set_random_state(parts[1])
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Copies a checkpoint's tensors into the model's, in the same dtypes; tied tensors are stored once.
+    """Copy a checkpoint's tensors into the model's, in the same dtypes; tied tensors are stored once.
 
     Raises:
-        StateError: they are not those of the model.
+        StateError: the tensors do not match the model's.
     """
     own = model.state_dict()
     if has_adapter(model):
@@ -173,23 +173,23 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
     missing = [name for name, target in own.items() if _place(target) not in loaded]
     if missing:
         raise StateError(
-            f"{checkpoint} has no {missing[0]!r}, which the model has; resume with the model that was saved"
+            f"{checkpoint} lacks {missing[0]!r}, which the model has; resume with the model that was saved"
         )
 
 
 def _by_stored_name(model: Any, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors by the names under which transformers stores them, which differ where it takes pictures."""
+    """Return a model's tensors by the names under which transformers stores them; image models rename theirs."""
     if has_adapter(model) or getattr(getattr(model, "config", None), "vision_config", None) is None:
         return own
     from transformers.core_model_loading import revert_weight_conversion
 
-    # The same tensors under other names; where a conversion made new ones, those of the model would not be loaded.
+    # The same tensors under other names. If a conversion made new ones, the model's own would not be loaded.
     stored: dict[str, Tensor] = revert_weight_conversion(model, own)
     return stored
 
 
 def _place(tensor: Tensor) -> int:
-    """What tied tensors share; of a sharded one its own part counts."""
+    """Return an address that tied tensors share; for a sharded tensor, that of its own part."""
     return own_part(tensor).data_ptr()
 
 
@@ -199,13 +199,13 @@ def _stored_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_state() -> dict[str, Any]:
-    """Torch's random state on every device, as tensors."""
+    """Return torch's random state on every device, as tensors."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restores a `random_state`; from a machine with more or fewer CUDA devices, those that both have."""
+    """Restore a `random_state`; with another number of CUDA devices, only on those that both machines have."""
     torch.set_rng_state(state["cpu"])
     for device, of_device in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(of_device, device)
@@ -224,22 +224,22 @@ TOKENIZER_FILES = (
     "video_preprocessor_config.json",
     *TEMPLATE_FILES,
 )
-"""Of a tokenizer, and of the processor of images next to it, as patterns."""
+"""File name patterns of a tokenizer, and of an image processor next to it."""
 _PREFIX = "step-"
 BEST = "best"
-"""The link to the checkpoint of the best evaluation."""
+"""Link to the checkpoint of the best evaluation."""
 # Anything else in the folder belongs to the user, such as a copy named step-000123-best.
 CHECKPOINT_NAME = re.compile(rf"{_PREFIX}\d{{6,}}")
 
 Identity = Mapping[str, str | int | float | bool | None]
-"""The settings that identify a run: name to value, in JSON types."""
+"""Settings that identify a run: name to value, in JSON types."""
 NAME = ".name"
-"""Ends the key of a file's name, which may change; its digest is under the key before."""
+"""Suffix of a key with a file's name, which may change; the file's digest is under the key without it."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Gathered(NamedTuple):
-    """The whole weights of a sharded model, and what the ranks do once the folder for them is there."""
+    """Whole weights of a sharded model, and a function that each rank calls once the checkpoint folder exists."""
 
     weights: Mapping[str, Tensor]
     begin: Callable[[], None]
@@ -247,21 +247,21 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStore:
-    """The checkpoints of one run, `step-000123` and so on in one folder.
+    """Store of the checkpoints of one run: `step-000123` and so on in one folder.
 
     Attributes:
-        folder: created with the first checkpoint.
-        identity: of the run; a checkpoint of another run is refused.
+        folder: folder of the checkpoints, created with the first one.
+        identity: identity of the run; a checkpoint of another run is refused.
         keep: number of newest checkpoints to keep; at least 1.
         tokenizer: folder whose tokenizer files are copied into each checkpoint, or None.
         hints: folder with one file of hints (`Resumable`) per checkpoint, separate from the checkpoints so that damage
             to it does not affect them; None keeps no hints.
-        group: the ranks of a sharded model, which save and restore together in a folder that all of them see.
-        stop_tokens: ids that end the turns that are trained: they join the eos ids in generation_config.json, which
-            adapters have too.
-        template: the chat template that takes the place of the tokenizer's; None keeps those.
-        best: gives the best step up to another one, whose checkpoint is kept and linked as `best`; None: none.
-        card: gives the text of README.md, the model card, for the step of a checkpoint; None writes none.
+        group: ranks of a sharded model, which save and restore together in a folder that all of them can access.
+        stop_tokens: ids that end trained turns; they are added to the eos ids in generation_config.json, which adapters
+            have too.
+        template: chat template that replaces the tokenizer's; None keeps the tokenizer's.
+        best: returns the best step up to a given step, whose checkpoint is kept and linked as `best`; None links none.
+        card: returns the text of README.md, the model card, for the step of a checkpoint; None writes none.
 
     Example: with keep=2, saving at steps 10, 20 and 30 leaves `step-000020` and `step-000030`.
     """
@@ -278,20 +278,20 @@ class CheckpointStore:
     card: Callable[[int], str] | None = None
 
     def is_best(self, step: int) -> bool:
-        """Whether a step is the best one so far, for all ranks as the first one sees it."""
+        """Return whether a step is the best so far; all ranks get the answer of the first rank."""
         return self.best is not None and bool(self.group.gather(self.best(step) == step)[0])
 
     def save(self, loop: Resumable[ReportT]) -> Path:
-        """Writes a checkpoint of the loop and removes those beyond `keep`; returns the checkpoint's folder.
+        """Write a checkpoint of the loop, remove those beyond `keep`, and return the checkpoint's folder.
 
         Raises:
-            UnsupportedError: not a Hugging Face model, such as a PEFT model around one.
+            UnsupportedError: the model is not a Hugging Face model, such as a PEFT model around one.
             StateError: the disk is full, or the folder cannot be written; earlier checkpoints are unchanged.
         """
         model = loop.model
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
-                f"checkpoints hold Hugging Face models, and this is {type(model).__name__}; merge adapters "
+                f"a checkpoint needs a Hugging Face model, and this is {type(model).__name__}; merge adapters "
                 "first, or add them with the model's own add_adapter"
             )
         if self.group.size > 1:
@@ -300,20 +300,20 @@ class CheckpointStore:
         return checkpoint_path(self.folder, loop.num_steps_done)
 
     def check_space(self, model: PreTrainedModel) -> str | None:
-        """Checks that the disk has room for a checkpoint; a line of warning where it has none for as many as are kept.
+        """Check that the disk has room for a checkpoint; return a warning if it has no room for `keep` of them.
 
-        A checkpoint has at least the weights (only the adapters' with LoRA), two moments of each trained one, and the
+        A checkpoint has at least the weights (only the adapters with LoRA), two moments of each trained weight, and the
         tokenizer.
 
         Raises:
-            StateError: there is no room for one.
+            StateError: there is no room for one checkpoint.
         """
         trained = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
         weights = trained if has_adapter(model) else sum(weight.nbytes for weight in model.parameters())
         size = weights + 2 * trained + sum(file.stat().st_size for file in _tokenizer_files(self.tokenizer))
         there = next(folder for folder in (self.folder, *self.folder.absolute().parents) if folder.is_dir())
         free = shutil.disk_usage(there).free
-        # A new one is written before the oldest is removed.
+        # A new checkpoint is written before the oldest is removed.
         num_left = max(self.keep - len(self._newest_first()), 0) + 1
         what = (
             f"a checkpoint takes {size / 1e9:.2f} GB (weights {weights / 1e9:.2f}, optimizer {2 * trained / 1e9:.2f})"
@@ -325,12 +325,12 @@ class CheckpointStore:
         if free >= num_left * size:
             return None
         return (
-            f"warning: {what}, up to {num_left} more are written (run.keep = {self.keep}), and {free / 1e9:.2f} GB are "
-            f"free in {there}: free space, lower run.keep, or set run.dir elsewhere"
+            f"warning: {what}, up to {num_left} more will be written (run.keep = {self.keep}), and {free / 1e9:.2f} GB "
+            f"are free in {there}; free space, lower run.keep, or set run.dir elsewhere"
         )
 
     def _save_together(self, loop: Resumable[ReportT], model: PreTrainedModel) -> Path:
-        """Rank 0 writes what one rank would, from gathered weights; each rank writes its part of the sharded state."""
+        """Let rank 0 write a checkpoint from gathered weights, and each rank its part of the sharded state."""
         weights, shards = whole_state_dict(model, trained_only=has_adapter(model)), dict[str, Tensor]()
         state = split_state({"loop": loop.state(), "random": random_state()}, shards)
         target = checkpoint_path(self.folder, loop.num_steps_done)
@@ -344,7 +344,7 @@ class CheckpointStore:
     def _write(
         self, loop: Resumable[ReportT], model: PreTrainedModel, state: dict[str, Any], gathered: Gathered | None
     ) -> None:
-        """Writes a checkpoint of the model, or of its gathered weights, and tidies up."""
+        """Write a checkpoint of the model, or of its gathered weights, and remove old ones."""
         target = checkpoint_path(self.folder, loop.num_steps_done)
         weights = model.state_dict() if gathered is None else gathered.weights
         if has_adapter(model):
@@ -372,21 +372,21 @@ class CheckpointStore:
             loop.save_hints(self.hints / target.name)
         with writing(target, num_bytes):
             write_folder(target, fill, {"step": loop.num_steps_done, "identity": dict(self.identity)})
-            # Later checkpoints are damaged: otherwise this run would have resumed from them.
+            # Later checkpoints are damaged; otherwise this run would have resumed from them.
             self._remove(path for path in self._newest_first() if _step_of(path) > loop.num_steps_done)
             self._remove_leftovers(loop.num_steps_done)
 
     def restore_newest(self, loop: Resumable[ReportT]) -> int | None:
-        """Loads the newest complete checkpoint into the loop, bitwise; one warning names the damaged ones.
+        """Load the newest complete checkpoint into the loop, bitwise, and warn once with the names of damaged ones.
 
-        It may be of another number of ranks.
+        A run with another number of ranks may have written it.
 
         Returns:
             The step to resume from, or None if there is no checkpoint.
 
         Raises:
-            StateError: all checkpoints are damaged, the newest complete one is of another run, or the folder cannot be
-                written.
+            StateError: all checkpoints are damaged, the newest complete one belongs to another run, or the folder
+                cannot be written.
         """
         chosen = self._choose() if self.group.rank == 0 else None
         chosen = self.group.gather(chosen)[0]
@@ -401,7 +401,7 @@ class CheckpointStore:
         return loop.num_steps_done
 
     def _choose(self) -> Path | None:
-        """The newest complete checkpoint, of this run."""
+        """Return the newest complete checkpoint of this run."""
         damaged: list[str] = []
         for checkpoint in self._newest_first():
             try:
@@ -424,10 +424,10 @@ class CheckpointStore:
 
     def _warn(self, damaged: list[str], used: Path) -> None:
         if damaged:
-            warnings.warn(f"damaged checkpoints are left out: {'; '.join(damaged)}; using {used.name}", stacklevel=4)
+            warnings.warn(f"skipped damaged checkpoints: {'; '.join(damaged)}; using {used.name}", stacklevel=4)
 
     def _remove_leftovers(self, step: int) -> None:
-        """Removes unfinished drafts, checkpoints up to `step` beyond `keep`, and hints without a checkpoint."""
+        """Remove unfinished drafts, checkpoints up to `step` beyond `keep`, and hints without a checkpoint."""
         clear_unfinished(self.folder)
         kept = [path for path in self._newest_first() if _step_of(path) <= step]
         best = None if self.best is None else self.best(step)
@@ -448,12 +448,12 @@ class CheckpointStore:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """The folder of a step's checkpoint: `folder/step-000123`."""
+    """Return the folder of a step's checkpoint: `folder/step-000123`."""
     return folder / f"{_PREFIX}{step:06d}"
 
 
 def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
-    """Refuses the state of another run.
+    """Refuse the state of another run.
 
     Raises:
         StateError: names every setting that differs, with both values.
@@ -465,28 +465,27 @@ def check_identity(found: Identity, expected: Identity, *, where: Path) -> None:
         if found.get(key) != expected.get(key) and not (key not in expected and holds_still(key, found[key]))
     ]
     if any(one.startswith("lora.target_modules ") for one in differing):
-        # Which weights are frozen, and so their checksum, follows from it.
+        # The frozen weights, and so their checksum, follow from it.
         differing = [one for one in differing if not one.startswith("lora.base ")]
     if differing:
         raise StateError(
-            f"a run resumes with the settings that it began with, and {where} is of another one: "
-            f"{'; '.join(differing)}; set these back, or begin anew: in another folder with run.dir=..., "
-            f"or here after `rm -r {where}`"
+            f"a run must resume with its first settings, and {where} belongs to another run: {'; '.join(differing)}; "
+            f"set these back, or start again: in another folder with run.dir=..., or here after `rm -r {where}`"
         )
 
 
 def _difference(key: str, found: Identity, expected: Identity) -> str:
-    """What is other in a setting; of data, which a digest stands for, the name of its file."""
+    """Describe the difference in a setting; for data, which has a digest, name its file."""
     values = found.get(key, "nothing"), expected.get(key, "nothing")
     if not all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in values if value != "nothing"):
         return f"{key} is {values[0]!r} there and {values[1]!r} here"
     name = expected.get(f"{key}{NAME}", found.get(f"{key}{NAME}"))
-    what = "is there alone" if values[1] == "nothing" else "is here alone" if values[0] == "nothing" else "has changed"
+    what = "is only there" if values[1] == "nothing" else "is only here" if values[0] == "nothing" else "has changed"
     return f"{key} {what}" if name is None else f"{key} ({name}) {what}"
 
 
 def _link(link: Path, target: str) -> None:
-    """Lets a link lead to a checkpoint next to it, at any moment to a whole one."""
+    """Point a link at a checkpoint next to it; at any moment the link leads to a whole one."""
     draft = link.with_name(f".{link.name}.unfinished")
     draft.unlink(missing_ok=True)
     draft.symlink_to(target, target_is_directory=True)
@@ -504,13 +503,13 @@ def _step_of(path: Path) -> int:
 def _identity_of(checkpoint: Path) -> Identity:
     identity = read_facts(checkpoint).get("identity")
     if not isinstance(identity, dict):
-        raise StateError(f"{checkpoint.name}: the manifest has no identity of a run")
+        raise StateError(f"{checkpoint.name}: its manifest lacks the identity of a run")
     return identity
 
 
 @contextmanager
 def told_why(file: Path, num_bytes: int) -> Iterator[None]:
-    """Raises the system's error where a library hides why the block could not write so many bytes of tensors.
+    """Raise the system's error if a library hides why the block could not write `num_bytes` of tensors.
 
     Raises:
         OSError: the disk is full, or a quota or limit is reached.
@@ -520,13 +519,13 @@ def told_why(file: Path, num_bytes: int) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, RuntimeError):
-        # What a file format adds to the tensors is less than this.
+        # A file format adds less than this to the tensors.
         allocate(file, num_bytes + (1 << 20))
         raise
 
 
 def num_tensor_bytes(state: object) -> int:
-    """Bytes of the tensors in a state of dicts and lists.
+    """Count the bytes of the tensors in a state of dicts and lists.
 
     Example: `num_tensor_bytes({"a": [torch.zeros(3)], "b": 7})` is 12.
     """
@@ -538,7 +537,7 @@ def num_tensor_bytes(state: object) -> int:
 
 
 def _save_ends(model: PreTrainedModel, stop_tokens: Iterable[int], draft: Path) -> None:
-    """Adds stop tokens to the eos ids of the generation settings in a checkpoint."""
+    """Add stop tokens to the eos ids in the generation settings of a checkpoint."""
     saved = copy.deepcopy(model.generation_config) or GenerationConfig()
     old = saved.eos_token_id
     known = old if isinstance(old, list) else [] if old is None else [old]

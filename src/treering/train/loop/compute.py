@@ -1,4 +1,4 @@
-"""How a loop computes its steps: precision, memory, threads, and its share of them on several ranks."""
+"""How a loop computes its steps: precision, memory, threads, and each rank's share."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,21 +20,21 @@ from treering.tree.plan import share_among_ranks
 
 
 def tokens_on_ranks(options: ComputeOptions) -> int:
-    """Return the limit of tokens where several ranks plan alike: free memory, which differs, does not count."""
+    """Return the token limit for ranks that plan alike; free memory differs between ranks, so it is not used."""
     return DEFAULT_TOKENS if options.max_batch_tokens == "auto" else options.max_batch_tokens
 
 
 def prepare_model(
     model: nn.Module, options: ComputeOptions, *, num_steps: int | None = None, num_ranks: int = 1
 ) -> tuple[str, ...]:
-    """Sets training mode, gradient checkpointing and layers as the options say, for the ranks that train the model.
+    """Set training mode, gradient checkpointing and layers as the options say, on every rank that trains the model.
 
-    `num_steps` are those of the whole run: "auto" compiles for long ones.
+    `num_steps` is the length of the whole run: "auto" compiles for long runs.
 
-    Returns a sentence where "auto" has chosen the layers on CUDA.
+    Returns a sentence if "auto" has chosen the layers on CUDA.
 
     Raises:
-        MissingExtraError: layers by Liger without liger-kernel.
+        MissingExtraError: Liger layers without liger-kernel installed.
         UnsupportedError: the model cannot recompute activations, or Liger's kernels are not exact for it.
     """
     model.train()
@@ -50,24 +50,24 @@ def prepare_model(
 
 
 def precision(model: nn.Module, autocast: Autocast) -> AbstractContextManager[object]:
-    """Context manager for the precision: bfloat16 autocast, or the weights' own dtype."""
+    """Return a context manager for the precision: bfloat16 autocast, or the weights' own dtype."""
     if autocast == "none":
         return nullcontext()
     return torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16)
 
 
 SMALL = 10_000_000
-"""Parameters below which a model computes on one thread, unless a setting says otherwise."""
+"""Number of parameters below which a model computes on one thread, unless a setting overrides it."""
 
 
 def fitting_threads(model: nn.Module) -> int | None:
-    """Torch threads that fit a model: one for a small model on the CPU; None, torch's number, for others.
+    """Return the number of torch threads for a model: one for a small model on the CPU, else None (torch's default).
 
-    The threads of a small product wait for each other longer than they compute, and where other processes hold the
-    cores they take ten times as long as one thread. Size alone decides, because sums round differently on another
-    number of threads, and a resumed run must not.
+    The threads of a small product wait for each other longer than they compute, and if other processes use the cores
+    they take ten times as long as one thread. Only the size decides, because sums round differently with another number
+    of threads, and a resumed run must not.
 
-    Example: a model of 0.6 M parameters gets 1, and one of 500 M parameters None.
+    Example: a model of 0.6 M parameters gets 1, a model of 500 M parameters None.
     """
     weights = list(model.parameters())
     is_small = sum(weight.numel() for weight in weights) < SMALL
@@ -76,7 +76,7 @@ def fitting_threads(model: nn.Module) -> int | None:
 
 @contextmanager
 def num_threads(count: int | None, model: nn.Module | None = None) -> Iterator[None]:
-    """Context manager in which torch uses `count` threads; None: those that fit the model, without one unchanged."""
+    """Make torch use `count` threads inside the context; None: those that fit the model, unchanged without a model."""
     if count is None and model is not None:
         count = fitting_threads(model)
     if count is None:
@@ -91,18 +91,18 @@ def num_threads(count: int | None, model: nn.Module | None = None) -> Iterator[N
 
 
 def peak_memory_bytes(model: nn.Module) -> int | None:
-    """Peak memory that torch has allocated on the model's CUDA device so far; None on CPU."""
+    """Return the peak memory that torch has allocated on the model's CUDA device so far; None on CPU."""
     device = next(model.parameters()).device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def shard_model(model: nn.Module, autocast: Autocast = "none") -> RankGroup:
-    """Shard a model over all processes: a unit for each layer, and one around the rest; sum its gradients.
+    """Shard a model over all processes, with one unit per layer and one for the rest, and sum its gradients.
 
-    Under autocast to bfloat16 weights are gathered in bfloat16; gradients of 16 bits are summed in float32.
+    Under autocast to bfloat16, weights are gathered in bfloat16; 16-bit gradients are summed in float32.
 
     Raises:
-        UnsupportedError: a model that would not be exact.
+        UnsupportedError: a model whose gradients would not be exact.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -122,8 +122,8 @@ class Share:
     """This rank's part of a step.
 
     Attributes:
-        batch: its forests and their masks; `num_tasks` is that of the whole step.
-        branches: int64, the numbers of its branches in the whole step.
+        batch: this rank's forests and masks; `num_tasks` counts the whole step.
+        branches: int64, indices of this rank's branches in the whole step.
     """
 
     batch: StepBatch
@@ -131,9 +131,9 @@ class Share:
 
 
 def share_batch(batch: StepBatch, group: RankGroup) -> Share:
-    """This rank's share of a step by cost; every rank computes all shares by itself.
+    """Return this rank's share of a step, balanced by cost; every rank computes all shares for itself.
 
-    Example: of forests with 5, 4, 3 and 3 tokens, the first of two ranks trains those of 5 and 3.
+    Example: of forests with 5, 4, 3 and 3 tokens, the first of two ranks trains the forests of 5 and 3.
     """
     if group.size == 1:
         return Share(batch=batch, branches=np.arange(len(batch.loss_masks)))
@@ -151,14 +151,14 @@ def share_batch(batch: StepBatch, group: RankGroup) -> Share:
 
 
 def sum_over_ranks(values: Mapping[str, float], group: RankGroup) -> dict[str, float]:
-    """The sum of each value over the ranks, in the order of the names."""
+    """Return the sum of each value over the ranks, in the order of the names."""
     names = list(values)
     totals = group.sum(np.array([float(values[name]) for name in names]))
     return dict(zip(names, totals.tolist(), strict=True))
 
 
 def mean_over_ranks(averages: Mapping[str, float], weight: float, group: RankGroup) -> dict[str, float]:
-    """The averages over the ranks' entries, of which this one has `weight`; a rank without any may know no names."""
+    """Return averages over the entries of all ranks; this rank has `weight` of them, or no names and weight 0."""
     if group.size == 1:
         return dict(averages)
     facts = group.gather((weight, dict(averages)))

@@ -1,4 +1,4 @@
-"""Measuring a run on held-out data: when it is due, and the loss of held-out tasks."""
+"""Evaluate a run on held-out data: when an evaluation is due, and the loss of held-out tasks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ from treering.train.loop.compute import num_threads, precision, share_batch, tok
 from treering.train.progress import OnProgress
 
 Measure = Callable[[OnProgress | None], Mapping[str, float]]
-"""Metrics of the present weights, which it leaves as they are; all ranks call it at a time."""
+"""Measure the current weights without changing them; all ranks call it together."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
-    """What is measured before the first step of a run, every so many steps, and after the last one.
+    """Measurements before the first step of a run, every few steps, and after the last one.
 
     Attributes:
-        measure: measures the present weights.
-        every: steps between measurements; None: none between the first and the last.
-        knows_first: whether an earlier start of the run has measured its first weights.
-        on_measured: hears of each measurement, with its step; the caller may set it at any time.
-        measured: what was measured since the start, each with its "step".
+        measure: measures the current weights.
+        every: steps between measurements; None measures only before the first and after the last.
+        knows_first: whether an earlier start of the run has measured its initial weights.
+        on_measured: called with each measurement and its step; the caller may set it at any time.
+        measured: all measurements since the start, each with its "step".
 
-    Example: with every=4, a run of 10 steps is measured at the steps 0, 4, 8 and 10.
+    Example: with every=4, a run of 10 steps is measured at steps 0, 4, 8 and 10.
     """
 
     measure: Measure
@@ -42,11 +42,11 @@ class Evaluation:
     measured: list[Mapping[str, float]] = field(default_factory=list)
 
     def at(self, step: int, num_steps: int, on_progress: OnProgress | None) -> dict[str, float]:
-        """The metrics of the weights after `step` of `num_steps`; empty if none are due."""
+        """Return the metrics of the weights after `step` of `num_steps`; empty if no measurement is due."""
         is_first = step == 0 and not self.knows_first
         if not is_first and step != num_steps and (step == 0 or self.every is None or step % self.every):
             return {}
-        # A user's reward may draw from torch's random state, which training goes on with.
+        # A user's reward may draw from torch's random state, which training continues to use.
         before = random_state()
         try:
             values = dict(self.measure(on_progress))
@@ -59,9 +59,9 @@ class Evaluation:
 
 
 def best_step(file: Path, last: int) -> int | None:
-    """The first step up to `last` with the highest eval/reward, or the lowest eval/loss, in a file; None without any.
+    """Return the first step up to `last` with the highest eval/reward or lowest eval/loss in a file; None if none has.
 
-    The weights before the first step do not count: they are in no checkpoint.
+    The weights before the first step do not count: no checkpoint contains them.
     """
     rows = [row for row in read_rows(file) if 0 < row["step"] <= last]
     scores = {row["step"]: row[metrics.EVAL_REWARD] for row in rows if metrics.EVAL_REWARD in row}
@@ -71,9 +71,9 @@ def best_step(file: Path, last: int) -> int | None:
 
 
 class HeldOutLoss:
-    """The mean negative log-probability of the trained tokens of tasks, at temperature 1 and counted per branch.
+    """Mean negative log-prob of the trained tokens of tasks, at temperature 1 and counted per branch.
 
-    It is this mean whatever objective and normaliser train, so that runs compare.
+    It does not depend on the objective and normaliser of the training, so runs can be compared.
 
     Example:
         >>> HeldOutLoss(model, tasks, compute=ComputeOptions())()              # doctest: +SKIP
@@ -89,14 +89,14 @@ class HeldOutLoss:
         layout: Layout = "tree",
         group: RankGroup | None = None,
     ) -> None:
-        """Several ranks (`group`, of a prepared model) share the tasks."""
+        """Share the tasks among the ranks of `group`, if several train a prepared model."""
         self._model, self._compute = model, compute
         self._group = RankGroup() if group is None else group
         self._max_tokens = tokens_on_ranks(compute)
         self._own = share_batch(make_batch(tasks, layout), self._group).batch
 
     def __call__(self, on_progress: OnProgress | None = None) -> dict[str, float]:
-        """Measures the present weights, by the names of `treering.metrics`."""
+        """Measure the current weights; metrics have the names of `treering.metrics`."""
         with num_threads(None, self._model), _evaluating(self._model), precision(self._model, self._compute.autocast):
             loss, num_tokens = mean_loss(
                 self._model,

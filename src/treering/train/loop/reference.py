@@ -1,4 +1,4 @@
-"""The other models of a loop: its teacher, and the policy that it began with, which a KL compares with."""
+"""Other models of a loop: its teacher, and the initial policy as the reference of a KL."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from treering.train.teacher import teacher_parts
 
 
 def distill_objective(options: DistillOptions, teacher: nn.Module, plain: Objective) -> Objective:
-    """Return a loop's own loss with the divergence, or the divergence only, with the same masks and weighting."""
+    """Return the loop's own loss plus the divergence, or only the divergence, with the same masks and weighting."""
     divergence = partial(
         distill, teacher, options.divergence, beta=options.beta, top_k=options.top_k, temperature=options.temperature
     )
@@ -40,21 +40,21 @@ def distill_objective(options: DistillOptions, teacher: nn.Module, plain: Object
 
 
 def check_teacher(student: nn.Module, teacher: nn.Module | None, steps: StepsOptions, objective: str) -> None:
-    """Checks a loop's teacher before its first step.
+    """Check the teacher of a loop before its first step.
 
     Raises:
         ConfigError: a teacher without options, options without a teacher, or options that contradict each other.
-        InputError: a teacher of another vocabulary.
-        UnsupportedError: a teacher that would not be exact.
+        InputError: a teacher with another vocabulary.
+        UnsupportedError: a teacher whose scores would not be exact.
     """
     options = steps.distill
     if (teacher is None) != (options is None):
         raise ConfigError(
-            "a loop distills with a teacher and options.distill, and one of them is None: give both, or neither"
+            "distillation needs a teacher and options.distill, and one of them is None; give both, or neither"
         )
     if (objective == "distill") != (options is not None and options.weight is None):
         raise ConfigError(
-            'objective = "distill" trains the divergence only, and needs distill=DistillOptions(...) without a weight; '
+            'objective = "distill" trains only the divergence, and needs distill=DistillOptions(...) without a weight; '
             f'got "{objective}" with distill={options}'
         )
     if teacher is not None and options is not None:
@@ -63,19 +63,19 @@ def check_teacher(student: nn.Module, teacher: nn.Module | None, steps: StepsOpt
 
 
 MakeReference = Callable[[], nn.Module]
-"""Makes a whole model with the weights that the run began with, also after a resume."""
+"""Build a whole model with the initial weights of the run, also after a resume."""
 
 
 def needs_copy(model: nn.Module, num_ranks: int) -> bool:
-    """Whether the reference is a model of its own: it is the trained one without its adapters where one rank has both.
+    """Return whether the reference is a separate model, not the trained one without its adapters on one rank.
 
-    Example: of LoRA on one rank False, of LoRA on two and of full fine-tuning True.
+    Example: False for LoRA on one rank, True for LoRA on two ranks and for full fine-tuning.
     """
     return num_ranks > 1 or not has_adapter(model)
 
 
 class Reference:
-    """Scores batches with the weights that a run began with.
+    """Scorer of batches with the initial weights of a run.
 
     Example:
         >>> reference = Reference(model, None, ComputeOptions())          # LoRA: the model itself    # doctest: +SKIP
@@ -84,14 +84,14 @@ class Reference:
     """
 
     def __init__(self, policy: nn.Module, make: MakeReference | None, compute: ComputeOptions) -> None:
-        """Takes the reference that `make` makes at the first batch; None: the policy without its adapters."""
+        """Use the reference that `make` builds at the first batch; None uses the policy without its adapters."""
         self._policy = policy
         self._make = make
         self._compute = compute
         self._frozen: nn.Module | None = None
 
     def logprobs(self, batch: StepBatch, temperature: float) -> list[Float64Array]:
-        """Log-probs of the trained tokens of each branch, float64 [T], 0 elsewhere; see `branch_logprobs`."""
+        """Return the log-probs of each branch's trained tokens, float64 [T], 0 elsewhere; see `branch_logprobs`."""
         with self._model() as model, precision(model, self._compute.autocast):
             return branch_logprobs(
                 model,
@@ -116,7 +116,7 @@ class Reference:
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Inside it a model computes as its base model.
+    """Make the model compute as its base model inside the context.
 
     Example: `with adapters_off(model): forward(model, forest)`.
     """

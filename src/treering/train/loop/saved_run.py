@@ -1,6 +1,6 @@
-"""A training loop with a run folder, so that it can be killed at any moment and resumed.
+"""Run a training loop in a run folder, so that it can be killed at any moment and resumed.
 
-Each step is trained, then logged, then saved. A signal ends a run at the next place where nothing is lost.
+Each step is trained, then logged, then saved. A signal ends a run at the next point where nothing is lost.
 """
 
 import json
@@ -30,58 +30,58 @@ from treering.train.progress import OnProgress, Phase
 
 
 class Interruption:
-    """A request to end a run, granted at the next place where the running step can be dropped.
+    """Request to end a run, granted at the next point where the running step can be dropped.
 
-    One process drops its step between micro-batches, or between two steps of its engine. Ranks finish theirs, and agree
-    at its end: what one of them leaves out the others would wait for.
+    A single process drops its step between micro-batches, or between two steps of its engine. Several ranks finish
+    their step and agree at its end, because a pass that one of them skips would make the others wait.
 
     Example: after `request(signal.SIGTERM)` during the third step of a run that has saved its first, `check` raises
     `Interrupted(signal.SIGTERM)`, and `run_steps` saves the second.
     """
 
     def __init__(self, group: RankGroup) -> None:
-        """`group`: the ranks that train together."""
+        """Serve `group`, the ranks that train together."""
         self.has_unsaved: Callable[[], bool] = lambda: False
-        """Whether an end now would lose a whole step; set by the run."""
+        """Whether ending now would lose a whole step; set by the run."""
         self._group = group
         self._number: int | None = None
 
     @property
     def is_requested(self) -> bool:
-        """Whether a request waits for the run."""
+        """Whether a request is waiting."""
         return self._number is not None
 
     def request(self, signal_number: int) -> bool:
-        """Asks for the end, from any thread; returns whether to wait for it.
+        """Ask for the end, from any thread; return whether to wait for it.
 
-        Where every whole step is saved, an end at once loses nothing; of several ranks none knows about the others.
+        If every whole step is saved, ending at once loses nothing; with several ranks, none knows about the others.
         """
         if self._number is None and (self._group.size > 1 or self.has_unsaved()):
             self._number = signal_number
         return self.is_requested
 
     def check(self) -> None:
-        """Raises the request, if there is one.
+        """Raise the request, if there is one.
 
         Raises:
-            Interrupted: the end was asked for.
+            Interrupted: the end was requested.
         """
         if self._number is not None:
             raise Interrupted(self._number)
 
     def as_error(self) -> Interrupted:
-        """The request, which there is."""
+        """Return the request as an error; there must be one."""
         assert self._number is not None, "the end was asked for"
         return Interrupted(self._number)
 
     def check_together(self) -> None:
-        """`check`, in all ranks alike; between steps."""
+        """Call `check` on all ranks with the same outcome; between steps."""
         if self._group.size > 1:
             self._number = next((number for number in self._group.gather(self._number) if number is not None), None)
         self.check()
 
     def checked(self, on_progress: OnProgress) -> OnProgress:
-        """An `on_progress` that calls another one and, of one process, lets the step end there."""
+        """Wrap an `on_progress` so that, in a single process, the step can also end there."""
         if self._group.size > 1:
             return on_progress
 
@@ -93,7 +93,7 @@ class Interruption:
 
 
 MAX_SHARE = 0.05
-"""Saving by time takes at most about this share of a run."""
+"""Upper bound on the share of a run that saving by time takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +101,10 @@ class Saved:
     """A checkpoint and its cost.
 
     Attributes:
-        step: after which it was saved.
-        seconds: that saving took.
-        num_bytes: on disk.
-        wait_s: until the next one is due, by time; None where steps count.
+        step: step after which it was saved.
+        seconds: time to save it.
+        num_bytes: size on disk.
+        wait_s: time until the next one is due, if saving goes by time; None if it goes by steps.
     """
 
     step: int
@@ -114,7 +114,7 @@ class Saved:
 
 
 class Saver(Generic[ReportT]):
-    """Runs the steps of a loop, and saves it when that is due or a signal ends the run.
+    """Runner of a loop's steps that saves the loop when a save is due or a signal ends the run.
 
     Example: with `timedelta(minutes=10)`, ten minutes lie between two saves of 0.4 s, and nineteen between two of 60 s.
     """
@@ -127,7 +127,7 @@ class Saver(Generic[ReportT]):
         interruption: Interruption | None,
         on_saved: Callable[[Saved], None] | None,
     ) -> None:
-        """See `run_steps`; the loop is in the state of its newest checkpoint."""
+        """Start with the loop in the state of its newest checkpoint; for arguments, see `run_steps`."""
         self._loop = loop
         self._checkpoints = checkpoints
         self._every = every
@@ -140,12 +140,12 @@ class Saver(Generic[ReportT]):
             interruption.has_unsaved = lambda: loop.num_steps_done > self._step
 
     def step(self) -> ReportT:
-        """Does the next step. If a signal ends it, saves the state after the last whole one.
+        """Run the next step; if a signal ends it, save the state after the last whole one.
 
         Raises:
-            Interrupted: a signal ended the run; a note says which step is saved.
+            Interrupted: a signal ended the run; a note names the saved step.
         """
-        # Weights and optimizer change when a step is complete, but what it draws is gone at once.
+        # Weights and optimizer change once a step is complete, but its random draws change the state at once.
         random = random_state()
         try:
             if self._interruption is not None:
@@ -155,7 +155,7 @@ class Saver(Generic[ReportT]):
             self._keep(random, error)
             raise
         except Exception as error:
-            # Ctrl-C reaches processes of an engine too, which may fail before the step can be dropped.
+            # Ctrl-C also reaches the processes of an engine, which may fail before the step can be dropped.
             if self._interruption is None or not self._interruption.is_requested or self._checkpoints.group.size > 1:
                 raise
             interrupted = self._interruption.as_error()
@@ -167,7 +167,7 @@ class Saver(Generic[ReportT]):
             raise interrupted from error
 
     def _keep(self, random: dict[str, Any], error: Interrupted) -> None:
-        """Saves the state after the last whole step, unless it is saved; notes which one that is."""
+        """Save the state after the last whole step unless it is saved already, and note the number of that step."""
         if self._loop.num_steps_done > self._step:
             self._loop.model.zero_grad(set_to_none=True)
             set_random_state(random)
@@ -175,12 +175,12 @@ class Saver(Generic[ReportT]):
         error.add_note(f"step {self._step} is saved and {self._step + 1} is next" if self._step else "no step is done")
 
     def save_if_due(self, *, must: bool) -> None:
-        """Saves where it must, and when `every` says so."""
+        """Save if `must` is set, or if `every` says that a save is due."""
         if must or self._is_due():
             self.save()
 
     def save(self) -> None:
-        """Saves the loop."""
+        """Save the loop."""
         began_s = time.monotonic()
         folder = self._checkpoints.save(self._loop)
         self._ended_s = time.monotonic()
@@ -194,7 +194,7 @@ class Saver(Generic[ReportT]):
         if not isinstance(self._every, timedelta):
             return self._every is not None and self._loop.num_steps_done % self._every == 0
         is_due = time.monotonic() >= self._ended_s + self._wait_s(self._every)
-        # The clock of the first rank counts for all.
+        # All ranks use the clock of the first.
         return bool(self._checkpoints.group.gather(is_due)[0])
 
     def _wait_s(self, every: timedelta) -> float:
@@ -229,17 +229,17 @@ class Opened:
 
 
 def open_run(folder: Path, loop: Resumable[ReportT], checkpoints: CheckpointStore) -> Opened:
-    """Creates the folder of a new run, or loads the newest checkpoint of an existing one into the loop.
+    """Create the folder of a new run, or load the newest checkpoint of an existing one into the loop.
 
-    A run that ended before its first step, such as one with a setting that its engine refuses, has nothing to resume:
-    the next start may have other settings.
+    A run that ended before its first step, for example because its engine refused a setting, has nothing to resume: the
+    next start may use other settings.
 
     Raises:
         StateError: the run there has other settings or only damaged checkpoints, or the folder holds metrics of another
             run or cannot be written.
     """
     if checkpoints.group.rank > 0:
-        # Rank 0 looks after the folder.
+        # Rank 0 manages the folder.
         step = checkpoints.restore_newest(loop)
         return Opened(is_new=step is None, step=step or 0)
     file = folder / RUN_FILE
@@ -266,22 +266,22 @@ def run_steps(
     interruption: Interruption | None = None,
     on_saved: Callable[[Saved], None] | None = None,
 ) -> Iterator[ReportT]:
-    """Runs steps up to `num_steps` and yields each step's report after it has been logged and, if due, saved.
+    """Run steps up to `num_steps`; yield each step's report after it has been logged and, if due, saved.
 
-    If a signal ends a step, that step is dropped and the one before it is saved, from which the next start goes on.
+    If a signal ends a step, that step is dropped and the previous one is saved, from which the next start continues.
 
     Args:
-        loop: after `open_run`.
-        num_steps: of the whole run; the last one is always saved.
-        save_every: steps between checkpoints, or the time, which becomes longer where saving takes more than a
-            twentieth of it; None saves only the last step.
-        checkpoints: where to save.
-        metrics: opened with `Opened.resume_step`.
-        on_step: logs other data than metrics, and may return metrics of what it logged; called before the step is
-            saved, so that no checkpoint is ahead of a log.
-        evaluation: measures held-out data; what it finds before the first step is logged as step 0.
-        interruption: through which a signal ends the run; the loop's `on_progress` is one that it has checked.
-        on_saved: hears of each checkpoint.
+        loop: a loop after `open_run`.
+        num_steps: steps of the whole run; the last one is always saved.
+        save_every: steps between checkpoints, or a time, which is extended if saving takes more than a twentieth of it;
+            None saves only the last step.
+        checkpoints: store of the checkpoints.
+        metrics: sinks, opened with `Opened.resume_step`.
+        on_step: logs data other than metrics, and may return metrics about it; called before the step is saved, so that
+            no checkpoint is ahead of a log.
+        evaluation: measures held-out data; its result before the first step is logged as step 0.
+        interruption: request by which a signal ends the run; the loop's `on_progress` must be wrapped by its `checked`.
+        on_saved: called with each checkpoint.
 
     Raises:
         Interrupted: a signal ended the run.
@@ -298,7 +298,7 @@ def run_steps(
         except Interrupted as error:
             if interruption is None or not interruption.is_requested:
                 raise
-            # The step is logged first, and saved where the next one would begin.
+            # Log the step first; it is saved where the next one would begin.
             left_out = error
             return {}
 
@@ -318,7 +318,7 @@ def run_steps(
 
 
 def knows_first(folder: Path) -> bool:
-    """Whether an earlier start of a run has logged the evaluation before its first step, as step 0."""
+    """Return whether an earlier start of the run has logged the evaluation before its first step, as step 0."""
     return any(row["step"] == 0 for row in read_rows(folder / METRICS_FILE))
 
 
@@ -334,17 +334,17 @@ def _begin(folder: Path, identity: Identity) -> None:
 
 
 def _check_free(folder: Path) -> None:
-    """Refuses a folder that holds metrics of an unknown run, which the next start would truncate."""
+    """Refuse a folder that holds metrics of an unknown run, which the next start would truncate."""
     file = folder / METRICS_FILE
     if file.exists() and file.stat().st_size > 0:
         raise StateError(
-            f"a new run starts in a folder without one, and {file} holds rows of another run; choose another run "
+            f"a new run needs a folder without metrics, and {file} holds rows of another run; choose another run "
             "folder, or remove the file"
         )
 
 
 def write_json(file: Path, content: Mapping[str, object]) -> None:
-    """Writes a JSON object to a file atomically.
+    """Write a JSON object to a file atomically.
 
     Raises:
         StateError: the file cannot be written.
@@ -362,6 +362,6 @@ def _read(file: Path) -> dict[str, str | int | float | bool | None]:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise StateError(
-            f"{file} tells which run lives in a folder, and it cannot be read ({error}); remove it and the run goes on "
-            "from its checkpoints, or choose another run folder"
+            f"{file}, which identifies the run of its folder, cannot be read ({error}); remove it to continue from the "
+            "checkpoints, or choose another run folder"
         ) from error

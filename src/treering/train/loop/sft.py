@@ -1,4 +1,4 @@
-"""The SFT loop: one optimizer step at a time, on tasks as trees or (off-switch) as packed sequences."""
+"""The SFT loop: one optimizer step at a time, on tasks as trees or (the off-switch) as packed sequences."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from treering.types import LossMask
 
 
 class SftLoop(Resumable[StepReport]):
-    """Supervised fine-tuning of a model on tasks, or distillation of a teacher on them.
+    """Loop that fine-tunes a model on tasks, or distills a teacher on them.
 
     Example:
         >>> options = SftOptions(trees_per_step=8, max_batch_tokens=16384)
@@ -42,14 +42,15 @@ class SftLoop(Resumable[StepReport]):
         teacher: nn.Module | None = None,
         group: RankGroup | None = None,
     ) -> None:
-        """Sets training mode, and gradient checkpointing as the options say; the teacher is left as it is.
+        """Set training mode, and gradient checkpointing as the options say; the teacher is not changed.
 
-        Several ranks (`group`, of a prepared model) share each step's trees by cost; their weights are those of one.
+        The ranks of `group`, which train a prepared model, share each step's trees by cost; weights match those of one
+        rank.
 
         Raises:
-            InputError: no task, no trained token, a sequence with more tokens than a model reads positions, or a
-                teacher of another vocabulary.
-            ConfigError: a teacher without `options.distill`, or the other way round.
+            InputError: no task, no trained token, a sequence with more tokens than the model has positions, or a
+                teacher with another vocabulary.
+            ConfigError: a teacher without `options.distill`, or the reverse.
             UnsupportedError: router losses for a model without routers.
         """
         self.model = model
@@ -60,7 +61,9 @@ class SftLoop(Resumable[StepReport]):
         self._options = options
         self._num_steps_done = 0
         if not any(task.num_trained_tokens for task in tasks):
-            raise InputError(f"no token of the {len(tasks)} tasks is trained: every loss mask is 0; check the masks")
+            raise InputError(
+                f"every loss mask of the {len(tasks)} tasks is 0, so no token would be trained; check the masks"
+            )
         check_teacher(model, teacher, options, options.objective)
         self._teacher = teacher
         for one in (model, teacher):
@@ -71,14 +74,14 @@ class SftLoop(Resumable[StepReport]):
 
     @property
     def num_steps_done(self) -> int:
-        """Optimizer steps since the start of the run, resumed ones included."""
+        """Number of optimizer steps since the start of the run, including those before a resume."""
         return self._num_steps_done
 
     def step(self) -> StepReport:
-        """Trains the next step's tasks and updates the model.
+        """Train the tasks of the next step and update the model.
 
         Raises:
-            StateError: gradients that are not finite; the weights are still those of the last step.
+            StateError: gradients that are not finite; the weights are those of the previous step.
         """
         started = time.perf_counter()
         step, options = self._num_steps_done + 1, self._options
@@ -102,14 +105,14 @@ class SftLoop(Resumable[StepReport]):
         return distill_objective(options.distill, self._teacher, plain)
 
     def state(self) -> dict[str, Any]:
-        """Step number and optimiser state."""
+        """Return the step number and optimizer state."""
         return {"num_steps_done": self._num_steps_done, "optimizer": self._updater.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state` of a loop over the same parameters.
+        """Resume from the `state` of a loop over the same parameters.
 
         Raises:
-            StateError: the state is of a model with other parameters.
+            StateError: the state belongs to a model with other parameters.
         """
         self._updater.load_state(state["optimizer"])
         self._num_steps_done = state["num_steps_done"]
@@ -125,5 +128,5 @@ def _check_lengths(model: nn.Module | None, tasks: Sequence[TrainingTask]) -> No
             limit,
             what=f"a sequence of task {task_id!r} with {length} tokens",
             fix=f"{num_long} of {len(lengths)} are too long: set data.max_length = {limit} and data.overlong = "
-            '"cut" or "drop", or take a model that reads more',
+            '"cut" or "drop", or use a model with more positions',
         )

@@ -1,7 +1,7 @@
-"""Models that several users train on one base model: adapters on its weights, or weights of their own.
+"""Models that several users train on one base model: adapters on its weights, or separate weights.
 
 A trainee adds gradients of sequences with targets, updates by AdamW, and is saved and loaded whole. An error leaves its
-gradients, weights and optimizer as they were.
+gradients, weights and optimizer unchanged.
 """
 
 import copy
@@ -28,13 +28,13 @@ from treering.train.target_losses import LossKind, Numbers
 from treering.train.targets import TargetScores, score_targets
 
 LORA_ALPHA = 32
-"""Adapters are scaled by alpha / rank, whatever their rank."""
+"""Alpha of the adapters, which are scaled by alpha / rank at any rank."""
 OPTIMIZER_FILE = "optimizer.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraineeOptions:
-    """LoRA of a rank on some kinds of layers; rank 0 trains all weights."""
+    """LoRA rank, and the kinds of layers with adapters; rank 0 trains all weights."""
 
     rank: int
     train_mlp: bool = True
@@ -43,34 +43,34 @@ class TraineeOptions:
     seed: int | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint says of it."""
+        """Return the entries about it in a checkpoint."""
         return asdict(self)
 
 
 class SharedBase:
-    """A frozen model, and copies of it that share its weights.
+    """Frozen model whose copies share its weights.
 
     Example: two trainees of rank 8 on a model of 540 MB hold two sets of adapters, and the 540 MB once.
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """`name`: what users call it."""
+        """Wrap a model; `name` is its name for users."""
         self.model, self.name = model.eval().requires_grad_(False), name
         self.checksum = weights_checksum(model)
         self._lock = threading.Lock()
 
     def copy(self, options: TraineeOptions) -> PreTrainedModel:
-        """A model with new adapters on the base weights, or for rank 0 with weights of its own.
+        """Return a model with new adapters on the base weights, or with its own weights for rank 0.
 
         Raises:
-            InputError: the model has no linear module of the kinds asked for.
+            InputError: the model has no linear module of the requested kinds.
         """
         if options.rank == 0:
             own: PreTrainedModel = copy.deepcopy(self.model)
             return own.requires_grad_(True)
         names = self._targets(options)
         if not names and not options.train_unembed:
-            raise InputError("adapters are trained on one kind of layers at least, and none is asked for; add one")
+            raise InputError("adapters need at least one kind of layers to train, got none; add one")
         shared = [*self.model.parameters(), *self.model.buffers()]
         own = copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared})
         lora = LoraOptions(rank=options.rank, alpha=LORA_ALPHA, target_modules=tuple(names))
@@ -92,7 +92,7 @@ class SharedBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetDatum:
-    """A sequence with the tokens that are scored at its states, and what its loss reads."""
+    """Sequence with the target tokens scored at its states, and the inputs of its loss."""
 
     tokens: Int32Array
     """[T]"""
@@ -104,36 +104,36 @@ class TargetDatum:
     settings: Numbers
 
     def value(self, logprobs: Tensor) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         inputs = {name: values.to(logprobs) for name, values in self.inputs.items()}
         return self.loss.value(logprobs, inputs, self.settings)
 
 
 class Trainee:
-    """A model with its optimizer."""
+    """Model with its own optimizer."""
 
     def __init__(
         self, base: SharedBase, options: TraineeOptions, *, max_tokens: int | None = None, shares: bool = True
     ) -> None:
-        """`max_tokens`: distinct tokens computed at one time; `shares`: off computes every datum alone."""
+        """Set `max_tokens`, the distinct tokens computed at once; `shares=False` computes every datum separately."""
         self.options, self._max_tokens, self._shares = options, max_tokens, shares
         self.model = base.copy(options)
         self.weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0)
         self.num_changes = 0
-        """Updates and loads so far: names the present weights."""
+        """Count of updates and loads so far; identifies the current weights."""
 
     def add_gradients(self, data: Sequence[TargetDatum]) -> TargetScores:
-        """Scores data as one forest, and adds the gradients of their losses to earlier ones.
+        """Score data as one forest, and add the gradients of their losses to earlier ones.
 
         Raises:
-            StateError: a loss that is no finite number; no gradient has been added then.
+            StateError: a loss that is not finite; no gradient has been added.
         """
         with _whole_gradients(self.weights):
             return self._score(data, trains=True)
 
     def score(self, data: Sequence[TargetDatum]) -> TargetScores:
-        """The same without gradients."""
+        """Score data as one forest, without gradients."""
         return self._score(data, trains=False)
 
     def _score(self, data: Sequence[TargetDatum], *, trains: bool) -> TargetScores:
@@ -156,10 +156,10 @@ class Trainee:
             )
 
     def step(self, params: Mapping[str, float]) -> float:
-        """Updates the weights by AdamW with these numbers, and drops the gradients; returns their norm.
+        """Update the weights by AdamW with these numbers, drop the gradients, and return their norm.
 
         Raises:
-            StateError: gradients that are no finite numbers; they are dropped, and weights stay as they are.
+            StateError: gradients that are not finite; they are dropped, and the weights are unchanged.
         """
         for group in self.optimizer.param_groups:
             group.update(lr=params["learning_rate"], betas=(params["beta1"], params["beta2"]))
@@ -168,7 +168,7 @@ class Trainee:
         norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), limit))
         try:
             if not norm < float("inf"):
-                raise StateError(f"gradients are finite numbers, and their norm is {norm}; lower the learning rate")
+                raise StateError(f"gradients must be finite, and their norm is {norm}; lower the learning rate")
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
@@ -176,11 +176,11 @@ class Trainee:
         return norm
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the trained weights by name."""
+        """Return a copy of the trained weights by name."""
         return {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def save(self, folder: Path, *, with_optimizer: bool) -> None:
-        """Writes the files of a checkpoint into a folder, as Hugging Face and PEFT read it.
+        """Write the files of a checkpoint into a folder, in the format of Hugging Face and PEFT.
 
         Raises:
             StateError: the disk is full, or the folder cannot be written.
@@ -197,10 +197,10 @@ class Trainee:
                 torch.save(state, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path, *, with_optimizer: bool) -> None:
-        """Continues from a checkpoint, bitwise with its optimizer, which else begins anew; gradients are dropped.
+        """Continue from a checkpoint and drop the gradients; bitwise with its optimizer, else with a new one.
 
         Raises:
-            StateError: it is of another model, or holds what cannot be read.
+            StateError: the checkpoint belongs to another model, or cannot be read.
         """
         try:
             state = torch.load(folder / OPTIMIZER_FILE, weights_only=True) if with_optimizer else None
@@ -218,7 +218,7 @@ class Trainee:
 
 @contextmanager
 def _whole_gradients(weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Adds the gradients of the block to earlier ones at its end, and none of them if it raises."""
+    """Add the gradients of the block to earlier ones at its end, or none of them if it raises."""
     before = {name: weight.grad for name, weight in weights.items()}
     for weight in weights.values():
         weight.grad = None

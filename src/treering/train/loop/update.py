@@ -1,4 +1,4 @@
-"""One optimizer update: the gradients of a batch, clipped, applied by AdamW at the step's learning rate."""
+"""One optimizer update: clip the gradients of a batch, and apply AdamW at the step's learning rate."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ _FUSED_DEVICES = ("cpu", "cuda")
 
 
 def learning_rate_at(step: int, options: OptimOptions) -> float:
-    """The learning rate of one optimizer step; steps count from 1.
+    """Return the learning rate of an optimizer step; steps count from 1.
 
     Example: learning_rate 1.0, warmup_steps 4, cosine to 0 at num_steps 8 gives 0.25, 0.5, 0.75, 1.0, 0.854, 0.5,
     0.146, 0.0; linear gives 0.75, 0.5, 0.25, 0.0 in the last four.
@@ -42,15 +42,17 @@ def learning_rate_at(step: int, options: OptimOptions) -> float:
 
 
 def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of a model: matrices with weight decay, vectors and scalars without.
+    """Build AdamW over a model's trainable parameters: matrices with weight decay, vectors and scalars without.
 
     Raises:
-        ConfigError: no parameter is trainable, or a falling rate without the steps of the run.
+        ConfigError: no parameter is trainable, or a falling learning rate without the number of steps.
 
-    Example: a linear layer with weight [3, 2] and bias [3] gets two groups, of decay `weight_decay` and 0.
+    Example: a linear layer with weight [3, 2] and bias [3] gets two groups, with decay `weight_decay` and 0.
     """
     if options.schedule != "constant" and options.num_steps is None:
-        raise ConfigError(f"a {options.schedule} schedule ends with the run, got num_steps=None; give its steps")
+        raise ConfigError(
+            f"a {options.schedule} schedule ends with the run, got num_steps=None; set the number of steps"
+        )
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     if not trainable:
         raise ConfigError(f"{type(model).__name__} has no parameter with requires_grad=True to train; unfreeze some")
@@ -69,17 +71,17 @@ def make_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets the rate of every parameter group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients so that their global L2 norm is at most `max_norm`; return the norm before.
 
     Args:
-        parameters: those without a gradient are skipped.
-        max_norm: 0 never clips.
+        parameters: parameters; those without a gradient are skipped.
+        max_norm: upper bound; 0 never clips.
 
     Raises:
         StateError: a gradient is NaN or infinite; the parameters are unchanged.
@@ -90,7 +92,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     norm = _global_norm(gradients)
     if not math.isfinite(norm):
         raise StateError(
-            f"a step needs finite gradients, and their norm is {norm}; begin a run in another folder (run.dir=...) "
+            f"a step needs finite gradients, and their norm is {norm}; start a run in another folder (run.dir=...) "
             "with a lower learning_rate, a longer warm-up or without bad data, since a resumed run keeps its settings"
         )
     if 0 < max_norm < norm:
@@ -111,7 +113,7 @@ def _global_norm(gradients: list[Tensor]) -> float:
 
 
 def _alike(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Group gradients by what one kernel takes together: the class (whole or sharded), device and dtype."""
+    """Group gradients that one kernel can take together: same class (whole or sharded), device and dtype."""
     groups: dict[object, list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault((type(gradient), gradient.device, gradient.dtype), []).append(gradient)
@@ -120,22 +122,22 @@ def _alike(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The result of one update.
+    """Result of one update.
 
     Attributes:
-        loss: the objective before the update, router losses added.
+        loss: the objective before the update, plus router losses.
         grad_norm: global L2 norm before clipping.
-        learning_rate: used by the update.
-        num_trees: tasks, each one tree.
-        num_branches: sequences.
+        learning_rate: learning rate of the update.
+        num_trees: number of tasks, each one tree.
+        num_branches: number of sequences.
         num_loss_tokens: trained tokens, counted per branch (as in the loss's denominator).
         num_branch_tokens: flat tokens.
-        num_tokens: computed tokens; with layout "packed" all flat tokens.
+        num_tokens: computed tokens; all flat tokens with layout "packed".
         num_micro_batches: micro-batches and partitions.
         num_recomputed_tokens: tokens computed a second time because their activations did not fit into memory.
         peak_memory_bytes: peak memory that torch has allocated on the CUDA device so far; None on CPU.
         metrics: averages of the objective's and the routers' metrics.
-        notes: what was decided in this update, a sentence each, for people.
+        notes: decisions taken in this update, one sentence each, for the user.
     """
 
     loss: float
@@ -158,7 +160,7 @@ class Update:
         return 1.0 - (self.num_tokens + self.num_recomputed_tokens) / self.num_branch_tokens
 
     def values(self) -> dict[str, float]:
-        """Values under the names of `treering.metrics`."""
+        """Return the values under the names of `treering.metrics`."""
         own: dict[str, float] = {f"train/{name}": value for name, value in self.metrics.items()}
         if self.peak_memory_bytes is not None:
             own[metrics.PEAK_MEMORY_BYTES] = self.peak_memory_bytes
@@ -176,7 +178,7 @@ class Update:
 
 
 def combined(updates: Sequence[Update]) -> Update:
-    """The updates of a step as one: counts add up, the rest are means, of metrics by trained tokens.
+    """Combine the updates of a step: counts add up, the rest are means; metrics are weighted by trained tokens.
 
     Example: updates with the losses 0.1 and 0.3 on 40 flat tokens each have the loss 0.2 on 80.
     """
@@ -195,7 +197,7 @@ def combined(updates: Sequence[Update]) -> Update:
 
 
 class Updater:
-    """A model and its optimizer.
+    """Trainer of a model with its optimizer.
 
     Example:
         >>> updater = Updater(model, OptimOptions(learning_rate=1e-4), ComputeOptions())     # doctest: +SKIP
@@ -211,13 +213,13 @@ class Updater:
         *,
         group: RankGroup | None = None,
     ) -> None:
-        """Sets training mode, gradient checkpointing and layers as the options say.
+        """Set training mode, gradient checkpointing and layers as the options say.
 
         Args:
-            model: prepared, if several ranks train it.
-            optim: of the optimizer.
-            compute: of the gradients.
-            group: the ranks that train the model; None for one.
+            model: a prepared model, if several ranks train it.
+            optim: options of the optimizer.
+            compute: options of the gradient computation.
+            group: ranks that train the model; None for one.
 
         Raises:
             ConfigError: no parameter of the model is trainable.
@@ -241,9 +243,9 @@ class Updater:
         router_losses: RouterLosses | None = None,
         on_progress: OnProgress | None = None,
     ) -> Update:
-        """Updates the weights once, at the learning rate of `step`; the batch is this rank's share of the step's tasks.
+        """Update the weights once, at the learning rate of `step`; the batch is this rank's share of the step's tasks.
 
-        `on_progress` hears how far the gradients are, see `backward`.
+        `on_progress` is called as gradients are computed; see `backward`.
 
         Raises:
             InputError, UnsupportedError: see `backward`.
@@ -294,14 +296,14 @@ class Updater:
         )
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state: tensors and numbers."""
+        """Return the optimizer's state: tensors and numbers."""
         return self._optimizer.state_dict()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Resumes from a `state` of an updater over the same parameters.
+        """Resume from the `state` of an updater over the same parameters.
 
         Raises:
-            StateError: the state is of a model with other parameters.
+            StateError: the state belongs to a model with other parameters.
         """
         try:
             self._optimizer.load_state_dict(self._sharded(state))
@@ -312,7 +314,7 @@ class Updater:
             ) from error
 
     def _sharded(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with whole tensors, as one rank saves them, sharded like their weights."""
+        """Shard a state with whole tensors, as one rank saves them, like the weights."""
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         sharded = {
             number: {name: shard_like(value, weight) for name, value in state["state"][number].items()}

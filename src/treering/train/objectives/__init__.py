@@ -12,7 +12,7 @@ from treering.config.objective_names import check_name, registered
 
 
 def find_objective(name: str) -> Callable[..., Any]:
-    """The function of an objective that can train rollouts.
+    """Return the function of an objective that can train rollouts.
 
     Raises:
         ConfigError: see `check_name`.

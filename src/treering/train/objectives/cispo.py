@@ -1,4 +1,4 @@
-"""CISPO: the clipped ratio of each token as a constant weight of its log-probability."""
+"""CISPO: the clipped ratio of each token as a constant weight of its log-prob."""
 
 from typing import Unpack
 
@@ -19,13 +19,13 @@ def cispo(
     divisor: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> Objective:
-    """CISPO: -clip(r, 1 - low, 1 + high) A logp per token, with the clipped ratio detached.
+    """Build the CISPO objective: -clip(r, 1 - low, 1 + high) A logp per token, with the clipped ratio detached.
 
-    `r = exp(logp - old_logp)` (arXiv 2506.13585, equations 4 and 5). As in the paper there is no lower bound by default
-    (low = 1), and the mean is over all tokens; the paper tunes the upper bound without naming it, and 1 + high = 5 is
-    common. Without `old_logprobs` the weight is 1. Other arguments and errors as in `grpo`.
+    `r = exp(logp - old_logp)` (arXiv 2506.13585, equations 4 and 5). As in the paper, there is no lower bound by
+    default (low = 1), and the mean is over all tokens; the paper tunes the upper bound without giving it, and 1 + high
+    = 5 is common. Without `old_logprobs` the weight is 1. For other arguments and errors, see `grpo`.
 
-    Metrics: ratio, approx_kl; clip_low and clip_high, the share of tokens whose weight is bounded.
+    Metrics: ratio, approx_kl; clip_low and clip_high, the share of tokens whose weight is clipped.
 
     Example: one trained token with logp -1.0, old -3.0 (r = 7.389) and A = 2 gives -5 * 2 * -1.0 = 10, and the gradient
     -10 with respect to logp.

@@ -17,9 +17,9 @@ def dapo(
     divisor: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> Objective:
-    """DAPO's loss: the clipped surrogate of `grpo` with a higher upper clip and the mean over all tokens.
+    """Build the DAPO objective: the clipped surrogate of `grpo` with a higher upper clip and the mean over all tokens.
 
-    (arXiv 2503.14476, sections 3.1 and 3.3.) Arguments and errors as in `grpo`.
+    See arXiv 2503.14476, sections 3.1 and 3.3; for arguments and errors, `grpo`.
 
     Example: one trained token with logp -1.0, old -1.5 (r = 1.649) and A = 2 gives -min(3.297, 1.28 * 2) = -2.56.
     """

@@ -37,34 +37,35 @@ def distill(
     added_to: Objective | None = None,
     weight: float = 1.0,
 ) -> Objective:
-    """Distillation from a teacher of the same vocabulary (GKD, arXiv 2306.13649).
+    """Build a distillation objective for a teacher with the same vocabulary (GKD, arXiv 2306.13649).
 
-    A divergence depends on the tokens before it alone, so on a forest teacher and student are each computed once per
-    distinct token, and so is the divergence; the weights of branches add up.
+    A divergence depends only on the tokens before it. So on a forest, teacher, student and divergence are each computed
+    once per distinct token, and the weights of branches add up.
 
     Args:
-        teacher: a model, which runs on the same forests without gradients; or its k most likely tokens for K branches,
-            a pair (ids, log-probs) [tokens, k] each, entry t of the distribution that token t was drawn from (see
-            `TeacherTopK.of_branches`). Branches must agree where they share a state.
+        teacher: a model, which runs on the same forests without gradients; or its k likeliest tokens for K branches:
+            one pair (ids, log-probs) [tokens, k] each, whose entry t is the distribution that token t was drawn from
+            (see `TeacherTopK.of_branches`). Branches must agree where they share a state.
         divergence: forward_kl is KL(teacher, student), reverse_kl KL(student, teacher), jsd the generalised
             Jensen-Shannon divergence.
         beta: the teacher's weight in jsd's mixture, between 0 and 1; 0.5 by default.
-        top_k: compares the model's k most likely tokens, and all others as one outcome; None the whole vocabulary.
-        temperature: divides the logits of both; None takes that of `backward`. Given log-probs keep their own.
+        top_k: compare only the model's k likeliest tokens, and all others as one outcome; None compares the whole
+            vocabulary.
+        temperature: divides the logits of both; None uses that of `backward`. Given log-probs are not changed.
         loss_masks: K masks with one 0/1 entry per token (a sequence's first entry is ignored); None trains all tokens.
         normalizer: "token_mean" by default; see `Weighting`.
-        shared: "sum", the default, equals training every branch separately, "once" counts shared tokens once.
+        shared: "sum", the default, equals training every branch separately; "once" counts shared tokens once.
         divisor: for normalizer="constant".
         added_to: an objective with a term per token, to which `weight` times the divergence is added; its masks,
-            normaliser and convention hold for both.
+            normaliser and sharing convention apply to both.
         weight: factor of the divergence, positive.
 
     Raises:
         ConfigError: an unknown divergence, options that contradict each other, or `added_to` with terms of pairs.
         InputError: a teacher that is neither a model nor scores, or a temperature that is not positive.
 
-    Example: where the student knows nothing (q = 1/2, 1/2) and the teacher is sure (p = 1, 0), the forward KL of a
-    token is ln 2 = 0.693.
+    Example: if the student knows nothing (q = 1/2, 1/2) and the teacher is sure (p = 1, 0), the forward KL of a token
+    is ln 2 = 0.693.
     """
     distillation = Distillation(
         teacher=teacher if isinstance(teacher, nn.Module) else _given(teacher, top_k),
@@ -76,9 +77,9 @@ def distill(
     if temperature is not None:
         check_temperature(temperature)
     if top_k is not None and not is_count(top_k, least=1):
-        raise ConfigError(f"top_k is at least 1, got {top_k!r}; None takes the whole vocabulary")
+        raise ConfigError(f"top_k must be at least 1, got {top_k!r}; None compares the whole vocabulary")
     if not (isinstance(weight, int | float) and 0 < weight < float("inf")):
-        raise ConfigError(f"the weight of a divergence is a positive number, got {weight!r}; leave distill out for 0")
+        raise ConfigError(f"the weight of a divergence must be a positive number, got {weight!r}; remove distill for 0")
     if added_to is None:
         weighting = Weighting(normalizer=normalizer or "token_mean", shared=shared or "sum", divisor=divisor)
         plain = Objective(
@@ -108,17 +109,17 @@ def _nothing(entries: Entries) -> Terms:
 def _given(teacher: object, top_k: int | None) -> Any:
     if not isinstance(teacher, Sequence):
         raise InputError(
-            f"a teacher is a model, or one pair (ids, log-probs) per branch, got {type(teacher).__name__}: see "
+            f"a teacher must be a model, or one pair (ids, log-probs) per branch, got {type(teacher).__name__}; see "
             "treering.score"
         )
     if top_k is not None:
-        raise ConfigError(f"top_k chooses from a model's vocabulary, and given scores have their own k; got {top_k}")
+        raise ConfigError(f"top_k applies to a teacher that is a model, got {top_k} with given scores; remove it")
     return as_given_scores(teacher)
 
 
 def _checked_kind(divergence: str) -> DivergenceKind:
     if divergence not in get_args(DivergenceKind):
-        raise ConfigError(f"divergence is one of {', '.join(get_args(DivergenceKind))}, got {divergence!r}")
+        raise ConfigError(f"divergence must be one of {', '.join(get_args(DivergenceKind))}, got {divergence!r}")
     return divergence  # type: ignore[return-value]
 
 
@@ -126,20 +127,21 @@ def _checked_beta(divergence: str, beta: float | None) -> float:
     if beta is None:
         return 0.5
     if divergence != "jsd":
-        raise ConfigError(f'beta belongs to divergence="jsd" and only to it, got {beta!r} with {divergence!r}')
+        raise ConfigError(f'beta applies only to divergence="jsd", got {beta!r} with {divergence!r}')
     if not (isinstance(beta, int | float) and 0 < beta < 1):
         raise ConfigError(
-            f'beta of jsd lies between 0 and 1, got {beta!r}; its limits are divergence="forward_kl" and "reverse_kl"'
+            f'beta of jsd must be between 0 and 1, got {beta!r}; the limits are divergence="forward_kl", "reverse_kl"'
         )
     return float(beta)
 
 
 def _check_base(base: Objective, own: list[str]) -> None:
     if own:
-        raise ConfigError(f"added_to brings its own {', '.join(own)} for both losses: leave them out of distill")
+        raise ConfigError(f"added_to sets {', '.join(own)} for both losses; remove them from distill")
     if base.scope == "pair":
         raise ConfigError(
-            f"a divergence is added to a term per token, and {base.name} has one per pair: train it apart"
+            f"a divergence needs an objective with a term per token, and {base.name} has one per pair; train them "
+            "separately"
         )
     if base.distillation is not None:
-        raise ConfigError(f"{base.name} has a teacher already: one objective has one teacher")
+        raise ConfigError(f"an objective can have one teacher, and {base.name} has one already")

@@ -1,4 +1,4 @@
-"""DPO: preferences between two sequences, without a reward model and without sampling."""
+"""DPO: learn preferences between two sequences, without a reward model or sampling."""
 
 import math
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from treering.train.objective import (
 )
 
 Pairs = Sequence[tuple[int, int]] | Sequence[Sequence[int]] | NDArray[np.integer] | Tensor
-"""(chosen, rejected) numbers of branches: forests in order, then sequences."""
+"""(chosen, rejected) indices of branches: forests in order, then sequences."""
 
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo"]
-"""Of the margin m = beta * (log-ratio of the chosen - log-ratio of the rejected). sigmoid: -log sigmoid(m). hinge:
-max(0, 1 - m) (arXiv 2309.06657). ipo: ((m - 1/2) / beta)^2 (arXiv 2310.12036), with log-ratios that are sums."""
+"""Loss of the margin m = beta * (log-ratio of the chosen - log-ratio of the rejected). sigmoid: -log sigmoid(m). hinge:
+max(0, 1 - m) (arXiv 2309.06657). ipo: ((m - 1/2) / beta)^2 (arXiv 2310.12036), with summed log-ratios."""
 
 
 def dpo(
@@ -41,24 +41,24 @@ def dpo(
     loss_type: PreferenceLoss = "sigmoid",
     shared: Shared = "sum",
 ) -> Objective:
-    """Direct preference optimisation: -log sigmoid(beta * (log-ratio of chosen - of rejected)), averaged over pairs.
+    """Build the DPO objective: -log sigmoid(beta * (log-ratio of chosen - of rejected)), averaged over pairs.
 
-    A branch's log-ratio is the sum of its log-probs over its trained tokens, less the reference's (arXiv 2305.18290,
-    equation 7). Both branches of a pair usually share their prompt; mask it out to keep it out of both sums (it cancels
-    in the difference, but not in the metrics). A branch may be in many pairs.
+    The log-ratio of a branch is the sum of its log-probs over its trained tokens, less the reference's (arXiv
+    2305.18290, equation 7). The branches of a pair usually share their prompt; mask it out to keep it out of both sums
+    (it cancels in the difference, but not in the metrics). A branch may be in several pairs.
 
     Args:
-        pairs: P pairs of different branch numbers, (chosen, rejected).
+        pairs: P pairs of different branch indices, (chosen, rejected).
         loss_masks: K masks with one 0/1 entry per token (a sequence's first entry is ignored); None takes all tokens.
-        ref_logprobs: of a reference model, for each of K branches one number, the *sum* over its trained tokens, or a
-            list with one log-probability per token. None is reference-free: 0.
-        beta: how far the policy may stray from the reference; positive.
-        label_smoothing: the chance, below 0.5, that a label is wrong (conservative DPO); only for "sigmoid".
+        ref_logprobs: log-probs of a reference model: for each of K branches one number, the *sum* over its trained
+            tokens, or a list with one log-prob per token. None is reference-free: 0.
+        beta: penalty on distance from the reference; positive.
+        label_smoothing: probability, below 0.5, that a label is wrong (conservative DPO); only for "sigmoid".
         loss_type: see `PreferenceLoss`.
-        shared: "sum" only.
+        shared: only "sum".
 
     Raises:
-        InputError: invalid pairs; `backward` refuses a number that no branch has.
+        InputError: invalid pairs; `backward` refuses an index without a branch.
         ConfigError: an invalid option, label smoothing with another loss, or shared="once".
 
     Example: log-ratios 1.0 (chosen) and -1.0 (rejected) with beta=0.1 give -log sigmoid(0.2) = 0.598.
@@ -87,7 +87,7 @@ def dpo(
 
 
 def _log_ratios(entries: Entries) -> Float[Tensor, " B"]:
-    """The log-ratio of each branch; 0 if no token of it is trained."""
+    """Return the log-ratio of each branch; 0 if none of its tokens is trained."""
     if not entries.values:
         return branch_sums(entries.logprobs, entries.branch, entries.num_branches)
     # A branch's sum is repeated at each of its entries, so divide it by their number.
@@ -122,32 +122,32 @@ def _as_pairs(pairs: Pairs) -> NDArray[np.int64]:
     try:
         array = np.asarray(pairs)
     except ValueError as error:
-        raise InputError(f"pairs is a list of (chosen, rejected) branch numbers; it is ragged ({error})") from error
+        raise InputError(f"pairs must be (chosen, rejected) branch numbers, got a ragged list ({error})") from error
     if array.size == 0:
         return np.zeros((0, 2), np.int64)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
         raise InputError(
-            f"pairs is a list of (chosen, rejected) branch numbers, got {array.dtype} of shape {array.shape}"
+            f"pairs must be a list of (chosen, rejected) branch numbers, got {array.dtype} of shape {array.shape}"
         )
     if array.min() < 0:
         raise InputError(f"branches are numbered from 0, forests in order, then sequences, got {array.min()} in pairs")
     equal = np.flatnonzero(array[:, 0] == array[:, 1])
     if equal.size:
-        raise InputError(f"a pair holds two different branches, and pair {equal[0]} holds {array[equal[0], 0]} twice")
+        raise InputError(f"a pair needs two different branches, and pair {equal[0]} holds {array[equal[0], 0]} twice")
     return array.astype(np.int64)
 
 
 def _check(beta: float, label_smoothing: float, loss_type: PreferenceLoss, shared: Shared) -> None:
     if loss_type not in get_args(PreferenceLoss):
-        raise ConfigError(f"loss_type is one of {', '.join(get_args(PreferenceLoss))}, got {loss_type!r}")
+        raise ConfigError(f"loss_type must be one of {', '.join(get_args(PreferenceLoss))}, got {loss_type!r}")
     if not isinstance(beta, int | float) or not 0 < beta < math.inf:
-        raise ConfigError(f"beta is a positive number, got {beta!r}; 0.1 is common")
+        raise ConfigError(f"beta must be a positive number, got {beta!r}; 0.1 is common")
     if not isinstance(label_smoothing, int | float) or not 0 <= label_smoothing < 0.5:
-        raise ConfigError(f"label_smoothing is a number from 0 to below 0.5, got {label_smoothing!r}")
+        raise ConfigError(f"label_smoothing must be a number from 0 to below 0.5, got {label_smoothing!r}")
     if label_smoothing > 0 and loss_type != "sigmoid":
-        raise ConfigError(f'label_smoothing belongs to loss_type="sigmoid", got {loss_type!r}; leave it out')
+        raise ConfigError(f'label_smoothing applies only to loss_type="sigmoid", got {loss_type!r}; remove it')
     if shared != "sum":
         raise ConfigError(
-            'dpo takes shared="sum" only: it compares whole sequences, so a token that sequences share has no term of '
-            f"its own that could count once; got shared={shared!r}"
+            f'dpo supports only shared="sum", got shared={shared!r}; it compares whole sequences, so a shared token '
+            "has no term of its own to count once"
         )

@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO's surrogate, in which no sequence is divided by its own length."""
+"""Dr. GRPO: GRPO's surrogate without division by the length of a sequence."""
 
 from typing import Unpack
 
@@ -17,12 +17,12 @@ def dr_grpo(
     divisor: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> Objective:
-    """Dr. GRPO's loss: the clipped surrogate of `grpo`, in which no sequence is divided by its own length.
+    """Build the Dr. GRPO objective: the clipped surrogate of `grpo` without division by the length of a sequence.
 
-    The default normaliser is the paper's `sequence_sum`, terms summed in a sequence and averaged over sequences (arXiv
-    2503.20783, section 3). With a `divisor` it is `constant`, as in the paper's code, which divides by the longest
-    response that could be sampled. Its advantages are rewards less the group's mean, undivided by the deviation. Other
-    arguments and errors as in `grpo`.
+    The default normaliser is the paper's `sequence_sum`: terms are summed in a sequence and averaged over sequences
+    (arXiv 2503.20783, section 3). With a `divisor` it is `constant`, as in the paper's code, which divides by the
+    longest response that could be sampled. Its advantages are rewards minus the group's mean, not divided by the
+    deviation. For other arguments and errors, see `grpo`.
 
     Example: sequences of 1 and 3 trained tokens whose terms are all -2 give (-2 - 6) / 2 = -4, and with divisor=100
     -8 / 100 = -0.08.

@@ -19,10 +19,10 @@ from treering.train.policy_loss import (
 
 
 def mean_log_ratio(entries: Entries, old_logprobs: Float[Tensor, " F"]) -> Float[Tensor, " F"]:
-    """The mean of log r over each entry's branch, with a gradient of 1 in the entry's own log-prob alone.
+    """Return the mean of log r over each entry's branch, with a gradient of 1 in the entry's own log-prob only.
 
-    Summed over the T tokens of a sequence with one advantage, that is T times the gradient of the mean; it stays
-    correct if advantages differ from token to token.
+    Summed over the T tokens of a sequence with one advantage, the gradient is T times that of the mean; it stays
+    correct if advantages differ between tokens.
 
     Example: log-ratios [0.1, 0.3] of a branch have the value 0.2 at both.
     """
@@ -42,15 +42,15 @@ def gspo(
     divisor: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> Objective:
-    """Group sequence policy optimisation: -min(s A, clip(s, 1 - low, 1 + high) A) per sequence.
+    """Build the GSPO objective: -min(s A, clip(s, 1 - low, 1 + high) A) per sequence.
 
     `s = exp(mean of logp - old_logp over the sequence's trained tokens)` (arXiv 2507.18071, equations 5 to 7). It is
-    computed in the paper's token form (GSPO-token, equations 13 and 14), s at every token with the gradient of that
-    token's own log-prob. With one advantage per sequence both forms are equal, and the token form takes one advantage
-    per token too. Without `old_logprobs` s = 1. Other arguments and errors as in `grpo`.
+    computed in the paper's token form (GSPO-token, equations 13 and 14): s at every token, with the gradient of that
+    token's own log-prob. With one advantage per sequence both forms are equal; the token form also takes one advantage
+    per token. Without `old_logprobs`, s = 1. For other arguments and errors, see `grpo`.
 
     Raises:
-        ConfigError: as in `grpo`, and for shared="once".
+        ConfigError: see `grpo`; also shared="once".
 
     Example: a sequence with the log-ratios [0.0, 0.2] has s = exp(0.1) = 1.105; A = 2 gives -1.0004 * 2 = -2.0008.
     """

@@ -28,29 +28,29 @@ def ppo(
     divisor: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> Objective:
-    """Proximal policy optimisation: the clipped surrogate per token and, with `returns`, the loss of a value head.
+    """Build the PPO objective: the clipped surrogate per token and, with `returns`, the loss of a value head.
 
-    (arXiv 1707.06347, equations 7 and 9.) The value loss of a trained token is value_coefficient * (v - R)^2 / 2, where
-    v is the head's output at the state before the token. With `value_clip` it is the maximum of that and the same with
-    v clipped to [old_value - value_clip, old_value + value_clip]. Other arguments and errors as in `grpo`.
+    See arXiv 1707.06347, equations 7 and 9. The value loss of a trained token is value_coefficient * (v - R)^2 / 2,
+    where v is the head's output at the state before the token. With `value_clip` it is the maximum of that and the same
+    with v clipped to [old_value - value_clip, old_value + value_clip]. For other arguments and errors, see `grpo`.
 
     Args:
-        advantages: as in `grpo`; generalised advantage estimation gives one number per token.
-        loss_masks: as in `grpo`.
-        old_logprobs: as in `grpo`.
-        clip: as in `grpo`.
-        returns: K numbers, or K lists with one number per token: the target of the value of the state before it. Needs
-            a value head. None trains the policy only.
+        advantages: see `grpo`; generalised advantage estimation gives one number per token.
+        loss_masks: see `grpo`.
+        old_logprobs: see `grpo`.
+        clip: see `grpo`.
+        returns: K numbers, or K lists with one number per token: the target of the value at the state before it. Needs
+            a value head. None trains only the policy.
         value_coefficient: at least 0, 0.5 if None; needs `returns`.
-        old_values: K lists with one value per token, of the head when it sampled; needs `value_clip`.
+        old_values: K lists with one value per token, computed by the head at sampling time; needs `value_clip`.
         value_clip: how far a value may move, positive; needs `old_values`.
-        normalizer: see `Weighting`; of both losses.
+        normalizer: normaliser of both losses; see `Weighting`.
         shared: see `Weighting`.
         divisor: for normalizer="constant".
         **options: see `PolicyOptions`.
 
     Raises:
-        InputError: no masks.
+        InputError: masks or advantages are missing.
         ConfigError: an invalid clip, option or combination.
 
     Example: one trained token with r = 1, A = 2, v = 1 and R = 3 gives -2 + 0.5 * 4 / 2 = -1.
@@ -61,12 +61,12 @@ def ppo(
         raise ConfigError(f"{' and '.join(given)} belong to a value loss, which needs returns; give returns too")
     if (old_values is None) != (value_clip is None):
         missing = "old_values" if old_values is None else "value_clip"
-        raise ConfigError(f"a clipped value loss needs old_values and value_clip, got no {missing}; give both")
+        raise ConfigError(f"a clipped value loss needs old_values and value_clip, and {missing} is missing; give both")
     if value_clip is not None and not (isinstance(value_clip, int | float) and 0 < value_clip < math.inf):
-        raise ConfigError(f"value_clip is a positive number, got {value_clip!r}; None does not bound values")
+        raise ConfigError(f"value_clip must be a positive number, got {value_clip!r}; None does not bound values")
     coefficient = DEFAULT_COEFFICIENT if value_coefficient is None else value_coefficient
     if not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
-        raise ConfigError(f"value_coefficient is a finite number of at least 0, got {coefficient!r}")
+        raise ConfigError(f"value_coefficient must be a finite number of at least 0, got {coefficient!r}")
     of_policy = clipped(clip)
 
     def surrogate(entries: Entries, old: Tensor, advantages: Tensor) -> Terms:

@@ -1,4 +1,4 @@
-"""RLOO: a sequence is one action, whose ratio is the product of its tokens' ratios."""
+"""RLOO: a sequence is one action, and its ratio is the product of its tokens' ratios."""
 
 from typing import Unpack
 
@@ -18,9 +18,9 @@ from treering.train.policy_loss import (
 
 
 def summed_log_ratio(entries: Entries, old_logprobs: Float[Tensor, " F"]) -> Float[Tensor, " F"]:
-    """The sum of log r over each entry's branch, with gradient T (its trained tokens) in the entry's own log-prob.
+    """Return the sum of log r over each entry's branch, with gradient T (its trained tokens) in the entry's log-prob.
 
-    A term of it, divided by T and summed over the tokens, has the value and gradient of the sequence.
+    Divided by T and summed over the tokens, a term of it has the value and gradient of the sequence.
 
     Example: log-ratios [0.1, 0.3] of a branch have the value 0.4 at both.
     """
@@ -40,16 +40,16 @@ def rloo(
     divisor: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> Objective:
-    """REINFORCE leave-one-out: -A times the log-probability of the sequence, averaged over sequences.
+    """Build the RLOO objective: -A times the log-prob of the sequence, averaged over sequences.
 
-    (arXiv 2402.14740, section 3.) Without `old_logprobs` the terms are -A logp, summed in a sequence, and `clip` is not
-    used. With them the sequence is one action of ratio rho = exp(sum of logp - old_logp over its trained tokens), and
-    its loss is -min(rho A, clip(rho, 1 - low, 1 + high) A), as in TRL's RLOOTrainer. A token's share of the gradient is
-    then rho A logp', so advantages may differ from token to token, and at rho = 1 both forms have the same gradient.
-    Other arguments and errors as in `grpo`.
+    See arXiv 2402.14740, section 3. Without `old_logprobs` the terms are -A logp, summed in a sequence, and `clip` is
+    not used. With them the sequence is one action of ratio rho = exp(sum of logp - old_logp over its trained tokens),
+    and its loss is -min(rho A, clip(rho, 1 - low, 1 + high) A), as in TRL's RLOOTrainer. The share of a token in the
+    gradient is then rho A logp', so advantages may differ between tokens, and at rho = 1 both forms have the same
+    gradient. For other arguments and errors, see `grpo`.
 
     Raises:
-        ConfigError: as in `grpo`, and for shared="once" together with `old_logprobs`.
+        ConfigError: see `grpo`; also shared="once" together with `old_logprobs`.
 
     Example: a sequence with logp [-1, -2] and A = 2 gives 2 * 3 = 6. With old log-probs [-1.1, -2.0], rho = exp(0.1) =
     1.105 gives -2.210.
