@@ -139,10 +139,10 @@ def test_what_an_engine_cannot_sample_is_refused() -> None:
         TorchEngine(seeing, backend="fused")
     engine = TorchEngine(seeing, max_tokens=200)
     [first, *_] = requests("qwen2_5_vl")
-    with pytest.raises(InputError, match="no picture stands there"):
+    with pytest.raises(InputError, match="without an image"):
         engine.submit([replace(first, pictures=())])
     other = sequence(5, picture("internvl", 0), 6)
-    with pytest.raises(InputError, match="make pictures with the processor of this model"):
+    with pytest.raises(InputError, match="make images with the processor of this model"):
         engine.submit([replace(first, prompt=np.array(other.tokens), pictures=tuple(other.placed))])
     with pytest.raises(InputError, match="must continue after its images"):
         replace(first, prompt=first.prompt[:-2])

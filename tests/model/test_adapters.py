@@ -173,7 +173,7 @@ def with_own_layer() -> nn.Module:
         (lambda: adapted(peft.PveraConfig(**RANK)), "adapter pvera of PEFT at"),
         (
             lambda: adapted(LoraConfig(**RANK, monteclora_config=lora_config.MontecloraConfig())),
-            "adapter MontecloraLinearVariant at .*or on noise; use plain LoRA",
+            "adapter MontecloraLinearVariant at .*or by noise, .*; use plain LoRA",
         ),
         (
             lambda: adapted(LoraConfig(**RANK, velora_config=lora_config.VeloraConfig(num_groups=4))),

@@ -144,7 +144,7 @@ def test_a_plain_call_inside_the_block_is_refused() -> None:
 def test_a_block_inside_a_block_is_refused_and_leaves_the_outer_one_whole() -> None:
     model = build_float64()
     with tree_attention(model):
-        with pytest.raises(StateError, match="inside tree_attention already"), tree_attention(model, "reference"):
+        with pytest.raises(StateError, match="already inside tree_attention"), tree_attention(model, "reference"):
             pass
         assert forward(model, FOREST).logprobs.shape == (FOREST.num_tokens,)
 
@@ -283,9 +283,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "images": (
         lambda: retyped("paligemma", picture_models.build("gemma3")),
-        "model type 'paligemma' takes images and is not supported; supported are qwen2_5_vl, .* its language model out",
+        "model type 'paligemma' takes images and is not supported; supported are qwen2_5_vl, .* extract its language model",
     ),
-    "attention to what follows": (lambda: build("gemma3", use_bidirectional_attention=True), "what follows it"),
+    "attention to what follows": (lambda: build("gemma3", use_bidirectional_attention=True), "attend to later tokens"),
     "noisy routers": (lambda: build("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 would give"),
     "dynamic rope of one layer type": (dynamic_in_one_type, "rope_type 'dynamic' scales with the length"),
     "dynamic rope": (
@@ -293,18 +293,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "rope_type 'dynamic' scales with the length",
     ),
     "longrope": (longrope, "rope_type 'longrope' scales with the length"),
-    "a forward of its own": (own_forward, "Capped has a forward of its own.*use LlamaForCausalLM"),
-    "a configuration of its own": (of_its_own_kind, "Model has a configuration of its own, Config"),
+    "a forward of its own": (own_forward, "Capped overrides forward.*use LlamaForCausalLM"),
+    "a configuration of its own": (of_its_own_kind, "Model has its own configuration class, Config"),
     "a forward hook": (hooked, "Qwen3ForCausalLM has a forward hook"),
     "another head": (other_head, "output head Sequential of model type 'qwen3' is not a plain linear layer"),
     "attention dropout": (lambda: build(attention_dropout=0.1), "attention_dropout=0.1 in training mode"),
-    "LoRA dropout": (with_dropout, r"lora_dropout.*p=0.1 in training mode: set it to 0"),
+    "LoRA dropout": (with_dropout, r"lora_dropout.*p=0.1 in training mode; set it to 0"),
     "prefix tuning": (prefix_tuned, "PrefixTuningConfig adds virtual tokens"),
     "aLoRA": (
         adapted(LoraConfig(task_type="CAUSAL_LM", target_modules=Q, alora_invocation_tokens=[1])),
         "adapter ALoraLinearVariant at .*use plain LoRA",
     ),
-    "Poly": (adapted(PolyConfig(task_type="CAUSAL_LM", target_modules=Q)), "PolyModel has a forward of its own"),
+    "Poly": (adapted(PolyConfig(task_type="CAUSAL_LM", target_modules=Q)), "PolyModel has its own forward"),
     "dropped ranks": (adapted(LoHaConfig(target_modules=Q, rank_dropout=0.1)), r"q_proj' has rank_dropout=0\.1"),
     "dropped rotations": (
         adapted(OFTConfig(target_modules=Q, r=2, oft_block_size=0, module_dropout=0.1)),

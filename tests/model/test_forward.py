@@ -81,11 +81,11 @@ def test_an_empty_forest_gives_empty_outputs_and_single_tokens_give_zeros() -> N
 
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_no_forest_no_token_or_no_option_is_refused_with_the_value() -> None:
-    with pytest.raises(InputError, match=r"expected a Forest, got list: make one with Forest\.from_sequences"):
+    with pytest.raises(InputError, match=r"expected a Forest, got list; make one with Forest\.from_sequences"):
         forward(MODEL, [[1, 2]])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="temperature must be a positive number, got '1'"):
         forward(MODEL, Forest.from_sequences([[0]]), temperature="1")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="entropy_of is one of all, none, got 'some'"):
+    with pytest.raises(ConfigError, match="entropy_of must be one of all, none, got 'some'"):
         forward(MODEL, Forest.from_sequences([[0]]), entropy_of="some")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=f"token id {VOCAB + 3} at packed index 1 is outside.*vocabulary of {VOCAB}"):
         forward(MODEL, Forest.from_sequences([[0, VOCAB + 3]]))

@@ -66,12 +66,12 @@ def test_gradients_are_those_of_the_stock_model(family: str, side: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"mm_token_type_ids": None}, "was not given: pass on what the processor returns"),
-        ({"mm_token_type_ids": torch.ones(4, 25, dtype=torch.int64)}, "sequence 0 of the batch has it elsewhere"),
+        ({"mm_token_type_ids": None}, "was not given; pass on what the processor returns"),
+        ({"mm_token_type_ids": torch.ones(4, 25, dtype=torch.int64)}, "sequence 0 of the batch differs"),
         ({"image_grid_thw": None}, "image_grid_thw, which was not given"),
         ({"pixel_values_videos": torch.zeros(1, 1)}, "video is not supported"),
-        ({"position_ids": torch.zeros(4, 1)}, "positions follow from pictures"),
-        ({"pixel_values": None}, "no picture stands there"),
+        ({"position_ids": torch.zeros(4, 1)}, "positions follow from images"),
+        ({"pixel_values": None}, "without an image"),
     ],
 )
 def test_what_a_forest_does_not_follow_is_refused(change: dict[str, Tensor | None], reason: str) -> None:
@@ -86,7 +86,7 @@ def test_rows_that_are_cut_are_refused() -> None:
     model = build("qwen2_5_vl")
     batch = padded(model, rows_of("qwen2_5_vl"), "right")
     patch(model)
-    with pytest.raises(InputError, match="were rows cut"):
+    with pytest.raises(InputError, match="check if rows were cut"):
         model(
             **{name: each if name in ("pixel_values", "image_grid_thw") else each[:2] for name, each in batch.items()}
         )

@@ -119,5 +119,5 @@ def test_the_limit_of_positions_is_that_of_the_configuration_inside_any_wrapper(
 def test_the_last_position_is_allowed_and_the_next_one_is_not() -> None:
     check_positions(32, 32, what="this", fix="cut it")
     check_positions(10**9, None, what="this", fix="cut it")
-    with pytest.raises(InputError, match="the model reads 32 positions, and this goes beyond; cut it"):
+    with pytest.raises(InputError, match="the model has 32 positions, and this goes beyond; cut it"):
         check_positions(33, 32, what="this", fix="cut it")

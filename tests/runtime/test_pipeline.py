@@ -171,7 +171,7 @@ def test_invalid_arguments_are_refused_before_any_process_starts() -> None:
         pipeline(num_steps=1, reward_time_limit_s=0.0)
     with pytest.raises(ConfigError, match="num_workers"):
         pipeline(num_steps=1, num_workers=0)
-    with pytest.raises(InputError, match="prompt 'p2': the model reads 15 positions"):
+    with pytest.raises(InputError, match="prompt 'p2': the model has 15 positions"):
         pipeline(FewPositions(), num_steps=1)
     with pytest.raises(InputError, match="at least one prompt"):
         pipeline(TinyRecipe(task=partial(TinyTask, 0)), num_steps=1)

@@ -1,9 +1,8 @@
-"""The only place that patches a model: inside `tree_attention`, attention follows the forest, not the packed order.
+"""The only module that patches a model: inside `tree_attention`, attention follows the forest, not the packed order.
 
-The patch is small and undone on exit: the name of the attention implementation, one hook per layer that passes the
-layer its forest, and the checkpointing functions. The layout travels to the layers as their `attention_mask`, so a
-recompute by any other attention implementation fails (see `TreeLayout.__torch_function__`) instead of using a wrong
-mask.
+The patch is small and undone on exit: the name of the attention implementation, one hook per layer that passes it the
+forest, and the checkpointing functions. The layout reaches the layers as their `attention_mask`, so a recompute by any
+other attention implementation fails (see `TreeLayout.__torch_function__`) instead of using a wrong mask.
 """
 
 import threading
@@ -31,13 +30,13 @@ _OWNER = "_tree_attention_owner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeContext:
-    """What a `tree_attention` block has set up.
+    """State that a `tree_attention` block has set up.
 
     Attributes:
-        backend: that computes attention.
-        reason: why it was chosen, in words.
-        prepare: makes a forest's tables before compiled layers run, which then have no break for it; the decoder's hook
-            calls it, or whoever calls the decoder's forward without its hooks.
+        backend: name of the attention backend.
+        reason: why it was chosen, as text.
+        prepare: builds a forest's tables before compiled layers run, so that they need no graph break; called by the
+            decoder's hook, or by a caller of the decoder's forward without its hooks.
     """
 
     backend: Backend
@@ -47,7 +46,7 @@ class TreeContext:
 
 @contextmanager
 def tree_attention(model: nn.Module | TreeModel, backend: str = "auto") -> Iterator[TreeContext]:
-    """Routes a model's attention through the forest that `forward` gives it; restores the model on exit.
+    """Route a model's attention through the forest that `forward` gives it; restore the model on exit.
 
     Gradients of a forward stay exact after the block has exited, with Hugging Face's gradient checkpointing in both
     modes; any other recompute raises instead of using the wrong mask.
@@ -58,10 +57,9 @@ def tree_attention(model: nn.Module | TreeModel, backend: str = "auto") -> Itera
         backend: "auto", or a name from `treering.attention.BACKENDS`.
 
     Raises:
-        UnsupportedError: a layer, head, position encoding, dropout or hook on the embedding that would not be exact;
-            names it.
+        UnsupportedError: a layer, head, position encoding, dropout or embedding hook that would not be exact; names it.
         ConfigError: an unknown backend.
-        StateError: the model is already inside such a block.
+        StateError: the model is already inside a `tree_attention` block.
 
     Example:
         >>> with tree_attention(model) as active:       # doctest: +SKIP
@@ -96,9 +94,9 @@ def tree_attention(model: nn.Module | TreeModel, backend: str = "auto") -> Itera
 
 
 def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> AttentionShape:
-    """Return the heads of a model with weights of a dtype, and the dtype in which its attention is computed.
+    """Return the heads of a model with weights of the given dtype, and the dtype in which its attention is computed.
 
-    Example: under bfloat16 autocast a float32 model has the dtype bfloat16.
+    Example: under bfloat16 autocast a float32 model computes attention in bfloat16.
     """
     num_heads: int = config.num_attention_heads
     return AttentionShape(
@@ -112,7 +110,7 @@ def attention_shape(config: PreTrainedConfig, device: torch.device, dtype: torch
 
 
 def working_dtype(module: nn.Module) -> torch.dtype:
-    """Return the coarsest dtype of a module's weights, quantised ones left out: embeddings and norms may be in float32."""
+    """Return the coarsest dtype of a module's unquantised weights; embeddings and norms may be in float32."""
     dtypes = {weight.dtype for weight in module.parameters() if weight.is_floating_point() and weight.itemsize > 1}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
@@ -121,13 +119,13 @@ def is_active(parts: TreeModel) -> bool:
     """Return whether the model is inside a `tree_attention` block of this thread.
 
     Raises:
-        StateError: it is inside a block of another thread, which could exit at any moment.
+        StateError: the model is inside a block of another thread, which could exit at any moment.
     """
     owner = parts.decoder.__dict__.get(_OWNER)
     if owner is None:
         return False
     if owner.thread != threading.get_ident():
-        raise StateError("the model is inside tree_attention in another thread: use one thread, or a copy of the model")
+        raise StateError("the model is inside tree_attention in another thread; use one thread, or a copy of the model")
     return True
 
 
@@ -141,7 +139,7 @@ def _owned(parts: TreeModel) -> Iterator[None]:
     """Mark the model as patched by this block; `setdefault` makes the claim atomic between threads."""
     mine = _Owner(thread=threading.get_ident())
     if parts.decoder.__dict__.setdefault(_OWNER, mine) is not mine:
-        raise StateError("the model is inside tree_attention already: leave that block before entering another one")
+        raise StateError("the model is already inside tree_attention; leave that block before entering another one")
     try:
         yield
     finally:
@@ -149,7 +147,7 @@ def _owned(parts: TreeModel) -> Iterator[None]:
 
 
 def _configs(parts: TreeModel) -> list[PreTrainedConfig]:
-    """Return the model's configuration, and the copies that layers have after PEFT's `layer_replication`."""
+    """Return the model's configuration, and the copies in layers that PEFT's `layer_replication` made."""
     held = (module.__dict__.get("config") for layer in parts.layers for module in layer.modules())
     copies = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}
     return list({id(parts.config): parts.config, **copies}.values())
@@ -170,7 +168,7 @@ def _implementation(configs: list[PreTrainedConfig], name: str) -> Iterator[None
 def _pass_layout(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     kwargs = _with_layout_as_mask(kwargs)
     if not isinstance(kwargs.get("attention_mask"), TreeLayout):
-        raise StateError("the model was called inside tree_attention without a forest: call treering.forward instead")
+        raise StateError("the model was called inside tree_attention without a forest; call treering.forward instead")
     return args, kwargs
 
 
@@ -184,11 +182,11 @@ def _prepare_first(
 
 
 def _prepare_nothing(layout: TreeLayout) -> None:
-    """Of backends that compiled layers leave their graph for."""
+    """Do nothing, for backends that compiled layers call outside their graphs."""
 
 
 def _prepare_flash(layout: TreeLayout, *, parts: TreeModel, shape: AttentionShape) -> None:
-    """Check the backend and makes its tables."""
+    """Check the backend and build its tables."""
     mixers = [mixer for layer in parts.layers for mixer in layer.modules() if hasattr(mixer, "layer_idx")]
     for window in {getattr(mixer, "sliding_window", None) for mixer in mixers}:
         has_sinks = any(hasattr(mixer, "sinks") for mixer in mixers)
@@ -223,7 +221,7 @@ def _route_checkpoints(parts: TreeModel, configs: list[PreTrainedConfig], name: 
 
 
 def _route_wrappers(parts: TreeModel, configs: list[PreTrainedConfig], name: str, undo: ExitStack) -> None:
-    """Return the same for torch's `checkpoint_wrapper`, by which Accelerate checkpoints the layers of FSDP2."""
+    """Do the same for torch's `checkpoint_wrapper`, by which Accelerate checkpoints the layers of FSDP2."""
     wrappers: list[Any] = [module for layer in parts.layers for module in layer.modules()]
     for wrapper in wrappers:
         original = vars(wrapper).get("checkpoint_fn")
@@ -235,9 +233,9 @@ def _route_wrappers(parts: TreeModel, configs: list[PreTrainedConfig], name: str
 
 
 def _checkpointed_around(layer: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled layer's call, checkpointed around its graphs.
+    """Return a call of a compiled layer that is checkpointed around its graphs.
 
-    From transformers 5.23 on a layer checkpoints inside its call, where torch would compile nothing of it.
+    From transformers 5.23 on, a layer checkpoints inside its call, where torch would compile none of it.
     """
     compiled = layer._compiled_call_impl
 
@@ -261,7 +259,7 @@ def _checkpoint_routed(
     **kwargs: Any,
 ) -> Any:
     if isinstance(block, partial):
-        # transformers before 5.23 checkpoints a layer with its hooks, and ours is removed before the recompute.
+        # transformers before 5.23 checkpoints a layer with its hooks, and our hook is removed before the recompute.
         block = partial(block.func, *block.args, **_with_layout_as_mask(block.keywords))
 
     def on_forest(*block_args: Any, **block_kwargs: Any) -> Any:
@@ -291,7 +289,7 @@ def _attention(
     backend: Backend,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention signature: [1, heads, N, D] in, [1, N, heads, D] out."""
+    """Compute attention with Hugging Face's signature: [1, heads, N, D] in, [1, N, heads, D] out."""
     if backend == "flash" and torch.compiler.is_compiling() and isinstance(attention_mask, TreeLayout):
         window = options.get("sliding_window")
         if window in attention_mask.prepared:
@@ -322,14 +320,14 @@ def _attention_outside_graphs(
     s_aux: Tensor | None = None,
     **host_options: Any,
 ) -> tuple[Tensor, None]:
-    """Return the same by any backend; compiled layers leave their graph for it.
+    """Compute attention by any backend; compiled layers call it outside their graph.
 
-    `host_options` are passed to every implementation and are ignored here (position ids, no dropout); options that
-    would change the result are refused on entry of the context.
+    `host_options` are passed to every implementation and ignored here (position ids, no dropout); options that would
+    change the result are refused on entry of the context.
     """
     if not isinstance(attention_mask, TreeLayout):
         raise StateError(
-            "a model outside tree_attention shares its configuration object with one inside: give each model its own, "
+            "a model outside tree_attention shares its configuration object with one inside; give each model its own, "
             "with copy.deepcopy(config)"
         )
     # Under autocast, norms and rotations leave queries and keys in float32 while values are bfloat16.

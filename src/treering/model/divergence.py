@@ -2,7 +2,7 @@
 
 p is the teacher's distribution and q the student's. The generalised Jensen-Shannon divergence is equation 1 of GKD
 (arXiv 2306.13649), with the mixture m = beta p + (1 - beta) q, as in TRL's DistillationTrainer. All rows are computed
-at once or in chunks, as for log-probs. In chunks the teacher's logits are recomputed too: no [R, V] array is ever held.
+at once or in chunks, as for log-probs. Chunks also recompute the teacher's logits, so no [R, V] array is ever held.
 
     R rows   M outcomes: the vocabulary, or k tokens and one bucket for all others   V vocabulary   C hidden size
 """
@@ -30,11 +30,11 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Which divergence is computed, of which distributions.
+    """Kind of divergence, with its mixture weight and temperature.
 
     Attributes:
         kind: see `DivergenceKind`.
-        beta: the teacher's weight in the mixture of "jsd", between 0 and 1; not read by the others.
+        beta: the teacher's weight in the mixture of "jsd", between 0 and 1; ignored by the other kinds.
         temperature: divides the logits of both models.
     """
 
@@ -55,7 +55,7 @@ class Divergence:
         return self.beta * _kl(teacher, mixture) + (1 - self.beta) * _kl(student, mixture)
 
     def gradient(self, student: Float[Tensor, "R M"], teacher: Float[Tensor, "R M"]) -> Float[Tensor, "R M"]:
-        """Gradient of each row's divergence with respect to the student's logits.
+        """Return the gradient of each row's divergence with respect to the student's logits.
 
         With D(a, b) = KL(a, b) it is q - p, q (log q - log p - D(q, p)), or (1 - beta) q (log q - log m - D(q, m)).
 
@@ -76,10 +76,10 @@ class Divergence:
 
 
 class Target(NamedTuple):
-    """The teacher's distributions of some rows: over the vocabulary, or over k tokens and all others as one outcome."""
+    """Teacher distributions of some rows: over the vocabulary, or over k tokens and all others as one outcome."""
 
     logprobs: Float[Tensor, "R M"]
-    """Normalised; M = V without ids, else k + 1, the bucket of all other tokens last."""
+    """Normalised; M = V without ids, else k + 1, with the bucket of all other tokens last."""
     ids: Int[Tensor, "R k"] | None = None
     """The k tokens, int64."""
 
@@ -93,10 +93,10 @@ def row_divergence(logits: Float[Tensor, "R V"], target: Target, divergence: Div
 def logit_gradient(
     logits: Float[Tensor, "R V"], target: Target, divergence: Divergence, grad: Float[Tensor, " R"]
 ) -> Float[Tensor, "R V"]:
-    """Gradient of the student's scaled logits for the upstream gradient `grad` of each row's divergence.
+    """Return the gradient of the student's scaled logits for the upstream gradient `grad` of each row's divergence.
 
-    All tokens of the bucket share its gradient in proportion to their probability, because the log-prob of a bucket is
-    the log-sum-exp of theirs.
+    The tokens of the bucket share its gradient in proportion to their probabilities, because the log-prob of a bucket
+    is the log-sum-exp of theirs.
     """
     student = logits.log_softmax(-1)
     ids = target.ids
@@ -109,7 +109,7 @@ def logit_gradient(
 
 
 def _on_support(student: Tensor, ids: Tensor | None) -> Tensor:
-    """Log-probs of k tokens and of all others together, summed over the others: 1 - sum would cancel."""
+    """Return log-probs of k tokens and of all others together, by summing the others: 1 - sum would cancel."""
     if ids is None:
         return student
     others = student.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
@@ -121,7 +121,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _log_ratio(p: Tensor, q: Tensor) -> Tensor:
-    """Return the difference log p - log q, 0 where p = 0: such an outcome adds nothing."""
+    """Return log p - log q, and 0 where p = 0, because such an outcome adds nothing."""
     return (p - q).masked_fill_(p == -math.inf, 0.0)
 
 
@@ -135,20 +135,20 @@ def divergence_rows(
     softcap: float | None = None,
     logit_divisor: float = 1.0,
 ) -> Float[Tensor, " R"]:
-    """Return the divergence of each row, float32 or wider; differentiable with respect to the student only.
+    """Return the divergence of each row, in float32 or wider; differentiable with respect to the student only.
 
     Args:
         rows: the student's hidden states.
-        head: the student's, hidden state to logits.
-        teacher: of the same rows.
-        divergence: the kind, and the temperature of both.
+        head: the student's head, hidden state to logits.
+        teacher: distributions for the same rows.
+        divergence: kind, and the temperature of both models.
         vocab_size: V, which determines the rows per chunk.
-        softcap: of the student's logits; None leaves them as they are.
-        logit_divisor: number that the student divides its logits by.
+        softcap: bound on the student's logits; None leaves them unchanged.
+        logit_divisor: divisor of the student's logits.
 
-    Example: where both models give the same logits, every divergence is 0.
+    Example: if both models give the same logits, every divergence is 0.
     """
-    # Half of what log-probs hold: there are the logits of two heads.
+    # Half as many rows as for log-probs, because two heads have logits.
     max_rows = max(1, max_logit_rows(rows.device, vocab_size) // 2)
     pieces = chunks(rows.shape[0], np.empty(0, np.int64), max_rows)
     of_logits = _OfTeacher(teacher, divergence, rows.device.type)
@@ -158,11 +158,11 @@ def divergence_rows(
 
 
 class _OfTeacher(OfLogits):
-    """Divergences from a teacher, from the student's logits of a chunk."""
+    """Divergences from a teacher, computed from a chunk of the student's logits."""
 
     def __init__(self, teacher: "TeacherRows", divergence: Divergence, device: str) -> None:
         self._teacher, self._divergence, self._device = teacher, divergence, device
-        # The teacher's head runs under autocast as it does here: a backward runs outside of it.
+        # Record the autocast state for the teacher's head: a backward runs outside of it.
         self._dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def on_graph(self, logits: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:

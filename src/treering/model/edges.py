@@ -1,4 +1,4 @@
-"""Which rows score which edges of a forest, and scattering the results to packed indices.
+"""Map the edges of a forest to the rows that score them, and scatter the scores to packed indices.
 
 An edge is (parent token -> token): the last token of a segment predicts the first token of *each* child, so rows
 (parents) and edges (children) are counted separately.
@@ -26,13 +26,13 @@ from treering.tree.forest import Forest
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EdgeTable:
-    """The edges that are scored, grouped by parent.
+    """Scored edges, grouped by parent.
 
     Attributes:
         rows: int64 [R] indices of the parents among the hidden states, ascending.
         edges: int64 [E] packed indices of the children, ordered by parent.
-        edge_row: int64 [E] number of each edge's row, ascending.
-        targets: int64 [E] the token that each edge scores: the child, or any other where `edges` are just numbers.
+        edge_row: int64 [E] index of each edge's row, ascending.
+        targets: int64 [E] token that each edge scores: the child, or any other token if `edges` are only numbers.
     """
 
     rows: NDArray[np.int64]
@@ -41,7 +41,7 @@ class EdgeTable:
     targets: NDArray[np.int64]
 
     def places(self, forest: Forest) -> NDArray[np.int64]:
-        """Index of each token's edge in the table: int64 [N], -1 if it is not in it."""
+        """Return the index of each token's edge in the table: int64 [N], -1 for tokens without one."""
         places = np.full(forest.num_tokens, -1, np.int64)
         places[self.edges] = np.arange(self.edges.size)
         return places
@@ -52,7 +52,7 @@ class EdgeScores:
     """Scores of some edges, float32 or wider, differentiable.
 
     Attributes:
-        logprobs: [E] log-probability of each edge's token given its path.
+        logprobs: [E] log-prob of each edge's token given its path.
         entropy: [E] entropy in nats of the distribution that the token was scored with.
         values: [E] the value head's output at the state before the token; None without a value head.
         divergence: [E] divergence from a teacher at the state before the token; None without a teacher.
@@ -65,13 +65,13 @@ class EdgeScores:
 
 
 LossOf = Callable[[slice, EdgeScores], Tensor]
-"""(some consecutive edges of a table, their scores) -> their part of a loss, a scalar."""
+"""(consecutive edges of a table, their scores) -> their part of a loss, a scalar."""
 
 
 def scored_on_head(
     parts: TreeModel, score: Callable[[nn.Module, Tensor], EdgeScores], hidden: Float[Tensor, "N C"]
 ) -> EdgeScores:
-    """`score(head, hidden)` with the model's head, gathered if it is sharded."""
+    """Return `score(head, hidden)` with the model's head, gathered if it is sharded."""
     if parts.shards is None:
         return score(parts.head, hidden)
     names = [field.name for field in fields(EdgeScores)]
@@ -84,7 +84,7 @@ def scored_on_head(
 
 
 def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeTable:
-    """Return the edges of a forest (all but the roots and pictures), or those of the tokens that are `wanted` (bool [N]).
+    """Return the edges of a forest (all but roots and images), or only those of the `wanted` tokens (bool [N]).
 
     Example:
         >>> table = edge_table(Forest.from_sequences([[5, 6, 7], [5, 8]]))
@@ -110,17 +110,17 @@ def edge_table(forest: Forest, wanted: NDArray[np.bool_] | None = None) -> EdgeT
 def split_table(
     table: EdgeTable, owner: NDArray[np.int64], place: NDArray[np.int64], num_owners: int
 ) -> list[EdgeTable]:
-    """One table per partition of a tree: its rows and the edges of their children, in whichever partition those are.
+    """Split a table by partition of the tree: each gets its rows and the edges of their children in any partition.
 
-    So a child's first token is scored in the partition of its parent's last hidden state.
+    So the first token of a child is scored in the partition that has its parent's last hidden state.
 
     Args:
-        table: of the whole tree.
+        table: table of the whole tree.
         owner: [N] partition of each token.
         place: [N] index of each token among its partition's tokens; ascending within a partition.
         num_owners: number of partitions.
 
-    Example: the chain 5, 6, 7 cut after 6 gives the edges 1 and 2 to the first partition, and none to the second.
+    Example: for the chain 5, 6, 7 cut after 6, the first partition gets edges 1 and 2, and the second none.
     """
     row_owner = owner[table.rows]
     edge_owner = row_owner[table.edge_row]
@@ -140,7 +140,7 @@ def split_table(
 
 
 def _grouped(items: NDArray[np.int64], owner: NDArray[np.int64], num_owners: int) -> list[NDArray[np.int64]]:
-    """Items by owner, each group in the given order."""
+    """Group items by owner, each group in the given order."""
     order = np.argsort(owner, kind="stable")
     return np.split(items[order], np.searchsorted(owner[order], np.arange(1, num_owners)))
 
@@ -155,11 +155,11 @@ def score_edges(
     entropy_of: EntropyOf = "all",
     value_head: nn.Module | None = None,
 ) -> EdgeScores:
-    """Log-probability, entropy and value of each edge of the table, in its order.
+    """Return the log-prob, entropy and value of each edge of the table, in its order.
 
-    `logp[e] = log_softmax(logits / temperature)[targets[e]]` of `logits = head(hidden[rows[edge_row[e]]])`, divided and
-    bounded as the model (`parts`) does; the entropy is of the same distribution, the value is the value head's there.
-    `head` is the model's, gathered if it is sharded.
+    `logp[e] = log_softmax(logits / temperature)[targets[e]]` with `logits = head(hidden[rows[edge_row[e]]])`, divided
+    and bounded as in the model (`parts`). The entropy is that of the same distribution; the value is the value head's
+    there. `head` is the model's head, gathered if it is sharded.
 
     Raises:
         InputError: a value head that does not return one number per row.
@@ -193,10 +193,10 @@ def loss_on_kernels(
     table: EdgeTable,
     entropy_of: EntropyOf,
 ) -> Tensor:
-    """Return the sum of `loss_of` over all edges of a table, in parts of it, with a head that takes kernels.
+    """Return the sum of `loss_of` over all edges of a table, in parts, for a head that runs on kernels.
 
-    The gradient of each part is taken while its logits are there, so that they are computed once and never kept.
-    Arguments are those of `score_edges`.
+    The gradient of each part is taken while its logits exist, so they are computed once and never kept. For arguments,
+    see `score_edges`.
     """
     rows = hidden[to_device(table.rows, hidden.device)]
     targets = to_device(table.targets, hidden.device)
@@ -215,7 +215,7 @@ def _values(rows: Float[Tensor, "R C"], value_head: nn.Module) -> Float[Tensor, 
     values: Tensor = value_head(rows if autocast else rows.to(weight.dtype))
     if values.shape not in ((rows.shape[0],), (rows.shape[0], 1)):
         raise InputError(
-            f"a value head gives one number per hidden row, [{rows.shape[0]}, 1], got {list(values.shape)}: use "
+            f"a value head must give one number per hidden row, [{rows.shape[0]}, 1], got {list(values.shape)}; use "
             f"nn.Linear({rows.shape[1]}, 1)"
         )
     return values.reshape(-1).to(torch.promote_types(values.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The tree forward: takes a forest, returns the log-probability and entropy of every edge.
+"""The tree forward: compute the log-prob and entropy of every edge of a forest.
 
 N tokens
 """
@@ -30,8 +30,8 @@ from treering.tree.forest import Forest, places_of
 from treering.tree.picture_tokens import rotary_positions
 
 FILLER = Forest.from_sequences([[0, 0]])
-"""What a rank runs that has nothing to run, so that it gathers weights when the others do. Two tokens: compilers make a
-graph of its own for one."""
+"""Forest for a rank without work, so that it gathers weights when the others do. It has two tokens, because compilers
+make a separate graph for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,7 +39,7 @@ class ForwardOutput:
     """Per-token results of a tree forward, indexed like the forest's arrays; float32 or wider, differentiable.
 
     Attributes:
-        logprobs: [N] log-probability of each token given its path, 0 at roots.
+        logprobs: [N] log-prob of each token given its path, 0 at roots.
         entropy: [N] entropy in nats of the distribution that the token was scored with, 0 at roots.
         values: [N] the value head's output at the state before the token, 0 at roots; None without a value head.
     """
@@ -59,24 +59,24 @@ def forward(
     value_head: nn.Module | None = None,
     backend: str = "auto",
 ) -> ForwardOutput:
-    """Compute every token of a forest once and scores its edges.
+    """Compute every token of a forest once and score its edges.
 
     Enters `tree_attention` unless the caller is already inside it. The outputs are differentiable. All ranks of a model
-    that `fully_shard` has sharded call it equally often; an empty forest will do.
+    sharded by `fully_shard` must call it equally often; an empty forest will do.
 
     Args:
         model: a supported Hugging Face causal language model, a PEFT model of one, or the bound form of either.
         forest: N tokens; an empty one gives empty results.
         temperature: divides the logits; must be positive.
-        wanted: bool [N], the tokens whose edge is scored; others get 0. All by default.
+        wanted: bool [N], tokens whose edge is scored; others get 0. None scores all.
         entropy_of: "all" or "none"; "none" saves two passes over the logits and gives zeros.
-        value_head: hidden states [R, C] to one number each, such as `nn.Linear(C, 1)`.
+        value_head: maps hidden states [R, C] to one number each, such as `nn.Linear(C, 1)`.
         backend: attention backend; ignored inside `tree_attention`, which has already chosen one.
 
     Raises:
-        InputError: a token id outside the model's vocabulary, a temperature that is not positive, a mask of another
-            length.
-        UnsupportedError: a model that would not be exact; names the reason.
+        InputError: a token id outside the model's vocabulary, a temperature that is not positive, or a mask of the
+            wrong length.
+        UnsupportedError: a model whose results would not be exact; names the reason.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
@@ -89,10 +89,10 @@ def forward(
     check_temperature(temperature)
     wanted = None if wanted is None else _as_wanted(wanted, forest)
     if entropy_of not in get_args(EntropyOf):
-        raise ConfigError(f"entropy_of is one of {', '.join(get_args(EntropyOf))}, got {entropy_of!r}")
+        raise ConfigError(f"entropy_of must be one of {', '.join(get_args(EntropyOf))}, got {entropy_of!r}")
     is_sharded = parts.shards is not None
     with nullcontext() if is_active(parts) else tree_attention(parts, backend):
-        # Every rank of a sharded model runs a forward, also one whose forest is empty.
+        # Every rank of a sharded model must run a forward, even if its forest is empty.
         hidden = hidden_states(parts, FILLER if is_sharded and forest.num_tokens == 0 else forest)
     table = edge_table(forest, wanted)
     if parts.shards is not None and table.edges.size == 0:
@@ -125,23 +125,23 @@ def per_token_logps(
     mask: ArrayLike | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B T"]:
-    """Compute log-probs in the shape of a padded batch, as losses of other trainers take them; differentiable.
+    """Compute log-probs in the shape of a padded batch, as the losses of other trainers expect; differentiable.
 
-    Each token of the forest is computed once. Entry t of a row is the log-prob of token t given those before it, 0 for
-    the first token of a sequence and for padding; TRL's log-probs of C completion columns are the last C columns.
+    Each token of the forest is computed once. Entry t of a row is the log-prob of token t given the tokens before it, 0
+    for the first token of a sequence and for padding; TRL's log-probs of C completion columns are the last C columns.
 
     Args:
         model: see `forward`.
-        forest: B branches, of which the longest has T tokens.
+        forest: B branches, the longest with T tokens.
         temperature: divides the logits; must be positive.
-        places: int [B, T], the packed index of each token and -1 at padding, as `Forest.from_padded` returns them; None
-            for the branches one a row, padded on the right.
-        mask: [B, T], 0 or False for entries that are not needed, such as a prompt's: they get 0, and no time.
+        places: int [B, T], packed index of each token and -1 at padding, as returned by `Forest.from_padded`; None for
+            one branch per row, padded on the right.
+        mask: [B, T], 0 or False for entries that are not needed, such as a prompt's: they get 0, and take no time.
         backend: see `forward`.
 
     Raises:
-        InputError: places of another forest, a mask of another shape; see `forward`.
-        UnsupportedError: a model that would not be exact; names the reason.
+        InputError: places of another forest, or a mask of another shape; see `forward`.
+        UnsupportedError: a model whose results would not be exact; names the reason.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 8]])
@@ -151,14 +151,14 @@ def per_token_logps(
     places = _rows_of(forest) if places is None else np.asarray(places)
     if places.ndim != 2 or places.max(initial=-1) >= forest.num_tokens or places.min(initial=-1) < -1:
         raise InputError(
-            f"places is [rows, columns] of packed indices below {forest.num_tokens}, -1 at padding, got shape "
-            f"{places.shape} with {places.max(initial=-1)}: take the forest and its places from one Forest.from_padded"
+            f"places must be [rows, columns] of packed indices below {forest.num_tokens}, -1 at padding, got shape "
+            f"{places.shape} with {places.max(initial=-1)}; take the forest and its places from one Forest.from_padded"
         )
     wanted = places >= 0
     if mask is not None:
         given = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask).astype(bool)
         if given.shape != places.shape:
-            raise InputError(f"mask has the shape of places, {places.shape}, got {given.shape}")
+            raise InputError(f"mask must have the shape of places, {places.shape}, got {given.shape}")
         wanted &= given
     scored = np.zeros(forest.num_tokens, np.bool_)
     scored[places[wanted]] = True
@@ -168,13 +168,13 @@ def per_token_logps(
 
 
 def _rows_of(forest: Forest) -> Int64Array:
-    """int64 [B, T], the packed indices of each branch, -1 after its end."""
+    """Return int64 [B, T], the packed indices of each branch, -1 after its end."""
     real = np.arange(forest.branch_length.max(initial=0))[None] < forest.branch_length[:, None]
     return places_of(real, forest.paths()[0])
 
 
 def _spread(scores: Tensor, *, edges: NDArray[np.int64], forest: Forest, hidden: Tensor) -> Float[Tensor, " N"]:
-    """Score at the packed indices of their edges, 0 elsewhere; differentiable even if no edge is scored."""
+    """Write scores to the packed indices of their edges, 0 elsewhere; differentiable even without scored edges."""
     everywhere = torch.zeros(forest.num_tokens, dtype=scores.dtype, device=scores.device)
     if edges.size == 0:
         return everywhere + 0.0 * hidden[:1, :1].sum()
@@ -187,13 +187,13 @@ def hidden_states(
     layout: TreeLayout | None = None,
     positions: NDArray[np.integer[Any]] | None = None,
 ) -> Float[Tensor, "N C"]:
-    """Return the decoder's last hidden state of every token; inside `tree_attention`.
+    """Return the decoder's last hidden state of every token; call it inside `tree_attention`.
 
     Args:
-        parts: of the model.
+        parts: parts of the model.
         forest: N tokens.
-        layout: of a partition with its ancestors; None builds the layout of the forest.
-        positions: of a partition, see `rotary_positions`; None takes those of the forest.
+        layout: layout of a partition with its ancestors; None builds the layout of the forest.
+        positions: positions of a partition, see `rotary_positions`; None uses those of the forest.
     """
     if forest.num_tokens == 0:
         weight = next(parts.embedding.parameters())
@@ -207,9 +207,9 @@ def hidden_states(
 
 
 def with_features(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
-    """Return the parts with the features of all pictures of some forests, so that each is computed once for all passes.
+    """Return the parts with the features of all images of some forests, each computed once for all passes.
 
-    The caller calls `parts.features.backward()` after the last backward; without pictures there are no features.
+    The caller calls `parts.features.backward()` after the last backward; without images there are no features.
     """
     pictures = distinct_pictures(forests)
     if parts.vision is None or not pictures:
@@ -218,7 +218,7 @@ def with_features(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
 
 
 def without_gradients(parts: TreeModel, forests: Sequence[Forest]) -> TreeModel:
-    """`with_features` for passes that need no gradients."""
+    """Return the result of `with_features` for passes that need no gradients."""
     with torch.no_grad():
         return with_features(parts, forests)
 
@@ -230,9 +230,9 @@ def decoder_inputs(
     *,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Token ids and positions of a forest as a decoder takes them, embeddings in place of ids where pictures are.
+    """Return a forest's token ids and positions as decoder inputs, with embeddings in place of ids if it has images.
 
-    `device` is that of the tokens; None for where the model computes.
+    `device` is the device of the tokens; None uses the device on which the model computes.
     """
     device = parts.device if device is None else device
     if positions is None:
@@ -254,19 +254,19 @@ def check_forest(forest: Forest, parts: TreeModel) -> None:
         InputError: names the token that is out of range.
     """
     if not isinstance(forest, Forest):
-        raise InputError(f"expected a Forest, got {type(forest).__name__}: make one with Forest.from_sequences")
+        raise InputError(f"expected a Forest, got {type(forest).__name__}; make one with Forest.from_sequences")
     if parts.vision is not None:
         parts.vision.check(forest)
     elif forest.pictures:
         raise InputError(
-            f"the forest has {len(forest.pictures)} pictures, and model type {parts.config.model_type!r} takes text "
-            f"alone: load a model that takes pictures ({', '.join(IMAGE_FAMILIES)})"
+            f"the forest has {len(forest.pictures)} images, and model type {parts.config.model_type!r} takes only "
+            f"text; load a model that takes images ({', '.join(IMAGE_FAMILIES)})"
         )
     if forest.num_tokens and int(forest.tokens.max()) >= parts.vocab_size:
         at = int(forest.tokens.argmax())
         raise InputError(
             f"token id {int(forest.tokens[at])} at packed index {at} is outside the model's vocabulary of "
-            f"{parts.vocab_size}: is this the tokenizer of another model?"
+            f"{parts.vocab_size}; check that the tokenizer belongs to the model"
         )
 
 

@@ -1,7 +1,7 @@
-"""Triton kernels of a linear head: what a row of logits gives, and its gradient in the logits' place.
+"""Triton kernels for a linear head: statistics of a row of logits, and the gradient in place of the logits.
 
-Each reads or writes the logits once, in the dtype of the product that made them; sums are float32. Compiled by triton,
-or run by its interpreter on CPU. Imports triton.
+Each kernel reads or writes the logits once, in the dtype of their product; sums are float32. Triton compiles them, or
+its interpreter runs them on CPU. Importing this module imports triton.
 
     R rows   E scored tokens (each names its row, ascending)   V vocabulary
 """
@@ -17,10 +17,10 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels run in triton's interpreter."""
 
 BLOCK = 256 if INTERPRETED else 8192
-"""Logits that a program reads at a time."""
+"""Number of logits that a program reads at a time."""
 
 HIDDEN = tl.constexpr(-1e30)
-"""Stands for -inf, with which 0 times a logit is no number. Its weight is 0 beside any other logit."""
+"""Replacement for -inf, which times 0 would be NaN. Its weight is 0 next to any other logit."""
 
 _WARPS = 16
 
@@ -28,7 +28,7 @@ _WARPS = 16
 @triton.jit
 @no_type_check
 def _bounded(x):
-    # A maximum that drops what is no number would make a finite score of it.
+    # A maximum that drops NaN would turn it into a finite score.
     return tl.maximum(x, HIDDEN, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -46,7 +46,7 @@ def _statistics_kernel(
     for start in range(0, num_tokens, BLOCK):
         inside = start + columns < num_tokens
         x = tl.load(logits + row * stride + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        # A hidden token has weight 0, and 0 times its logit must count as 0.
+        # A masked token has weight 0, and 0 times its logit must count as 0.
         x = _bounded(x * scale)
         higher = tl.maximum(top, tl.max(x, 0))
         weights = tl.exp(x - higher)
@@ -55,7 +55,7 @@ def _statistics_kernel(
             mean = (mean + total * (top - higher)) * kept + tl.sum(weights * (x - higher), 0)
         total = total * kept + tl.sum(weights, 0)
         top = higher
-    # Where all tokens are hidden there is no distribution.
+    # If all tokens are masked there is no distribution.
     total = tl.where(top > HIDDEN, total, float("nan"))
     tl.store(lse + row, top + tl.log(total))
     tl.store(entropy + row, tl.log(total) - mean / total if WITH_ENTROPY else 0.0)
@@ -102,18 +102,18 @@ def _target_kernel(
     if WITH_ENTROPY:
         factor = factor - tl.load(of_entropy + row) * (logprob + tl.load(entropy + row))
     gradient = tl.exp(logprob) * factor
-    # Before it is rounded: of a sure token the two parts nearly cancel. A row may score a token twice.
+    # Add before rounding: for a near-certain token the two parts nearly cancel. A row may score a token twice.
     for other in range(tl.load(first + row), tl.load(first + row + 1)):
         gradient += tl.where(tl.load(targets + other) == target, tl.load(grads + other), 0.0)
     tl.store(logits + row * stride + target, (gradient * scale).to(logits.dtype.element_ty))
 
 
 def row_statistics(logits: Tensor, *, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and entropy, float32 [R] each, of logits [R, V] times a scale; zeros without entropies.
+    """Return the log-sum-exp and entropy of logits [R, V] times a scale, float32 [R] each; zeros without entropies.
 
-    A row that has a NaN or +inf, or nothing but -inf, has no distribution: both are NaN, as in torch's log_softmax.
+    Both are NaN, as in torch's log_softmax, for a row with a NaN or +inf or with only -inf: it has no distribution.
 
-    Example: of logits [0, 0] the log-sum-exp is 0.693, and the entropy too.
+    Example: for logits [0, 0] both the log-sum-exp and the entropy are 0.693.
     """
     lse, entropy = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     _statistics_kernel[(logits.shape[0],)](
@@ -135,18 +135,18 @@ def write_gradient(
     *,
     scale: float,
 ) -> None:
-    """Put the gradient of the logits [R, V], before the scale, in their place.
+    """Overwrite the logits [R, V] with their gradient, before the scale.
 
     Args:
         logits: overwritten.
-        lse: float32 [R], of `row_statistics`.
-        entropy: the same.
+        lse: float32 [R], from `row_statistics`.
+        entropy: float32 [R], from `row_statistics`.
         targets: int64 [E].
         target_row: int64 [E], ascending.
-        logprobs: float32 [E], of the targets.
-        grad_logprobs: [E]; None for none.
-        grad_entropy: [E], of the entropy of each target's row; None for none.
-        scale: that the logits were multiplied by, 1 / temperature.
+        logprobs: float32 [E], log-probs of the targets.
+        grad_logprobs: [E]; None for no gradient.
+        grad_entropy: [E], gradient of the entropy of each target's row; None for no gradient.
+        scale: factor of the logits, 1 / temperature.
     """
     zeros = torch.zeros_like(lse)
     none = torch.zeros_like(logprobs)

@@ -1,6 +1,6 @@
-"""How the layers of a model run: as they are, compiled, or by Liger's kernels for norms, rotations and gates.
+"""How the layers of a model run: unchanged, compiled, or with Liger's kernels for norms, rotations and gates.
 
-All three work in place: names of modules, their parameters and what a checkpoint holds stay the same.
+All three work in place: module names, parameters and the content of checkpoints stay the same.
 """
 
 import sys
@@ -18,28 +18,28 @@ from treering.families import FAMILIES
 from treering.model.tree_model import TreeModel
 
 Layers = Literal["stock", "compiled", "liger"]
-"""stock: as transformers runs them. compiled: each layer by torch.compile. liger: the kernels of liger-kernel."""
+"""stock: as in transformers. compiled: each layer by torch.compile. liger: the kernels of liger-kernel."""
 
 _NUM_GRAPHS = 32
-"""Graphs of the same code that torch may keep: passes with and without gradients, kinds of layers, partitions."""
+"""Number of graphs of one function that torch may keep: with and without gradients, kinds of layers, partitions."""
 
 
 LONG_RUN_STEPS = 200
-"""Steps from which `auto` compiles: that takes 30 to 40 s, and saves a third of a step at most."""
+"""Steps from which `auto` compiles, which takes 30 to 40 s and saves at most a third of a step."""
 
 
 def choose_layers(
     model: nn.Module | TreeModel, num_steps: int | None, *, num_ranks: int, device: torch.device
 ) -> tuple[Layers, str]:
-    """How `layers = "auto"` runs a model's layers, and why: on CUDA by Liger where it is exact, else compiled.
+    """Choose how `layers = "auto"` runs a model's layers, and why: on CUDA by Liger if it is exact, else compiled.
 
-    Reads no clock. Layers that somebody has changed already stay as they are, and those of other devices stock.
+    The choice uses no clock. Layers that are already changed stay so, and layers on other devices stay stock.
 
     Args:
         model: a supported model, or a PEFT model of one.
-        num_steps: of the run; None, where nobody knows, is a short one.
-        num_ranks: that train the model; several compile nothing.
-        device: of the model.
+        num_steps: steps of the run; None (unknown) counts as few.
+        num_ranks: number of ranks that train the model; several compile nothing.
+        device: device of the model.
 
     Example: Qwen3 on a GPU with liger-kernel runs "liger"; without it, for 1,000 steps on one rank, "compiled".
     """
@@ -58,18 +58,18 @@ def choose_layers(
 
 
 def set_layers(model: nn.Module | TreeModel, layers: Layers) -> Callable[[], None]:
-    """Changes how the layers of a model run, in place; returns what takes it back.
+    """Change how the layers of a model run, in place; return a function that undoes the change.
 
-    Compiled layers have dynamic shapes, so that forests of other sizes run the same graphs. Of Liger, everything but
-    its losses is used; its rotation is a function of the family, and so changes for all models of it in the process.
+    Compiled layers have dynamic shapes, so forests of other sizes run the same graphs. All of Liger except its losses
+    is used; its rotation is a function of the family, so it changes for all models of the family in the process.
 
     Args:
         model: a supported model, or a PEFT model of one.
         layers: "stock" changes nothing.
 
     Raises:
-        MissingExtraError: "liger" without liger-kernel.
-        UnsupportedError: "liger" for a family, an activation or a device that its kernels are not exact for.
+        MissingExtraError: "liger" without liger-kernel installed.
+        UnsupportedError: "liger" for a family, activation or device for which its kernels are not exact.
 
     Example:
         >>> undo = set_layers(model, "compiled")                            # doctest: +SKIP
@@ -83,7 +83,7 @@ def set_layers(model: nn.Module | TreeModel, layers: Layers) -> Callable[[], Non
 
 
 def layers_of(model: nn.Module) -> Layers:
-    """How the layers of a model or of a decoder run now, whoever has changed them.
+    """Return how the layers of a model or decoder run now, whoever changed them.
 
     Example: "compiled" after `for layer in model.model.layers: layer.compile()`.
     """
@@ -94,11 +94,11 @@ def layers_of(model: nn.Module) -> Layers:
 
 
 def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Compile layers; returns a context manager, to be entered often, inside which they run compiled.
+    """Compile layers; return a context manager, which may be entered often, inside which they run compiled.
 
     Args:
         layers: modules of a model.
-        options: of `torch.compile`; shapes are dynamic.
+        options: options of `torch.compile`; shapes are dynamic.
 
     Example:
         >>> compiled = compiled_layers(model.model.layers, mode="reduce-overhead")         # doctest: +SKIP
@@ -123,7 +123,7 @@ def compiled_layers(layers: Sequence[Any], **options: Any) -> Callable[[], Abstr
 
 
 def _allow_graphs() -> None:
-    # Sizes that are equal by chance in the first forest need not be so in the next one.
+    # Sizes that are equal by chance in the first forest may differ in the next one.
     shape_config.use_duck_shape = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_GRAPHS)
 
@@ -151,7 +151,7 @@ def _apply_liger(model: TreeModel) -> Callable[[], None]:
     before = dict(code)
     modules = {module: dict(vars(module)) for module in causal_lm.modules()}
     _apply_liger_kernel_to_instance(causal_lm, cross_entropy=False, fused_linear_cross_entropy=False)
-    # It also replaces the classes of models that are made later, such as a teacher.
+    # It also replaces the classes of models that are built later, such as a teacher.
     code.update({name: value for name, value in before.items() if isinstance(value, type)})
 
     def undo() -> None:
@@ -168,33 +168,33 @@ def _check_liger(model: TreeModel) -> None:
     config: Any = model.config
     if model.vision is not None:
         raise UnsupportedError(
-            f"Liger's kernels are exact for models of text, and model type {model.vision.family!r} takes pictures: set "
+            f"Liger's kernels are exact for text models only, and model type {model.vision.family!r} takes images; set "
             'layers to "compiled" or "stock"'
         )
     exact_for = model.family.liger_activation
     if exact_for is None:
         known = (family.model_type for family in FAMILIES.values() if family.liger_activation)
         raise UnsupportedError(
-            f"Liger's kernels are exact for {', '.join(known)}, and model type {config.model_type!r} is "
-            'none of them: set layers to "compiled" or "stock"'
+            f"Liger's kernels are exact for {', '.join(known)}, but not for model type {config.model_type!r}; set "
+            'layers to "compiled" or "stock"'
         )
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != exact_for:
         raise UnsupportedError(
             f"Liger's kernels compute {exact_for} for model type {config.model_type!r}, and "
-            f'this model has the activation {activation!r}: set layers to "compiled" or "stock"'
+            f'this model has the activation {activation!r}; set layers to "compiled" or "stock"'
         )
     import triton
 
     if model.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnsupportedError(
-            f'Liger\'s kernels run on CUDA, and the model is on {model.device.type}: set layers to "stock" or '
+            f'Liger\'s kernels run on CUDA, and the model is on {model.device.type}; set layers to "stock" or '
             '"compiled"'
         )
 
 
 def enable_gradient_checkpointing(model: nn.Module, mode: str) -> None:
-    """Enables gradient checkpointing by whichever method transformers has; "none" changes nothing.
+    """Enable gradient checkpointing by whichever method transformers has; "none" changes nothing.
 
     Raises:
         UnsupportedError: the model has no such method.
@@ -202,7 +202,7 @@ def enable_gradient_checkpointing(model: nn.Module, mode: str) -> None:
     if mode == "none":
         return
     arguments = {"use_reentrant": mode == "reentrant"}
-    # transformers 5.23 deprecates the older name; 5.17 has only that one.
+    # transformers 5.23 deprecates the older name, but 5.17 has no other.
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs=arguments)
@@ -210,6 +210,6 @@ def enable_gradient_checkpointing(model: nn.Module, mode: str) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise UnsupportedError(
-            f"{type(model).__name__} has no gradient checkpointing to enable; set gradient_checkpointing to none"
+            f"{type(model).__name__} does not support gradient checkpointing; set gradient_checkpointing to none"
         )
     enable(gradient_checkpointing_kwargs=arguments)

@@ -1,6 +1,6 @@
-"""Log-probabilities, entropies and their gradients from logits, and a linear head that computes them in chunks.
+"""Log-probs, entropies and their gradients from logits, and a linear head that computes them in chunks.
 
-In chunks logits are recomputed in the backward; no [R, V] and no second [V, C] tensor is ever held.
+With chunks, logits are recomputed in the backward; no [R, V] and no second [V, C] tensor is ever held.
 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 EntropyOf = Literal["all", "none"]
-"""Whether entropies are computed; "none" returns zeros and saves two passes over the logits."""
+"""Whether to compute entropies; "none" returns zeros and saves two passes over the logits."""
 
 
 def scaled_logits(
     head: Callable[[Tensor], Tensor], rows: Float[Tensor, "R C"], *, softcap: float | None, temperature: float
 ) -> Float[Tensor, "R V"]:
-    """Logits of hidden rows, bounded as the model does and divided by the temperature; float32 or wider.
+    """Return the logits of hidden rows, bounded as in the model and divided by the temperature; float32 or wider.
 
     Example: a logit of 4 with softcap 2 and temperature 0.5 is 2 tanh(4 / 2) / 0.5 = 3.86.
     """
@@ -62,7 +62,7 @@ def logit_gradient(
     grad_logprobs: Float[Tensor, " E"] | None,
     grad_entropy: Float[Tensor, " E"] | None,
 ) -> Float[Tensor, "R V"]:
-    """Gradient of the scaled logits; overwrites `log_weights`.
+    """Return the gradient of the scaled logits; overwrites `log_weights`.
 
     With weights p: d logp[t] / d logits = onehot(t) - p, and d H / d logits = -p (log p + H).
     """
@@ -84,7 +84,7 @@ def logit_gradient(
 def consume_logits(
     logits: Float[Tensor, "R V"], entropy_of: EntropyOf
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
-    """Log-sum-exp and entropy of each row; overwrites the logits instead of allocating arrays of their size."""
+    """Return log-sum-exp and entropy of each row; overwrites the logits instead of allocating arrays of their size."""
     top = logits.amax(-1, keepdim=True)
     logits.sub_(top)
     if entropy_of == "none":
@@ -92,17 +92,17 @@ def consume_logits(
         return lse, torch.zeros_like(lse)
     weights = logits.exp()
     total = weights.sum(-1)
-    # A hidden token (logit -inf) has weight 0 and adds nothing: 0 * -inf must count as 0.
+    # A masked token (logit -inf) has weight 0 and adds nothing: 0 * -inf must count as 0.
     mean = weights.mul_(logits.nan_to_num_(neginf=0.0)).sum(-1) / total
     return total.log() + top[:, 0], total.log() - mean
 
 
 WIDE_SUMS_ON = "cuda" if torch.__version__ >= "2.11" else None
-"""The type of device on which one product of 16-bit factors adds to a float32 sum."""
+"""Device type on which a product of 16-bit factors is added to a float32 sum in one operation."""
 
 
 class RowChunk(NamedTuple):
-    """Some rows, and the targets that they score."""
+    """Range of rows, and the targets that they score."""
 
     rows: slice
     targets: slice
@@ -126,7 +126,7 @@ def chunks(num_rows: int, target_row: NDArray[np.int64], max_rows: int) -> tuple
 
 
 class OfLogits(ABC):
-    """What is computed from the scaled logits [R, V] of each chunk of rows, and its gradient with respect to them."""
+    """Computation on the scaled logits [R, V] of each chunk of rows, and its gradient with respect to them."""
 
     @abstractmethod
     def on_graph(self, logits: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:
@@ -134,11 +134,11 @@ class OfLogits(ABC):
 
     @abstractmethod
     def values(self, logits: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:
-        """Return the same without a graph; may overwrite the logits."""
+        """Return the same values without a graph; may overwrite the logits."""
 
     @abstractmethod
     def gradient(self, logits: Tensor, chunk: RowChunk, grads: Sequence[Tensor | None]) -> Tensor:
-        """Gradient of the logits for gradients of the values of all chunks; may overwrite the logits."""
+        """Return the gradient of the logits, given gradients of the values of all chunks; may overwrite the logits."""
 
 
 class LinearRows(torch.autograd.Function):
@@ -174,20 +174,20 @@ class LinearRows(torch.autograd.Function):
 
 
 class BufferedHead:
-    """A linear head that reuses one logits buffer: page faults of a new array per chunk cost as much as the product."""
+    """Linear head that reuses one logits buffer: page faults of a new array per chunk cost as much as the product."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, pieces: tuple[RowChunk, ...], temperature: float = 1.0
     ) -> None:
-        """Allocates nothing before the first product."""
+        """Set the sizes of the head; memory is allocated at the first product."""
         self._weight, self._bias, self._temperature = weight, bias, temperature
         rows = pieces[0].rows.stop - pieces[0].rows.start
-        # Few sizes, so that the allocator of CUDA finds a buffer again; what is not used is not touched.
+        # Few sizes, so that CUDA's allocator finds a buffer again; the unused part is not touched.
         self._num_rows = 1 << (rows - 1).bit_length() if weight.is_cuda else rows
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     def product(self, rows: Tensor) -> Tensor:
-        """Logits [rows, V] before the temperature, in the dtype of the weight, valid until the next call."""
+        """Return logits [rows, V] before the temperature, in the dtype of the weight, valid until the next call."""
         logits = self._buffer(self._weight.dtype)[: rows.shape[0]]
         torch.mm(rows, self._weight.mT, out=logits)
         if self._bias is not None:
@@ -195,7 +195,7 @@ class BufferedHead:
         return logits
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Scaled logits [rows, V], float32 or wider, valid until the next call; the caller may overwrite them."""
+        """Return scaled logits [rows, V], float32 or wider, valid until the next call and free to overwrite."""
         logits = self.product(rows)
         wide = torch.promote_types(logits.dtype, torch.float32)
         if logits.dtype != wide:
@@ -217,7 +217,7 @@ class GradientSums:
     """Gradients of rows, weight and bias over chunks, the last two summed in float32 or wider; None for frozen ones."""
 
     def __init__(self, rows: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> None:
-        """`needed`: whether the rows, the weight and the bias need a gradient."""
+        """Allocate sums; `needed`: whether the rows, the weight and the bias need a gradient."""
         self._inputs = rows, weight
         self._wide = torch.promote_types(weight.dtype, torch.float32)
         self._rows = torch.empty_like(rows) if needed[0] else None
@@ -225,7 +225,7 @@ class GradientSums:
         self._bias = weight.new_zeros(weight.shape[0], dtype=self._wide) if needed[2] else None
 
     def add(self, grad_logits: Tensor, at: slice) -> None:
-        """Add what a chunk of rows gives."""
+        """Add the gradients of a chunk of rows."""
         rows, weight = self._inputs
         if self._rows is not None:
             torch.mm(grad_logits, weight, out=self._rows[at])
@@ -235,15 +235,15 @@ class GradientSums:
             self._bias += grad_logits.sum(0, dtype=self._wide)
 
     def in_dtype(self) -> tuple[Tensor | None, ...]:
-        """Return the three in the dtype of the inputs."""
+        """Return the three gradients in the dtypes of the inputs."""
         dtype = self._inputs[0].dtype
         return tuple(None if grad is None else grad.to(dtype) for grad in (self._rows, self._weight, self._bias))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, which may be float32 where the factors have 16 bits.
+    """Add `left @ right` to `total`, which may be float32 if the factors have 16 bits.
 
-    A wider total costs a product in 16 bits and a pass over the total; on CUDA neither: the product adds in float32.
+    With a wider total this takes a 16-bit product and a pass over the total; on CUDA only a product, added in float32.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right)

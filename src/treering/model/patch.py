@@ -1,9 +1,9 @@
-"""Runs a model's decoder and fused head on trees wherever a padded batch comes in, without changing its caller.
+"""Run a model's decoder and fused head on trees wherever a padded batch comes in, without changing its caller.
 
-A trainer calls `model(input_ids, attention_mask, labels)` with a batch [B, T]. The patched decoder merges the rows to a
-forest, computes each distinct token once, and gives hidden states back in the shape of the batch, so losses, logged
-metrics and every wrapper outside (DDP, autocast, PEFT) see what they saw before. A fused head, the trainer's own such
-as TRL's, scores each token's state once with each label that follows it.
+A trainer calls `model(input_ids, attention_mask, labels)` with a batch [B, T]. The patched decoder merges the rows into
+a forest, computes each distinct token once, and returns hidden states in the shape of the batch. So losses, logged
+metrics and every outer wrapper (DDP, autocast, PEFT) work as before. A fused head, such as TRL's, scores each token's
+state once with each label that follows it.
 
     B rows   T columns   N distinct tokens   E distinct pairs of a token and its label   C hidden size
     L labels of the batch
@@ -36,7 +36,7 @@ from treering.ranks.group import check_pictures_together
 from treering.tree.forest import Forest, split_padded
 
 When = Literal["training", "always"]
-"""Which calls run on trees: those of a model in training mode, or all. Generation with a cache never does."""
+"""Calls that run on trees: those of a model in training mode, or all. Generation with a cache never does."""
 
 IGNORED_LABEL = -100
 _PACKING = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"})
@@ -45,19 +45,19 @@ _REFUSED = MappingProxyType(
     {
         "inputs_embeds": "merging sequences needs token ids",
         "output_hidden_states": "only the last layer's states go back to the batch",
-        "output_attentions": "attention weights of a forest have no place in a batch",
+        "output_attentions": "attention weights of a forest do not fit the shape of a batch",
         "token_type_ids": "types may differ between equal tokens",
     }
 )
 _CACHES = frozenset({"cache", "past_key_values"})
-"""Names of a decoder's cache: transformers has "cache" since 5.24."""
+"""Arguments with a decoder's cache: transformers has "cache" since 5.24."""
 _OWN = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "return_dict"}) | _CACHES
-"""Arguments that the decoder gets anew."""
+"""Arguments that are replaced for the decoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Batch:
-    """A padded batch as a forest."""
+    """Padded batch as a forest."""
 
     forest: Forest
     places: NDArray[np.int64]
@@ -66,36 +66,36 @@ class _Batch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Scoring:
-    """A batch whose states a fused head scores, in one or several calls."""
+    """Batch whose states a fused head scores, in one or several calls."""
 
     batch: _Batch
     rows: Tensor
-    """int64, the states that the next call of the decoder gives."""
+    """int64, indices of the states that the decoder's next call returns."""
     output: Any = None
-    """The decoder's, states [N, C]; None before it has run."""
+    """Output of the decoder, with states [N, C]; None before it has run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeCounts:
-    """What patched calls computed since the counts were last taken.
+    """Counts of patched calls since the counts were last taken.
 
-    Example: two rows of 3 tokens that share 2 are 6 flat tokens and 4 computed ones.
+    Example: two rows of 3 tokens that share 2 are 6 flat tokens and 4 computed tokens.
     """
 
     num_calls: int = 0
-    """Calls that ran on a forest."""
+    """Number of calls that ran on a forest."""
     num_flat_tokens: int = 0
     """Real tokens of their batches."""
     num_tokens: int = 0
-    """Distinct ones, which were computed."""
+    """Distinct tokens, which were computed."""
 
     @property
     def token_ratio(self) -> float:
-        """Flat tokens per computed token, 1.0 without calls: the bound of the speedup by tokens."""
+        """Flat tokens per computed token, 1.0 without calls: the token bound on the speedup."""
         return self.num_flat_tokens / self.num_tokens if self.num_tokens else 1.0
 
     def with_call(self, forest: Forest) -> "TreeCounts":
-        """These counts and a call on the forest."""
+        """Return these counts plus a call on the forest."""
         return TreeCounts(
             num_calls=self.num_calls + 1,
             num_flat_tokens=self.num_flat_tokens + forest.num_branch_tokens,
@@ -104,7 +104,7 @@ class TreeCounts:
 
 
 class TreePatch:
-    """A patched model; `undo` restores it."""
+    """Patched model; `undo` restores it."""
 
     def __init__(
         self,
@@ -117,17 +117,19 @@ class TreePatch:
         """Patch a model; see `patch`."""
         parts = TreeModel.of(model, calls_modules=True)
         self._compile = parts.compile_part
-        # Wrappers around it have been entered where its decoder is called.
+        # Wrappers around the model have already been entered when its decoder is called.
         self._model = TreeModel.of(parts.causal_lm, calls_modules=True)
         check_no_dropout(parts)
         check_embedding_hooks(parts)
         self._vision = parts.vision
-        # A model of pictures embeds them in a module around its decoder, which the batch comes into.
+        # An image model embeds images in a module around its decoder, and that module gets the batch.
         self._decoder: Any = parts.decoder if parts.vision is None else parts.vision.model
         self._vocab_size = parts.vocab_size
         for module in (parts.causal_lm, self._decoder):
             if is_replaced(module):
-                raise StateError("the model runs on trees already; undo that patch before making another one")
+                raise StateError(
+                    "the model is already patched to run on trees; undo that patch before making another one"
+                )
         self._backend = backend
         self._when = when
         self._mode_of: nn.Module = self._decoder if mode_of is None else mode_of
@@ -146,21 +148,21 @@ class TreePatch:
             self._undo.pop()()
 
     def take_counts(self) -> TreeCounts:
-        """What was computed since the last call of this method."""
+        """Return the counts since the last call of this method."""
         counts, self._counts = self._counts, TreeCounts()
         return counts
 
     def compile_layers(self, **options: Any) -> None:
-        """Compile the layers for calls on trees, where forests of all shapes run the same graphs.
+        """Compile the layers for calls on trees; forests of all shapes run the same graphs.
 
         Args:
-            options: of `torch.compile`, such as its backend and mode.
+            options: options of `torch.compile`, such as its backend and mode.
         """
         self._layers = compiled_layers(TreeModel.of(self._model, calls_modules=True).layers, **options)
 
     @contextmanager
     def flat(self) -> Iterator[None]:
-        """Inside, the model runs as the stock one does."""
+        """Run the model as the stock one inside the context."""
         before, self._is_flat = self._is_flat, True
         try:
             yield
@@ -169,14 +171,14 @@ class TreePatch:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Inside, calls run on trees and `take_counts` does not see them."""
+        """Run calls on trees inside the context without counting them."""
         before = self._counts
         try:
             yield
         finally:
             self._counts = before
 
-    # Compilers cannot read how batches become forests; the decoder or its layers are compiled where the model was.
+    # Compilers cannot trace how batches become forests; the decoder or its layers are compiled if the model was.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_decoder(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scored = self._scored
@@ -198,7 +200,7 @@ class TreePatch:
     def _on_forest(self, original: Callable[..., Any], batch: _Batch, kwargs: Mapping[str, Any]) -> Any:
         """Return the decoder's output with states [1, N, C], and router logits in the shape of the batch."""
         forest = batch.forest
-        # A trainer may have changed the model since: sharded it, moved it, given it other adapters.
+        # A trainer may have changed the model since then: sharded it, moved it, or given it other adapters.
         self._model = parts = TreeModel.of(self._model, calls_modules=True)
         if self._vision is not None:
             check_forest(forest, parts)
@@ -219,7 +221,7 @@ class TreePatch:
                 **options,
             )
         if self._vision is not None:
-            # What the model's head reads beside the states, before transformers 5.24 and since.
+            # Inputs of the model's head besides the states, before transformers 5.24 and since.
             output.image_hidden_states = output.image_outputs = output.video_outputs = None
         if getattr(output, "router_logits", None) is not None:
             layers: Any = output.router_logits
@@ -229,7 +231,7 @@ class TreePatch:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_head(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Score each distinct pair of a token and its label once, where the caller asks for a fused head."""
+        """Score each distinct pair of a token and its label once, if the caller asks for a fused head."""
         labels: Any = kwargs.get("labels")
         if labels is not None and not self._stays_flat(kwargs):
             _check_labels(labels, kwargs.get("attention_mask"))
@@ -248,7 +250,7 @@ class TreePatch:
             for part in parts_of(pairs, self._vocab_size):
                 self._scored.rows = pairs.rows[part]
                 outputs.append(original(*args, **given, shift_labels=pairs.labels[None, part]))
-                # A router's loss is of the whole batch, and the first part has it.
+                # The loss of routers covers the whole batch, and the first part contains it.
                 given["output_router_logits"] = False
         finally:
             self._scored = None
@@ -268,14 +270,16 @@ class TreePatch:
             if self._vision is not None and name == "token_type_ids":
                 continue
             if kwargs.get(name) is not None and kwargs[name] is not False:
-                raise UnsupportedError(f"a model that runs on trees takes no {name}: {why}; leave it out")
+                raise UnsupportedError(f"a model that runs on trees does not support {name}: {why}; remove it")
         if len(args) > 1 or ids is None:
-            raise UnsupportedError("a model that runs on trees takes input_ids, and other arguments by name")
+            raise UnsupportedError(
+                "a model that runs on trees needs input_ids, with all other arguments passed by name"
+            )
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             raise UnsupportedError(
-                "a model that runs on trees makes its own attention mask and takes one of padding only, [rows, "
-                "columns]; leave attention_mask out, or give 1 for tokens and 0 for padding"
+                "a model that runs on trees builds its own attention mask and accepts only a padding mask, [rows, "
+                "columns]; remove attention_mask, or set it to 1 for tokens and 0 for padding"
             )
         given: list[Any] = [None if x is None else x.cpu() for x in (ids, mask, positions)]
         pictures = None
@@ -289,23 +293,23 @@ class TreePatch:
 def patch(
     model: nn.Module | TreeModel, *, backend: str = "auto", when: When = "training", mode_of: nn.Module | None = None
 ) -> TreePatch:
-    """Run a model on trees from its next call on, for any trainer with padded batches.
+    """Make a model run on trees from its next call on, for any trainer with padded batches.
 
-    Rows of a batch that begin alike are computed once, forward and backward, and every output has the shape of the
-    batch. Padding may stand at either side; rows may pack several sequences by their position ids. Hidden states at
-    padding are 0. A model with TRL's fused head scores each distinct token and label once.
+    Rows of a batch with the same beginning are computed once, forward and backward, and every output has the shape of
+    the batch. Padding may be on either side; rows may pack several sequences, marked by position ids. Hidden states at
+    padding are 0. A model with TRL's fused head scores each distinct pair of token and label once.
 
-    Gradients are exact with DDP around the model, autocast, gradient checkpointing and PEFT. Patch the model before it
-    is wrapped by DDP.
+    Gradients are exact with DDP around the model, autocast, gradient checkpointing and PEFT. Patch the model before DDP
+    wraps it.
 
     Args:
         model: a supported Hugging Face causal language model, or a PEFT model of one.
         backend: see `tree_attention`.
         when: see `When`.
-        mode_of: the model whose training mode counts, such as the policy for its reference; None for `model` itself.
+        mode_of: model whose training mode counts, such as the policy for its reference; None for `model` itself.
 
     Raises:
-        UnsupportedError: a model that would not be exact; names the reason.
+        UnsupportedError: a model whose results would not be exact; names the reason.
         StateError: the model is patched already.
 
     Example:
@@ -318,11 +322,11 @@ def patch(
 
 
 def _check_bounds(bounds: Tensor | None, forest: Forest) -> None:
-    """Refuse bounds of packed sequences that position ids do not repeat: sequences would see each other."""
+    """Refuse bounds of packed sequences that position ids do not repeat: sequences would attend to each other."""
     num_sequences = forest.num_branches if bounds is None else int((bounds.diff() > 0).sum())
     if num_sequences != forest.num_branches:
         raise InputError(
-            f"cu_seq_lens_q has {num_sequences} sequences, and position_ids {forest.num_branches}: give position_ids "
+            f"cu_seq_lens_q has {num_sequences} sequences, and position_ids {forest.num_branches}; give position_ids "
             "that begin at 0 with each sequence"
         )
 
@@ -335,13 +339,13 @@ def _check_labels(labels: Tensor, mask: Any) -> None:
     if bool(wrong.any()):
         row, column = (int(i) for i in wrong.nonzero()[0])
         raise InputError(
-            f"a label needs a token before it, and labels[{row}, {column + 1}] stands after padding, as the first "
-            "token of a left-padded row does; set it to -100"
+            f"a label needs a token before it, and labels[{row}, {column + 1}] follows padding, like the first "
+            "token of a left-padded row; set it to -100"
         )
 
 
 def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Tensor, "B T C"]:
-    """Values of packed tokens in the shape of the batch, 0 at padding."""
+    """Return values of packed tokens in the shape of the batch, 0 at padding."""
     at = to_device(places, values.device)
     back = values.index_select(0, at.clamp(min=0).flatten()).reshape(*at.shape, -1)
     return back if bool((places >= 0).all()) else back.masked_fill((at < 0).unsqueeze(-1), 0.0)
@@ -349,7 +353,7 @@ def _spread(values: Float[Tensor, "N C"], places: NDArray[np.int64]) -> Float[Te
 
 MAX_CPU_LOGITS = 2**23
 """Most logits of one call of the head on CPU: 32 MiB in float32. Larger temporaries come from fresh pages each time:
-TRL's head of 768 pairs and 32,000 tokens took 1.65 s with them, and 0.95 s without (one thread)."""
+with them TRL's head took 1.65 s for 768 pairs and 32,000 tokens, without them 0.95 s (one thread)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -361,7 +365,7 @@ class LabelPairs:
     labels: Tensor
     """int64 [E], the labels."""
     inverse: Tensor
-    """int64 [L], the pair of each label of the batch, row-major."""
+    """int64 [L], index of the pair of each label of the batch, row-major."""
 
 
 def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> LabelPairs:
@@ -373,14 +377,14 @@ def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> Labe
         mask: bool [B, T - 1], which labels from the second column on count.
 
     Raises:
-        InputError: a label that no token stands before.
+        InputError: a label without a token before it.
 
-    Example: two equal rows have the pairs of one of them.
+    Example: two equal rows have the same pairs as one of them.
     """
     wanted = mask.cpu().numpy()
     rows = places[:, :-1][wanted]
     if (rows < 0).any():
-        raise InputError("a label needs a token before it, and one stands after padding; set labels there to -100")
+        raise InputError("a label needs a token before it, and one follows padding; set labels there to -100")
     targets = labels[:, 1:].cpu().numpy()[wanted].astype(np.int64)
     keys, inverse = np.unique(np.stack([rows, targets]), axis=1, return_inverse=True)
     device = labels.device
@@ -392,9 +396,9 @@ def label_pairs(places: NDArray[np.int64], labels: Tensor, mask: Tensor) -> Labe
 
 
 def parts_of(pairs: LabelPairs, vocab_size: int) -> list[slice]:
-    """Ranges of pairs, each of which the head scores in one call: on CPU at most `MAX_CPU_LOGITS` logits each.
+    """Split pairs into ranges that the head scores in one call each: on CPU at most `MAX_CPU_LOGITS` logits.
 
-    Example: 1,000 pairs and a vocabulary of 32,000 are 262 pairs a call, so 4 calls.
+    Example: 1,000 pairs with a vocabulary of 32,000 take 4 calls of at most 262 pairs.
     """
     num_pairs = pairs.rows.numel()
     size = max(1, MAX_CPU_LOGITS // vocab_size) if pairs.rows.device.type == "cpu" else num_pairs
@@ -402,21 +406,23 @@ def parts_of(pairs: LabelPairs, vocab_size: int) -> list[slice]:
 
 
 def as_batch(outputs: Sequence[Any], pairs: LabelPairs, mask: Tensor, num_items: Any) -> Any:
-    """Return a fused head's outputs of E pairs as that of the batch: fields per label spread, the loss over all labels.
+    """Combine a fused head's outputs of E pairs to that of the batch: fields per label, and the loss over all labels.
 
     Args:
         outputs: records with `loss`, `log_probs` [1, pairs of the part] and others, in order.
-        pairs: that were scored.
+        pairs: the pairs that were scored.
         mask: bool [B, T - 1], as for `label_pairs`.
-        num_items: what the head divided its losses by.
+        num_items: number by which the head divided its losses.
 
     Raises:
-        UnsupportedError: an output is no such record.
+        UnsupportedError: an output is not such a record.
     """
     output = outputs[0]
     names = [field.name for field in fields(output)] if is_dataclass(output) else []
     if not {"loss", "log_probs"}.issubset(names):
-        raise UnsupportedError(f"a fused head returns a record, as TRL's does, got {type(output).__name__}; update trl")
+        raise UnsupportedError(
+            f"a fused head must return a record, as TRL's does, got {type(output).__name__}; update trl"
+        )
     if len(outputs) > 1:
         output = _joined(outputs, names)
     spread: dict[str, Any] = {}
@@ -425,13 +431,13 @@ def as_batch(outputs: Sequence[Any], pairs: LabelPairs, mask: Tensor, num_items:
         if isinstance(value, Tensor) and value.shape == (1, pairs.rows.numel()):
             each = value[0].index_select(0, pairs.inverse)
             spread[name] = value.new_zeros(mask.shape).masked_scatter(mask, each)
-    # What the loss has beside the log-probs, such as a router's, is over the whole batch already.
+    # The rest of the loss, such as that of routers, already covers the whole batch.
     rest = output.loss + output.log_probs.sum() / num_items
     return replace(output, **spread | {"label_mask": mask, "loss": rest - spread["log_probs"].sum() / num_items})
 
 
 def _joined(outputs: Sequence[Any], names: list[str]) -> Any:
-    """One record of consecutive ones: values per pair one after another, the sum of the losses, the first's others."""
+    """Join consecutive records: values per pair in order, the sum of the losses, other fields of the first."""
     first = outputs[0]
     per_pair = [name for name in names if isinstance(value := getattr(first, name), Tensor) and value.ndim == 2]
     joined = {name: torch.cat([getattr(output, name) for output in outputs], dim=1) for name in per_pair}
@@ -443,7 +449,7 @@ _MARK = "_treering_patch"
 
 
 def is_replaced(module: Any) -> bool:
-    """Return whether `replace_forward` replaced the module's forward, or a wrapper of it, and nothing has restored it."""
+    """Return whether `replace_forward` replaced the forward of the module or a wrapper of it, and it still is."""
     forward = module.forward
     while forward is not None:
         if getattr(forward, _MARK, False):
@@ -453,13 +459,13 @@ def is_replaced(module: Any) -> bool:
 
 
 def replace_forward(module: Any, run: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a module's forward; returns what restores it.
+    """Replace a module's forward; return a function that restores it.
 
-    A library may wrap the replacement, as Accelerate does for autocast: then it stays, and calls the original.
+    A library may wrap the replacement, as Accelerate does for autocast: then the wrapper stays, and calls the original.
 
     Args:
-        module: whose `forward` is replaced.
-        run: gets the original forward, then the arguments of each call.
+        module: module whose `forward` is replaced.
+        run: called with the original forward, then the arguments of each call.
 
     Example: with `run = lambda original, x: original(x) + 1` a linear layer's output is one larger.
     """

@@ -1,8 +1,8 @@
-"""The vision part of a model: which pictures it takes, and their features, computed once for each distinct picture.
+"""The vision part of a model: which images it takes, and their features, computed once per distinct image.
 
-`pictures_of_batch` reads the pictures of a padded batch from the arguments that trainers give stock models.
+`pictures_of_batch` reads the images of a padded batch from the arguments that trainers pass to stock models.
 
-    N tokens   M tokens of all distinct pictures   C hidden size   B rows   P pictures or crops of a batch
+    N tokens   M tokens of all distinct images   C hidden size   B rows   P images or crops of a batch
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,16 +28,16 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VisionPart:
-    """The vision tower of a model with what projects its outputs to the text.
+    """Vision tower of a model, with the projection of its outputs to the text model.
 
     Attributes:
-        model: the model without its head, whose `get_image_features` runs them.
-        family: of `IMAGE_FAMILIES`.
-        placeholders: token ids that stand for pictures, and for videos and sounds, which are refused.
-        sees_whole_pictures: whether a picture's tokens see all of that picture.
-        merge: patches along each side of a token's square, of a family with grids; None for one without.
-        tokens_per_crop: of a family without grids.
-        device: of the features.
+        model: the model without its head, whose `get_image_features` runs the tower.
+        family: a name from `IMAGE_FAMILIES`.
+        placeholders: token ids that stand for images, and for videos and sounds, which are refused.
+        sees_whole_pictures: whether the tokens of an image attend to the whole image.
+        merge: patches along each side of a token's square, in families with grids; None in others.
+        tokens_per_crop: number of tokens per crop, in families without grids.
+        device: device of the features.
     """
 
     model: Any
@@ -49,42 +49,41 @@ class VisionPart:
     device: torch.device
 
     def check(self, forest: Forest) -> None:
-        """Refuse pictures that the model does not take, and placeholders without a picture.
+        """Refuse images that the model does not take, and placeholders without an image.
 
         Raises:
-            InputError: names the picture or the token.
+            InputError: names the image or the token.
         """
         bare = np.flatnonzero(np.isin(forest.tokens, self.placeholders))
         if bare.size:
             raise InputError(
                 f"token id {int(forest.tokens[bare[0]])} at packed index {int(bare[0])} is a placeholder of model type "
-                f"{self.family!r}, and no picture stands there: give pictures with their places; video and sound are "
-                "not supported"
+                f"{self.family!r} without an image; give images with their places (video and sound are not supported)"
             )
         for number, picture in enumerate(forest.pictures):
-            self._check_picture(picture, f"picture {number} of {picture.num_tokens} tokens")
+            self._check_picture(picture, f"image {number} of {picture.num_tokens} tokens")
         if self.sees_whole_pictures:
             _check_apart(forest)
 
     def _check_picture(self, picture: Picture, name: str) -> None:
         if self.merge is not None and (picture.grid is None or picture.merge != self.merge):
             raise InputError(
-                f"{name} has grid {picture.grid}, and model type {self.family!r} has a token for each square of "
-                f"{self.merge} x {self.merge} patches: make pictures with the processor of this model"
+                f"{name} has grid {picture.grid}, and model type {self.family!r} needs one token per square of "
+                f"{self.merge} x {self.merge} patches; make images with the processor of this model"
             )
         if self.tokens_per_crop is None:
             return
         if picture.grid is not None or len(picture.values) * self.tokens_per_crop != picture.num_tokens:
             raise InputError(
-                f"{name} has values {picture.values.shape} and grid {picture.grid}, and model type {self.family!r} has "
-                f"no grid and {self.tokens_per_crop} tokens for each crop: make pictures with the processor of this "
+                f"{name} has values {picture.values.shape} and grid {picture.grid}, and model type {self.family!r} "
+                f"needs no grid and {self.tokens_per_crop} tokens per crop; make images with the processor of this "
                 "model"
             )
 
     def features(self, pictures: Sequence[Picture]) -> list[Float[Tensor, "M C"]]:
-        """Features of some pictures one after another: those that stand for their tokens, then those of deeper layers.
+        """Return the features of images in order: first those that replace their tokens, then those of deeper layers.
 
-        One call of the tower; differentiable.
+        The tower is called once; the result is differentiable.
         """
         values = torch.from_numpy(np.concatenate([picture.values for picture in pictures])).to(self.device)
         grids = {}
@@ -96,10 +95,10 @@ class VisionPart:
 
 
 def find_vision(causal_lm: Any) -> VisionPart | None:
-    """Return the vision part of a model; None of a model of text.
+    """Return the vision part of a model; None for a text model.
 
     Raises:
-        UnsupportedError: a model whose pictures have no place in a forest yet.
+        UnsupportedError: a model whose images cannot be placed in a forest yet.
     """
     config = causal_lm.config
     if getattr(config, "vision_config", None) is None:
@@ -109,7 +108,7 @@ def find_vision(causal_lm: Any) -> VisionPart | None:
         raise UnsupportedError(
             f"model type {config.model_type!r} takes images and is not supported; supported are "
             f"{', '.join(IMAGE_FAMILIES)}; to "
-            "train on text alone, take its language model out as a causal language model of its own"
+            "train on text only, extract its language model as a separate causal language model"
         )
     per_crop = family.tokens_per_crop
     ids = (getattr(config, name, None) for name in _PLACEHOLDERS)
@@ -125,20 +124,20 @@ def find_vision(causal_lm: Any) -> VisionPart | None:
 
 
 class PictureFeatures:
-    """Features of distinct pictures, computed once and read by every pass of a step.
+    """Features of distinct images, computed once and read by every pass of a step.
 
-    Passes read leaves, in which gradients are summed in float32 or wider; `backward` takes the sums through the vision
+    Passes read leaves, whose gradients are summed in float32 or wider; `backward` takes the sums through the vision
     part once.
     """
 
     def __init__(self, vision: VisionPart, pictures: Sequence[Picture], *, is_apart: bool) -> None:
-        """With `is_apart` passes read leaves; else gradients of a pass go through the vision part at once."""
+        """With `is_apart`, passes read leaves; else the gradients of a pass go through the vision part at once."""
         self._first = dict(zip((one.digest for one in pictures), _starts(pictures), strict=True))
         self._outputs = vision.features(pictures) if pictures else []
         self.levels = [_leaf(output) for output in self._outputs] if is_apart else self._outputs
 
     def rows(self, forest: Forest, pictured: PictureTokens) -> Int[np.ndarray, " P"]:
-        """Row of the features of each picture token of a forest, int64, in packed order."""
+        """Return the row in the features for each image token of a forest, int64, in packed order."""
         first = np.array([self._first[picture.digest] for picture in forest.pictures], np.int64)
         return first[pictured.number] + pictured.offset
 
@@ -151,17 +150,17 @@ class PictureFeatures:
 
 
 def distinct_pictures(forests: Sequence[Forest]) -> list[Picture]:
-    """Each picture of some forests once, in the order of first appearance.
+    """Return each distinct image of some forests once, in order of first appearance.
 
-    Example: two forests with the same picture have one.
+    Example: two forests with the same image give one.
     """
     return list({picture.digest: picture for forest in forests for picture in forest.pictures}.values())
 
 
 def embedded(embedding: nn.Module, forest: Forest, features: PictureFeatures, device: torch.device) -> dict[str, Any]:
-    """What the decoder gets in place of token ids: embeddings with the features of pictures at their places.
+    """Return the decoder's inputs instead of token ids: embeddings, with image features at their places.
 
-    Also the features of deeper layers, where the vision part has them.
+    Includes the features of deeper layers, if the vision part has them.
     """
     pictured = picture_tokens(forest)
     at = to_device(pictured.at, device)
@@ -188,32 +187,32 @@ def _starts(pictures: Sequence[Picture]) -> list[int]:
 
 
 def _one_after_another(level: Any) -> Tensor:
-    """[M, C] of one tensor per picture, or of [crops, tokens, C]."""
+    """Concatenate one tensor per image, or [crops, tokens, C], to [M, C]."""
     return torch.cat(list(level)) if isinstance(level, tuple | list) else level.flatten(0, -2)
 
 
 def _check_apart(forest: Forest) -> None:
-    """Refuse pictures side by side, whose tokens stock models let see each other."""
+    """Refuse adjacent images, because stock models let the tokens of both attend to each other."""
     pictured = picture_tokens(forest)
     starts = pictured.at[pictured.offset == 0]
     above = forest.parent[starts]
     beside = starts[(above >= 0) & (forest.tokens[above] < 0)]
     if beside.size:
         raise InputError(
-            f"a picture follows another one without a token between at packed index {int(beside[0])}, and the model "
-            "would see them as one: put its begin and end tokens around each, as its processor does"
+            f"an image at packed index {int(beside[0])} follows another without a token between, and the model "
+            "would see them as one; put begin and end tokens around each image, as the model's processor does"
         )
 
 
 OF_PICTURES = frozenset({"pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids"})
-"""Arguments that say which pictures a batch has, and where."""
+"""Arguments that say which images a batch has, and where."""
 
 _REFUSED = MappingProxyType(
     {
         **dict.fromkeys(("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"), "video is not supported"),
         **dict.fromkeys(("input_features", "feature_attention_mask"), "sound is not supported"),
-        "mm_encoder_outputs": "features of pictures are computed once for equal ones, from pixels",
-        "position_ids": "positions follow from pictures along each branch",
+        "mm_encoder_outputs": "image features are computed here, once per distinct image, from pixels",
+        "position_ids": "positions follow from images along each branch",
         "vision_feature_layer": "the configuration's layer is used",
         "vision_feature_select_strategy": "the configuration's choice is used",
     }
@@ -223,22 +222,22 @@ _REFUSED = MappingProxyType(
 def pictures_of_batch(
     vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]]], kwargs: Mapping[str, Any]
 ) -> list[list[PlacedPicture]]:
-    """Return the pictures of each sequence of a batch.
+    """Return the images of each sequence of a batch.
 
     Args:
-        vision: part of the model that the batch is for.
-        sequences: of the batch, row after row, without padding.
-        kwargs: the call's: `pixel_values` of all pictures one after another, and grids of a family with grids.
+        vision: vision part of the model that gets the batch.
+        sequences: sequences of the batch, row after row, without padding.
+        kwargs: arguments of the call: `pixel_values` of all images one after another, and grids in families with grids.
 
     Raises:
-        InputError: pictures that do not fit the placeholders.
+        InputError: images that do not fit the placeholders.
         UnsupportedError: video, sound, or arguments that a forest does not follow.
 
-    Example: two rows with the same picture give two equal digests, and so one picture of the forest.
+    Example: two rows with the same image give two equal digests, and so one image of the forest.
     """
     for name, why in _REFUSED.items():
         if kwargs.get(name) is not None:
-            raise UnsupportedError(f"a model that runs on trees takes no {name}: {why}; leave it out")
+            raise UnsupportedError(f"a model that runs on trees does not support {name}: {why}; remove it")
     _check_types(vision, sequences, kwargs)
     if kwargs.get("pixel_values") is None:
         return [[] for _ in sequences]
@@ -246,12 +245,12 @@ def pictures_of_batch(
     placed = [list(_placed(tokens, vision, left)) for tokens in sequences]
     rest = sum(1 for _ in left)
     if rest:
-        raise InputError(f"pixel_values hold {rest} pictures more than input_ids have places for: were rows cut?")
+        raise InputError(f"pixel_values hold {rest} images more than input_ids have places for; check if rows were cut")
     return placed
 
 
 def _check_types(vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]]], kwargs: Mapping[str, Any]) -> None:
-    """Refuse types of tokens by which a stock model would see or rotate its pictures otherwise than a forest does."""
+    """Refuse token types by which a stock model would attend to or rotate its images differently than a forest."""
     name = IMAGE_FAMILIES[vision.family].token_types
     if name is None:
         return
@@ -260,15 +259,15 @@ def _check_types(vision: VisionPart, sequences: Sequence[NDArray[np.integer[Any]
         if kwargs.get("pixel_values") is None:
             return
         raise InputError(
-            f"model type {vision.family!r} learns from {name} where its pictures are, and it was not given: pass on "
-            "what the processor returns"
+            f"model type {vision.family!r} needs {name} to find its images, and it was not given; pass on what the "
+            "processor returns"
         )
     own = split_padded(types.cpu(), None if mask is None else mask.cpu(), None).sequences
     for row, (tokens, marked) in enumerate(zip(sequences, own, strict=True)):
         if ((tokens == vision.placeholders[0]) != (marked == 1)).any():
             raise InputError(
-                f"{name} is 1 at the placeholders of pictures and nowhere else, and sequence {row} of the batch has it "
-                "elsewhere: pass on what the processor returns"
+                f"{name} must be 1 at image placeholders and 0 elsewhere, and sequence {row} of the batch differs; "
+                "pass on what the processor returns"
             )
 
 
@@ -279,14 +278,14 @@ def _placed(tokens: NDArray[np.integer[Any]], vision: VisionPart, left: Iterator
         picture = next(left, None)
         if picture is None or at + picture.num_tokens > places.size:
             raise InputError(
-                f"a row has {places.size} placeholders of pictures, which pixel_values do not fill: were rows cut?"
+                f"a row has {places.size} image placeholders, which pixel_values do not fill; check if rows were cut"
             )
         yield PlacedPicture(start=int(places[at]), picture=picture)
         at += picture.num_tokens
 
 
 def _pictures(vision: VisionPart, pixels: Tensor, grids: Tensor | None) -> Iterator[Picture]:
-    """Each picture of a family with grids; of others each crop."""
+    """Yield each image in families with grids, each crop in others."""
     values = _float32(pixels)
     if vision.merge is None:
         assert vision.tokens_per_crop is not None
@@ -294,9 +293,7 @@ def _pictures(vision: VisionPart, pixels: Tensor, grids: Tensor | None) -> Itera
             yield Picture(values=crop[None], num_tokens=vision.tokens_per_crop)
         return
     if grids is None:
-        raise InputError(
-            "pixel_values come with image_grid_thw, which was not given: pass on what the processor returns"
-        )
+        raise InputError("pixel_values need image_grid_thw, which was not given; pass on what the processor returns")
     start = 0
     for time, height, width in grids.tolist():
         stop = start + time * height * width
@@ -304,10 +301,10 @@ def _pictures(vision: VisionPart, pixels: Tensor, grids: Tensor | None) -> Itera
         yield Picture(values=values[start:stop], grid=(time, height, width), num_tokens=num_tokens)
         start = stop
     if start != len(values):
-        raise InputError(f"image_grid_thw have {start} patches, and pixel_values {len(values)}")
+        raise InputError(f"image_grid_thw has {start} patches, and pixel_values {len(values)}")
 
 
 def _float32(pixels: Tensor) -> NDArray[np.float32]:
     if pixels.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise InputError(f"pixel_values are float32 or narrower, got {pixels.dtype}: cast them")
+        raise InputError(f"pixel_values must be float32 or narrower, got {pixels.dtype}; cast them")
     return pixels.detach().float().cpu().numpy()

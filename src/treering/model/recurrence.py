@@ -1,9 +1,9 @@
 """Run a recurrent layer along a forest: patch its `forward` to make the calls of a plan.
 
-The layer itself stays Hugging Face's: it is called on rows of tokens with our cache (`CallCache`), as generation calls
-it to continue several texts. Rows of different lengths share a call because gates are closed at padding: every token
+The layer itself stays Hugging Face's: it is called on rows of tokens with our cache (`CallCache`), as generation does
+to continue several texts. Rows of different lengths share a call because gates are closed at padding: every token
 updates the state by a step that its own gates choose, with Gated DeltaNet a decay and a learning rate, with Mamba-2 a
-time step. Both are softplus or sigmoid of a projection; where that is very negative, the step is exactly zero.
+time step. Both are softplus or sigmoid of a projection; if that is very negative, the step is exactly zero.
 
     N tokens   C hidden size   R boundary tokens   B rows   L tokens of the longest   D channels of the convolution
     K its kernel size
@@ -32,7 +32,7 @@ Mixer = Callable[..., Tensor]
 
 @contextmanager
 def routed(mixers: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager in which mixers follow the forest that is passed as `attention_mask`; restores them on exit.
+    """Make mixers follow the forest passed as `attention_mask`, inside the context; restore them on exit.
 
     Example:
         >>> with routed([layer.linear_attn for layer in layers]):          # doctest: +SKIP
@@ -50,7 +50,7 @@ def routed(mixers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Routed(partial[Tensor]):
-    """A patched forward of a mixer; the type prevents patching twice when a layer is recomputed inside the block."""
+    """Patched forward of a mixer; the type prevents patching twice when a layer is recomputed inside the block."""
 
 
 def _restore(mixer: nn.Module, own: object) -> None:
@@ -70,9 +70,9 @@ def _forward(
     attention_mask: object = None,
     **options: Any,
 ) -> Float[Tensor, "1 N C"]:
-    """Return a mixer's forward on a forest: [1, N, C] in packed order in and out."""
+    """Run a mixer's forward on a forest: [1, N, C] in packed order in and out."""
     if not isinstance(attention_mask, TreeLayout):
-        raise StateError("a recurrent layer was called inside tree_attention without a forest: use treering.forward")
+        raise StateError("a recurrent layer was called inside tree_attention without a forest; use treering.forward")
     layer: Any = mixer.layer_idx
     return run_on_forest(partial(original, **options), mixer, hidden_states[0], layout=attention_mask, layer=layer)[
         None
@@ -82,7 +82,7 @@ def _forward(
 def run_on_forest(
     original: Mixer, mixer: nn.Module, hidden: Float[Tensor, "N C"], *, layout: TreeLayout, layer: int
 ) -> Float[Tensor, "N C"]:
-    """Return the mixer's output for every token given its own path; exchanges states at the forest's boundary."""
+    """Return the mixer's output for every token given its own path; exchange states at the forest's boundary."""
     plan, boundary = plan_of(layout), layout.boundary
     gateway = None if boundary is None else boundary.gateway
     above = None if boundary is None else _received(boundary, layer, layout.device)
@@ -109,7 +109,7 @@ def run_on_forest(
 
 
 def _name_of_cache(mixer: nn.Module) -> str:
-    """Return the argument of a mixer's cache: transformers 5.24 drops one that comes by the name of before."""
+    """Return the name of a mixer's cache argument: transformers 5.24 ignores the older name."""
     return "cache" if "cache" in inspect.signature(type(mixer).forward).parameters else "cache_params"
 
 
@@ -139,9 +139,9 @@ def _received(boundary: Boundary, layer: int, device: torch.device) -> States | 
 
 
 class _ExportStates(torch.autograd.Function):
-    """A layer's output unchanged; its backward adds the state gradients that partitions below have left in the gateway.
+    """Return a layer's output unchanged; in the backward, add the gradients of states that partitions below used.
 
-    It is attached to the output, which always gets a gradient; a state that only other partitions read gets none.
+    It is attached to the output, which always gets a gradient, unlike a state that only other partitions read.
     """
 
     @staticmethod
@@ -167,30 +167,31 @@ def _export_states(output: Tensor, states: States, gateway: StateGateway, layer:
 
 
 class CallCache:
-    """The cache of one call of one layer.
+    """Cache of one call of one layer.
 
-    Example: for rows of 4 tokens and K = 4, `update_conv_state` returns 7 columns, 3 of context and the 4 new ones, and
-    the mixer drops the first 3 outputs.
+    Example: for rows of 4 tokens and K = 4, `update_conv_state` returns 7 columns, 3 of context and 4 new, and the
+        mixer
+    drops the first 3 outputs.
     """
 
     record_past = True
-    """Tells the layer not to update states in place."""
+    """Makes the layer not update states in place."""
 
     def __init__(self, states: States | None) -> None:
-        """`states`: the initial state of each row; None if all start from zero."""
+        """Start with `states`, the initial state of each row; None if all start from zero."""
         self._given = states
         self._inputs: Tensor | None = None
         self._num_new = 0
         self._last: Tensor | None = None
 
     def ends(self, rows: Tensor, length: Tensor) -> States:
-        """States after the last token of some rows; call it after the layer has run.
+        """Return the states after the last token of some rows; call it after the layer has run.
 
         Args:
-            rows: int64, of the call.
-            length: int64 [B] tokens of each row of the call.
+            rows: int64, indices of rows of the call.
+            length: int64 [B] number of tokens of each row of the call.
         """
-        assert self._inputs is not None, "the layer has not shown its convolution's inputs"
+        assert self._inputs is not None, "the layer has not passed its convolution's inputs"
         assert self._last is not None, "the layer has not updated its state"
         inputs = self._inputs[rows]
         num_columns = inputs.shape[-1] - self._num_new
@@ -211,12 +212,12 @@ class CallCache:
         return self._inputs
 
     def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **options: object) -> Tensor:
-        """Captures the states after the last column of each row."""
+        """Capture the states after the last column of each row."""
         self._last = states
         return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """None: contexts are part of `update_conv_state`; only generation reads them here."""
+        """Return None: contexts are part of `update_conv_state`, and only generation reads them here."""
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -228,12 +229,12 @@ class CallCache:
         return self._given is not None
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True: states must not be updated in place."""
+        """Return True, because states must not be updated in place."""
         return True
 
     @property
     def layers(self) -> "CallCache":
-        """The cache itself, as the cache of every layer."""
+        """Cache of every layer: this object."""
         return self
 
     def __getitem__(self, layer_idx: int) -> "CallCache":
@@ -241,21 +242,21 @@ class CallCache:
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:
-        """None, see `get_conv_state`."""
+        """None for each layer; see `get_conv_state`."""
         return {0: None}
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:
-        """The initial states of the rows."""
+        """Initial states of the rows."""
         return {0: self.get_recurrent_state(0)}
 
 
 CLOSED = -1e4
-"""softplus and sigmoid of this, plus any bias that a trained model has, are exactly 0 in float64 and below."""
+"""Value whose softplus and sigmoid, plus any bias of a trained model, are exactly 0 in float64 and narrower."""
 
 
 class Gate(NamedTuple):
-    """A projection whose last `num_columns` outputs decide how far a token moves the state; None: all of them."""
+    """Projection whose last `num_columns` outputs (None: all) decide how far a token moves the state."""
 
     projection: nn.Module
     num_columns: int | None
@@ -265,14 +266,14 @@ def gates_of(mixer: nn.Module) -> list[Gate]:
     """Return the gates of a mixer.
 
     Raises:
-        UnsupportedError: a mixer whose gates are not known, or cannot be closed, by name.
+        UnsupportedError: a mixer whose gates are unknown or cannot be closed; names it.
     """
     name = type(mixer).__name__
     limit: Any = getattr(mixer, "time_step_limit", (0.0, float("inf")))
     if limit[0] > 0:
         raise UnsupportedError(
-            f"{name} has time_step_limit={tuple(limit)}: with a lower bound above 0 padding would move the state; set "
-            "it to (0.0, inf) in the config"
+            f"{name} has time_step_limit={tuple(limit)}, and with a lower bound above 0 padding would move the state; "
+            "set it to (0.0, inf) in the config"
         )
     if hasattr(mixer, "in_proj_ba"):
         return [Gate(mixer.in_proj_ba, None)]  # type: ignore[arg-type]
@@ -280,14 +281,14 @@ def gates_of(mixer: nn.Module) -> list[Gate]:
         return [Gate(mixer.in_proj_a, None), Gate(mixer.in_proj_b, None)]  # type: ignore[arg-type]
     if hasattr(mixer, "in_proj") and hasattr(mixer, "dt_bias"):
         return [Gate(mixer.in_proj, mixer.dt_bias.shape[0])]  # type: ignore[arg-type, index]
-    raise UnsupportedError(f"recurrent layer {name} is not known: supported are Gated DeltaNet and Mamba-2 layers")
+    raise UnsupportedError(f"recurrent layer {name} is not supported; supported are Gated DeltaNet and Mamba-2 layers")
 
 
 @contextmanager
 def closed_gates(mixer: nn.Module, padding: Tensor | None) -> Iterator[None]:
-    """Context manager that closes a mixer's gates at padding (bool [B, L]); None closes nothing.
+    """Close a mixer's gates at padding (bool [B, L]) inside the context; None closes nothing.
 
-    Example: of the rows [5, 6, 7] and [5, padding, padding] the second ends in the state after its 5.
+    Example: with the rows [5, 6, 7] and [5, padding, padding], the second ends in the state after its 5.
     """
     if padding is None:
         yield

@@ -1,6 +1,6 @@
-"""How a recurrent layer computes a forest: runs, the rows of runs of each call, and the index tensors of all calls.
+"""Plan how a recurrent layer computes a forest: its runs, the rows of each call, and the index tensors of all calls.
 
-A state can only be read where a row of a call ends. So a forest is cut into *runs*, which end at forks and where
+A state can be read only at the end of a row of a call. So a forest is cut into *runs*, which end at forks and where
 partitions below need the state. *Forking* keeps the state after a fork: the children start from it, one level of calls
 later. *Rescanning* keeps no state: each branch below recomputes the runs above the fork, in the same call. The cheapest
 of a family of thresholds decides which forks keep their state.
@@ -24,14 +24,14 @@ from treering.attention.layout import to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecurrenceRuns:
-    """The runs of a forest in packed order.
+    """Runs of a forest in packed order.
 
     Attributes:
         first: int64 [S + 1] first token of each run, then N.
         parent: int64 [S] the parent run, -1 for none.
-        start: int64 [S] index of the state from the partition above that it starts from, -1 for none.
+        start: int64 [S] index of the state of the partition above from which the run starts, -1 for none.
         num_children: int64 [S].
-        is_left: bool [S] whether a partition below needs the state after its last token.
+        is_left: bool [S] whether a partition below needs the state after the run's last token.
     """
 
     first: Int64Array
@@ -42,7 +42,7 @@ class RecurrenceRuns:
 
     @property
     def length(self) -> Int64Array:
-        """[S] number of tokens of each run."""
+        """Number of tokens of each run, [S]."""
         return np.diff(self.first)
 
     @property
@@ -52,15 +52,16 @@ class RecurrenceRuns:
 
 
 def find_runs(parent: Int32Array, start: Int64Array, left: Int64Array) -> RecurrenceRuns:
-    """Cuts a forest into runs.
+    """Cut a forest into runs.
 
     Args:
-        parent: int32 [N] of the forest.
-        start: int64 [N] index of the state from above that a token starts from, -1 for none.
+        parent: int32 [N], parents of the forest.
+        start: int64 [N] index of the state from above from which a token starts, -1 for none.
         left: int64, ascending: tokens whose state partitions below need.
 
-    Example: of the branches 5, 6, 7 and 5, 6, 8 the runs are [5, 6], [7] and [8]; if the state of token 0 is needed
-    below there are four: [5], [6], [7] and [8].
+    Example: the runs of the branches 5, 6, 7 and 5, 6, 8 are [5, 6], [7] and [8]. If the state of token 0 is needed
+        below,
+    there are four: [5], [6], [7] and [8].
     """
     num_tokens = parent.size
     num_children = np.bincount(parent[parent >= 0], minlength=num_tokens)
@@ -91,15 +92,15 @@ class Price(NamedTuple):
 
 
 PRICES = {"cpu": Price(call=32, row=32), "cuda": Price(call=50_000, row=32)}
-"""By type of device.
+"""Prices by device type.
 
 cpu: measured on one core, layers of width 256 and 768 with heads of 64, forward and backward in float32: a call costs
-20 to 46 tokens, a row 23 to 41, because scans compute whole chunks of 64. cuda: the published figure of axolotl's tree
-recurrence, 10 ms of host time per call against 0.2 us per token, from its own machine; it has not been measured here.
+20 to 46 tokens, a row 23 to 41, because scans compute whole chunks of 64. cuda: from the published figure of axolotl's
+tree recurrence, 10 ms of host time per call against 0.2 us per token on its machine; not measured here.
 """
 
 MAX_GROWTH = 2.0
-"""Rescanning and padding may compute at most this many times the forest's tokens, because tokens take memory."""
+"""Bound on the tokens computed with rescanning and padding, over the forest's tokens, because tokens take memory."""
 
 
 def price_on(device: torch.device) -> Price:
@@ -119,12 +120,12 @@ MOST_PADDING = (1.0, 0.25, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrenceRow:
-    """A chain of runs that one row of a call computes.
+    """Chain of runs that one row of a call computes.
 
     Attributes:
-        runs: from the first to the last.
-        num_tokens: of all runs.
-        above: the row whose last state it starts from, -1 if none in the forest.
+        runs: indices of the runs, from first to last.
+        num_tokens: tokens of all runs.
+        above: index of the row from whose last state this one starts, -1 if it is not in the forest.
         keeps: whether its last state is kept.
     """
 
@@ -135,7 +136,7 @@ class RecurrenceRow:
 
 
 Level = list[list[int]]
-"""Calls, each a list of row numbers."""
+"""Calls, each a list of row indices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,23 +148,24 @@ class RowSchedule:
 
     @property
     def num_calls(self) -> int:
-        """Calls of the layer, over all levels."""
+        """Number of calls of the layer, over all levels."""
         return sum(len(level) for level in self.levels)
 
     @property
     def num_computed(self) -> int:
-        """Computed tokens, with rescanned ones and padding."""
+        """Number of computed tokens, with rescanned tokens and padding."""
         return sum(len(call) * self.rows[call[0]].num_tokens for level in self.levels for call in level)
 
 
 def choose_schedule(runs: RecurrenceRuns, price: Price) -> RowSchedule:
     """Return the cheapest of a family of schedules, from "keep every fork" to "rescan everything".
 
-    Cost is tokens plus the price of calls and rows; schedules that compute more than `MAX_GROWTH` times the forest's
-    tokens are left out.
+    The cost is tokens plus the price of calls and rows; schedules that compute more than `MAX_GROWTH` times the
+    forest's tokens are dropped.
 
-    Example: 2 branches that share 1,000 of 1,010 tokens are 2 calls of 3 rows and 1,020 tokens forked, and 1 call of 2
-    rows and 2,020 tokens rescanned: forked where a call and a row cost less than 1,000 tokens.
+    Example: for 2 branches that share 1,000 of 1,010 tokens, forking takes 2 calls, 3 rows and 1,020 tokens, rescanning
+        1
+    call, 2 rows and 2,020 tokens; forking is chosen if a call and a row cost less than 1,000 tokens.
     """
     most = MAX_GROWTH * int(runs.first[-1])
 
@@ -180,10 +182,10 @@ def _padded(rows: list[RecurrenceRow], call_tokens: int, most: float) -> RowSche
 
 
 def make_schedule(rows: list[RecurrenceRow], call_tokens: int, most_padding: float) -> RowSchedule:
-    """Return the calls that compute some rows.
+    """Group rows into the calls that compute them.
 
     Args:
-        rows: each after the row that it starts from.
+        rows: rows, each after the row from which it starts.
         call_tokens: padding that one call may cost before a second call is made.
         most_padding: largest padding as a share of a call's real tokens.
     """
@@ -197,9 +199,9 @@ def make_schedule(rows: list[RecurrenceRow], call_tokens: int, most_padding: flo
 
 
 def make_rows(runs: RecurrenceRuns, kept: NDArray[np.bool_]) -> list[RecurrenceRow]:
-    """Return the rows for a choice of the runs whose last state is kept (bool [S]).
+    """Return the rows for a choice of runs whose last state is kept (bool [S]).
 
-    One for each run that ends a branch or keeps its state, in packed order.
+    There is one row for each run that ends a branch or keeps its state, in packed order.
     """
     row_of: dict[int, int] = {}
     rows: list[RecurrenceRow] = []
@@ -222,10 +224,10 @@ def make_rows(runs: RecurrenceRuns, kept: NDArray[np.bool_]) -> list[RecurrenceR
 
 
 def _candidates(runs: RecurrenceRuns, most: float) -> Iterator[NDArray[np.bool_]]:
-    """Choices of kept runs, bool [S], from every fork on, as long as no more than `most` tokens are computed.
+    """Yield choices of kept runs, bool [S], from every fork on, while at most `most` tokens are computed.
 
     Two families: forks that save at least the threshold in tokens, over everything below them; and forks at least that
-    many tokens after the last kept one, which thins out long chains of forks. Equal choices are yielded once.
+    many tokens after the last kept fork, which thins out long chains of forks. Equal choices are yielded once.
     """
     seen: set[bytes] = set()
     for weight in ([num_rows - 1 for num_rows in _num_rows_below(runs)], [1] * runs.num_runs):
@@ -239,7 +241,7 @@ def _candidates(runs: RecurrenceRuns, most: float) -> Iterator[NDArray[np.bool_]
 
 
 def _num_rows_below(runs: RecurrenceRuns) -> list[int]:
-    """For each run, the rows that would compute it if no fork kept its state."""
+    """Return, for each run, the number of rows that would compute it if no fork kept its state."""
     counts = np.where(runs.num_children == 0, 1, runs.is_left.astype(np.int64)).tolist()
     parent = runs.parent.tolist()
     for run in range(runs.num_runs - 1, -1, -1):
@@ -249,9 +251,9 @@ def _num_rows_below(runs: RecurrenceRuns) -> list[int]:
 
 
 def _kept_at(runs: RecurrenceRuns, weight: list[int], threshold: float) -> tuple[NDArray[np.bool_], int]:
-    """From the roots down: a fork keeps its state if `weight` times the tokens since the last kept one reach that.
+    """Choose, from the roots down, forks where `weight` times the tokens since the last kept fork reach `threshold`.
 
-    Returns which runs keep their state, and the tokens of all rows.
+    Return which runs keep their state, and the tokens of all rows.
     """
     parent, length, num_children = runs.parent.tolist(), runs.length.tolist(), runs.num_children.tolist()
     kept, since = runs.is_left.tolist(), [0] * runs.num_runs
@@ -266,7 +268,7 @@ def _kept_at(runs: RecurrenceRuns, weight: list[int], threshold: float) -> tuple
 
 
 def _calls(rows: list[RecurrenceRow], numbers: list[int], call_tokens: int, most_padding: float) -> Level:
-    """Groups rows of one level into calls, longest first, while padding is cheaper than one more call."""
+    """Group rows of one level into calls, longest first, while padding is cheaper than one more call."""
     calls: Level = []
     longest = wasted = real = 0
     for number in sorted(numbers, key=lambda i: -rows[i].num_tokens):
@@ -281,7 +283,7 @@ def _calls(rows: list[RecurrenceRow], numbers: list[int], call_tokens: int, most
 
 
 MIN_LENGTH = 2
-"""Rows are padded to this: layers treat a call of one token as generation and update states without gradients."""
+"""Least padded length of rows: layers treat a call of one token as generation, and update states without gradients."""
 
 _PLAN = "recurrence"
 
@@ -295,8 +297,8 @@ class RowCall:
         padding: bool [B, L], True past the end of a row; None if no row that keeps its state is padded.
         start: int64 [B] index of each row's initial state among the states kept by the level before; in the first
             level, among the boundary's states, or -1 for all rows.
-        kept: int64, the rows whose last state is kept.
-        length: int64 [B] tokens of each row.
+        kept: int64, indices of the rows whose last state is kept.
+        length: int64 [B] number of tokens of each row.
     """
 
     tokens: Tensor
@@ -324,14 +326,15 @@ class RecurrencePlan:
 def plan_of(layout: TreeLayout) -> RecurrencePlan:
     """Return the plan of a layout, built on first use.
 
-    Example: for the branches 5, 6, 7 and 5, 6, 8 on a CPU one call computes the rows 5, 6, 7 and 5, 6, 8: two tokens
-    are rescanned, which is cheaper than a second call.
+    Example: for the branches 5, 6, 7 and 5, 6, 8 on a CPU, one call computes the rows 5, 6, 7 and 5, 6, 8: two tokens
+        are
+    rescanned, which is cheaper than a second call.
     """
     return layout.once(_PLAN, lambda: make_plan(layout, price_on(layout.device)))
 
 
 def make_plan(layout: TreeLayout, price: Price) -> RecurrencePlan:
-    """Return the cheapest plan at a price: free calls and rows keep every fork's state, otherwise some forks are rescanned."""
+    """Return the cheapest plan at a price; if calls and rows are free, every fork keeps its state."""
     runs = runs_of(layout)
     return plan_schedule(layout, runs, choose_schedule(runs, price))
 
@@ -371,7 +374,7 @@ def plan_schedule(layout: TreeLayout, runs: RecurrenceRuns, schedule: RowSchedul
 
 
 def _kept_places(schedule: RowSchedule) -> tuple[dict[int, int], dict[int, int]]:
-    """Index of each row's kept state within its level, and of the state after each run among all kept states."""
+    """Return indices of each row's kept state within its level, and of the state after each run among all kept."""
     in_level: dict[int, int] = {}
     overall: dict[int, int] = {}
     for level in schedule.levels:
@@ -387,7 +390,7 @@ def _tokens(row: RecurrenceRow, runs: RecurrenceRuns) -> NDArray[np.int64]:
 
 
 def _as_array(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows as one array [B, L], each padded with its last token, and their lengths."""
+    """Return rows as one array [B, L], each padded with its last token, and their lengths."""
     length = np.array([row.size for row in rows])
     tokens = np.empty((len(rows), max(MIN_LENGTH, int(length.max()))), np.int64)
     for i, row in enumerate(rows):
@@ -398,7 +401,7 @@ def _as_array(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray
 def _put_sources(source: NDArray[np.int64], tokens: NDArray[np.int64], offset: int) -> None:
     """Record where each token is first computed; rescanned tokens keep their first index.
 
-    That is never padding, which repeats a token after its own position.
+    The first index is never padding, which repeats a token after its own position.
     """
     found, first = np.unique(tokens, return_index=True)
     is_new = source[found] < 0

@@ -1,4 +1,4 @@
-"""Find the routers of a mixture of experts and record what they return in a forward.
+"""Find the routers of a mixture of experts and record their outputs in a forward.
 
 N tokens   E experts   k experts per token
 """
@@ -21,11 +21,11 @@ _RECORDING = "_treering_recording"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routers:
-    """The routers of a model.
+    """Routers of a model.
 
     Attributes:
-        modules: one per layer that has experts, in order; each returns logits, scores and chosen experts.
-        num_experts: E, of each.
+        modules: one per layer with experts, in order; each returns logits, scores and chosen experts.
+        num_experts: number of experts of each router, E.
     """
 
     modules: tuple[nn.Module, ...]
@@ -34,7 +34,7 @@ class Routers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routes:
-    """The output of one router.
+    """Output of one router.
 
     Attributes:
         logits: [N, E], differentiable.
@@ -49,10 +49,11 @@ def find_routers(model: TreeModel) -> Routers:
     """Return the routers of a model, with or without PEFT adapters.
 
     Raises:
-        UnsupportedError: the model has none.
+        UnsupportedError: the model has no routers.
 
-    Example: a Mixtral of 32 layers with 8 experts has 32 routers, a Qwen3-MoE whose first layer is dense one less than
-    it has layers.
+    Example: a Mixtral of 32 layers with 8 experts has 32 routers; a Qwen3-MoE whose first layer is dense has one fewer
+        than
+    layers.
     """
     config: Any = model.config
     name = model.family.router
@@ -63,7 +64,7 @@ def find_routers(model: TreeModel) -> Routers:
         with_routers = (family.model_type for family in FAMILIES.values() if family.router)
         raise UnsupportedError(
             f"router losses need a mixture of experts ({', '.join(with_routers)}), and model type "
-            f"{config.model_type!r} has no routers here: leave router_losses out"
+            f"{config.model_type!r} has no routers; remove router_losses"
         )
     num_experts = getattr(config, "num_experts", None) or config.num_local_experts
     return Routers(modules=modules, num_experts=num_experts)
@@ -71,9 +72,9 @@ def find_routers(model: TreeModel) -> Routers:
 
 @contextmanager
 def router_hooks(routers: Routers | None) -> Iterator[None]:
-    """Context manager that hooks the routers so that forwards can be recorded; None hooks nothing.
+    """Hook the routers, inside the context, so that forwards can be recorded; None hooks nothing.
 
-    It must enclose a whole step, because torch.compile keeps the hooks that it saw in the first forward.
+    The context must enclose a whole step, because torch.compile keeps the hooks that it saw in the first forward.
     """
     handles = [] if routers is None else [module.register_forward_hook(_record) for module in routers.modules]
     try:
@@ -85,14 +86,14 @@ def router_hooks(routers: Routers | None) -> Iterator[None]:
 
 @contextmanager
 def recorded_routes(routers: Routers) -> Iterator[list[Routes]]:
-    """Context manager around one decoder forward, inside `router_hooks`; yields a list that gets one entry per router.
+    """Record one decoder forward, inside `router_hooks`; yield a list that gets one entry per router.
 
     The entries are in layer order and belong to the forward's graph, also with torch's non-reentrant checkpointing. A
     recompute records nothing.
 
     Raises:
         UnsupportedError: a router that runs without gradients inside a forward with gradients, as under reentrant
-            checkpointing, and so could not be trained.
+            checkpointing; it could not be trained.
         StateError: routers that did not run.
 
     Example:
@@ -112,9 +113,9 @@ def recorded_routes(routers: Routers) -> Iterator[list[Routes]]:
             del module.__dict__[_RECORDING]
     if len(recording.routes) != len(routers.modules):
         raise StateError(
-            f"each of the {len(routers.modules)} routers speaks once per forward, and {len(recording.routes)} did: "
-            "layers that torch.compile saw before the first router losses need torch.compiler.reset() once; a kernel "
-            "that replaces a router cannot be recorded, use the plain module"
+            f"each of the {len(routers.modules)} routers must run once per forward, and {len(recording.routes)} did; "
+            "call torch.compiler.reset() once if layers were compiled before the first router losses; a kernel "
+            "that replaces a router cannot be recorded, so use the plain module"
         )
 
 
@@ -132,8 +133,8 @@ def _record(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tens
         return
     if recording.wants_gradients and not torch.is_grad_enabled():
         raise UnsupportedError(
-            "router losses need the routers' gradients, which reentrant gradient checkpointing does not give: use "
-            "gradient_checkpointing=non_reentrant (use_reentrant=False), or leave router_losses out"
+            "router losses need the routers' gradients, which reentrant gradient checkpointing does not give; set "
+            "gradient_checkpointing=non_reentrant (use_reentrant=False), or remove router_losses"
         )
     logits, _, chosen = output
     recording.routes.append(Routes(logits=logits, chosen=chosen))

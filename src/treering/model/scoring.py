@@ -1,8 +1,9 @@
-"""Log-probability and entropy of chosen tokens from hidden rows, in bounded memory, with exact gradients.
+"""Log-prob and entropy of chosen tokens from hidden rows, in bounded memory, with exact gradients.
 
-Four ways compute the same. On CUDA a linear head runs on kernels that touch its logits three times. Elsewhere: all
-rows at once, which saves their logits; a linear head in chunks of rows, whose logits are recomputed in the backward and
-whose weight gradient is summed in place; any other head in checkpointed chunks.
+Four implementations compute the same. On CUDA a linear head runs on kernels that touch its logits three times.
+Elsewhere: all rows at once, saving their logits; a linear head in chunks of rows, recomputing logits in the backward
+    and
+summing the weight gradient in place; any other head in checkpointed chunks.
 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """
@@ -38,11 +39,11 @@ each chunk adds a [V, C] product to the weight's gradient, which takes as long a
 
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of logits that the kernels of a head take."""
+"""Dtypes of logits that the kernels support."""
 
 
 class Scores(NamedTuple):
-    """Log-probability of each scored token and entropy of the distribution it was scored with, float32 or wider."""
+    """Log-prob of each scored token and entropy of its distribution, float32 or wider."""
 
     logprobs: Float[Tensor, " E"]
     entropy: Float[Tensor, " E"]
@@ -63,13 +64,13 @@ def score_rows(
 
     Args:
         rows: hidden states.
-        head: hidden state to logits.
+        head: maps hidden states to logits.
         targets: token ids, int64.
         target_row: int64 [E] on the host, the row of each target, ascending; a row may have several targets.
         temperature: divides the logits.
         entropy_of: "all" or "none".
         vocab_size: V, which determines the rows per chunk.
-        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them as they are.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None leaves them unchanged.
 
     Example: one row with logits [0, 0] scores token 1 at log 0.5 = -0.693, with entropy 0.693.
     """
@@ -89,7 +90,7 @@ def by_chunks(
     softcap: float | None,
     temperature: float,
 ) -> tuple[Tensor, ...]:
-    """What `of_logits` takes from a head's scaled logits: of all rows at once, or in chunks that keep no logits."""
+    """Apply `of_logits` to a head's scaled logits: of all rows at once, or in chunks that keep no logits."""
 
     def of_chunk(own: Tensor, chunk: RowChunk) -> tuple[Tensor, ...]:
         return of_logits.on_graph(scaled_logits(head, own, softcap=softcap, temperature=temperature), chunk)
@@ -103,7 +104,7 @@ def by_chunks(
 
 
 def takes_kernels(head: nn.Module, rows: Tensor, softcap: float | None) -> TypeGuard[nn.Linear]:
-    """Return whether the kernels of a linear head score these rows."""
+    """Return whether the kernels of a linear head can score these rows."""
     is_plain = is_plain_linear(head) and softcap is None
     return is_plain and has_kernels(rows.device) and compute_dtype(rows) in KERNEL_DTYPES and rows.shape[0] > 0
 
@@ -116,7 +117,7 @@ def on_kernels(
     target_row: NDArray[np.int64],
     *arguments: object,
 ) -> Any:
-    """What a function of `three_pass` returns, in chunks of rows; `arguments` are those after the chunks."""
+    """Apply a function of `three_pass` in chunks of rows; `arguments` follow the chunks."""
     max_rows = rows_at_once(rows.device, compute_dtype(rows), head.weight.shape)
     pieces = chunks(rows.shape[0], target_row, max_rows)
     return _on_weights(function, rows, head, targets, to_device(target_row, rows.device), pieces, *arguments)
@@ -130,9 +131,9 @@ def _on_weights(function: type[torch.autograd.Function], rows: Tensor, head: nn.
 
 
 def max_logit_rows(device: torch.device, vocab_size: int) -> int:
-    """Rows whose logits are held at once, at least 1.
+    """Return the number of rows whose logits are held at once, at least 1.
 
-    Example: with 151,936 tokens 110 rows on CPU, where 2^24 logits are held at most.
+    Example: 110 rows on CPU with 151,936 tokens, since at most 2^24 logits are held.
     """
     return max(1, MAX_LOGIT_ENTRIES.get(device.type, MAX_LOGIT_ENTRIES["cpu"]) // vocab_size)
 
@@ -143,13 +144,13 @@ def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def compute_dtype(rows: Tensor) -> torch.dtype:
-    """Return the dtype that a linear layer would compute in here."""
+    """Return the dtype in which a linear layer would compute here."""
     device = rows.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 
 
 class _TargetScores(OfLogits):
-    """Log-probabilities and entropies of targets, from the logits of a chunk."""
+    """Log-probs and entropies of targets, from the logits of a chunk."""
 
     def __init__(self, targets: Tensor, target_row: Tensor, entropy_of: EntropyOf) -> None:
         self._labels, self._entropy_of = (targets, target_row), entropy_of

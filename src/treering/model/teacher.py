@@ -1,4 +1,4 @@
-"""Score a forest with a teacher: its hidden states with its head, or its k most likely next tokens, per state.
+"""Score a forest with a teacher: its hidden states with its head, or its k likeliest next tokens, per state.
 
 A state is a token with its path; its row is the distribution of the tokens that may follow it.
 
@@ -27,19 +27,19 @@ from treering.tree.forest import Forest
 from treering.types import is_count
 
 MIN_REST = 1e-7
-"""Least probability of the tokens outside of the top k: log-probs from a server are rounded, and may sum to 1 or more.
-TRL 1.16 bounds it equally (`_add_tail_bucket`)."""
+"""Least probability of the tokens outside the top k: log-probs from a server are rounded, and may sum to 1 or more.
+TRL 1.16 uses the same bound (`_add_tail_bucket`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeacherStates:
-    """The teacher's distributions over the whole vocabulary, as hidden states from which its head computes them.
+    """Teacher distributions over the whole vocabulary, as hidden states from which its head computes them.
 
     Attributes:
         hidden: [R, C], without gradients.
-        head: the teacher's, hidden state to logits.
-        softcap: bound of its logits; None without one.
-        logit_divisor: number that the teacher divides its logits by.
+        head: the teacher's head, hidden state to logits.
+        softcap: bound on its logits; None without one.
+        logit_divisor: divisor of its logits.
         num_logits: V.
     """
 
@@ -50,17 +50,17 @@ class TeacherStates:
     num_logits: int
 
     def take(self, rows: Int[Tensor, " n"]) -> "TeacherStates":
-        """Some of the rows."""
+        """Return the given rows."""
         return replace(self, hidden=self.hidden[rows.to(self.hidden.device)])
 
     def target(self, rows: slice, temperature: float, *, like: Tensor) -> Target:
-        """Log-probs [n, V] of some rows, in the dtype and on the device of `like`."""
+        """Return log-probs [n, V] of some rows, in the dtype and on the device of `like`."""
         with torch.no_grad():
             logits = self._logits(self.hidden[rows], temperature)
             return Target(logits.to(like).log_softmax(-1))
 
     def top(self, k: int, temperature: float = 1.0) -> "TeacherTopK":
-        """Return the k most likely tokens of each row, computed in chunks."""
+        """Return the k likeliest tokens of each row, computed in chunks."""
         ids, logprobs = [], []
         with torch.no_grad():
             for hidden in torch.split(self.hidden, max_logit_rows(self.hidden.device, self.num_logits)):
@@ -76,7 +76,7 @@ class TeacherStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeacherTopK:
-    """The teacher's k most likely tokens of each row, and their log-probs over the whole vocabulary.
+    """The teacher's k likeliest tokens of each row, and their log-probs over the whole vocabulary.
 
     Attributes:
         ids: int64 [R, k].
@@ -87,21 +87,21 @@ class TeacherTopK:
     logprobs: Float[Tensor, "R k"]
 
     def take(self, rows: Int[Tensor, " n"]) -> "TeacherTopK":
-        """Some of the rows."""
+        """Return the given rows."""
         rows = rows.to(self.ids.device)
         return TeacherTopK(ids=self.ids[rows], logprobs=self.logprobs[rows])
 
     def target(self, rows: slice, temperature: float, *, like: Tensor) -> Target:
-        """Log-probs [n, k + 1] of some rows, all other tokens as the last outcome; they keep their own temperature."""
+        """Return log-probs [n, k + 1] of some rows, with all other tokens last; `temperature` is ignored."""
         logprobs = self.logprobs[rows].to(like)
         total = logprobs.exp().sum(-1, keepdim=True)
         return Target(torch.cat([logprobs, (1 - total).clamp_min(MIN_REST).log()], -1), self.ids[rows].to(like.device))
 
     def of_branches(self, forest: Forest) -> list[tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """(ids, log-probs) [T, k] of each branch's tokens: entry t is the distribution that token t was drawn from.
+        """Return (ids, log-probs) [T, k] for each branch: entry t is the distribution that token t was drawn from.
 
-        So they are stored with trajectories, and `treering.objectives.distill` takes them. A first token is drawn from
-        none: its row is never read.
+        In this form they can be stored with trajectories and passed to `treering.objectives.distill`. Nothing precedes
+        a first token, so its row is never read.
         """
         ids, logprobs = self.ids.cpu().numpy(), self.logprobs.double().cpu().numpy()
         paths = [forest.path(branch) for branch in range(forest.num_branches)]
@@ -109,16 +109,16 @@ class TeacherTopK:
 
 
 TeacherRows = TeacherStates | TeacherTopK
-"""A teacher's distributions of R rows."""
+"""Teacher distributions of R rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TargetRows:
-    """The teacher's distributions of some states of a forest.
+    """Teacher distributions of some states of a forest.
 
     Attributes:
         states: int64 [R], packed indices, ascending.
-        rows: of these states.
+        rows: distributions of these states.
     """
 
     states: NDArray[np.int64]
@@ -143,17 +143,17 @@ def score(
     Args:
         teacher: a supported Hugging Face causal language model, or a PEFT model of one.
         forest: N tokens.
-        top_k: tokens per state, fewer than the vocabulary has; None keeps the hidden states instead.
-        temperature: divides the logits; only with `top_k`, because hidden states have none yet.
+        top_k: number of tokens per state, below the vocabulary's size; None keeps the hidden states instead.
+        temperature: divides the logits; only with `top_k`, because hidden states have no logits yet.
         backend: attention backend; ignored inside `tree_attention`.
 
     Returns:
-        N rows, in packed order: row t is the distribution of what follows token t.
+        N rows, in packed order: row t is the distribution of the token after t.
 
     Raises:
-        InputError: a token outside the teacher's vocabulary, a temperature that is not positive.
-        ConfigError: `top_k` that is no count below the vocabulary, or a temperature without it.
-        UnsupportedError: a model that would not be exact.
+        InputError: a token outside the teacher's vocabulary, or a temperature that is not positive.
+        ConfigError: `top_k` that is not a count below the vocabulary, or a temperature without it.
+        UnsupportedError: a model whose scores would not be exact.
 
     Example:
         >>> forest = Forest.from_sequences([[5, 6, 7], [5, 6, 8]])
@@ -168,7 +168,7 @@ def score(
     check_top_k(top_k, parts)
     if top_k is None and temperature != 1.0:
         raise ConfigError(
-            f"score divides logits by a temperature only with top_k, got {temperature} for hidden states: give it to "
+            f"score divides logits by a temperature only with top_k, got {temperature} for hidden states; give it to "
             "objectives.distill"
         )
     with torch.no_grad():
@@ -193,9 +193,10 @@ def check_top_k(top_k: int | None, parts: TreeModel) -> None:
     """Check that `top_k` is None or a count below the vocabulary.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: `top_k` is neither.
     """
     if top_k is not None and not (is_count(top_k, least=1) and top_k < parts.num_logits):
         raise ConfigError(
-            f"top_k is at least 1 and below the vocabulary of {parts.num_logits}, got {top_k!r}; None takes all of it"
+            f"top_k must be at least 1 and below the vocabulary of {parts.num_logits}, got {top_k!r}; None takes all "
+            "of it"
         )

@@ -1,8 +1,8 @@
-"""A linear head whose logits are touched three times: product, one read for their sums, one write of their gradient.
+"""A linear head that touches its logits three times: product, one read for their sums, one write of their gradient.
 
 Logits stay in the dtype of the product and are never widened. For a loss that is a sum over targets they are computed
 once. For scores that any loss may follow, the logits of one chunk are kept for the first backward, which overwrites
-them; those of more are computed again there.
+them; those of several chunks are recomputed there.
 
     R rows   E scored tokens (each names its row)   V vocabulary   C hidden size
 """
@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from treering.model.logits import BufferedHead, EntropyOf, GradientSums, RowChunk
 
 FREE_SHARE = 8
-"""Logits may take one in so many bytes of the device's free memory."""
+"""Divisor of the device's free memory that gives the bytes for logits."""
 
 MAX_ENTRIES = 2**31 - 1
-"""Most logits held at once: beyond some thousand rows a product is no faster."""
+"""Most logits held at once: beyond a few thousand rows a product gets no faster."""
 
 DETERMINISTIC_ENTRIES = 2**29
 """Most logits held at once in deterministic mode: 1 GiB in bfloat16, 3,533 rows of 151,936."""
@@ -42,15 +42,15 @@ def begin_step() -> None:
 
 
 def rows_at_once(device: torch.device, dtype: torch.dtype, weight_shape: torch.Size) -> int:
-    """Return the rows of a chunk on a CUDA device: a power of two, by the free memory, which never grows in a step.
+    """Return the rows of a chunk on a CUDA device: a power of two by free memory, which never grows during a step.
 
-    So the allocator finds a buffer of the same size again, where one of another size makes it wait for the device. In
-    deterministic mode the rows follow from the vocabulary alone, because sums over other chunks round differently.
+    So the allocator finds a buffer of the same size again, whereas a buffer of another size would make it wait for the
+    device. In deterministic mode the vocabulary determines the rows, because sums over other chunks round differently.
 
     Args:
-        device: of the logits.
-        dtype: of the logits.
-        weight_shape: [V, C], whose gradient is summed in float32.
+        device: device of the logits.
+        dtype: dtype of the logits.
+        weight_shape: [V, C], shape of the weight, whose gradient is summed in float32.
     """
     vocab_size = weight_shape[0]
     if torch.are_deterministic_algorithms_enabled():
@@ -66,7 +66,7 @@ def rows_at_once(device: torch.device, dtype: torch.dtype, weight_shape: torch.S
 
 
 class ThreePassScores(torch.autograd.Function):
-    """Log-probabilities and entropies of targets, as `score_rows` gives them."""
+    """Log-probs and entropies of targets, as in `score_rows`."""
 
     @staticmethod
     def forward(  # noqa: D102 - torch calls it
@@ -112,13 +112,13 @@ class ThreePassScores(torch.autograd.Function):
 
 
 LossOf = Callable[[slice, Tensor, Tensor], Tensor]
-"""(which targets, their log-probabilities, their entropies) -> their part of a loss, a scalar."""
+"""(which targets, their log-probs, their entropies) -> their part of a loss, a scalar."""
 
 
 class ThreePassLoss(torch.autograd.Function):
-    """A loss that is a sum over targets, with its gradient: logits are computed once, and those of one chunk are held.
+    """Loss that is a sum over targets, with its gradient: logits are computed once, and one chunk's are held.
 
-    The backward of each chunk's part of the loss runs in this forward, while its logits are there.
+    The backward of each chunk's part of the loss runs in this forward, while its logits exist.
     """
 
     @staticmethod
@@ -165,9 +165,9 @@ _ONES: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def backward_of(loss: Tensor) -> None:
-    """Run `loss.backward()` so that a `ThreePassLoss` that is a term of the loss knows that its gradient is 1.
+    """Run `loss.backward()` so that a `ThreePassLoss` term of the loss knows that its gradient is 1.
 
-    Its weight gradient [V, C] is then not multiplied, and the device is not asked for the value.
+    Its weight gradient [V, C] is then not multiplied, and the value is not read from the device.
     """
     key = loss.device, loss.dtype
     if key not in _ONES:
@@ -176,7 +176,7 @@ def backward_of(loss: Tensor) -> None:
 
 
 def _is_one(upstream: Tensor) -> bool:
-    """Return whether a gradient is the 1 that `backward_of` began with: sums pass the tensor itself on."""
+    """Return whether a gradient is the 1 that `backward_of` started with: sums pass the tensor itself on."""
     one = _ONES.get((upstream.device, upstream.dtype))
     return one is not None and upstream.data_ptr() == one.data_ptr()
 
@@ -184,7 +184,7 @@ def _is_one(upstream: Tensor) -> bool:
 def _statistics(
     logits: Tensor, targets: Tensor, target_row: Tensor, scale: float, entropy_of: EntropyOf
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp and entropy of each row, and log-probability of each target."""
+    """Return the log-sum-exp and entropy of each row, and the log-prob of each target."""
     from treering.model.head_kernels import row_statistics
 
     lse, entropy = row_statistics(logits, scale=scale, with_entropy=entropy_of == "all")

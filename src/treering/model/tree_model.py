@@ -1,8 +1,8 @@
-"""A model bound once: `TreeModel` finds the parts that the tree step touches, and refuses what would not be exact.
+"""Bind a model once: `TreeModel` finds the parts that the tree step needs, and refuses models that are not exact.
 
-A tree step is exact only if every layer computes a token from its own path alone, so only the models of
+A tree step is exact only if every layer computes a token from its own path, so only the models of
 `treering.families` run on a forest. Wrappers of `torch.compile` and PEFT adapters are removed here, in any order.
-`torch.compile(model)` compiles the model's own `forward`, which the tree step does not call: its decoder is compiled
+`torch.compile(model)` compiles the model's own `forward`, which the tree step does not call; its decoder is compiled
 instead.
 """
 
@@ -30,7 +30,7 @@ from treering.ranks.setup import check_parallel
 from treering.ranks.units import Shards, find_shards, units_of
 
 RECURRENT_SINCE = (5, 15)
-"""The first transformers whose recurrent layers hand their inputs to `Cache.update_conv_state` and read them back."""
+"""First transformers version whose recurrent layers pass inputs to `Cache.update_conv_state` and read them back."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _RECURRENT = "linear_attention"
@@ -42,36 +42,36 @@ _SETTINGS = (
 """Settings of a configuration that binding reads."""
 
 _BOUND: "WeakKeyDictionary[nn.Module, ref[TreeModel]]" = WeakKeyDictionary()
-"""The bound form of each model, as long as somebody holds it; it must not keep the model alive by itself."""
+"""Bound form of each model, as long as it is referenced; it must not keep the model alive by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class TreeModel:
-    """A causal language model with the parts that the tree step touches; made by `TreeModel.of`.
+    """Causal language model with the parts that the tree step needs; made by `TreeModel.of`.
 
-    Every function of Treering that takes a model takes its bound form too, and then does not look for its parts again.
+    Every function of Treering that takes a model also takes its bound form, and then does not search its parts again.
 
     Attributes:
-        model: as it was given, with its adapters and its compiler's wrapper.
+        model: the model as given, with its adapters and its compiler's wrapper.
         causal_lm: the Hugging Face model inside.
-        family: its record.
+        family: record of the model's family.
         decoder: embeddings to last hidden state (the model without its output head).
         compile_part: compiles a part the way the whole model was compiled.
         run: calls the decoder, compiled if the model was, inside the units that shard it.
-        layers: the decoder's blocks, each called with `attention_mask` by keyword.
-        mixers: the recurrent layers inside blocks (Gated DeltaNet, Mamba-2), in order.
+        layers: blocks of the decoder, each called with `attention_mask` by keyword.
+        mixers: recurrent layers inside blocks (Gated DeltaNet, Mamba-2), in order.
         embedding: token embedding.
-        head: hidden state to logits.
+        head: maps hidden states to logits.
         softcap: bound that the model applies to its head's logits; None without one.
-        logit_divisor: number that the model divides its head's logits by (Granite); 1 elsewhere.
-        config: the configuration object that the attention modules read their implementation from.
-        vocab_size: token ids must be smaller: the rows of the embedding or of the head, whichever are fewer.
-        num_logits: rows of the head, unused ones at its end included.
-        device: where the model computes.
-        calls_modules: every weight is used in the call of its own module, as `patch` does.
-        shards: the units of `fully_shard`; None for a model that is not sharded.
-        vision: the part that takes images; None for a model of text.
-        features: of the images of a step, computed before; None computes them in each pass.
+        logit_divisor: divisor that the model applies to its head's logits (Granite); 1 elsewhere.
+        config: configuration object from which the attention modules read their implementation.
+        vocab_size: upper bound of token ids: the rows of the embedding or of the head, whichever are fewer.
+        num_logits: rows of the head, including unused ones at its end.
+        device: device on which the model computes.
+        calls_modules: whether every weight is used in the call of its own module, as in `patch`.
+        shards: units of `fully_shard`; None for a model that is not sharded.
+        vision: the part that takes images; None for a text model.
+        features: features of a step's images, computed beforehand; None computes them in each pass.
     """
 
     model: nn.Module
@@ -95,18 +95,18 @@ class TreeModel:
     vision: VisionPart | None = None
     features: PictureFeatures | None = None
     state: tuple[object, ...] = field(default=(), repr=False)
-    """See `_state_of`."""
+    """State of the model when it was bound; see `_state_of`."""
 
     @classmethod
     def of(cls, model: "nn.Module | TreeModel", *, calls_modules: bool = False) -> "TreeModel":
-        """Bind a supported model, PEFT adapters included; a bound one is returned if its model is still the same.
+        """Bind a supported model, PEFT adapters included; a bound one is returned if its model is unchanged.
 
         A model that has changed since (an adapter, a head, `fully_shard`, another device) is bound again.
 
         Args:
-            model: with its adapters and its compiler's wrapper, or its bound form.
-            calls_modules: the caller calls modules as the model itself does, so that ZeRO-3 and vision parts in units
-                of `fully_shard` gather their weights.
+            model: the model with its adapters and its compiler's wrapper, or its bound form.
+            calls_modules: whether the caller calls modules as the model itself does, so that ZeRO-3 and vision parts in
+                units of `fully_shard` gather their weights.
 
         Raises:
             UnsupportedError: a model, layer, position encoding or head that would not be exact, with the reason.
@@ -131,17 +131,17 @@ class TreeModel:
         return bound
 
     def _fits(self, *, calls_modules: bool) -> bool:
-        """Only the vision part in units of `fully_shard` depends on how modules are called."""
+        """Return whether this form serves the caller; only sharded vision parts depend on how modules are called."""
         return self.calls_modules == calls_modules or self.shards is None or self.vision is None
 
     @property
     def sees_whole_pictures(self) -> bool:
-        """Whether a picture's tokens see all of that picture."""
+        """Whether the tokens of an image attend to the whole image."""
         return self.vision is not None and self.vision.sees_whole_pictures
 
 
 def _state_of(bound: TreeModel) -> tuple[object, ...]:
-    """What binding has read and what may change while the model stays the same object."""
+    """Return everything that binding reads and that may change while the model stays the same object."""
     modules = tuple(bound.model.modules())
     tables = tuple((_num_rows(table), next(table.parameters()).device) for table in (bound.embedding, bound.head))
     settings = repr([getattr(bound.config, name, None) for name in _SETTINGS])
@@ -208,12 +208,12 @@ def _as_causal_lm(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__}: {fix}"
         )
     if model.get_output_embeddings() is None:
-        raise UnsupportedError(f"{type(model).__name__} has no output head: load it with AutoModelForCausalLM")
+        raise UnsupportedError(f"{type(model).__name__} has no output head; load it with AutoModelForCausalLM")
     return model
 
 
 def _holds_module(model: nn.Module) -> bool:
-    """Return whether the model is a wrapper of DDP's kind, which holds the model inside as `module`."""
+    """Return whether the model is a wrapper like DDP, which holds the model inside as `module`."""
     return "module" in model._modules
 
 
@@ -226,12 +226,12 @@ def _family_of(config: PreTrainedConfig) -> Family:
     if family.mixer and transformers_release() < RECURRENT_SINCE:
         raise UnsupportedError(
             f"model type {config.model_type!r} has recurrent layers, which need transformers "
-            f"{'.'.join(map(str, RECURRENT_SINCE))} or newer, got {transformers.__version__}: upgrade transformers"
+            f"{'.'.join(map(str, RECURRENT_SINCE))} or newer, got {transformers.__version__}; upgrade transformers"
         )
     supported = (*_LAYER_TYPES, _RECURRENT) if family.mixer else _LAYER_TYPES
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in supported:
-            raise UnsupportedError(f"layer {index} is {kind!r}: supported are {', '.join(supported)}")
+            raise UnsupportedError(f"layer {index} is {kind!r}; supported are {', '.join(supported)}")
     return family
 
 
@@ -245,21 +245,21 @@ def _check_layer_types(config: PreTrainedConfig, *, num_layers: int) -> None:
 
 
 def transformers_release() -> tuple[int, ...]:
-    """Major and minor version of the installed transformers."""
+    """Return the major and minor version of the installed transformers."""
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def _check_attention(config: PreTrainedConfig) -> None:
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedError(
-            "use_bidirectional_attention=True lets a token see what follows it, which differs from branch to branch: "
+            "use_bidirectional_attention=True lets a token attend to later tokens, which differ between branches; "
             "load a causal model"
         )
     noise = getattr(config, "router_jitter_noise", 0.0)
     if noise:
         raise UnsupportedError(
-            f"router_jitter_noise={noise} would give a shared token one noise where its branches, trained apart, get "
-            "several: set it to 0 in the config"
+            f"router_jitter_noise={noise} would give a shared token one noise, but several if its branches were "
+            "trained separately; set it to 0 in the config"
         )
 
 
@@ -268,7 +268,7 @@ def _check_positions(config: PreTrainedConfig) -> None:
         if rope_type in _LENGTH_DEPENDENT_ROPE:
             raise UnsupportedError(
                 f"rope_type {rope_type!r} scales with the length of the batch, so a token's rotation would depend on "
-                "other branches: use default, linear, yarn or llama3"
+                "other branches; use default, linear, yarn or llama3"
             )
 
 
@@ -288,19 +288,19 @@ def _check_output(causal_lm: PreTrainedModel) -> None:
     kind = next(known, None)
     if kind is None:
         raise UnsupportedError(
-            f"{name} has a configuration of its own, {type(causal_lm.config).__name__}, whose output transform is not "
-            "known: use a model class of transformers"
+            f"{name} has its own configuration class, {type(causal_lm.config).__name__}, whose output transform is "
+            "unknown; use a model class of transformers"
         )
     stock = stock_models[kind]
     if type(causal_lm).forward is not stock.forward:
         raise UnsupportedError(
-            f"{name} has a forward of its own, whose output transform would be left out: use {stock.__name__}"
+            f"{name} overrides forward, whose output transform would be skipped; use {stock.__name__}"
         )
 
 
 def _num_rows(table: nn.Module) -> int:
     weight = _inner(table).weight
-    # What ZeRO-3 has partitioned has this shape only while it is gathered.
+    # Weights that ZeRO-3 has partitioned have this shape only while they are gathered.
     return int(getattr(weight, "ds_shape", weight.shape)[0])
 
 
@@ -310,17 +310,17 @@ def _inner(module: nn.Module) -> Any:
 
 
 def _check_tied(config: PreTrainedConfig, embedding: nn.Module, head: nn.Module) -> None:
-    """Refuse tied embeddings of which sharding has made two weights, each with half of the gradient."""
+    """Refuse tied embeddings that sharding has split into two weights, each with half of the gradient."""
     if getattr(config, "tie_word_embeddings", False) and _inner(embedding).weight is not _inner(head).weight:
         raise UnsupportedError(
-            "tied embeddings are one weight, and fully_shard has made two of them in different units: shard the layers "
+            "tied embeddings are one weight, and fully_shard has made two of them in different units; shard the layers "
             "and then the whole model, `for layer in model.model.layers: fully_shard(layer)`, `fully_shard(model)`, "
-            "with no unit for the decoder or the head, or untie them before"
+            "without a unit for the decoder or the head, or untie them before"
         )
 
 
 def _sharded_vision(vision: VisionPart | None, shards: Shards, *, calls_modules: bool) -> VisionPart | None:
-    """Return the vision part where units gather its weights: inside the model's own forward, which calls modules.
+    """Return the vision part if its units gather its weights: inside the model's own forward, which calls modules.
 
     Raises:
         UnsupportedError: another caller, which would run it outside of the units around it.
@@ -330,7 +330,7 @@ def _sharded_vision(vision: VisionPart | None, shards: Shards, *, calls_modules:
     if not calls_modules:
         raise UnsupportedError(
             f"fully_shard has sharded a model of type {vision.family!r}, whose vision part runs outside of the "
-            "decoder's units: train it on one rank, whole on every rank (DDP), or by treering.patch, which calls the "
+            "decoder's units; train it on one rank, whole on every rank (DDP), or by treering.patch, which calls the "
             "model itself"
         )
     return replace(vision, device=shards.device)
@@ -350,16 +350,16 @@ ADAPTERS = frozenset(
         *("supertuning", "tinylora", "trainable_tokens", "unilora", "vblora", "vera", "waveft"),
     }
 )
-"""Packages of `peft.tuners` whose layers compute a token alone and without noise; each one is tested on trees."""
+"""Packages of `peft.tuners` whose layers compute each token independently and without noise; tests cover each."""
 
 LORA_VARIANTS = frozenset(
     {"BdLoraLinearVariant", "DoraEmbeddingVariant", "DoraLinearVariant", "KasaLinearVariant", "MiCALinearVariant"}
 )
-"""Variants of LoRA's layers of which the same is tested."""
+"""Variants of LoRA layers that tests cover too."""
 
 
 class Unwrapped(NamedTuple):
-    """How to compile a part the way the whole model was compiled, and the unwrapped model."""
+    """Compiler of the whole model, to apply to its parts, and the unwrapped model."""
 
     compile_part: Callable[[Callable[..., Any]], Callable[..., Any]]
     model: nn.Module
@@ -372,7 +372,7 @@ def unwrap(model: nn.Module) -> Unwrapped:
 
     Raises:
         UnsupportedError: an adapter with virtual tokens, or whose own forward passes something to its layers; a whole
-            model that was compiled in place, which would silently run uncompiled.
+            model compiled in place, which would silently run uncompiled.
 
     Example:
         >>> compile_part, model = unwrap(torch.compile(nn.Linear(2, 2)))     # doctest: +SKIP
@@ -402,7 +402,7 @@ def _without_adapter(model: Any) -> nn.Module:
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise UnsupportedError(
-            f"PEFT method {type(adapter).__name__} adds virtual tokens, which have no place in a forest: use LoRA"
+            f"PEFT method {type(adapter).__name__} adds virtual tokens, which have no place in a forest; use LoRA"
         )
     tuner = model.base_model
     if isinstance(tuner, nn.Module):
@@ -413,25 +413,25 @@ def _without_adapter(model: Any) -> nn.Module:
 
 
 def _check_passes_nothing(tuner: nn.Module) -> None:
-    """Refuse adapters whose layers need what the outer forward computes for them, such as tasks or gates."""
+    """Refuse adapters whose layers need inputs that the outer forward computes, such as tasks or gates."""
     forward = type(tuner).forward
     if forward.__module__ != "peft.tuners.tuners_utils":
         raise UnsupportedError(
-            f"PEFT method {type(tuner).__name__} has a forward of its own around the model, which the tree step does "
-            "not call, so its adapters or its loss would be wrong: use LoRA"
+            f"PEFT method {type(tuner).__name__} has its own forward around the model, which the tree step does "
+            "not call, so its adapters or its loss would be wrong; use LoRA"
         )
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuse adapters that are not known to compute each token alone and without noise.
+    """Refuse adapters that are not known to compute each token independently and without noise.
 
     Lily averages its router over the batch, PVeRA and MonteCLoRA draw noise, VeLoRA projects on the mean of a batch.
 
     Args:
-        model: with its adapters inside, whether a PeftModel, `add_adapter` or a caller has put them there.
+        model: model with its adapters inside, added by a PeftModel, `add_adapter` or a caller.
 
     Raises:
-        UnsupportedError: an adapter's method or variant, and where it is.
+        UnsupportedError: an adapter's method or variant; names it and its module.
     """
     for name, module in model.named_modules():
         variants = (type(variant).__name__ for variant in getattr(module, "lora_variant", {}).values())
@@ -439,15 +439,14 @@ def check_adapters(model: nn.Module) -> None:
         unknown = [*layer, *(variant for variant in variants if variant not in LORA_VARIANTS)]
         if unknown:
             raise UnsupportedError(
-                f"the adapter {unknown[0]} at {name!r} is not known to compute each token alone, where a tree computes "
-                "a shared token once: its result may depend on the rest of the batch, or on noise; use plain LoRA, or "
-                "another method that docs/models.md lists"
+                f"the adapter {unknown[0]} at {name!r} may compute a token by the rest of the batch or by noise, and a "
+                "tree computes a shared token once; use plain LoRA, or another method that docs/models.md lists"
             )
 
 
 @cache
 def _unknown_adapter(kind: type) -> tuple[str, ...]:
-    """Return the name of an adapter's layer that is none of `ADAPTERS`; nothing for another module."""
+    """Return the name of an adapter layer that is not in `ADAPTERS`; empty for any other module."""
     place = kind.__module__.split(".")
     is_adapter = any(base.__name__ == "BaseTunerLayer" for base in kind.__mro__)
     if not is_adapter or (place[:2] == ["peft", "tuners"] and place[2] in ADAPTERS):
@@ -458,7 +457,7 @@ def _unknown_adapter(kind: type) -> tuple[str, ...]:
 def _check_compiled_elsewhere(model: nn.Module) -> None:
     if model._compiled_call_impl is not None:
         raise UnsupportedError(
-            f"{type(model).__name__}.compile() compiles a forward that the tree step does not call: compile its layers "
+            f"{type(model).__name__}.compile() compiles a forward that the tree step does not call; compile its layers "
             "in place, `for layer in model.model.layers: layer.compile()`, or wrap it, `torch.compile(model)`"
         )
 

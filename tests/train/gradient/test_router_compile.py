@@ -53,7 +53,7 @@ def test_compiled_routers_are_heard(compiled: Callable[[nn.Module], nn.Module]) 
 def test_layers_that_were_traced_before_are_noticed() -> None:
     model = compile_layers(build_float64("mixtral", num_hidden_layers=1))
     step(model, None, losses=None)
-    with pytest.raises(StateError, match=r"need torch\.compiler\.reset\(\) once"):
+    with pytest.raises(StateError, match=r"call torch\.compiler\.reset\(\) once"):
         step(model, None)
     torch.compiler.reset()
     step(model, None)

@@ -233,7 +233,7 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
 def test_routers_that_do_not_run_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp: Any = MODEL.model.layers[1].mlp
     monkeypatch.setattr(mlp, "forward", lambda hidden: hidden)
-    with pytest.raises(StateError, match=r"each of the 2 routers speaks once per forward, and 1 did"):
+    with pytest.raises(StateError, match=r"each of the 2 routers must run once per forward, and 1 did"):
         backward(MODEL, Forest.from_sequences([[1, 2]]), sft(), router_losses=LOSSES)
 
 

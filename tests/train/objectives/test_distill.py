@@ -241,7 +241,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: 
         ([PAIR, (PAIR[0], PAIR[1] - 0.1)], "the same scores"),
         ([(PAIR[0] * 0 + 1, PAIR[1])] * 2, "occur once"),
         ([(PAIR[0] + 40, PAIR[1])] * 2, "vocabulary of 32"),
-        ([(PAIR[0], PAIR[1] * 0)] * 2, "sum to 1"),
+        ([(PAIR[0], PAIR[1] * 0)] * 2, "sum to at most 1"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
