@@ -283,7 +283,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "images": (
         lambda: retyped("paligemma", picture_models.build("gemma3")),
-        "model type 'paligemma' takes images and is not supported; supported are qwen2_5_vl, .* extract its language model",
+        "model type 'paligemma' takes images and is not supported; .* extract its language model",
     ),
     "attention to what follows": (lambda: build("gemma3", use_bidirectional_attention=True), "attend to later tokens"),
     "noisy routers": (lambda: build("mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 would give"),

@@ -1,1 +1,1 @@
-"""How functions are compiled by numba: once for all processes of a machine, and quickly."""
+"""Compile functions by numba: once for all processes of a machine, and quickly."""

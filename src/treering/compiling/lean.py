@@ -1,8 +1,8 @@
 """Functions that exist only inside the compiled functions that call them: quick to compile, and without references.
 
-numba compiles every function by itself, with machine code and wrappers for calls from Python and C, and again as a part
-of each caller. Most of that is wasted on a small function that is always inlined: of the time that a drafter took to
-compile, two thirds. `lean` leaves it out; its function is optimised once, within its caller.
+numba compiles every function separately, with machine code and wrappers for calls from Python and C, and again as a
+part of each caller. For a small function that is always inlined most of this is wasted: two thirds of the time that a
+drafter took to compile. `lean` skips it; the function is optimised once, within its caller.
 """
 
 from collections.abc import Callable, Collection
@@ -23,30 +23,30 @@ _OPTIONS = {"_nrt": False, "error_model": "numpy"}
 
 
 def kernel_of(stamp: int) -> Callable[[Callable[..., Any]], Any]:
-    """`compiled_once` for functions that Python calls and that make no arrays, without the interpreter lock.
+    """Return `compiled_once` for functions that Python calls without the interpreter lock, and that make no arrays.
 
-    No references are counted, as in `lean` functions, and nothing is compiled for callers in C. A division by zero
-    raises nothing.
+    No references are counted, as in `lean` functions, and nothing is compiled for callers in C. A division by zero does
+    not raise.
     """
     return compiled_once(stamp=stamp, nogil=True, no_cfunc_wrapper=True, **_OPTIONS)
 
 
 kernel = kernel_of(0)
-"""`kernel_of` functions that use nothing of other files."""
+"""`kernel_of` for functions that use nothing from other files."""
 
 
 def lean(function: Callable[..., Any] | None = None, *, inline: bool = True, fastmath: Collection[str] = ()) -> Any:
-    """`numba.njit` for functions that compiled ones call and that make no arrays; one that does fails to compile.
+    """Compile a function like `numba.njit`, only for compiled callers; a function that makes arrays fails to compile.
 
     No references are counted in it: counting takes atomic operations, which is most of the time in loops of a few
-    nanoseconds. A division by zero raises nothing, so the divisor must be checked before. Called from Python it is
-    compiled by itself, in every process: for tests.
+    nanoseconds. A division by zero does not raise, so the divisor must be checked before. Called from Python, in tests,
+    it is compiled separately in every process.
 
     Args:
-        function: to be compiled; without it the result is the decorator with these options.
-        inline: at every call. Without it the function is optimised before its callers, so that its loops are
+        function: function to compile; None returns a decorator with these options.
+        inline: inline the function at every call. Otherwise it is optimised before its callers, so that its loops are
             vectorised alike in each of them.
-        fastmath: LLVM's flags, as of `numba.njit`.
+        fastmath: LLVM's flags, as in `numba.njit`.
 
     Example:
         >>> @lean
@@ -70,18 +70,18 @@ def lean(function: Callable[..., Any] | None = None, *, inline: bool = True, fas
 
 
 class _Lean(CPUDispatcher):  # type: ignore[misc]
-    """A function for each list of argument types, of which numba has no machine code."""
+    """Function for each list of argument types, without machine code from numba."""
 
     _standalone: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        """Return the function compiled by itself: without this, numba would jump to an address that does not exist."""
+        """Call the function compiled separately: numba would otherwise jump to an address that does not exist."""
         if self._standalone is None:
             self._standalone = njit(**_OPTIONS, fastmath=self.targetoptions["fastmath"])(self.py_func)
         return self._standalone(*args)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Constants as numbers of their type: numba would compile the function for each, and inlining finds them."""
+        """Treat constants as numbers of their type: numba would compile for each, and inlining finds them anyway."""
         return super().get_call_template([unliteral(arg) for arg in args], kws)
 
     def add_overload(self, cres: Any) -> None:
@@ -97,7 +97,7 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 
 
 class _InlinedLibrary(_Library):
-    """Likewise, and only optimised as a part of its callers."""
+    """Intermediate code that is optimised only as a part of its callers."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -105,12 +105,12 @@ class _InlinedLibrary(_Library):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _Lowering(NativeLowering):  # type: ignore[misc]
-    """Lowers into a `_Library`."""
+    """Lowering into a `_Library`."""
 
     _name = "lean_lowering"
 
     def run_pass(self, state: Any) -> bool:
-        """Lowers, and registers the function for compiled callers under a key of its own."""
+        """Lower, and register the function for compiled callers under its own key."""
         library = _InlinedLibrary if state.flags.forceinline else _Library
         state.library = library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()

@@ -1,4 +1,4 @@
-"""Functions that one process of a machine compiles, while the others wait for it and load what it has made.
+"""Compile a function in one process of a machine, while the others wait for the result and load it.
 
 numba keeps compiled functions in a folder, but processes that start together would each find it empty, and compile.
 """
@@ -18,16 +18,16 @@ from treering.errors import StateError
 from treering.files.lock import FileLock
 
 _WAIT_S = 60.0
-"""A function takes a few seconds; a process that holds the lock for longer stands still."""
+"""Longest wait for the lock: a function takes a few seconds, so a process that holds it longer is stuck."""
 _PAUSE_S = 0.05
 
 
 def compiled_once(*, stamp: int = 0, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit(cache=True)` with other options of it, compiled by one process at a time.
+    """Compile like `numba.njit(cache=True)` with further options, in one process at a time.
 
-    A process that dies gives its lock back, and one that stands still is waited for no longer than a minute. Where the
-    folder of the cache cannot be written, each process compiles for itself. Of numba's cache a function is loaded that
-    was compiled from an equal file under the same `stamp`, such as a checksum of the other files that it uses.
+    A process that ends releases its lock, and one that is stuck is waited for at most a minute. If the cache folder
+    cannot be written, each process compiles for itself. A cached function is loaded if it was compiled from an equal
+    file under the same `stamp`, such as a checksum of the other files that it uses.
 
     Example:
         >>> @compiled_once(nogil=True)
@@ -48,11 +48,11 @@ def compiled_once(*, stamp: int = 0, **options: Any) -> Callable[[Callable[..., 
 
 
 def is_compiled(function: Any) -> bool:
-    """Return whether numba's cache folder holds a function of `compiled_once`; its first call compiles it otherwise.
+    """Return whether numba's cache folder holds a function of `compiled_once`; otherwise its first call compiles it.
 
-    A function that is not numba's, or that has no cache, counts as compiled.
+    A function that is not from numba, or has no cache, counts as compiled.
 
-    Example: `is_compiled(propose)` is False after an installation, and True once anything was drafted.
+    Example: `is_compiled(propose)` is False after an installation, and True after the first draft.
     """
     folder = getattr(getattr(function, "stats", None), "cache_path", None)
     if folder is None:
@@ -63,10 +63,10 @@ def is_compiled(function: Any) -> bool:
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """The kept machine code of a function; what is missing is waited for where another process compiles."""
+    """Cached machine code of a function; if it is missing while another process compiles, wait for that process."""
 
     held: ExitStack | None = None
-    """Takes the lock, of the compilation that is going on."""
+    """Exit stack of the running compilation, which takes the lock."""
     stamp: int = 0
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
@@ -109,7 +109,7 @@ class _Dispatcher(CPUDispatcher):  # type: ignore[misc]
 
 
 def _lock(file: Path) -> FileLock | None:
-    """Return the lock, when its holder has given it back; None where there is none to have."""
+    """Return the lock once its holder has released it; None if it cannot be had."""
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
         try:
@@ -124,7 +124,7 @@ def _lock(file: Path) -> FileLock | None:
 
 def _say_unkept(reason: str) -> None:
     warnings.warn(
-        f"compiled functions are not kept ({reason}), so each process compiles for itself, for up to a minute; name a "
-        "folder that can be written by NUMBA_CACHE_DIR",
+        f"compiled functions cannot be cached ({reason}), so each process compiles for itself, for up to a minute; set "
+        "NUMBA_CACHE_DIR to a folder that can be written",
         stacklevel=3,
     )

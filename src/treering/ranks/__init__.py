@@ -1,4 +1,4 @@
-"""Data-parallel ranks: models of `fully_shard`, of DDP, or whole on every rank, whose gradients are summed exactly."""
+"""Data-parallel ranks: models under `fully_shard` or DDP, or whole on every rank, with exact gradient sums."""
 
 from treering.ranks.group import RankGroup as RankGroup
 from treering.ranks.setup import prepare as prepare

@@ -1,4 +1,4 @@
-"""Sums gradients over ranks once per step: of weights that stay gathered, and of weights that all ranks hold whole."""
+"""Sum gradients over ranks once per step: of weights that stay gathered, and of weights that every rank holds whole."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +16,12 @@ from treering.ranks.units import groups_of
 
 @contextmanager
 def gathered(units: Sequence[Any], zero: Callable[[], Tensor]) -> Iterator[None]:
-    """Context manager in which weights stay gathered and no pass communicates; gradients are reduced at its end.
+    """Keep weights gathered inside the context, so that no pass communicates; reduce gradients at its end.
 
-    So ranks run any passes in any number. It costs the whole weights and gradients on each.
+    So ranks may run different passes, and different numbers of them. Each rank holds the whole weights and gradients.
 
     Args:
-        units: of a model; none does nothing.
+        units: units of a model; without any, nothing happens.
         zero: runs one forward that enters every unit once and returns 0; its backward reduces what the block left.
     """
     if not units:
@@ -57,8 +57,9 @@ def gathered(units: Sequence[Any], zero: Callable[[], Tensor]) -> Iterator[None]
 class BucketSums:
     """Sums of gradients over ranks in buckets, from the last weights to the first, as a backward reaches them.
 
-    Every rank sends the same buckets in the same order whatever it runs; weights without a gradient send zeros. While a
-    backward runs after `arm`, a bucket is sent once all its weights have their gradients and those behind it are sent.
+    Every rank sends the same buckets in the same order, whatever it runs; weights without a gradient send zeros. During
+    a backward after `arm`, a bucket is sent once all its weights have their gradients and the buckets behind it are
+    sent.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], group: RankGroup) -> None:
@@ -74,12 +75,12 @@ class BucketSums:
             self._hooks.append(weight.register_post_accumulate_grad_hook(self._reach))  # type: ignore[no-untyped-call]
 
     def disarm(self) -> None:
-        """Send nothing more by itself."""
+        """Stop sending buckets during a backward."""
         for hook in self._hooks:
             hook.remove()
 
     def finish(self) -> None:
-        """Send what is left, wait, and set all gradients; weights that have none on any rank get zeros."""
+        """Send the remaining buckets, wait, and set all gradients; weights without any on all ranks get zeros."""
         while self._left:
             self._send()
         for weights, totals, wait in self._sent:
@@ -90,8 +91,8 @@ class BucketSums:
     def _reach(self, weight: Tensor) -> None:
         if weight in self._reached:
             raise StateError(
-                "gradients of ranks are summed once the last backward has reached a weight, and it reached one of "
-                f"shape {list(weight.shape)} twice: use gradient_checkpointing=non_reentrant (use_reentrant=False)"
+                "a weight must get its gradient once in the last backward, while ranks sum gradients, and one of shape "
+                f"{list(weight.shape)} got it twice; set gradient_checkpointing=non_reentrant (use_reentrant=False)"
             )
         self._reached.add(weight)
         while self._left and self._reached.issuperset(self._left[-1]):
@@ -105,11 +106,11 @@ class BucketSums:
 
 @contextmanager
 def summed(weights: Sequence[nn.Parameter], group: RankGroup) -> Iterator[Callable[[], None]]:
-    """Context manager whose gradients of some weights are summed over ranks at its end, and added to those before.
+    """Sum the gradients of some weights over ranks at the end of the context, and add them to earlier gradients.
 
-    A weight without a gradient on every rank keeps none. After an error the gradients are those from before the block.
-    Yields a function to call before the last backward of the block, if no collective follows: sums then overlap with
-    it. As in DDP, ranks do not go on together after an error in that backward.
+    A weight without a gradient on any rank keeps none. An error restores the gradients from before the block. Yields a
+    function to call before the last backward of the block, if no collective follows: sums then overlap with it. As in
+    DDP, ranks cannot continue together after an error in that backward.
     """
     sums = BucketSums(weights, group)
     before = [weight.grad for weight in weights]
@@ -136,7 +137,7 @@ def summed(weights: Sequence[nn.Parameter], group: RankGroup) -> Iterator[Callab
 def whole_weights(units: Sequence[Any], *modules: nn.Module | None) -> list[nn.Parameter]:
     """Return the trainable weights of some modules that no unit shards, each once.
 
-    What a forward left gathered is sharded first.
+    Weights that a forward left gathered are sharded first.
     """
     from torch.distributed.tensor import DTensor
 
@@ -148,13 +149,13 @@ def whole_weights(units: Sequence[Any], *modules: nn.Module | None) -> list[nn.P
 
 
 def _begin(units: Sequence[Any]) -> None:
-    """Lazy initialisation, from the outermost units; the others are theirs then."""
+    """Initialise units lazily, from the outermost; the outermost must own the others."""
     for unit in units:
         unit._get_fsdp_state()._lazy_init()
 
 
 def reset(units: Sequence[Any]) -> None:
-    """Shards all weights again after an error, and drops the gradients of gathered ones, which `zero_grad` misses."""
+    """Shard all weights again after an error, and drop the gradients of gathered ones, which `zero_grad` misses."""
     for group in groups_of(units):
         for weight in group.fsdp_params:
             weight.unsharded_accumulated_grad = None

@@ -1,7 +1,7 @@
-"""The processes that train one model together: sums over them, facts that they tell each other, and agreement.
+"""The processes that train one model together: sums over them, exchange of facts, and agreement.
 
 Ranks of a sharded model gather weights in every forward and backward: if one runs other passes than the rest, all wait
-for each other forever. So each tells the others what it runs before the first collective of a step, or the error that
+for each other forever. So before the first collective of a step, each rank sends what it will run, or the error that
 stops it, and all raise alike.
 """
 
@@ -19,14 +19,14 @@ from treering.arrays import Float64Array
 from treering.errors import StateError, TreeringError
 
 BUCKET_BYTES = 100 * 2**20
-"""Bytes that are summed over ranks at a time: one sum a weight takes longer to start than to run."""
+"""Bytes summed over ranks at a time: a separate sum for each weight takes longer to start than to run."""
 
 _TRANSPORTS = ("gloo", "nccl", "peer", "connection")
-"""Words of the errors that torch raises, all as RuntimeError, where another process is gone."""
+"""Words in torch's errors, all RuntimeError, when another process has ended."""
 
 
 def num_ranks() -> int:
-    """Processes that torch.distributed runs here; 1 where it runs none."""
+    """Return the number of processes that torch.distributed runs here, or 1 without it."""
     return dist.get_world_size() if is_running() else 1
 
 
@@ -36,14 +36,14 @@ def is_running() -> bool:
 
 
 def all_ranks() -> "RankGroup":
-    """All processes as one group; this one alone without torch.distributed."""
+    """Return all processes as one group; only this one without torch.distributed."""
     return RankGroup(rank=dist.get_rank(), size=dist.get_world_size()) if num_ranks() > 1 else RankGroup()
 
 
 def is_of_another(error: BaseException) -> bool:
-    """Return whether an error says that another process of the group has ended.
+    """Return whether an error means that another process of the group has ended.
 
-    Example: true of `RuntimeError("Connection closed by peer")`, false of every error of Treering's own.
+    Example: True for `RuntimeError("Connection closed by peer")`, False for every error of Treering itself.
     """
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, TreeringError)
     return is_torchs and any(word in str(error).lower() for word in _TRANSPORTS)
@@ -51,12 +51,12 @@ def is_of_another(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankGroup:
-    """Data-parallel ranks. Every rank of the group calls the same methods in the same order.
+    """Data-parallel ranks. Every rank of the group must call the same methods in the same order.
 
     Attributes:
-        rank: number of this process in the group.
-        size: number of its processes.
-        process_group: torch's group; None for all processes, or for one alone.
+        rank: index of this process in the group.
+        size: number of processes.
+        process_group: torch's group; None for all processes, or for a single one.
     """
 
     rank: int = 0
@@ -73,7 +73,7 @@ class RankGroup:
         return summed
 
     def begin_sum(self, bucket: list[Tensor]) -> Callable[[], None]:
-        """Begin to sum one bucket; the function that it returns waits, and replaces each tensor by its sum."""
+        """Begin to sum a bucket; return a function that waits, and replaces each tensor by its sum."""
         total = bucket[0] if len(bucket) == 1 else _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]
         work = dist.all_reduce(total, group=self.process_group, async_op=True)
 
@@ -85,7 +85,7 @@ class RankGroup:
         return finish
 
     def gather(self, fact: Any) -> list[Any]:
-        """What every rank passed, by rank; any picklable value."""
+        """Return what every rank passed, by rank; any picklable value."""
         if self.size == 1:
             return [fact]
         facts: list[Any] = [None] * self.size
@@ -94,15 +94,15 @@ class RankGroup:
 
     @property
     def _device(self) -> torch.device:
-        """Where small sums take place: on the host if the group has a backend there, as "cpu:gloo,cuda:nccl" has."""
+        """Return the device of small sums: the host if the group has a backend there, as "cpu:gloo,cuda:nccl" has."""
         has_cpu = "cpu:" in dist.get_backend_config(self.process_group)
         return torch.device("cpu") if has_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split tensors, in their order, into runs of one dtype and device of at most `BUCKET_BYTES`, or of one tensor.
+    """Split tensors, in order, into runs of one dtype and device of at most `BUCKET_BYTES`, or of one tensor.
 
-    Example: with 100 MB, tensors of 60, 30, 20 and 200 MB are in buckets of [60, 30], [20] and [200].
+    Example: with 100 MB, tensors of 60, 30, 20 and 200 MB form the buckets [60, 30], [20] and [200].
     """
     found: list[list[Tensor]] = []
     num_bytes = 0
@@ -118,13 +118,13 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Agreement:
-    """What a rank will run, and then what all of them agreed on.
+    """What a rank will run, and afterwards what all ranks agreed on.
 
     Attributes:
-        what: what ranks always have in common, such as the objective's name; set before the block ends.
-        num_passes: forwards with a backward: of this rank, set before the block ends, and after it the most of any
-            rank, to which the others add empty ones. 0 where ranks run what they like.
-        max_tokens: that this rank has room for, and after the block the fewest of any rank; 0 where it is not asked.
+        what: facts that all ranks must share, such as the objective's name; set before the block ends.
+        num_passes: forwards with a backward: of this rank, set before the block ends; afterwards the most of any rank,
+            to which the others add empty ones. 0 if ranks may run different passes.
+        max_tokens: tokens that this rank has room for; afterwards the fewest of any rank. 0 if not used.
     """
 
     what: str = ""
@@ -134,10 +134,10 @@ class Agreement:
 
 @contextmanager
 def agreeing(group: RankGroup) -> Iterator[Agreement]:
-    """Context manager around the checks of a step; at its end the ranks compare what they will run.
+    """Compare, at the end of the context, what the ranks will run; the checks of a step belong inside.
 
     Raises:
-        StateError: on every rank, if one raised in its block, or they differ in more than a number of passes.
+        StateError: on every rank, if one raised in its block, or they differ in more than the number of passes.
 
     Example: ranks with 2 and 3 passes agree on 3.
     """
@@ -153,7 +153,7 @@ def agreeing(group: RankGroup) -> Iterator[Agreement]:
             raise StateError(f"ranks train one batch together, and rank {rank} refuses its share: {fact}")
         if fact[0] != facts[0][0]:
             raise StateError(
-                f"ranks train one batch together, and rank 0 has {facts[0][0]} where rank {rank} has {fact[0]}: give "
+                f"ranks train one batch together, and rank 0 has {facts[0][0]} where rank {rank} has {fact[0]}; give "
                 "all ranks the same objective and options"
             )
     agreement.num_passes = max(num_passes for _, num_passes, _ in facts)
@@ -161,35 +161,35 @@ def agreeing(group: RankGroup) -> Iterator[Agreement]:
 
 
 def check_pictures_together(*, has_pictures: bool) -> None:
-    """Refuse micro-batches of a sharded model of which some have pictures and some have none.
+    """Refuse micro-batches of a sharded model if only some of them have images.
 
-    Every rank of a sharded model calls this before a forward, because the tower's weights are gathered by all or by
-    none.
+    Every rank of a sharded model must call this before a forward, because the tower's weights are gathered by all ranks
+    or by none.
 
     Raises:
-        StateError: on every rank; names a rank with pictures and one without.
+        StateError: on every rank; names a rank with images and one without.
 
-    Example: two ranks with pictures, and two without, are fine.
+    Example: two ranks with images are fine, and so are two without.
     """
     facts = all_ranks().gather(has_pictures)
     if len(set(facts)) > 1:
         raise StateError(
-            f"ranks of a sharded model run its vision tower together, and rank {facts.index(True)} has pictures where "
-            f"rank {facts.index(False)} has none: give every micro-batch a picture, or train under DDP"
+            f"ranks of a sharded model run its vision tower together, and rank {facts.index(True)} has images where "
+            f"rank {facts.index(False)} has none; give every micro-batch an image, or train under DDP"
         )
 
 
 def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None], write_own: Callable[[], None]) -> None:
-    """Write a folder; all ranks call it, and it returns when all are done.
+    """Write a folder together: all ranks call this, and it returns when all are done.
 
     Args:
         group: the ranks.
-        make: run by rank 0; calls its argument once the folder is there, and returns when the folder is complete.
-        write_own: writes a rank's own part, on all ranks at a time, when rank 0 has called that.
+        make: run by rank 0; must call its argument once the folder exists, and return when the folder is complete.
+        write_own: writes a rank's own part, on all ranks at once, after that call.
 
     Raises:
         OSError: this rank could not write.
-        StateError: this rank or another one could not.
+        StateError: this rank or another could not write.
     """
     has_begun = False
 
@@ -208,7 +208,7 @@ def write_together(group: RankGroup, make: Callable[[Callable[[], None]], None],
     except (OSError, StateError) as error:
         problem = error
         if not has_begun:
-            # The others wait to hear whether there is a folder.
+            # The others wait to learn whether there is a folder.
             group.gather(False)
     problems = [told for told in group.gather(None if problem is None else str(problem)) if told is not None]
     if problem is not None:

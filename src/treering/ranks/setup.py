@@ -1,8 +1,8 @@
-"""`prepare`: sets a model up once so that gradients are summed over ranks, and finds what it set up.
+"""`prepare` sets up a model once so that gradients are summed over ranks; `ranks_of` finds this setup in a step.
 
-`backward` divides each loss by the denominators of the whole batch, so gradients are to be summed. FSDP2 and DDP
-average by default, which would divide by the number of ranks once more. Ways to spread a model over processes that a
-tree step would not compute exactly are refused by name.
+`backward` divides each loss by the denominators of the whole batch, so gradients must be summed. FSDP2 and DDP average
+by default, which would divide by the number of ranks again. Other ways to spread a model over processes, which a tree
+step would not compute exactly, are refused by name.
 """
 
 import sys
@@ -30,11 +30,11 @@ _PREPARED = "_treering_ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRanks:
-    """The ranks of one step.
+    """Ranks of one step.
 
     Attributes:
         group: the ranks.
-        mode: how they keep step; None where one rank trains alone.
+        mode: how they keep step; None if one rank trains by itself.
     """
 
     group: RankGroup
@@ -45,18 +45,18 @@ def prepare(model: nn.Module, mesh: Any = None) -> RankGroup:
     """Set a model up for `treering.backward` on several ranks; call it once, after `fully_shard` or DDP.
 
     FSDP2's reductions become sums. For DDP and for a model that every rank holds whole, `backward` sums the gradients
-    itself, once per step. In one process without torch.distributed it does nothing, so that a script runs there too.
+    itself, once per step. In a single process without torch.distributed this does nothing, so scripts run there too.
 
     Args:
         model: sharded by `fully_shard`, wrapped by DDP (or its `.module`), or whole and equal on all ranks.
-        mesh: the data-parallel `DeviceMesh`, of one dimension, or of all processes (HSDP); None for all processes.
+        mesh: the data-parallel `DeviceMesh`, with one dimension or with all processes (HSDP); None for all processes.
 
     Returns:
-        The ranks: their number, this one's, and sums over them.
+        The group of ranks: its size, this process's rank, and sums.
 
     Raises:
-        UnsupportedError: tensor or context parallelism, FSDP1, DeepSpeed.
-        ConfigError: a mesh that is not the one that the model is sharded over.
+        UnsupportedError: tensor or context parallelism, FSDP1 or DeepSpeed.
+        ConfigError: a mesh other than the one over which the model is sharded.
 
     Example:
         >>> group = prepare(model)                                           # doctest: +SKIP
@@ -65,7 +65,7 @@ def prepare(model: nn.Module, mesh: Any = None) -> RankGroup:
         >>> backward(model, own, sft())                                      # doctest: +SKIP
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"prepare takes a model, got {type(model).__name__}: pass what fully_shard or DDP returned")
+        raise InputError(f"prepare needs a model, got {type(model).__name__}; pass what fully_shard or DDP returned")
     if not is_running():
         group = RankGroup()
     else:
@@ -75,7 +75,7 @@ def prepare(model: nn.Module, mesh: Any = None) -> RankGroup:
         _check_mesh(units, group)
         for unit in units:
             unit.set_gradient_divide_factor(1.0)
-            # Sums by the plain operation: gloo has no other, and with a factor of 1 there is nothing to multiply by.
+            # Sum by the plain operation: gloo has no other, and with a factor of 1 there is nothing to multiply by.
             unit.set_force_sum_reduction_for_comms(True)
     for module in _with_wrapped(model):
         module.__dict__[_PREPARED] = group
@@ -83,7 +83,7 @@ def prepare(model: nn.Module, mesh: Any = None) -> RankGroup:
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP, whose own reduction is not used; any other model as it is."""
+    """Return the module inside DDP, whose own reduction is not used, or any other model unchanged."""
     if is_running() and isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
     return model
@@ -93,16 +93,16 @@ def ranks_of(model: nn.Module, requested: RanksOption | None) -> StepRanks:
     """Return the ranks that train a model in a step.
 
     Args:
-        model: as it was passed to `prepare`, or the module inside DDP.
-        requested: by the caller; None takes "sharded" where there are units, else "gathered".
+        model: the model passed to `prepare`, or the module inside DDP.
+        requested: the caller's choice; None means "sharded" if there are units, else "gathered".
 
     Raises:
         UnsupportedError: see `prepare`.
-        StateError: several ranks run, and the model was not prepared, or no longer sums.
+        StateError: several ranks run, and the model was not prepared, or no longer sums gradients.
         ConfigError: an option that contradicts the model.
     """
     if requested is not None and requested not in get_args(RanksOption):
-        raise ConfigError(f"ranks is one of {', '.join(get_args(RanksOption))}, got {requested!r}; choose one")
+        raise ConfigError(f"ranks must be one of {', '.join(get_args(RanksOption))}, got {requested!r}")
     units = units_of(model)
     check_parallel(model, units)
     group: RankGroup | None = model.__dict__.get(_PREPARED)
@@ -112,18 +112,18 @@ def ranks_of(model: nn.Module, requested: RanksOption | None) -> StepRanks:
         return StepRanks(group=RankGroup(), mode=None)
     if group is None or group.size == 1 < num_ranks():
         raise StateError(
-            f"{num_ranks()} ranks run here, and nothing sums the gradients of this {type(model).__name__}: call "
+            f"{num_ranks()} ranks run here, and nothing sums the gradients of this {type(model).__name__}; call "
             "treering.ranks.prepare(model) once, after init_process_group and after wrapping it; on a whole model "
             'ranks="alone" trains this rank by itself'
         )
     if requested == "alone":
         raise ConfigError(
-            'a model of fully_shard is trained by all ranks together: use ranks="sharded" or ranks="gathered"'
+            'a model of fully_shard is trained by all ranks together; use ranks="sharded" or ranks="gathered"'
         )
     _check_sums(units)
     if requested == "sharded" and not units:
         raise ConfigError(
-            'ranks="sharded" gathers weights that fully_shard has sharded, and every rank holds this model whole: use '
+            'ranks="sharded" needs weights sharded by fully_shard, and every rank holds this model whole; use '
             'ranks="gathered"'
         )
     return StepRanks(group=group, mode=requested or ("sharded" if units else "gathered"))
@@ -133,9 +133,10 @@ def _check_sums(units: Sequence[Any]) -> None:
     for unit in groups_of(units):
         if unit.gradient_divide_factor != 1.0:
             raise StateError(
-                "gradients of ranks are summed, and a unit divides them by "
-                f"{unit.gradient_divide_factor or 'the number of ranks'}: "
-                "call treering.ranks.prepare(model) after the last fully_shard, and leave set_gradient_divide_factor"
+                "gradients of ranks must be summed, and a unit divides them by "
+                f"{unit.gradient_divide_factor or 'the number of ranks'}; "
+                "call treering.ranks.prepare(model) after the last fully_shard, and do not call "
+                "set_gradient_divide_factor"
             )
 
 
@@ -147,8 +148,8 @@ def _group_of(mesh: Any, model: nn.Module) -> RankGroup:
         return RankGroup(rank=dist.get_rank(), size=dist.get_world_size())
     if mesh.ndim != 1:
         raise UnsupportedError(
-            f"data-parallel ranks are all processes, or a mesh of one dimension, got one of {mesh.ndim} with "
-            f"{mesh.size()} of {dist.get_world_size()} processes: pass the mesh of the data-parallel dimension"
+            f"the data-parallel mesh must have one dimension or all processes, got {mesh.ndim} dimensions and "
+            f"{mesh.size()} of {dist.get_world_size()} processes; pass the mesh of the data-parallel dimension"
         )
     return RankGroup(rank=mesh.get_local_rank(), size=mesh.size(), process_group=mesh.get_group())
 
@@ -158,13 +159,13 @@ def _check_mesh(units: Sequence[Any], group: RankGroup) -> None:
         size = unit.mesh_info.mesh.size()
         if size != group.size:
             raise ConfigError(
-                f"fully_shard spread the model over {size} processes, and the data-parallel ranks are {group.size}: "
+                f"fully_shard spread the model over {size} processes, and the data-parallel ranks are {group.size}; "
                 "pass the mesh that fully_shard got to prepare"
             )
 
 
 def _with_wrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Return the model and those inside DDP and torch.compile, any of which `backward` may get."""
+    """Yield the model, and those inside DDP and torch.compile, any of which `backward` may get."""
     inner: nn.Module | None = model
     while inner is not None:
         yield inner
@@ -180,12 +181,12 @@ def check_parallel(model: nn.Module, units: Sequence[Any], *, calls_modules: boo
     """Refuse tensor and context parallelism, FSDP1 and DeepSpeed.
 
     Args:
-        model: with all its wrappers.
+        model: the model with all its wrappers.
         units: its units of `fully_shard`.
-        calls_modules: every weight is used in the call of its own module, whose hooks gather it under ZeRO-3.
+        calls_modules: whether every weight is used in the call of its own module, whose hooks gather it under ZeRO-3.
 
     Raises:
-        UnsupportedError: names what it is, and what to use.
+        UnsupportedError: names what was found, and what to use.
     """
     if not is_running():
         return
@@ -196,7 +197,7 @@ def check_parallel(model: nn.Module, units: Sequence[Any], *, calls_modules: boo
     replaced = getattr(sys.modules.get(_CONTEXT_PARALLEL), "_replaced_functions", {})
     if F.scaled_dot_product_attention in replaced:
         raise UnsupportedError(
-            "context parallelism cuts sequences across ranks, and a forest's tokens see tokens anywhere: leave "
+            "context parallelism cuts sequences across ranks, and a forest's tokens attend across the cuts; disable "
             f"context_parallel, set max_tokens for partitions, and {_USE}"
         )
 
@@ -211,18 +212,18 @@ def _check_wrappers(model: nn.Module) -> None:
         names = {kind.__name__ for kind in type(module).__mro__}
         if "FullyShardedDataParallel" in names:
             raise UnsupportedError(
-                "FullyShardedDataParallel (FSDP1) flattens weights of several layers, so parts cannot be called alone: "
+                "FullyShardedDataParallel (FSDP1) flattens weights of several layers, so parts cannot be called alone; "
                 f"{_USE}"
             )
         if is_of_deepspeed(type(module)):
-            raise UnsupportedError(f"DeepSpeed's {type(module).__name__} reduces gradients in its own backward: {_USE}")
+            raise UnsupportedError(f"DeepSpeed's {type(module).__name__} reduces gradients in its own backward; {_USE}")
 
 
 def _check_gathered(model: nn.Module) -> None:
     if any(hasattr(weight, "ds_id") for weight in model.parameters()):
         raise UnsupportedError(
-            f"DeepSpeed ZeRO-3 has partitioned the weights, and gathers them where the model itself is called, as "
-            f"treering.patch(model) leaves it to a trainer: do that, or {_USE}"
+            f"DeepSpeed ZeRO-3 has partitioned the weights, and gathers them only when the model itself is called; use "
+            f"treering.patch(model), under which a trainer calls it, or {_USE}"
         )
 
 
@@ -236,6 +237,6 @@ def _check_tensor_parallel(model: nn.Module, units: Sequence[Any]) -> None:
     )
     if is_cut or any((getattr(module, "_tp_size", None) or 1) > 1 for module in model.modules()):
         raise UnsupportedError(
-            "tensor parallelism cuts weights inside layers, and several micro-batches are not exact with it (in stock "
-            f"models neither): {_USE}"
+            "tensor parallelism cuts weights inside layers, and several micro-batches are not exact with it (nor in "
+            f"stock models); {_USE}"
         )

@@ -1,7 +1,7 @@
-"""Weights and state of a sharded model: gathered for an export, and saved in shards that any number of ranks reads.
+"""Weights and state of a sharded model: gathered for an export, or saved in shards that any number of ranks can read.
 
-The shards are torch's distributed checkpoints (DCP): each rank writes its own part, and a reader asks for what it
-holds, whether that is all or another part.
+The shards are torch's distributed checkpoints (DCP): each rank writes its own part, and a reader asks for the part that
+it holds, which may be all or a different part.
 """
 
 import warnings
@@ -19,10 +19,10 @@ _MARK = "_sharded"
 
 
 def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """Return the state dict of a sharded model with whole tensors in host memory, tied ones stored once; all ranks call it.
+    """Return a sharded model's state dict with whole tensors in host memory, tied ones once; all ranks must call it.
 
-    Only rank 0 keeps the tensors, one of which at a time is gathered; the others get an empty dict. `trained_only`
-    leaves out the weights that an update does not change, as those of a model with adapters.
+    Tensors are gathered one at a time, and only rank 0 keeps them; the others get an empty dict. `trained_only` drops
+    the weights that an update does not change, such as those under adapters.
     """
     is_first = torch.distributed.get_rank() == 0
     names: dict[int, list[str]] = {}
@@ -41,9 +41,9 @@ def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[st
 
 
 def whole_state(state: Any) -> Any:
-    """Return a state of dicts and lists with its sharded tensors gathered in host memory; all ranks call it.
+    """Return a state of dicts and lists with its sharded tensors gathered in host memory; all ranks must call it.
 
-    Only rank 0 keeps what is gathered, one tensor at a time; in its place the others get None.
+    Tensors are gathered one at a time, and only rank 0 keeps them; the others get None in their place.
     """
     is_first = torch.distributed.get_rank() == 0
 
@@ -55,23 +55,23 @@ def whole_state(state: Any) -> Any:
 
 
 def as_whole(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor, gathered; any other as it is."""
+    """Return a sharded tensor gathered, or any other unchanged."""
     sharded: Any = tensor
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, target: nn.Module, *, trained_only: bool = False) -> None:
-    """Copy the weights and buffers of a model into a whole one of the same names and shapes; all ranks call it.
+    """Copy the weights and buffers of a model into a whole one with the same names and shapes; all ranks must call it.
 
-    One sharded weight at a time is gathered.
+    Sharded weights are gathered one at a time.
 
     Args:
         model: sharded or whole.
         target: whole on every rank.
-        trained_only: leaves out the weights that an update of the model does not change.
+        trained_only: skip the weights that an update of the model does not change.
 
-    Example: `copy_weights(sharded, whole, trained_only=True)` after an update, so that `whole` can sample by it.
+    Example: `copy_weights(sharded, whole, trained_only=True)` after an update, so that `whole` can sample with it.
     """
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad or not trained_only}
     own = {**weights, **dict(model.named_buffers())}
@@ -81,7 +81,7 @@ def copy_weights(model: nn.Module, target: nn.Module, *, trained_only: bool = Fa
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a sharded tensor; any other as it is."""
+    """Return the part of a sharded tensor that this rank holds, or any other tensor unchanged."""
     sharded: Any = tensor
     return sharded.to_local() if is_sharded(tensor) else tensor
 
@@ -96,9 +96,9 @@ def is_sharded(tensor: object) -> bool:
 
 
 def shard_like(tensor: Any, like: Tensor) -> Any:
-    """Return a whole tensor, equal on all ranks, as this rank's part of one that is sharded like another; nothing is sent.
+    """Return this rank's part of a whole tensor, equal on all ranks, if sharded like another; without communication.
 
-    It stays whole where `like` is whole or has another shape, such as a count of steps beside a weight.
+    It stays whole if `like` is whole or has another shape, such as a step count stored with a weight.
     """
     is_whole = isinstance(tensor, Tensor) and not is_sharded(tensor)
     if not is_whole or not is_sharded(like) or tensor.shape != like.shape:
@@ -111,7 +111,7 @@ def shard_like(tensor: Any, like: Tensor) -> Any:
 
 
 def split_state(state: Any, shards: dict[str, Tensor]) -> Any:
-    """Return a state of dicts and lists with its sharded tensors moved to `shards`, and a description in the place of each."""
+    """Return a state of dicts and lists with its sharded tensors moved to `shards`, and descriptions in their place."""
 
     def moved(tensor: Tensor) -> dict[str, Any]:
         key = str(len(shards))
@@ -122,7 +122,7 @@ def split_state(state: Any, shards: dict[str, Tensor]) -> Any:
 
 
 def _with_shards_as(change: Callable[[Tensor], Any], state: Any) -> Any:
-    """Return a state of dicts and lists with something else in the place of each sharded tensor."""
+    """Return a state of dicts and lists with each sharded tensor replaced by `change` of it."""
     if is_sharded(state):
         return change(state)
     if isinstance(state, Mapping):
@@ -133,7 +133,7 @@ def _with_shards_as(change: Callable[[Tensor], Any], state: Any) -> Any:
 
 
 def write_shards(shards: Mapping[str, Tensor], folder: Path) -> None:
-    """Write sharded tensors into a folder that all ranks see, each its own part; all ranks call it.
+    """Write sharded tensors into a folder that all ranks can access, each rank its own part; all ranks must call it.
 
     Raises:
         StateError: on every rank, if one could not write.
@@ -148,10 +148,10 @@ def write_shards(shards: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def join_state(state: Any, folder: Path, like: Tensor | None) -> Any:
-    """Return a state from `split_state` with its tensors read from a folder: whole, or sharded as `like`; all ranks call it.
+    """Return a `split_state` with its tensors read from a folder, whole or sharded as `like`; all ranks must call it.
 
     Raises:
-        StateError: the folder lacks one, or cannot be read.
+        StateError: the folder lacks a tensor, or cannot be read.
     """
     shards: dict[str, Tensor] = {}
     state = _with_space(state, shards, like)
@@ -165,7 +165,7 @@ def join_state(state: Any, folder: Path, like: Tensor | None) -> Any:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(shards, checkpoint_id=folder, no_dist=not is_running())
     except (CheckpointException, OSError) as error:
-        raise StateError(f"{folder} holds the shards of a checkpoint, and cannot be read: {_first(error)}") from error
+        raise StateError(f"the shards of a checkpoint in {folder} cannot be read: {_first(error)}") from error
     return state
 
 
@@ -194,5 +194,5 @@ def _first(error: BaseException) -> str:
 
 
 def first_sharded(model: nn.Module) -> Tensor | None:
-    """Any sharded weight of a model; all of them are sharded alike."""
+    """Return any sharded weight of a model; all of them are sharded alike."""
     return next((weight for weight in model.parameters() if is_sharded(weight)), None)

@@ -1,8 +1,8 @@
-"""The units of a model that `fully_shard` has wrapped: what a unit is, what it reduces by, and how a call enters it.
+"""The units of a model wrapped by `fully_shard`: what a unit is, how it reduces, and how a call enters it.
 
-A unit gathers its weights when it is called, and shares them out again after that. The tree step calls a decoder and a
-head, not the model around them, so each call enters the units that hold these, from the outermost to the innermost, by
-torch's own `register_fsdp_forward_method`.
+A unit gathers its weights when it is called, and shards them again afterwards. The tree step calls a decoder and a
+head, not the model around them. So each call enters the units around these, from the outermost to the innermost,
+through torch's own `register_fsdp_forward_method`.
 
     N tokens   C hidden size
 """
@@ -25,7 +25,7 @@ _ENTRY = "_treering_enter"
 
 
 def units_of(model: nn.Module) -> tuple[Any, ...]:
-    """Return the units of a model, outer ones before those inside; none where torch.distributed does not run."""
+    """Return the units of a model, outer ones before those inside; none without torch.distributed."""
     if not is_running():
         return ()
     from torch.distributed.fsdp import FSDPModule
@@ -34,7 +34,7 @@ def units_of(model: nn.Module) -> tuple[Any, ...]:
 
 
 def groups_of(units: Sequence[Any]) -> Iterator[Any]:
-    """Torch's parameter groups of some units, each once."""
+    """Yield torch's parameter groups of some units, each once."""
     seen: set[int] = set()
     for unit in units:
         state = unit._get_fsdp_state()
@@ -47,7 +47,7 @@ def groups_of(units: Sequence[Any]) -> Iterator[Any]:
 
 @contextmanager
 def reducing(units: Sequence[Any]) -> Iterator[None]:
-    """Inside, every backward reduces its gradients, also between micro-batches of a step, where callers defer it."""
+    """Make every backward inside the context reduce its gradients, even if a caller defers it between micro-batches."""
     before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups_of(units)]
     for group, *_ in before:
         group.reduce_grads = group.all_reduce_grads = True
@@ -66,14 +66,14 @@ def own_hooks(module: nn.Module) -> set[int]:
     handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
     found: set[int] = set()
     for handle in handles:
-        # The hooks of a unit of several modules have one handle together.
+        # The hooks of a unit of several modules share one handle.
         inner = getattr(handle, "handles", (handle,))
         found |= {one.id for one in inner}
     return found
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Return whether a module is a unit itself."""
+    """Return whether a module is itself a unit."""
     if not is_running():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -95,9 +95,9 @@ def enter(path: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: An
 
     Args:
         path: the units.
-        run: must return a tensor or a tuple of tensors and None, where a unit finds the gradients that come back.
-        args: of `run`; a unit finds its gradients' way out in the tensors among them.
-        kwargs: of `run` too.
+        run: returns a tensor or a tuple of tensors and None, in which a unit finds the gradients that come back.
+        args: arguments of `run`; a unit finds the way out for gradients in the tensors among them.
+        kwargs: keyword arguments of `run`.
     """
     for unit in reversed(path):
         run = partial(_entry_of(unit), run)
@@ -105,11 +105,11 @@ def enter(path: Sequence[Any], run: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def without_hooks(unit: nn.Module) -> nn.Module:
-    """Return the module of a unit as it was before it was sharded, on the same parameters, which follow the unit's.
+    """Return a unit's module as it was before sharding, on the same parameters, which follow the unit's.
 
-    Inside `enter` it is called as often as needed, where each call of the unit would gather its weights anew.
+    Inside `enter` it can be called repeatedly, whereas each call of the unit would gather its weights again.
     """
-    # A unit's class is made of torch's mixin and the module's own class, in this order.
+    # A unit's class consists of torch's mixin and the module's own class, in this order.
     own_class: Any = type(unit).__mro__[2]
     plain: nn.Module = object.__new__(own_class)
     plain.__dict__.update(unit.__dict__)
@@ -127,7 +127,7 @@ def param_dtype(units: Sequence[Any]) -> torch.dtype | None:
 
 
 def device_of(units: Sequence[Any]) -> torch.device:
-    """Return the device that units compute on, where offloaded weights come to."""
+    """Return the device on which units compute, to which offloaded weights are moved."""
     device: torch.device = units[0]._get_fsdp_state()._device
     return device
 
@@ -148,16 +148,16 @@ def _enter(unit: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shards:
-    """The units around the parts of a sharded model.
+    """Units around the parts of a sharded model.
 
     Attributes:
         units: all of them, outer ones before those inside.
         run: calls the decoder, compiled if the model was.
-        decoder_path: those that hold the decoder, outermost first.
-        head_path: those that hold the head, and the head if it is one.
+        decoder_path: units around the decoder, outermost first.
+        head_path: units around the head, and the head if it is a unit.
         head: the head, without the hooks of a unit.
-        device: where weights are gathered to.
-        dtype: what layers compute in, if the policy sets it.
+        device: device to which weights are gathered.
+        dtype: dtype in which layers compute, if the policy sets it.
     """
 
     units: tuple[Any, ...]
@@ -169,33 +169,33 @@ class Shards:
     dtype: torch.dtype | None
 
     def run_decoder(self, **arguments: Any) -> Any:
-        """Call the decoder inside the units that hold it."""
+        """Call the decoder inside the units around it."""
         return enter(self.decoder_path, self.run, **arguments)
 
     def on_head(self, run: Callable[[nn.Module, Tensor], Any], hidden: Float[Tensor, "N C"]) -> Any:
-        """`run(head, hidden)` with the head's weights gathered once, however often `run` calls the head.
+        """Return `run(head, hidden)` with the head's weights gathered once, however often `run` calls the head.
 
-        `run` returns a tensor, or a tuple of tensors and None.
+        `run` must return a tensor, or a tuple of tensors and None.
         """
         head = self.head
         return enter(self.head_path, lambda rows: run(head, rows), hidden)
 
     def release(self) -> None:
-        """Give back the weights that a forward has gathered and no backward will; the outermost unit keeps its own."""
+        """Release weights that a forward has gathered and no backward will; the outermost unit keeps its own."""
         for unit in self.units:
             unit.reshard()
 
     def zero(self, hidden: Float[Tensor, "N C"]) -> Float[Tensor, ""]:
-        """0 with gradients of 0 for all weights, the head's too, which ranks that score nothing must reduce as well."""
+        """Return 0 with gradients of 0 for all weights, head included, so that ranks without scores reduce them too."""
         # Scaled inside, because a unit warns of views that it returns.
         of_head: Tensor = self.on_head(lambda head, rows: 0.0 * head(rows[:1])[0, 0], hidden)
         return of_head + 0.0 * hidden[0, 0]
 
     def zero_in_one_entry(self, hidden_of: Callable[[Callable[..., Any]], Tensor]) -> Tensor:
-        """`zero` of one forward that enters each unit once: its backward reduces what earlier passes left in one go.
+        """Return `zero` of one forward that enters each unit once: its backward reduces what earlier passes left.
 
         Args:
-            hidden_of: hidden states [N, C] of some tokens, from a function that calls the decoder.
+            hidden_of: returns hidden states [N, C] of some tokens, given a function that calls the decoder.
         """
         common = tuple(unit for unit in self.decoder_path if any(unit is other for other in self.head_path))
         inner_decoder, inner_head = (path[len(common) :] for path in (self.decoder_path, self.head_path))
@@ -213,9 +213,9 @@ def find_shards(model: nn.Module, *, decoder: nn.Module, head: nn.Module, run: C
     """Return the units around a model's parts; None for a model that is not sharded.
 
     Args:
-        model: with its wrappers.
-        decoder: of the model.
-        head: of the model.
+        model: the model with its wrappers.
+        decoder: decoder of the model.
+        head: head of the model.
         run: calls the decoder.
 
     Raises:
@@ -227,8 +227,8 @@ def find_shards(model: nn.Module, *, decoder: nn.Module, head: nn.Module, run: C
     inside = [unit for unit in units if unit is not head and any(unit is module for module in head.modules())]
     if inside:
         raise UnsupportedError(
-            f"a head is gathered once per forward, and {type(inside[0]).__name__} inside it is sharded apart: shard "
-            "the head itself, or leave it to the unit around it"
+            f"a head must be gathered once per forward, and {type(inside[0]).__name__} inside it is sharded "
+            "separately; shard the head itself, or leave it to the unit around it"
         )
     return Shards(
         units=units,
