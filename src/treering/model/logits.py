@@ -217,7 +217,7 @@ class GradientSums:
     """Gradients of rows, weight and bias over chunks, the last two summed in float32 or wider; None for frozen ones."""
 
     def __init__(self, rows: Tensor, weight: Tensor, needed: tuple[bool, ...]) -> None:
-        """Allocate sums; `needed`: whether the rows, the weight and the bias need a gradient."""
+        """Allocate the sums; `needed` says whether rows, weight and bias need a gradient."""
         self._inputs = rows, weight
         self._wide = torch.promote_types(weight.dtype, torch.float32)
         self._rows = torch.empty_like(rows) if needed[0] else None

@@ -2,7 +2,7 @@
 
 Ranks of a sharded model gather weights in every forward and backward: if one runs other passes than the rest, all wait
 for each other forever. So before the first collective of a step, each rank sends what it will run, or the error that
-stops it, and all raise alike.
+stops it, and all raise the same error.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -134,7 +134,7 @@ def _bytes_to_come(weight: Tensor, parts: TreeModel, mode: RanksMode | None) -> 
     from torch.distributed.tensor import DTensor
 
     is_shard = isinstance(weight, DTensor)
-    # Ranks sum gradients of whole weights apart from the existing ones.
+    # Ranks sum gradients of whole weights separately from the existing ones.
     needs_gradient = weight.requires_grad and (weight.grad is None or (mode is not None and not is_shard))
     num_bytes = needs_gradient * (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes
     if not is_shard or mode != "gathered":
@@ -244,7 +244,7 @@ def bytes_per_token(parts: TreeModel) -> float:
 def _state_of(parts: TreeModel) -> object:
     """Return the key of everything that decides how much a forward saves."""
     device = parts.device.type
-    # All ranks measure shards together, but gathered weights alone: neither may use the other's result.
+    # All ranks measure shards together, but each measures gathered weights itself: neither may use the other's result.
     weights = [(type(weight), weight.dtype, weight.requires_grad) for weight in parts.decoder.parameters()]
     modules = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in parts.decoder.modules()]
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

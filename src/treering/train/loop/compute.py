@@ -20,7 +20,7 @@ from treering.tree.plan import share_among_ranks
 
 
 def tokens_on_ranks(options: ComputeOptions) -> int:
-    """Return the token limit for ranks that plan alike; free memory differs between ranks, so it is not used."""
+    """Return the token limit if all ranks need the same plan; free memory differs between ranks, so it is not used."""
     return DEFAULT_TOKENS if options.max_batch_tokens == "auto" else options.max_batch_tokens
 
 
