@@ -131,7 +131,7 @@ class PictureFeatures:
     """
 
     def __init__(self, vision: VisionPart, pictures: Sequence[Picture], *, is_apart: bool) -> None:
-        """Compute the features; with `is_apart`, passes read leaves, else their gradients go through the vision part."""
+        """Compute the features; with `is_apart`, passes read leaves, else their gradients enter the tower."""
         self._first = dict(zip((one.digest for one in pictures), _starts(pictures), strict=True))
         self._outputs = vision.features(pictures) if pictures else []
         self.levels = [_leaf(output) for output in self._outputs] if is_apart else self._outputs
