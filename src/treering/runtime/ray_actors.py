@@ -145,7 +145,7 @@ class LoopingActor:
 
 
 class RayActor:
-    """The controller's handle of an actor."""
+    """Handle of an actor in the controller."""
 
     def __init__(self, handle: "ActorHandle[Any]", *, is_looping: bool, is_on_this_host: bool) -> None:
         """Wrap an actor; call `begin` next."""

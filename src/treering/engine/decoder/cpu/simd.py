@@ -22,7 +22,7 @@ class Vector(types.Type):
     """Numba type of a vector."""
 
     def __init__(self, dtype: Any) -> None:
-        """`dtype` is numba's float32 or float64."""
+        """Make the type for `dtype`, which is numba's float32 or float64."""
         self.dtype = dtype
         self.lanes = lanes_of(np.dtype(dtype.name))
         super().__init__(name=f"Vector({dtype.name})")
